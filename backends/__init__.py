@@ -1,0 +1,1 @@
+"""Backends: each compiles compute segments of a plan and runs them."""

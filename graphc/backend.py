@@ -1,0 +1,145 @@
+"""The backend protocol and the table of native kernels.
+
+A backend compiles the compute segments of a :class:`~graphc.plan.Plan`, runs its native kernels and owns no policy: what
+is one segment, where buffers lie and when collectives start is decided by the plan.
+
+Adding a kernel is one decorated function in one file of a backend:
+
+    @kernel("onnxruntime", "graphc::MaxPoolGrad", dtypes=(ir.DataType.FLOAT,))
+    def max_pool_grad(k: Binding) -> Callable[[], None]:
+        dy, x = k.inputs                        # numpy arrays over planned buffers, fixed for the life of the plan
+        (dx,) = k.outputs                       # written in full by every run
+        pool = k.pool
+        return lambda: pool.run(_loop, (dy, x, dx), total=x.shape[0])
+
+The function is called once per node when a plan is bound, does all look-ups and allocations there, and returns a closure
+without arguments that is called once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.gradient import key_of
+from graphc.registry import Registry
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Run: TypeAlias = "Callable[[], None]"
+
+
+class Pool(Protocol):
+    """Threads for native kernels."""
+
+    threads: int
+
+    def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
+        """Call ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)`` and wait.
+
+        ``function`` must release the GIL (``numba.njit(nogil=True)``). Ranges hold at least ``grain`` items; the same
+        ``total`` is always cut the same way, so results do not depend on timing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a kernel gets when a plan is bound.
+
+    Attributes:
+        inputs: one array per node input, None where the input is left out.
+        outputs: one array per node output, None where the output is unused.
+        attributes: the node's attributes with defaults filled in.
+        aliases: output index → input index whose memory the output shares (only pairs the kernel declared ``inplace``).
+    """
+
+    node: ir.Node
+    inputs: Sequence[Array | None]
+    outputs: Sequence[Array | None]
+    attributes: Mapping[str, Any]
+    pool: Pool
+    aliases: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A native kernel of one backend.
+
+    Attributes:
+        dtypes: element types of the first floating input for which the kernel may be chosen.
+        when: further condition on the node (its shapes are static when this is asked).
+        inplace: output index → input index whose buffer the output may take over.
+    """
+
+    backend: str
+    op: str
+    bind: Callable[[Binding], Run]
+    dtypes: tuple[ir.DataType, ...]
+    when: Callable[[ir.Node], bool] | None
+    inplace: Mapping[int, int]
+
+    def accepts(self, node: ir.Node) -> bool:
+        floats = [v.dtype for v in node.inputs if v is not None and v.dtype is not None and v.dtype.is_floating_point()]
+        if floats and floats[0] not in self.dtypes:
+            return False
+        return self.when is None or self.when(node)
+
+
+KERNELS: dict[tuple[str, str], Kernel] = {}
+
+
+def kernel(
+    backend: str,
+    op: str,
+    *,
+    dtypes: tuple[ir.DataType, ...] = (ir.DataType.FLOAT,),
+    when: Callable[[ir.Node], bool] | None = None,
+    inplace: Mapping[int, int] | None = None,
+) -> Callable[[Callable[[Binding], Run]], Callable[[Binding], Run]]:
+    """Register a native kernel of ``backend`` for ``op`` (``"Gelu"`` or ``"graphc::ConvGradWeight"``)."""
+
+    def register(function: Callable[[Binding], Run]) -> Callable[[Binding], Run]:
+        KERNELS[backend, op] = Kernel(backend, op, function, dtypes, when, dict(inplace or {}))
+        return function
+
+    return register
+
+
+def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
+    """The kernel of ``backend`` that takes this node, or None."""
+    found = KERNELS.get((backend, key_of(node.domain, node.op_type)))
+    return found if found is not None and found.accepts(node) else None
+
+
+class Backend(Protocol):
+    """Compiles and runs compute segments.
+
+    A segment is an ``onnx_ir`` model of standard ops with static shapes. Its inputs and outputs are bound to arrays once;
+    the returned closure runs it.
+    """
+
+    name: str
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        """Whether the node runs as a native kernel instead of inside a segment."""
+
+    def bind_segment(self, model: ir.Model, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+        """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name."""
+
+    def bind_kernel(
+        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array | None], aliases: Mapping[int, int]
+    ) -> Run:
+        """Bind a native kernel."""
+
+    def inplace(self, node: ir.Node) -> Mapping[int, int]:
+        """Output index → input index that the native kernel of ``node`` may overwrite."""
+
+    def close(self) -> None:
+        """Release threads and sessions."""
+
+
+BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends")
+"""Name → factory ``(*, threads: int, spin: bool) -> Backend``."""

@@ -1,0 +1,60 @@
+"""The errors graphc raises on purpose; each carries the exit code the command line ends with."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GraphcError(Exception):
+    """Base of every error with a message meant for the user. ``exit_code`` is what the CLI returns."""
+
+    exit_code = 1
+
+
+class UsageError(GraphcError, ValueError):
+    """A wrong argument: an unknown pass, option, loss, feed name, mesh …"""
+
+    exit_code = 2
+
+
+class ModelError(GraphcError):
+    """The model file or graph is broken: unreadable, truncated, ill-typed, cyclic."""
+
+
+class UnsupportedOpError(GraphcError):
+    """An operator graphc cannot differentiate, decompose or execute, named with its place in the graph."""
+
+    exit_code = 3
+
+
+class FeedError(GraphcError, ValueError):
+    """A feed with a wrong name, shape, dtype or value."""
+
+
+class NonFiniteError(GraphcError, ArithmeticError):
+    """A NaN or an infinity appeared; the state is that of the last good step.
+
+    Attributes:
+        step: the zero-based step in which it appeared.
+        tensor: name of the first non-finite value in graph order, or None when it did not appear again on replay.
+    """
+
+    def __init__(self, message: str, *, step: int, tensor: str | None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.tensor = tensor
+
+
+class WorldError(GraphcError):
+    """Workers disagree, or one of them is gone."""
+
+
+class MissingExtraError(GraphcError, ImportError):
+    """A feature needs a package that is not installed; the message names the extra that brings it."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest candidate, or an empty string."""
+    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

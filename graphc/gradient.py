@@ -1,0 +1,58 @@
+"""Registering gradient rules.
+
+    @gradient("Mul")
+    def mul(op, node, dz):
+        \"\"\"z = a·b;  ∂a = dz·b,  ∂b = dz·a\"\"\"
+        a, b = node.inputs
+        return lambda: op.Mul(dz, b), lambda: op.Mul(dz, a)
+
+A rule gets a :class:`~graphc.ir.builder.Builder`, the forward node and one adjoint per output (None where nothing flows
+back through that output; a rule is called only if at least one is there). It returns one entry per input: a value, None
+(no gradient), or a function without arguments that makes the value, called only when that gradient is needed. The
+engine sums broadcast gradients back to the input's shape, accumulates and prunes; a rule does none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from graphc.registry import Registry
+
+Rule: TypeAlias = "Callable[..., Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRule:
+    """A rule and its docstring; ``function`` is None for an op whose gradient is zero everywhere."""
+
+    op: str
+    function: Rule | None
+    doc: str
+
+
+GRADIENTS: Registry[GradientRule] = Registry("gradient", "graphc.gradients")
+
+
+def gradient(*ops: str, override: bool = False) -> Callable[[Rule], Rule]:
+    """Register the decorated rule for ``ops``: ``"Mul"``, or ``"domain::Op"`` outside ``ai.onnx``."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            entry = GradientRule(op, function, (function.__doc__ or "").strip())
+            GRADIENTS.register(op, entry, origin=function.__module__, override=override)
+        return function
+
+    return register
+
+
+def zero_gradient(*ops: str, origin: str) -> None:
+    """Mark ops as piecewise constant or integer-valued: nothing flows back through them, and they block nothing."""
+    for op in ops:
+        GRADIENTS.register(op, GradientRule(op, None, "zero almost everywhere"), origin=origin)
+
+
+def key_of(domain: str, op_type: str) -> str:
+    """The registry key of an op."""
+    return f"{domain}::{op_type}" if domain else op_type

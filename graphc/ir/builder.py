@@ -1,0 +1,301 @@
+"""The only way graphc creates nodes: schema-checked, typed at birth, deterministically named.
+
+    op = Builder(graph)                        # appends; Builder(graph, before=node) inserts
+    y = op.Mul(x, 2.0)                         # Python scalars and arrays become constants of x's type
+    dx = op.graphc.ReluGrad(dy, y)             # ops of the graphc domain
+    a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
+from graphc.ir.declare import OPS, REQUIRED
+from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
+from graphc.ir.infer import apply, fold
+
+Operand = Any
+"""An input: a value, None (left out), a Python number, a list of integers or a numpy array."""
+
+
+class _Domain:
+    def __init__(self, builder: Builder, domain: str) -> None:
+        self._builder = builder
+        self._domain = domain
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return self._builder._emitter(op_type, self._domain)
+
+
+class Builder:
+    """Emits nodes into one graph.
+
+    Args:
+        graph: the graph that receives the nodes.
+        before: the node in front of which they go; None appends them.
+        scope: prefix of the names of nodes and values, ``"grad/conv1"`` say.
+    """
+
+    def __init__(self, graph: ir.Graph, *, before: ir.Node | None = None, scope: str = "") -> None:
+        self.graph = graph
+        self.before = before
+        self.scope = scope
+        self.graphc = _Domain(self, DOMAIN)
+        self._names, self._node_names = used_names(graph)
+        self._counters: dict[str, int] = {}
+        self._constants: dict[Any, ir.Value] = {}
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return self._emitter(op_type, "")
+
+    def _emitter(self, op_type: str, domain: str) -> Callable[..., Any]:
+        def emit(*inputs: Operand, _outputs: int | Sequence[str] | None = None, _name: str | None = None, **attributes: Any) -> Any:
+            values = self.emit(op_type, inputs, attributes, domain=domain, outputs=_outputs, name=_name)
+            return values[0] if len(values) == 1 else values
+
+        return emit
+
+    def emit(
+        self,
+        op_type: str,
+        inputs: Sequence[Operand],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
+        outputs: int | Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> tuple[ir.Value, ...]:
+        """Create one node, check it against its schema, type its outputs, insert it.
+
+        Args:
+            outputs: how many outputs, or their names; None takes the op's required outputs (all, for ``graphc`` ops).
+            name: the node's name; None derives one from scope and op type.
+
+        Raises:
+            ModelError: unknown op or attribute, wrong number of inputs, or types that the op rejects.
+        """
+        if isinstance(outputs, str):
+            outputs = [outputs]
+        values = self._operands(op_type, inputs)
+        attrs, count = _check(op_type, domain, len(values), dict(attributes or {}))
+        if outputs is not None:
+            count = outputs if isinstance(outputs, int) else len(outputs)
+        elif count < 0:
+            count = len(values)  # a variadic op that returns one output per input
+        node_name = self.unique(name or f"{self.scope}/{op_type}".lstrip("/"))
+        node = ir.Node(domain, op_type, values, attrs, num_outputs=count, name=node_name)
+        for k, value in enumerate(node.outputs):
+            if outputs is not None and not isinstance(outputs, int):
+                value.name = outputs[k]
+                self._names.add(outputs[k])
+            else:
+                value.name = self.unique(node_name if count == 1 else f"{node_name}.{k}", value=True)
+        version = OPSET if domain == "" else DOMAIN_VERSION
+        apply(node, version=version)
+        for value in node.outputs:
+            if value.type is None:
+                raise ModelError(f"the type of {value.name!r} cannot be inferred\n{neighbourhood(node)}")
+        fold(node)
+        if domain and domain not in self.graph.opset_imports:
+            self.graph.opset_imports[domain] = version
+        if self.before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.before, node)
+        return tuple(node.outputs)
+
+    def _operands(self, op_type: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
+        values = list(inputs)
+        while values and values[-1] is None:
+            values.pop()
+        like = next((v.dtype for v in values if isinstance(v, ir.Value)), None)
+        return [v if v is None or isinstance(v, ir.Value) else self.const(v, like) for v in values]
+
+    def const(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+        """A ``Constant`` node; equal constants of one builder are one node.
+
+        Python floats (and ints, when ``dtype`` is a float type) take ``dtype``; a list of ints is int64.
+        """
+        if isinstance(value, (bool, np.ndarray, np.generic)):
+            array = np.asarray(value)
+        elif isinstance(value, (int, float)) and dtype is not None:
+            array = np.asarray(value, dtype=dtype.numpy())
+        elif isinstance(value, float):
+            array = np.asarray(value, dtype=np.float32)
+        else:
+            array = np.asarray(value, dtype=np.int64) if not np.asarray(value).dtype.kind == "f" else np.asarray(value)
+        key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
+        known = self._constants.get(key)
+        if known is not None:
+            return known
+        name = self.unique("constant", value=True)
+        tensor = ir.tensor(array, name=name)
+        node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], num_outputs=1, name=name)
+        out = node.outputs[0]
+        out.name = name
+        out.type = ir.TensorType(tensor.dtype)
+        out.shape = ir.Shape(array.shape)
+        out.const_value = tensor
+        first = next(iter(self.graph), None)
+        if first is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(first, node)  # in front of everything, so that any later node may share it
+        self._constants[key] = out
+        return out
+
+    def unique(self, name: str, *, value: bool = False) -> str:
+        """``name``, or ``name.1``, ``name.2`` … so that no other node (or value) of the graph has it."""
+        table = self._names if value else self._node_names
+        if name not in table:
+            table.add(name)
+            return name
+        k = self._counters.get(name, 0) + 1
+        while f"{name}.{k}" in table:
+            k += 1
+        self._counters[name] = k
+        table.add(f"{name}.{k}")
+        return f"{name}.{k}"
+
+    # Formulas that every family of rules needs ------------------------------------------------------------------------
+
+    def shape(self, value: ir.Value) -> ir.Value:
+        """The shape of ``value`` as int64: a constant when static, else a ``Shape`` node."""
+        known = static_dims(value)
+        if known is not None:
+            return self.const(np.array(known, dtype=np.int64))
+        return self.Shape(value)  # type: ignore[no-any-return]
+
+    def reshape_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """``value`` with the shape of ``like``; nothing is emitted when it has it already."""
+        if _same_shape(value, like):
+            return value
+        return self.Reshape(value, self.shape(like))  # type: ignore[no-any-return]
+
+    def expand_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """``value`` broadcast to the shape of ``like``."""
+        if _same_shape(value, like):
+            return value
+        return self.Expand(value, self.shape(like))  # type: ignore[no-any-return]
+
+    def scalar(self, number: float, like: ir.Value) -> ir.Value:
+        """A rank-0 constant of ``like``'s element type."""
+        assert like.dtype is not None
+        return self.const(np.asarray(number, dtype=like.dtype.numpy()))
+
+    def zeros_like(self, value: ir.Value) -> ir.Value:
+        """Zeros of the type and shape of ``value``."""
+        return self.expand_like(self.scalar(0, value), value)
+
+    def ones_like(self, value: ir.Value) -> ir.Value:
+        """Ones of the type and shape of ``value``."""
+        return self.expand_like(self.scalar(1, value), value)
+
+    def cast_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """``value`` in the element type of ``like``."""
+        if value.dtype == like.dtype:
+            return value
+        assert like.dtype is not None
+        return self.Cast(value, to=int(like.dtype))  # type: ignore[no-any-return]
+
+    def rank(self, value: ir.Value) -> int:
+        return rank(value)
+
+    def is_float(self, value: ir.Value) -> bool:
+        return value.dtype in FLOATS
+
+
+def used_names(graph: ir.Graph) -> tuple[set[str], set[str]]:
+    """The names that values of the graph have, and those that nodes have, subgraphs included."""
+    values: set[str] = {v.name for v in graph.inputs if v.name} | set(graph.initializers)
+    nodes: set[str] = set()
+    for node in graph.all_nodes():
+        values.update(v.name for v in node.outputs if v.name)
+        if node.name:
+            nodes.add(node.name)
+    return values, nodes
+
+
+def _same_shape(a: ir.Value, b: ir.Value) -> bool:
+    known_a = a.shape.dims if a.shape is not None else None
+    known_b = b.shape.dims if b.shape is not None else None
+    if known_a is None or known_b is None:
+        return False
+    return same_dims(
+        [d if isinstance(d, int) else d.value for d in known_a], [d if isinstance(d, int) else d.value for d in known_b]
+    )
+
+
+_KINDS = {
+    onnx.defs.OpSchema.AttrType.FLOAT: ir.AttributeType.FLOAT,
+    onnx.defs.OpSchema.AttrType.INT: ir.AttributeType.INT,
+    onnx.defs.OpSchema.AttrType.STRING: ir.AttributeType.STRING,
+    onnx.defs.OpSchema.AttrType.FLOATS: ir.AttributeType.FLOATS,
+    onnx.defs.OpSchema.AttrType.INTS: ir.AttributeType.INTS,
+    onnx.defs.OpSchema.AttrType.STRINGS: ir.AttributeType.STRINGS,
+    onnx.defs.OpSchema.AttrType.TENSOR: ir.AttributeType.TENSOR,
+    onnx.defs.OpSchema.AttrType.GRAPH: ir.AttributeType.GRAPH,
+}
+
+
+def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any]) -> tuple[list[ir.Attr], int]:
+    """Attributes as ``ir.Attr`` of their declared kind, and the default number of outputs (-1: one per input)."""
+    if domain == DOMAIN:
+        return _check_declared(op_type, num_inputs, attributes)
+    try:
+        schema = onnx.defs.get_schema(op_type, OPSET, domain)
+    except onnx.defs.SchemaError:
+        raise ModelError(f"no operator {domain or 'ai.onnx'}::{op_type} in opset {OPSET}") from None
+    if not schema.min_input <= num_inputs <= schema.max_input:
+        raise ModelError(f"{op_type} takes {schema.min_input} to {schema.max_input} inputs, not {num_inputs}")
+    result = []
+    for name, value in attributes.items():
+        if value is None:
+            continue
+        if isinstance(value, ir.Attr):
+            result.append(ir.Attr(name, value.type, value.value))
+            continue
+        if name not in schema.attributes:
+            raise ModelError(f"{op_type} has no attribute {name!r}")
+        if isinstance(value, np.ndarray) and schema.attributes[name].type == onnx.defs.OpSchema.AttrType.TENSOR:
+            value = ir.tensor(value)
+        result.append(ir.convenience.convert_attribute(name, value, _KINDS.get(schema.attributes[name].type)))
+    for name, formal in schema.attributes.items():
+        if formal.required and name not in attributes:
+            raise ModelError(f"{op_type} needs the attribute {name!r}")
+    required = [o for o in schema.outputs if o.option == onnx.defs.OpSchema.FormalParameterOption.Single]
+    return result, max(1, len(required))
+
+
+def _check_declared(op_type: str, num_inputs: int, attributes: dict[str, Any]) -> tuple[list[ir.Attr], int]:
+    declaration = OPS[op_type]
+    required = sum(not f.optional and not f.variadic for f in declaration.inputs)
+    most = len(declaration.inputs) if not any(f.variadic for f in declaration.inputs) else num_inputs
+    if not required <= num_inputs <= most:
+        raise ModelError(f"graphc.{op_type} takes {required} to {most} inputs, not {num_inputs}")
+    result = []
+    for name, value in attributes.items():
+        if name not in declaration.attributes:
+            raise ModelError(f"graphc.{op_type} has no attribute {name!r}")
+        if value is not None:
+            default = declaration.attributes[name]
+            if isinstance(default, float):
+                value = float(value)
+            result.append(ir.convenience.convert_attribute(name, value, ir.AttributeType.INTS if value == [] else None))
+    for name, default in declaration.attributes.items():
+        if default is REQUIRED and attributes.get(name) is None:
+            raise ModelError(f"graphc.{op_type} needs the attribute {name!r}")
+    if any(f.variadic for f in declaration.outputs):
+        return result, -1
+    return result, len(declaration.outputs)

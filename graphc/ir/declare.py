@@ -1,0 +1,189 @@
+"""Declaring an op of the ``graphc`` domain: schema, type inference, effects and decomposition in one place.
+
+    @declare("ReluGrad", inputs="dy y", outputs="dx", infer=same_as(0))
+    def relu_grad(op, dy, y):
+        \"\"\"dx = dy where y > 0, else 0\"\"\"
+        return op.Where(op.Greater(y, 0.0), dy, op.zeros_like(dy))
+
+The decorated function is the op's **decomposition** into standard ONNX ops (or into simpler ``graphc`` ops). An op that
+has none (a collective) is declared with :func:`declare_primitive`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx_ir as ir
+
+from graphc.registry import Registry
+
+if TYPE_CHECKING:
+    from graphc.ir.builder import Builder
+
+Spec: TypeAlias = "tuple[ir.DataType, ir.Shape | None]"
+"""What inference says of one output: element type and shape (None: unknown rank)."""
+
+InferFunction: TypeAlias = "Callable[[Sequence[ir.Value | None], Mapping[str, Any]], Sequence[Spec]]"
+Decomposition: TypeAlias = "Callable[..., ir.Value | tuple[ir.Value | None, ...]]"
+
+REQUIRED: Any = object()
+"""Marks an attribute without a default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formal:
+    """A formal input or output: ``name`` required, ``name?`` optional, ``*name`` variadic (only the last)."""
+
+    name: str
+    optional: bool = False
+    variadic: bool = False
+
+    @staticmethod
+    def parse(text: str) -> tuple[Formal, ...]:
+        return tuple(Formal(w.strip("?*"), optional=w.endswith("?"), variadic=w.startswith("*")) for w in text.split())
+
+
+@dataclass(frozen=True, slots=True)
+class OpDeclaration:
+    """All that graphc knows about one op of its domain.
+
+    Attributes:
+        next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
+            running statistics). A node with a non-empty ``next_value`` is an **update node**.
+        reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input.
+        effect: the node must neither be merged with another nor deleted nor moved across one of the same group.
+        decompose: builds the same outputs from standard ops; None for primitives that only a backend can run.
+    """
+
+    name: str
+    inputs: tuple[Formal, ...]
+    outputs: tuple[Formal, ...]
+    attributes: Mapping[str, Any]
+    infer: InferFunction
+    doc: str
+    origin: str
+    effect: bool = False
+    next_value: Mapping[int, int] = field(default_factory=dict)
+    reduces: Mapping[int, str] = field(default_factory=dict)
+    decompose: Decomposition | None = None
+
+    def attribute_values(self, node: ir.Node) -> dict[str, Any]:
+        """The node's attributes as Python values, defaults filled in."""
+        values = dict(self.attributes)
+        for name, attr in node.attributes.items():
+            values[name] = list(attr.value) if isinstance(attr.value, (tuple, list)) else attr.value
+        return values
+
+
+OPS: Registry[OpDeclaration] = Registry("op", "graphc.ops")
+
+
+def declare_primitive(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    infer: InferFunction,
+    doc: str,
+    attributes: Mapping[str, Any] | None = None,
+    effect: bool = False,
+    next_value: Mapping[int, int] | None = None,
+    reduces: Mapping[int, str] | None = None,
+    decompose: Decomposition | None = None,
+    origin: str | None = None,
+) -> OpDeclaration:
+    """Register an op of the ``graphc`` domain; see :class:`OpDeclaration` for the arguments."""
+    if origin is None:
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame else None
+        origin = str(caller.f_globals["__name__"]) if caller else "?"
+    declaration = OpDeclaration(
+        name=name,
+        inputs=Formal.parse(inputs),
+        outputs=Formal.parse(outputs),
+        attributes=dict(attributes or {}),
+        infer=infer,
+        doc=inspect.cleandoc(doc),
+        origin=origin,
+        effect=effect,
+        next_value=dict(next_value or {}),
+        reduces=dict(reduces or {}),
+        decompose=decompose,
+    )
+    OPS.register(name, declaration, origin=origin)
+    return declaration
+
+
+def declare(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    infer: InferFunction,
+    attributes: Mapping[str, Any] | None = None,
+    next_value: Mapping[int, int] | None = None,
+    reduces: Mapping[int, str] | None = None,
+) -> Callable[[Decomposition], Decomposition]:
+    """Register an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``."""
+
+    def register(function: Decomposition) -> Decomposition:
+        declare_primitive(
+            name,
+            inputs=inputs,
+            outputs=outputs,
+            infer=infer,
+            doc=function.__doc__ or "",
+            attributes=attributes,
+            next_value=next_value,
+            reduces=reduces,
+            decompose=function,
+            origin=function.__module__,
+        )
+        return function
+
+    return register
+
+
+def declaration_of(node: ir.Node) -> OpDeclaration | None:
+    """The declaration of a ``graphc`` node, or None for any other domain or an undeclared op."""
+    return OPS.get(node.op_type) if node.domain == "graphc" else None
+
+
+def has_effect(node: ir.Node) -> bool:
+    """Whether the node must survive dead-code elimination and never be merged: collectives and updates."""
+    declaration = declaration_of(node)
+    return declaration is not None and (declaration.effect or bool(declaration.next_value))
+
+
+def decompose_node(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
+    """Emit the decomposition of ``node`` through ``op``; returns one value per output (None: not produced)."""
+    declaration = declaration_of(node)
+    if declaration is None or declaration.decompose is None:
+        raise ValueError(f"{node.domain}::{node.op_type} has no decomposition")
+    result = declaration.decompose(op, *node.inputs, **declaration.attribute_values(node))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def same_as(*indices: int) -> InferFunction:
+    """Inference: output k has the type and shape of input ``indices[k]``."""
+
+    def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+        return [spec_of(inputs[i]) for i in indices]
+
+    return infer
+
+
+def spec_of(value: ir.Value | None) -> Spec:
+    """(dtype, shape) of a typed value."""
+    if value is None or value.dtype is None:
+        raise ValueError(f"value {value.name if value else None!r} has no type")
+    return value.dtype, value.shape
+
+
+def is_update(node: ir.Node) -> bool:
+    """Whether the node computes the next value of some state (an optimizer update, a running average, a counter)."""
+    declaration = declaration_of(node)
+    return declaration is not None and bool(declaration.next_value)

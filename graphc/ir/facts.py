@@ -1,0 +1,142 @@
+"""Small questions about values: static shapes, constants, element types. Nothing here changes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.declare import declaration_of
+
+Dim: TypeAlias = "int | str | None"
+"""A dimension: a static size, a symbol's name, or None when nothing is known."""
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def dims(value: ir.Value) -> tuple[Dim, ...] | None:
+    """The dimensions of a value, or None when its rank is unknown."""
+    if value.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) else d.value for d in value.shape.dims)
+
+
+def static_dims(value: ir.Value) -> tuple[int, ...] | None:
+    """The dimensions of a value when all are known integers, else None."""
+    found = dims(value)
+    if found is None or not all(isinstance(d, int) for d in found):
+        return None
+    return tuple(int(d) for d in found)  # type: ignore[arg-type]
+
+
+def rank(value: ir.Value) -> int:
+    """The rank of a value; raises ValueError when it is unknown."""
+    if value.shape is None:
+        raise ValueError(f"the rank of {value.name!r} is unknown")
+    return len(value.shape)
+
+
+def is_float(value: ir.Value) -> bool:
+    return value.dtype in FLOATS
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The value's compile-time constant as a numpy array, or None.
+
+    A float initializer of rank ≥ 1 is a parameter, whether it trains or not, and never a constant; neither is state that
+    some update node replaces, nor an initializer that is also a graph input.
+    """
+    if value is None:
+        return None
+    tensor = value.const_value
+    if tensor is None:
+        producer = value.producer()
+        if producer is None or producer.op_type != "Constant" or producer.domain != "":
+            return None
+        tensor = ir.convenience.get_const_tensor(value)
+        if tensor is None:
+            return None
+    elif value.is_initializer() and (is_parameter(value) or value.is_graph_input() or is_state(value)):
+        return None
+    return np.asarray(tensor.numpy())
+
+
+def is_parameter(value: ir.Value) -> bool:
+    """Whether the value is a float initializer of rank ≥ 1: something that can train."""
+    return value.is_initializer() and value.dtype in FLOATS and value.shape is not None and len(value.shape) > 0
+
+
+def is_state(value: ir.Value) -> bool:
+    """Whether some update node computes the next value of this initializer."""
+    for node, index in value.uses():
+        declaration = declaration_of(node)
+        if declaration is not None and index in declaration.next_value.values():
+            return True
+    return False
+
+
+def state_updates(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, ir.Value]]:
+    """Every (update node, state initializer, next value) of the graph, in node order."""
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is None:
+            continue
+        for output, index in declaration.next_value.items():
+            state = node.inputs[index]
+            if state is not None and output < len(node.outputs):
+                yield node, state, node.outputs[output]
+
+
+def shape_of_result(value: ir.Value | None) -> ir.Shape | None:
+    """The shape that an int64 shape tensor stands for, as far as it is known.
+
+    Follows a constant or a ``Shape`` node; None when not even the rank is known.
+    """
+    if value is None:
+        return None
+    known = constant(value)
+    if known is not None:
+        return ir.Shape([int(d) for d in known.reshape(-1)])
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Shape" and not producer.attributes and producer.inputs[0] is not None:
+        return producer.inputs[0].shape
+    if value.shape is not None and len(value.shape) == 1 and isinstance(value.shape[0], int):
+        return ir.Shape([None] * value.shape[0])
+    return None
+
+
+def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
+    """Whether two shapes are provably the same: equal sizes, or the same named symbols."""
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return all(x is not None and x == y for x, y in zip(a, b, strict=True))
+
+
+def neighbourhood(node: ir.Node) -> str:
+    """The node with its producers and consumers, a line each, for error messages."""
+    lines = []
+    for value in node.inputs:
+        producer = value.producer() if value is not None else None
+        if producer is not None:
+            lines.append(f"    from  {describe(producer)}")
+    lines.append(f"    here  {describe(node)}")
+    for out in node.outputs:
+        lines.extend(f"    to    {describe(user)}" for user in list(out.consumers())[:3])
+    return "\n".join(lines)
+
+
+def describe(node: ir.Node) -> str:
+    """One line: ``name: out:f32[2,3] = domain.Op(in:f32[2,3], …)``."""
+    inputs = ", ".join("-" if v is None else describe_value(v) for v in node.inputs)
+    outputs = ", ".join(describe_value(v) for v in node.outputs)
+    prefix = f"{node.domain}." if node.domain else ""
+    return f"{node.name or '(unnamed)'}: {outputs} = {prefix}{node.op_type}({inputs})"
+
+
+def describe_value(value: ir.Value) -> str:
+    found = dims(value)
+    shape = "[…]" if found is None else "[" + ",".join("?" if d is None else str(d) for d in found) + "]"
+    dtype = value.dtype.name.lower() if value.dtype is not None else "untyped"
+    return f"{value.name}:{dtype}{shape}"

@@ -1,0 +1,97 @@
+"""Names that passes agree on: reserved state, metadata keys, and the selection of what trains."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError, nearest
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import is_parameter
+
+STEP = "graphc.step"
+"""int64 scalar initializer: number of finished steps."""
+
+SEED = "graphc.seed"
+"""int64 scalar initializer: seed of every random op."""
+
+LEARNING_RATE = "graphc.lr"
+"""float32 scalar initializer: the learning rate, which schedules write between steps."""
+
+SAMPLE_OFFSET = "graphc.sample_offset"
+"""int64 scalar initializer, the only one that differs between ranks: index of this rank's first sample in the global batch."""
+
+RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET)
+
+LOSS_TOTAL = "graphc.loss_total"
+"""Metadata key on the value that autodiff differentiates: the sum over this rank's samples, before any division."""
+
+GRADIENT_OF = "graphc.gradient_of"
+"""Metadata key on a gradient: name of the value it is the gradient of."""
+
+BUCKET = "bucket"
+"""Attribute of update and AllReduce nodes: name of the flat buffer their operands live in."""
+
+MESH = "graphc.mesh"
+"""Metadata key of the model: the mesh as text, ``"data=2"``."""
+
+
+def find_value(graph: ir.Graph, name: str) -> ir.Value:
+    """The value called ``name``; UsageError with the nearest match when there is none."""
+    known: dict[str, ir.Value] = {v.name: v for v in graph.inputs if v.name}
+    known.update(graph.initializers)
+    for node in graph:
+        known.update({v.name: v for v in node.outputs if v.name})
+    if name not in known:
+        raise UsageError(f"the graph has no value {name!r}{nearest(name, known)}")
+    return known[name]
+
+
+def select_trainable(
+    graph: ir.Graph, *, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None
+) -> list[ir.Value]:
+    """The parameters that train, in the order of the file.
+
+    By default every float initializer of rank ≥ 1 except running statistics; ``freeze`` takes away what its globs match
+    and ``train`` adds what its globs match (even against ``freeze``).
+
+    Raises:
+        UsageError: a pattern that matches nothing.
+    """
+    return [value for value, reason in explain_trainable(graph, train=train, freeze=freeze) if reason == "trains"]
+
+
+def explain_trainable(
+    graph: ir.Graph, *, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None
+) -> list[tuple[ir.Value, str]]:
+    """Every initializer with ``"trains"`` or the reason why it does not."""
+    for pattern in [*(train or ()), *(freeze or ())]:
+        if not fnmatch.filter(graph.initializers, pattern):
+            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, graph.initializers)}")
+    result = []
+    for name, value in graph.initializers.items():
+        if not is_parameter(value):
+            reason = "not a float tensor of rank ≥ 1"
+        elif is_running_statistic(value):
+            reason = "running statistic"
+        elif any(fnmatch.fnmatchcase(name, p) for p in freeze or ()) and not any(
+            fnmatch.fnmatchcase(name, p) for p in train or ()
+        ):
+            reason = "frozen"
+        else:
+            reason = "trains"
+        result.append((value, reason))
+    return result
+
+
+def is_running_statistic(value: ir.Value) -> bool:
+    """Whether the value is a running mean or variance of a BatchNormalization, or other non-optimizer state."""
+    for node, index in value.uses():
+        if node.op_type == "BatchNormalization" and index in (3, 4):
+            return True
+        declaration = declaration_of(node)
+        if declaration is not None and node.op_type == "RunningAverage" and index in declaration.next_value.values():
+            return True
+    return False

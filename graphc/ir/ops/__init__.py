@@ -1,0 +1,1 @@
+"""Declarations of the ``graphc`` domain, by family; each module is named by an entry point of group ``graphc.ops``."""

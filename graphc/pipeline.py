@@ -1,0 +1,218 @@
+"""Passes and the pipelines made of them.
+
+A pass is a function ``(model, ctx, *, options…) -> changed``; its keyword arguments are its command-line options. A
+pipeline has one text form everywhere: ``legalize,autodiff,optimizer{name=adam,lr=1e-3},bucket{mb=25}``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from graphc.errors import GraphcError, UsageError, nearest
+from graphc.registry import Registry
+
+PassFunction: TypeAlias = "Callable[..., bool]"
+
+PASSES: Registry[Pass] = Registry("pass", "graphc.passes")
+
+
+@dataclass(slots=True)
+class Context:
+    """What a pipeline hands from pass to pass besides the model.
+
+    Attributes:
+        log: lines for the user about what passes did (``"allreduce: 10 gradients"``).
+        done: names of the passes that ran, for ``requires``.
+        values: results that are not part of the graph (``"check"`` reports, say); never needed to understand the model.
+    """
+
+    log: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, line: str) -> None:
+        self.log.append(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A registered pass."""
+
+    name: str
+    function: PassFunction
+    requires: tuple[str, ...]
+    options: Mapping[str, inspect.Parameter]
+    types: Mapping[str, Any]
+    doc: str
+
+    def bind(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Check option names and convert textual values to the declared types.
+
+        Raises:
+            UsageError: unknown option, or a value that does not convert.
+        """
+        bound: dict[str, Any] = {}
+        for key, value in options.items():
+            if key not in self.options:
+                raise UsageError(f"pass {self.name!r} has no option {key!r}{nearest(key, self.options)}")
+            bound[key] = _convert(self.name, key, value, self.types.get(key, str))
+        for key, parameter in self.options.items():
+            if parameter.default is inspect.Parameter.empty and key not in bound:
+                raise UsageError(f"pass {self.name!r} needs the option {key!r}")
+        return bound
+
+
+def graph_pass(name: str, *, requires: Sequence[str] = ()) -> Callable[[PassFunction], PassFunction]:
+    """Register the decorated function as pass ``name``; ``requires`` names passes that must have run before."""
+
+    def register(function: PassFunction) -> PassFunction:
+        parameters = {
+            p.name: p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        hints = typing.get_type_hints(function)
+        entry = Pass(name, function, tuple(requires), parameters, hints, inspect.getdoc(function) or "")
+        PASSES.register(name, entry, origin=function.__module__)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of a pipeline with its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = ",".join(f"{k}={_text(v)}" for k, v in self.options.items() if v is not None)
+        return f"{self.name}{{{shown}}}" if shown else self.name
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "|".join(str(v) for v in value)
+    return str(value)
+
+
+def parse(text: str) -> list[Step]:
+    """Parse the text form of a pipeline.
+
+    Raises:
+        UsageError: a syntax error or unknown pass, with the nearest match.
+    """
+    steps: list[Step] = []
+    position = 0
+    pattern = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
+    while position < len(text):
+        match = pattern.match(text, position)
+        if match is None:
+            raise UsageError(f"cannot read the pipeline at column {position + 1}: {text[position : position + 30]!r}")
+        name, body, _ = match.groups()
+        if name not in PASSES:
+            raise UsageError(f"unknown pass {name!r}{nearest(name, PASSES)}")
+        options: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in (body or "").split(","))):
+            key, equals, value = item.partition("=")
+            options[key.strip()] = value.strip() if equals else True
+        PASSES[name].bind(options)
+        steps.append(Step(name, options))
+        position = match.end()
+    if not steps:
+        raise UsageError("the pipeline is empty; 'graphc passes' lists the passes")
+    return steps
+
+
+def _convert(owner: str, key: str, value: Any, kind: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    for candidate in _alternatives(kind):
+        try:
+            return _convert_text(value, candidate)
+        except ValueError:
+            continue
+    raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [k for k in typing.get_args(kind) if k is not type(None)]
+    return [kind]
+
+
+def _convert_text(value: str, kind: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is bool:
+        if value.lower() in ("true", "1", "yes", "on"):
+            return True
+        if value.lower() in ("false", "0", "no", "off"):
+            return False
+        raise ValueError(value)
+    if kind is int:
+        return int(value)
+    if kind is float:
+        return float(value)
+    if origin in (list, tuple) or (origin is not None and issubclass(origin, Sequence)):
+        (item, *_) = typing.get_args(kind) or (str,)
+        return [_convert_text(v, item) for v in value.split("|")] if value else []
+    return value
+
+
+def run(
+    model: ir.Model,
+    steps: Sequence[Step] | str,
+    ctx: Context | None = None,
+    *,
+    verify_each: bool = False,
+    dump_dir: Path | None = None,
+    after: Callable[[Step, ir.Model, float], None] | None = None,
+) -> Context:
+    """Run a pipeline on ``model`` in place.
+
+    Args:
+        verify_each: run the ``verify`` pass after every pass.
+        dump_dir: save the model after pass k as ``kk-name.onnx``.
+        after: called as ``after(step, model, seconds)`` after every pass.
+
+    Raises:
+        UsageError: a pass whose prerequisite has not run.
+        GraphcError: whatever a pass raises, with the name of the pass in front.
+    """
+    steps = parse(steps) if isinstance(steps, str) else steps
+    ctx = ctx or Context()
+    for k, step in enumerate(steps):
+        entry = PASSES[step.name]
+        missing = [r for r in entry.requires if r not in ctx.done]
+        if missing:
+            raise UsageError(f"pass {step.name!r} needs {', '.join(missing)} before it")
+        options = entry.bind(step.options)
+        start = time.perf_counter()
+        try:
+            entry.function(model, ctx, **options)
+        except GraphcError as error:
+            if error.args and not getattr(error, "located", False):
+                error.args = (f"{step.name}: {error.args[0]}", *error.args[1:])
+                error.located = True  # type: ignore[attr-defined]
+            raise
+        seconds = time.perf_counter() - start
+        ctx.done.append(step.name)
+        if verify_each and step.name != "verify":
+            PASSES["verify"].function(model, ctx)
+        if dump_dir is not None:
+            dump_dir.mkdir(parents=True, exist_ok=True)
+            ir.save(model, dump_dir / f"{k:02d}-{step.name}.onnx")
+        if after is not None:
+            after(step, model, seconds)
+    return ctx

@@ -1,0 +1,71 @@
+"""Where ops, passes, gradients and backends are found by name.
+
+Built-ins and plugins register in one way: a module named by an entry point of group ``graphc.ops``, ``graphc.passes``,
+``graphc.gradients`` or ``graphc.backends`` is imported, and the decorators in it put what they decorate into the
+table of that group. No module of the core imports a pass, a gradient or a backend by name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from graphc.errors import UsageError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A name → object table filled on first use by importing the modules of an entry-point group."""
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind = kind
+        self.group = group
+        self._items: dict[str, T] = {}
+        self._origin: dict[str, str] = {}
+        self._loaded = False
+
+    def load(self) -> None:
+        """Import every module of the group once, in name order, so that registration order is the same everywhere."""
+        if self._loaded:
+            return
+        self._loaded = True
+        points = importlib.metadata.entry_points(group=self.group)
+        for module in sorted({point.value.partition(":")[0] for point in points}):
+            importlib.import_module(module)
+
+    def register(self, name: str, item: T, *, origin: str, override: bool = False) -> None:
+        """Add ``item``; a second registration from another module is refused unless ``override`` is set."""
+        if name in self._items and self._origin[name] != origin and not override:
+            raise UsageError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {origin}")
+        self._items[name] = item
+        self._origin[name] = origin
+
+    def origin(self, name: str) -> str:
+        """The module that registered ``name``."""
+        self.load()
+        return self._origin[name]
+
+    def __getitem__(self, name: str) -> T:
+        self.load()
+        try:
+            return self._items[name]
+        except KeyError:
+            raise UsageError(f"unknown {self.kind} {name!r}{nearest(name, self._items)}") from None
+
+    def get(self, name: str, default: T | None = None) -> T | None:  # type: ignore[override]
+        self.load()
+        return self._items.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.load()
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        self.load()
+        return iter(sorted(self._items))
+
+    def __len__(self) -> int:
+        self.load()
+        return len(self._items)

@@ -1,0 +1,226 @@
+"""autodiff: reverse-mode differentiation, as a graph rewrite.
+
+    before   x ─► MatMul(W) ─► loss
+    after    x ─► MatMul(W) ─► loss        seed ─► MatMul(xᵀ, ·) ─► W::grad
+
+The backward subgraph is appended to the forward graph. Rules (:mod:`graphc.gradient`) are formulas; this engine decides
+what needs a gradient, seeds, accumulates contributions, and sums broadcast gradients back to the shape of their input.
+Running the pass again on gradients gives gradients of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError, UsageError, nearest
+from graphc.gradient import GRADIENTS, key_of
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import describe, dims, is_float, rank, same_dims, static_dims
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("autodiff", requires=("legalize",))
+def autodiff(
+    model: ir.Model,
+    ctx: Context,
+    *,
+    of: Sequence[str] | None = None,
+    wrt: Sequence[str] | None = None,
+    train: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+) -> bool:
+    """Append the backward subgraph of ``of`` with respect to ``wrt``.
+
+    Args:
+        of: values to differentiate; each is seeded with ones. Default: the loss total that the ``loss`` pass marked.
+        wrt: names of values (parameters, inputs, intermediates). Default: every parameter that trains.
+        train: glob patterns of parameters that train although the default rule leaves them out.
+        freeze: glob patterns of parameters that do not train.
+
+    The gradient of value ``w`` is named ``w::grad`` and carries ``graphc.gradient_of = w`` in its metadata.
+    """
+    graph = model.graph
+    targets = [find_value(graph, name) for name in of] if of else _marked_total(graph)
+    if wrt is not None:
+        sources = [find_value(graph, name) for name in wrt]
+    else:
+        reachable = _ancestors(targets)
+        sources = [v for v in select_trainable(graph, train=train, freeze=freeze) if v in reachable]
+        if not sources:
+            raise UsageError("nothing to train: no float initializer of rank ≥ 1 lies on a path to the loss")
+    gradients = differentiate(graph, targets, sources)
+    for source in sources:
+        if source not in gradients and wrt is not None:
+            op = Builder(graph, scope="grad")
+            gradients[source] = op.zeros_like(source)
+    for source, value in gradients.items():
+        _name_gradient(graph, source, value)
+    ctx.note(f"autodiff: gradients of {len(gradients)} values, {len(graph)} nodes")
+    return True
+
+
+def _name_gradient(graph: ir.Graph, source: ir.Value, value: ir.Value) -> None:
+    producer = value.producer()
+    if GRADIENT_OF in value.metadata_props or producer is None or producer.op_type == "Constant":
+        (value,) = Builder(graph, scope="grad").emit("Identity", [value])
+    value.name = Builder(graph).unique(f"{source.name}::grad", value=True)
+    value.metadata_props[GRADIENT_OF] = source.name or ""
+
+
+def _marked_total(graph: ir.Graph) -> list[ir.Value]:
+    marked = [v for node in graph for v in node.outputs if v.metadata_props.get(LOSS_TOTAL)]
+    if not marked:
+        raise UsageError("no loss to differentiate: run the 'loss' pass first, or name a scalar with of=")
+    return marked
+
+
+def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Append the backward subgraph; returns source → gradient for every source that ``targets`` depend on.
+
+    Raises:
+        UnsupportedOpError: an op on a path from a source to a target has no gradient rule; all of them are named.
+    """
+    needs = _descendants(graph, sources)
+    needed_by_target = _ancestors(targets)
+    order = [n for n in graph if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
+    _refuse_missing_rules(order, needs, needed_by_target, sources)
+
+    op = Builder(graph)
+    contributions: dict[ir.Value, list[ir.Value]] = {}
+    for target in targets:
+        op.scope = "grad/seed"
+        contributions.setdefault(target, []).append(op.ones_like(target))
+    adjoints: dict[ir.Value, ir.Value] = {}
+    for node in reversed(order):
+        rule = GRADIENTS[key_of(node.domain, node.op_type)].function
+        op.scope = f"grad/{node.name or node.op_type}"
+        dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
+        if rule is None or all(dy is None for dy in dys):
+            continue
+        results = rule(op, node, *dys)
+        results = results if isinstance(results, tuple) else (results,)
+        for value, result in zip(node.inputs, results, strict=False):
+            if value is None or value not in needs or result is None or not is_float(value):
+                continue
+            made = result() if callable(result) else result
+            if made is not None:
+                contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
+    op.scope = "grad"
+    found = {source: _take(op, adjoints, contributions, source) for source in sources}
+    return {source: value for source, value in found.items() if value is not None}
+
+
+def _take(
+    op: Builder, adjoints: dict[ir.Value, ir.Value], contributions: dict[ir.Value, list[ir.Value]], value: ir.Value
+) -> ir.Value | None:
+    """The finished adjoint of ``value``: its contributions summed in the order they were made."""
+    if value in adjoints:
+        return adjoints[value]
+    parts = contributions.get(value)
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = op.Add(total, part)
+    adjoints[value] = total
+    return total
+
+
+def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
+    """Sum ``gradient`` over the axes along which ``like`` was broadcast; nothing is emitted when shapes agree."""
+    have, want = dims(gradient), dims(like)
+    if same_dims(have, want):
+        return gradient
+    if static_dims(gradient) is None or static_dims(like) is None:
+        certain = have is not None and want is not None and len(have) >= len(want)
+        if not certain or not _axes_are_certain(have or (), want or ()):
+            return op.graphc.ReduceSumTo(gradient, op.shape(like))  # type: ignore[no-any-return]
+    assert have is not None
+    assert want is not None
+    lead = len(have) - len(want)
+    axes = list(range(lead)) + [lead + k for k, (h, w) in enumerate(zip(have[lead:], want, strict=True)) if w == 1 and h != 1]
+    if not axes:
+        return gradient
+    if len(axes) == lead:
+        return op.ReduceSum(gradient, axes, keepdims=0)  # type: ignore[no-any-return]
+    summed = op.ReduceSum(gradient, axes, keepdims=1)
+    return op.reshape_like(summed, like) if lead else summed  # type: ignore[no-any-return]
+
+
+def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str | None]) -> bool:
+    lead = len(have) - len(want)
+    return all(w is not None and (w == h or w == 1) and h is not None for h, w in zip(have[lead:], want, strict=True))
+
+
+def _descendants(graph: ir.Graph, sources: Sequence[ir.Value]) -> set[ir.Value]:
+    """Float values that depend on ``sources`` through ops that are not marked as having zero gradient."""
+    needs = set(sources)
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is not None and declaration.next_value:
+            continue
+        rule = GRADIENTS.get(key_of(node.domain, node.op_type))
+        if rule is not None and rule.function is None:
+            continue
+        if any(v in needs for v in node.inputs if v is not None):
+            needs.update(out for out in node.outputs if out.dtype is None or is_float(out))
+    return needs
+
+
+def _ancestors(targets: Sequence[ir.Value]) -> set[ir.Value]:
+    seen: set[ir.Value] = set()
+    stack = list(targets)
+    while stack:
+        value = stack.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        producer = value.producer()
+        if producer is not None:
+            stack.extend(v for v in producer.inputs if v is not None)
+    return seen
+
+
+def _refuse_missing_rules(
+    order: Sequence[ir.Node], needs: set[ir.Value], wanted: set[ir.Value], sources: Sequence[ir.Value]
+) -> None:
+    missing = [node for node in order if key_of(node.domain, node.op_type) not in GRADIENTS]
+    if not missing:
+        return
+    lines = []
+    for node in missing[:8]:
+        path = _path_from_source(node, needs, set(sources))
+        lines.append(f"  {key_of(node.domain, node.op_type)} at {describe(node)}\n    reached from {' → '.join(path)}")
+    more = f"\n  … and {len(missing) - 8} more" if len(missing) > 8 else ""
+    names = sorted({key_of(n.domain, n.op_type) for n in missing})
+    hint = nearest(names[0], GRADIENTS)
+    raise UnsupportedOpError(
+        f"no gradient for {', '.join(names)} on the path from a trained parameter to the loss:\n" + "\n".join(lines) + more
+        + "\nFreeze the parameters in front of it (--freeze GLOB), or register a rule with @graphc.gradient.gradient"
+        + f"({names[0]!r}){hint}"
+    )
+
+
+def _path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
+    path = [node.name or node.op_type]
+    current: ir.Node | None = node
+    for _ in range(12):
+        value = next((v for v in (current.inputs if current else ()) if v is not None and v in needs), None)
+        if value is None:
+            break
+        if value in sources:
+            path.append(value.name or "?")
+            break
+        current = value.producer()
+        if current is None:
+            path.append(value.name or "?")
+            break
+        path.append(current.name or current.op_type)
+    return path[::-1]
+
+
+__all__ = ["autodiff", "differentiate", "rank", "sum_to_shape"]
