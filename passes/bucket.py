@@ -1,1 +1,156 @@
-"""bucket"""
+"""bucket: gather gradients into flat buffers, one AllReduce and one update call a buffer.
+
+    before   dW2 ─► AllReduce ─► Adam(W2)      dW1 ─► AllReduce ─► Adam(W1)
+    after    dW2, dW1 ─► AllReduce(bucket=b0) ─► Adam(W2, bucket=b0), Adam(W1, bucket=b0)
+
+Buckets fill in the order in which the backward pass produces the gradients (the reverse of the forward order), so the
+first bucket is complete, and under way, while earlier layers are still being differentiated. One bucket holds operands
+of one element type, one reduction and one kind of update. The scalars of the loss travel in a bucket of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import ModelError, UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import OpDeclaration, declaration_of, is_update
+from graphc.ir.facts import describe, static_dims
+from graphc.ir.names import BUCKET
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("bucket", requires=("optimizer",))
+def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float = 1.0) -> bool:
+    """Assign every update node to a bucket and merge the AllReduces of a bucket into one.
+
+    Args:
+        mb: size of a bucket in megabytes (10⁶ bytes); a larger tensor has a bucket to itself.
+        first_mb: size of the first bucket: small, so that communication starts early.
+    """
+    if mb <= 0 or first_mb <= 0:
+        raise UsageError(f"bucket sizes must be positive, not mb={mb}, first_mb={first_mb}")
+    graph = model.graph
+    position = {node: k for k, node in enumerate(graph)}
+    updates = sorted((n for n in graph if _fits(n)), key=lambda n: _produced(n, position))
+    open_buckets: dict[tuple[str, ...], list[ir.Node]] = {}
+    closed: list[tuple[tuple[str, ...], list[ir.Node]]] = []
+    filled: dict[tuple[str, ...], int] = {}
+    for node in updates:
+        key = _key(node)
+        size = _bytes(node)
+        limit = (first_mb if not any(k == key for k, _ in closed) else mb) * 1e6
+        if key in open_buckets and filled[key] + size > limit:
+            closed.append((key, open_buckets.pop(key)))
+        open_buckets.setdefault(key, []).append(node)
+        filled[key] = filled[key] + size if len(open_buckets[key]) > 1 else size
+    closed.extend(open_buckets.items())
+    closed.sort(key=lambda item: _produced(item[1][-1], position))
+    for k, (_, nodes) in enumerate(closed):
+        for node in nodes:
+            node.attributes[BUCKET] = ir.AttrString(BUCKET, f"b{k}")
+        _merge(graph, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
+    scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
+    for k, group in enumerate(_alike(scalars)):
+        _merge(graph, group, "metrics" if k == 0 else f"metrics{k}")
+    ctx.note(f"bucket: {len(updates)} updates in {len(closed)} buckets")
+    return bool(updates)
+
+
+def _fits(node: ir.Node) -> bool:
+    """Whether the update reduces an operand (a gradient or a statistic), as opposed to a counter."""
+    declaration = declaration_of(node)
+    return is_update(node) and declaration is not None and BUCKET in declaration.attributes
+
+
+def _gradient(node: ir.Node) -> ir.Value:
+    value = node.inputs[1]
+    if value is None:
+        raise ModelError(f"an update without a gradient: {describe(node)}")
+    return value
+
+
+def _reduction_of(node: ir.Node) -> ir.Node | None:
+    producer = _gradient(node).producer()
+    return producer if producer is not None and producer.op_type == "AllReduce" and producer.domain == "graphc" else None
+
+
+def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
+    value = _gradient(node)
+    reduction = _reduction_of(node)
+    source = reduction.inputs[value.index() or 0] if reduction is not None else value
+    producer = source.producer() if source is not None else None
+    return position.get(producer, -1) if producer is not None else -1
+
+
+def _key(node: ir.Node) -> tuple[str, ...]:
+    declaration: OpDeclaration | None = declaration_of(node)
+    assert declaration is not None
+    reduction = _reduction_of(node)
+    attributes = {k: v for k, v in declaration.attribute_values(node).items() if k != BUCKET}
+    present = "".join("-" if v is None else "x" for v in node.inputs)
+    how = ""
+    if reduction is not None:
+        how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}"
+    return (node.op_type, str(_gradient(node).dtype), how, present, repr(sorted(attributes.items())))
+
+
+def _bytes(node: ir.Node) -> int:
+    parameter = node.inputs[0]
+    assert parameter is not None
+    found = static_dims(parameter)
+    if found is None or parameter.dtype is None:
+        raise ModelError(f"state {parameter.name!r} has no static shape: {describe(node)}")
+    count = 1
+    for d in found:
+        count *= d
+    return count * parameter.dtype.itemsize if isinstance(parameter.dtype.itemsize, int) else int(count * parameter.dtype.itemsize)
+
+
+def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
+    groups: dict[tuple[str, ...], list[ir.Node]] = {}
+    for node in nodes:
+        value = node.inputs[0]
+        assert value is not None
+        key = (str(value.dtype), node.attributes["group"].as_string(), node.attributes["reduce"].as_string())
+        groups.setdefault(key, []).append(node)
+    return list(groups.values())
+
+
+def _merge(graph: ir.Graph, reductions: Sequence[ir.Node], name: str) -> None:
+    """Replace single-operand AllReduces by one of all their operands, in front of the first consumer of any of them."""
+    if not reductions:
+        return
+    position = {node: k for k, node in enumerate(graph)}
+    consumers = [user for r in reductions for user in r.outputs[0].consumers()]
+    last = max(reductions, key=lambda n: position[n])
+    first_use = min(consumers, key=lambda n: position[n], default=None)
+    if first_use is not None and position[first_use] < position[last]:
+        _sink(graph, reductions, position)
+    op = Builder(graph, before=last, scope=f"allreduce/{name}")
+    attributes = {k: reductions[0].attributes[k].value for k in ("group", "reduce") if k in reductions[0].attributes}
+    group = reductions[0].attributes["group"].as_string()
+    results = op.emit(
+        "AllReduce",
+        [r.inputs[0] for r in reductions],
+        {"tag": f"{group}/{name}", BUCKET: name, **attributes},
+        domain="graphc",
+        name=f"allreduce/{name}",
+    )
+    for reduction, result in zip(reductions, results, strict=True):
+        reduction.outputs[0].replace_all_uses_with(result)
+        graph.remove(reduction, safe=True)
+
+
+def _sink(graph: ir.Graph, reductions: Sequence[ir.Node], position: dict[ir.Node, int]) -> None:
+    """Move everything that depends on ``reductions`` behind the last of them, keeping its order."""
+    last = max(reductions, key=lambda n: position[n])
+    dependent: set[ir.Node] = set()
+    for node in graph:
+        if any(v is not None and (p := v.producer()) is not None and (p in dependent or p in reductions) for v in node.inputs):
+            dependent.add(node)
+    moving = [n for n in graph if n in dependent and position[n] < position[last]]
+    graph.remove(moving)
+    graph.insert_after(last, moving)
