@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphc.gradient import key_of
@@ -51,14 +52,14 @@ class Binding:
 
     Attributes:
         inputs: one array per node input, None where the input is left out.
-        outputs: one array per node output, None where the output is unused.
+        outputs: one array per node output.
         attributes: the node's attributes with defaults filled in.
         aliases: output index → input index whose memory the output shares (only pairs the kernel declared ``inplace``).
     """
 
     node: ir.Node
     inputs: Sequence[Array | None]
-    outputs: Sequence[Array | None]
+    outputs: Sequence[Array]
     attributes: Mapping[str, Any]
     pool: Pool
     aliases: Mapping[int, int]
@@ -117,8 +118,8 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
 class Backend(Protocol):
     """Compiles and runs compute segments.
 
-    A segment is an ``onnx_ir`` model of standard ops with static shapes. Its inputs and outputs are bound to arrays once;
-    the returned closure runs it.
+    A segment is an ONNX model of standard ops with static shapes. Its inputs and outputs are bound to arrays once; the
+    returned closure runs it.
     """
 
     name: str
@@ -126,16 +127,19 @@ class Backend(Protocol):
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel instead of inside a segment."""
 
-    def bind_segment(self, model: ir.Model, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
         """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name."""
 
     def bind_kernel(
-        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array | None], aliases: Mapping[int, int]
+        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
     ) -> Run:
         """Bind a native kernel."""
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         """Output index → input index that the native kernel of ``node`` may overwrite."""
+
+    def all_finite(self, array: Array) -> bool:
+        """Whether a 1-D float array holds neither NaN nor infinity; called between the backward pass and the updates."""
 
     def close(self) -> None:
         """Release threads and sessions."""

@@ -40,34 +40,10 @@ def schedule(model: ir.Model, ctx: Context) -> bool:
     order += [n for n in rest if is_update(n)]
     changed = list(graph) != order
     if changed:
-        order = _updates_in_place(order)
         graph.remove(order)
         graph.extend(order)
     ctx.note(f"schedule: {len(pairs)} AllReduces overlap with the backward pass")
     return changed
-
-
-def _updates_in_place(order: list[ir.Node]) -> list[ir.Node]:
-    """Put an update whose result another node reads (the step counter) back in front of its first reader."""
-    result: list[ir.Node] = []
-    placed: set[ir.Node] = set()
-
-    def place(node: ir.Node) -> None:
-        if node in placed:
-            return
-        placed.add(node)
-        for value in node.inputs:
-            producer = value.producer() if value is not None else None
-            if producer is not None and producer in members:
-                place(producer)
-        result.append(node)
-
-    members = set(order)
-    for node in order:
-        if is_update(node) and any(user in placed for out in node.outputs for user in out.consumers()):
-            continue
-        place(node)
-    return result
 
 
 def _split(graph: ir.Graph, node: ir.Node) -> tuple[ir.Node, ir.Node]:

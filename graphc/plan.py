@@ -1,0 +1,517 @@
+"""From a scheduled training graph to the steps that one rank executes.
+
+    specialise   symbolic dimensions get sizes, shape arithmetic folds away
+    decompose    graphc ops for which the backend has no kernel become standard ops
+    partition    nodes, in order, become steps: segment | kernel | start | wait | check | update
+    layout       every value that crosses steps gets a place: a slice of a flat bucket, or of the activation arena
+
+A plan holds no arrays: :mod:`graphc.runtime.executor` allocates and binds it. It prints as text with :meth:`Plan.text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import FeedError, ModelError
+from graphc.ir import DOMAIN
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import constant, describe, dims, static_dims
+from graphc.ir.infer import propagate
+from graphc.ir.names import BUCKET
+from graphc.pipeline import PASSES, Context
+
+ALIGNMENT = 64
+"""Bytes to which every slice of a flat buffer and of the arena is aligned: a cache line, and an AVX-512 register."""
+
+
+@dataclass(slots=True)
+class Slice:
+    """Where a value lives: ``count`` elements at byte ``offset`` of buffer ``buffer``."""
+
+    buffer: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Step:
+    """One entry of the plan.
+
+    Attributes:
+        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``check`` or ``update``.
+        name: what it is called in prints and traces.
+        nodes: the graph's nodes it executes.
+        inputs: values read from buffers (for a segment: its graph inputs).
+        outputs: values written.
+        tag, reduce: of a collective.
+        group: the update group of an ``update`` step.
+    """
+
+    kind: str
+    name: str
+    nodes: list[ir.Node]
+    inputs: list[ir.Value] = field(default_factory=list)
+    outputs: list[ir.Value] = field(default_factory=list)
+    tag: str = ""
+    reduce: str = ""
+    group: UpdateGroup | None = None
+
+
+@dataclass(slots=True)
+class UpdateGroup:
+    """Update nodes of one bucket with equal op and attributes: one call over flat buffers.
+
+    Attributes:
+        name: the bucket, or the state's name for an update of its own.
+        nodes: the update nodes in layout order.
+        offsets: element offset of each node's slice in every flat buffer of the group.
+        elements: length of the flat buffers in elements, padding included.
+        flat: input indices that are per-parameter (state and gradient); the others are shared scalars.
+    """
+
+    name: str
+    nodes: list[ir.Node]
+    offsets: list[int]
+    elements: int
+    flat: tuple[int, ...]
+
+    def buffer(self, index: int) -> str:
+        """The flat buffer of input ``index``."""
+        declaration = declaration_of(self.nodes[0])
+        assert declaration is not None
+        return f"{self.name}/{declaration.inputs[index].name}"
+
+
+@dataclass(slots=True)
+class Plan:
+    """The steps of one rank for one set of feed shapes.
+
+    Attributes:
+        model: the specialised graph the steps refer to.
+        places: where each value that crosses steps lives.
+        buffers: name → bytes of every flat buffer and of the ``arena``.
+        groups: the update groups, which own the flat state buffers.
+        collectives: one text line per collective in order, equal on all ranks.
+    """
+
+    model: ir.Model
+    steps: list[Step]
+    places: dict[ir.Value, Slice]
+    buffers: dict[str, int]
+    groups: list[UpdateGroup]
+    world_size: int
+
+    @property
+    def collectives(self) -> list[str]:
+        lines = []
+        for step in self.steps:
+            if step.kind == "start":
+                shapes = ",".join(f"{v.dtype.name if v.dtype else '?'}{list(static_dims(v) or ())}" for v in step.inputs)
+                lines.append(f"AllReduce({step.reduce}) {step.tag} {shapes}")
+        return lines
+
+    def text(self) -> str:
+        """One line a step, with sizes: what runs, in which order, on this rank."""
+        lines = [f"plan for {self.world_size} worker(s): {len(self.steps)} steps"]
+        for k, step in enumerate(self.steps):
+            written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
+            detail = f"{len(step.nodes)} nodes" if len(step.nodes) != 1 else step.nodes[0].op_type
+            lines.append(f"{k:4d}  {step.kind:<8} {step.name:<40} {detail:<24} {written / 1e6:9.3f} MB")
+        lines.extend(f"      buffer {name:<40} {size / 1e6:9.3f} MB" for name, size in self.buffers.items())
+        return "\n".join(lines)
+
+
+# Specialisation -------------------------------------------------------------------------------------------------------
+
+
+def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
+    """A copy of ``model`` whose graph inputs have the concrete ``shapes``; every value becomes static.
+
+    Raises:
+        FeedError: a shape that contradicts the graph input, or two sizes for one symbol.
+        ModelError: a value whose shape depends on data.
+    """
+    symbols: dict[str, int] = {}
+    for value in model.graph.inputs:
+        declared = dims(value)
+        shape = tuple(shapes[value.name or ""])
+        if declared is not None and len(declared) != len(shape):
+            raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}")
+        for have, want in zip(shape, declared or (), strict=False):
+            if isinstance(want, str):
+                if symbols.setdefault(want, have) != have:
+                    raise FeedError(
+                        f"feed {value.name!r} has shape {list(shape)}: dimension {want!r} is {have} here and {symbols[want]} elsewhere"
+                    )
+            elif want is not None and want != have:
+                raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants {_show(declared or ())}")
+    copy = model.clone()
+    for value in copy.graph.inputs:
+        value.shape = ir.Shape([int(d) for d in shapes[value.name or ""]])
+    for node in copy.graph:
+        for out in node.outputs:
+            if node.op_type != "Constant":
+                out.shape = None
+    propagate(copy.graph)
+    return copy
+
+
+def _show(declared: Sequence[Any]) -> str:
+    return "[" + ", ".join("?" if d is None else str(d) for d in declared) + "]"
+
+
+def prepare(model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool], world_size: int) -> ir.Model:
+    """Specialise, decompose what the backend has no kernel for, and simplify."""
+    copy = specialise(model, shapes)
+    ctx = Context()
+    simplify = PASSES["simplify"].function
+    simplify(copy, ctx)
+
+    def keep(node: ir.Node) -> bool:
+        if is_update(node):
+            return True
+        declaration = declaration_of(node)
+        if declaration is not None and declaration.effect:
+            return world_size > 1
+        return native(node)
+
+    while any(n.domain == DOMAIN and not keep(n) for n in copy.graph):
+        decompose_graph(copy.graph, keep)
+        simplify(copy, ctx)
+    for node in copy.graph:
+        for out in node.outputs:
+            if out.dtype is not None and static_dims(out) is None:
+                raise ModelError(f"the shape of {out.name!r} depends on data, which a plan cannot hold: {describe(node)}")
+    return copy
+
+
+# Partition ------------------------------------------------------------------------------------------------------------
+
+
+def make_plan(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, native: Callable[[ir.Node], bool], world_size: int = 1
+) -> Plan:
+    """Plan one rank's steps.
+
+    Args:
+        model: a training (or inference) graph as the pipeline leaves it.
+        shapes: concrete shape of every graph input.
+        native: whether the backend runs a node as a kernel of its own.
+        world_size: ranks on the data axis; on one rank collectives vanish.
+    """
+    ready = prepare(model, shapes, native, world_size)
+    _privatise(ready.graph)
+    groups = _update_groups(ready.graph)
+    steps = list(_steps(ready.graph, native, groups))
+    _add_check(steps)
+    _connect(ready.graph, steps)
+    plan = Plan(ready, steps, {}, {}, groups, world_size)
+    _layout(plan)
+    return plan
+
+
+def _privatise(graph: ir.Graph) -> None:
+    """Give every value that will be overwritten in a flat buffer a copy of its own when others use it too.
+
+    A collective works in place and a gradient lives in its bucket: an operand that occurs twice, is read elsewhere, or is
+    no node's result (an input, a constant) is copied first.
+    """
+    operands: list[tuple[ir.Node, int]] = []
+    for node in graph:
+        declaration = declaration_of(node)
+        if node.op_type == "AllReduceStart" and node.domain == DOMAIN:
+            operands.extend((node, k) for k in range(len(node.inputs)))
+        elif declaration is not None and BUCKET in declaration.attributes and is_update(node):
+            operands.append((node, 1))
+    for node, index in operands:
+        value = node.inputs[index]
+        assert value is not None
+        producer = value.producer()
+        if producer is not None and producer.op_type == "AllReduceWait":
+            continue
+        fixed = producer is None or producer.op_type == "Constant"
+        if fixed or len(list(value.uses())) > 1 or value.is_graph_output():
+            op = Builder(graph, before=node, scope=f"copy/{value.name}")
+            node.replace_input_with(index, op.Identity(value))
+
+
+def _update_groups(graph: ir.Graph) -> list[UpdateGroup]:
+    buckets: dict[tuple[Any, ...], list[ir.Node]] = {}
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is None or not declaration.next_value:
+            continue
+        values = declaration.attribute_values(node)
+        name = values.get(BUCKET) or ""
+        shared = tuple(id(v) for k, v in enumerate(node.inputs) if k not in _flat_inputs(node))
+        key = (name, node.op_type, repr(sorted(values.items())), shared) if name else (id(node),)
+        buckets.setdefault(key, []).append(node)
+    groups: list[UpdateGroup] = []
+    taken: set[str] = set()
+    for nodes in buckets.values():
+        first = nodes[0]
+        assert first.inputs[0] is not None
+        declaration = declaration_of(first)
+        assert declaration is not None
+        name = declaration.attribute_values(first).get(BUCKET) or f"{first.inputs[0].name}"
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        offsets, position = [], 0
+        for node in nodes:
+            state = node.inputs[0]
+            assert state is not None
+            assert state.dtype is not None
+            shape = static_dims(state)
+            if shape is None:
+                raise ModelError(f"state {state.name!r} has no static shape")
+            offsets.append(position)
+            unit = max(1, ALIGNMENT // int(state.dtype.itemsize))
+            count = int(np.prod(shape, dtype=np.int64))
+            position += -(-count // unit) * unit
+        groups.append(UpdateGroup(name, nodes, offsets, position, _flat_inputs(first)))
+    return groups
+
+
+def _flat_inputs(node: ir.Node) -> tuple[int, ...]:
+    """Inputs with one element per parameter element: the states, and input 1 (the gradient) where it has their shape."""
+    declaration = declaration_of(node)
+    assert declaration is not None
+    states = set(declaration.next_value.values())
+    if BUCKET in declaration.attributes:
+        states.add(1)
+    return tuple(sorted(k for k in states if k < len(node.inputs) and node.inputs[k] is not None))
+
+
+def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[Step]:
+    group_of = {node: group for group in groups for node in group.nodes}
+    segment: list[ir.Node] = []
+    pending = {id(group): len(group.nodes) for group in groups}
+
+    def close() -> Iterator[Step]:
+        if segment:
+            yield Step("segment", segment[-1].name or "segment", list(segment))
+            segment.clear()
+
+    for node in graph:
+        if node.op_type == "Constant" and node.domain == "":
+            continue
+        declaration = declaration_of(node)
+        if node in group_of:
+            yield from close()
+            group = group_of[node]
+            pending[id(group)] -= 1
+            if pending[id(group)] == 0:
+                yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group)
+        elif declaration is not None and declaration.effect:
+            yield from close()
+            kind = {"AllReduceStart": "start", "AllReduceWait": "wait"}.get(node.op_type)
+            if kind is None:
+                raise ModelError(f"{describe(node)} is not scheduled: run the 'schedule' pass")
+            yield Step(
+                kind,
+                f"{kind} {node.attributes['tag'].as_string()}",
+                [node],
+                [v for v in node.inputs if v is not None],
+                list(node.outputs),
+                tag=node.attributes["tag"].as_string(),
+                reduce=declaration.attribute_values(node)["reduce"],
+            )
+        elif native(node):
+            yield from close()
+            yield Step("kernel", node.name or node.op_type, [node])
+        else:
+            segment.append(node)
+    yield from close()
+
+
+def _add_check(steps: list[Step]) -> None:
+    first = next((k for k, s in enumerate(steps) if s.kind == "update" and BUCKET in s.nodes[0].attributes), None)
+    if first is not None:
+        # Every update must come after the check, the step counter too, or a refused step would leave a trace.
+        first = next(k for k, s in enumerate(steps) if s.kind == "update")
+        steps.insert(first, Step("check", "finite?", []))
+
+
+def _connect(graph: ir.Graph, steps: Sequence[Step]) -> None:
+    """Fill in what segments and kernels read from and write to buffers."""
+    home: dict[ir.Node, int] = {}
+    for k, step in enumerate(steps):
+        for node in step.nodes:
+            home[node] = k
+    outputs = set(graph.outputs)
+    for k, step in enumerate(steps):
+        if step.kind not in ("segment", "kernel", "update"):
+            continue
+        reads: dict[ir.Value, None] = {}
+        for node in step.nodes:
+            for value in [*node.inputs, *_captured(node)]:
+                if value is None or _inlined(value):
+                    continue
+                producer = value.producer()
+                if producer is None or home.get(producer) != k:
+                    reads.setdefault(value)
+        step.inputs = list(reads)
+        for node in step.nodes:
+            for out in node.outputs:
+                users = [u for u in out.consumers() if home.get(u) != k]
+                if users or out in outputs or step.kind != "segment":
+                    step.outputs.append(out)
+
+
+def _captured(node: ir.Node) -> list[ir.Value]:
+    """Outer values that the node's subgraphs read."""
+    found: list[ir.Value] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            inner = attribute.as_graph()
+            own = {v for n in inner.all_nodes() for v in n.outputs} | set(inner.inputs) | set(inner.initializers.values())
+            found.extend(v for n in inner.all_nodes() for v in n.inputs if v is not None and v not in own)
+    return found
+
+
+def _inlined(value: ir.Value) -> bool:
+    """Whether the value is a constant, which each step that reads it holds itself."""
+    return constant(value) is not None
+
+
+# Layout ---------------------------------------------------------------------------------------------------------------
+
+
+def _layout(plan: Plan) -> None:
+    places, buffers = plan.places, plan.buffers
+    for group in plan.groups:
+        _place_group(group, places, buffers)
+    for step in plan.steps:
+        if step.kind == "start":
+            _place_collective(step, places, buffers)
+    for step in plan.steps:
+        if step.kind == "start":
+            for source, flying in zip(step.inputs, step.outputs, strict=True):
+                places[flying] = places[source]
+        elif step.kind == "wait":
+            for source, landed in zip(step.inputs, step.outputs, strict=True):
+                places[landed] = places[source]
+    _place_activations(plan)
+
+
+def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
+    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place."""
+    declaration = declaration_of(group.nodes[0])
+    assert declaration is not None
+    for index in group.flat:
+        first = group.nodes[0].inputs[index]
+        assert first is not None
+        assert first.dtype is not None
+        dtype = np.dtype(first.dtype.numpy())
+        name = group.buffer(index)
+        buffers[name] = group.elements * dtype.itemsize
+        for node, offset in zip(group.nodes, group.offsets, strict=True):
+            value = node.inputs[index]
+            assert value is not None
+            shape = static_dims(value)
+            assert shape is not None
+            place = Slice(name, offset * dtype.itemsize, shape, dtype)
+            producer = value.producer()
+            if producer is not None and producer.op_type == "AllReduceWait":
+                wait_index = value.index()
+                assert wait_index is not None
+                start_out = producer.inputs[wait_index]
+                assert start_out is not None
+                start = start_out.producer()
+                assert start is not None
+                operand = start.inputs[start_out.index() or 0]
+                assert operand is not None
+                value = operand
+            places.setdefault(value, place)
+    for output, index in declaration.next_value.items():
+        for node in group.nodes:
+            state = node.inputs[index] if index < len(node.inputs) else None
+            if state is not None and output < len(node.outputs):
+                places[node.outputs[output]] = places[state]
+
+
+def _place_collective(step: Step, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
+    """Operands of a collective are one contiguous range: the gradient buffer of their group, or a buffer of their own."""
+    if all(v in places for v in step.inputs) and len({places[v].buffer for v in step.inputs}) == 1:
+        return
+    if any(v in places for v in step.inputs):
+        raise ModelError(f"the operands of {step.tag} lie in several buffers")
+    name = f"collective/{step.tag}"
+    position = 0
+    for value in step.inputs:
+        assert value.dtype is not None
+        shape = static_dims(value)
+        assert shape is not None
+        dtype = np.dtype(value.dtype.numpy())
+        places[value] = Slice(name, position, shape, dtype)
+        # Scalars pack densely: a padded buffer would send 64 bytes for each.
+        position += places[value].nbytes
+    buffers[name] = position
+
+
+def _place_activations(plan: Plan) -> None:
+    """Arena offsets by liveness: first fit over the values still alive, largest lifetime conflicts first in step order."""
+    last_use: dict[ir.Value, int] = {}
+    for k, step in enumerate(plan.steps):
+        for value in step.inputs:
+            last_use[value] = k
+    end = len(plan.steps)
+    kept = set(plan.model.graph.outputs)
+    free: list[tuple[int, int]] = []
+    size = 0
+    expiring: dict[int, list[Slice]] = {}
+    for k, step in enumerate(plan.steps):
+        for value in step.outputs:
+            if value in plan.places or value.dtype is None:
+                continue
+            shape = static_dims(value)
+            assert shape is not None
+            dtype = np.dtype(value.dtype.numpy())
+            needed = _aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            offset, size = _allocate(free, needed, size)
+            place = Slice("arena", offset, shape, dtype)
+            plan.places[value] = place
+            dies = end if value in kept else last_use.get(value, k)
+            expiring.setdefault(dies, []).append(place)
+        for place in expiring.pop(k, []):
+            _release(free, place.offset, _aligned(place.nbytes))
+    plan.buffers["arena"] = size
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _allocate(free: list[tuple[int, int]], needed: int, size: int) -> tuple[int, int]:
+    """Best fit: the smallest free range that holds ``needed`` bytes, else grow the arena."""
+    best = min((r for r in free if r[1] >= needed), key=lambda r: r[1], default=None)
+    if best is not None:
+        free.remove(best)
+        if best[1] > needed:
+            free.append((best[0] + needed, best[1] - needed))
+        return best[0], size
+    tail = next((r for r in free if r[0] + r[1] == size), None)
+    if tail is not None:
+        free.remove(tail)
+        return tail[0], tail[0] + needed
+    return size, size + needed
+
+
+def _release(free: list[tuple[int, int]], offset: int, count: int) -> None:
+    for neighbour in [r for r in free if r[0] + r[1] == offset or r[0] == offset + count]:
+        free.remove(neighbour)
+        offset, count = min(offset, neighbour[0]), count + neighbour[1]
+    free.append((offset, count))
