@@ -58,7 +58,12 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
         tensor = ir.convenience.get_const_tensor(value)
         if tensor is None:
             return None
-    elif value.is_initializer() and (is_parameter(value) or value.is_graph_input() or is_state(value)):
+    elif value.is_initializer() and (
+        is_parameter(value)
+        or value.is_graph_input()
+        or is_state(value)
+        or (value.name or "").startswith("graphc.")  # reserved scalars: written between steps, different on every rank
+    ):
         return None
     return np.asarray(tensor.numpy())
 
@@ -92,18 +97,30 @@ def state_updates(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, ir.Value
 def shape_of_result(value: ir.Value | None) -> ir.Shape | None:
     """The shape that an int64 shape tensor stands for, as far as it is known.
 
-    Follows a constant or a ``Shape`` node; None when not even the rank is known.
+    Follows constants, ``Shape`` nodes and ``Concat`` of those; None when not even the rank is known.
     """
+    found = _dims_in(value)
+    return ir.Shape(found) if found is not None else None
+
+
+def _dims_in(value: ir.Value | None) -> list[Dim] | None:
     if value is None:
         return None
     known = constant(value)
     if known is not None:
-        return ir.Shape([int(d) for d in known.reshape(-1)])
+        return [int(d) for d in known.reshape(-1)]
     producer = value.producer()
-    if producer is not None and producer.op_type == "Shape" and not producer.attributes and producer.inputs[0] is not None:
-        return producer.inputs[0].shape
+    if producer is not None and producer.op_type == "Shape" and producer.inputs[0] is not None:
+        found = dims(producer.inputs[0])
+        if found is not None:
+            start = producer.attributes.get_int("start", 0)
+            return list(found[start : producer.attributes.get_int("end", len(found))])
+    if producer is not None and producer.op_type == "Concat":
+        parts = [_dims_in(part) for part in producer.inputs]
+        if all(part is not None for part in parts):
+            return [d for part in parts if part is not None for d in part]
     if value.shape is not None and len(value.shape) == 1 and isinstance(value.shape[0], int):
-        return ir.Shape([None] * value.shape[0])
+        return [None] * value.shape[0]
     return None
 
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.declare import OPS
-from graphc.ir.facts import constant, describe, dims, neighbourhood
+from graphc.ir.facts import constant, describe, dims, neighbourhood, shape_of_result
 
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
@@ -182,6 +182,32 @@ def apply(node: ir.Node, *, version: int = OPSET) -> None:
             value.type = type_
         if shape is not None:
             value.shape = shape
+    if node.op_type in _SHAPE_OPERAND and node.domain == "":
+        _follow_shape_operand(node)
+
+
+_SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
+"""Ops whose output shape is an operand, and which operand that is."""
+
+
+def _follow_shape_operand(node: ir.Node) -> None:
+    """Fill in dimensions that ONNX's inference leaves open when the shape operand is made of ``Shape`` of other values."""
+    out = node.outputs[0]
+    wanted = shape_of_result(node.inputs[_SHAPE_OPERAND[node.op_type]])
+    if wanted is None or (out.shape is not None and len(out.shape) != len(wanted)):
+        return
+    target = [d if isinstance(d, int) else d.value for d in wanted.dims]
+    if node.op_type == "Expand":
+        assert node.inputs[0] is not None
+        source = dims(node.inputs[0])
+        if source is None:
+            return
+        aligned = [1] * (len(target) - len(source)) + list(source)
+        target = [t if s in (1, t) else None for s, t in zip(aligned, target, strict=True)]
+    known = dims(out) or (None,) * len(target)
+    out.shape = ir.Shape(
+        [k if k is not None else None if isinstance(t, int) and t < 1 else t for k, t in zip(known, target, strict=True)]
+    )
 
 
 def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
