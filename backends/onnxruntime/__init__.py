@@ -38,7 +38,6 @@ class OnnxRuntimeBackend:
     def __init__(self, *, threads: int, spin: bool = True) -> None:
         self.pool = ThreadPool(threads)
         self._options = _session_options(threads, spin)
-        self._provider = [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
 
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
@@ -56,9 +55,7 @@ class OnnxRuntimeBackend:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        # The raw session call skips a Python layer that re-checks the binding; the partial keeps everything bound alive.
-        run = functools.partial(session._sess.run_with_iobinding, binding._iobinding, None)
-        return _Keep(run, session, binding, inputs, outputs).run
+        return functools.partial(session.run_with_iobinding, binding)
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
@@ -83,15 +80,6 @@ class OnnxRuntimeBackend:
 
     def close(self) -> None:
         self.pool.close()
-
-
-class _Keep:
-    """Ties the life of arrays and session to the closure that uses their addresses."""
-
-    def __init__(self, run: Run, *alive: object) -> None:
-        self.run = run
-        self.alive = alive
-        self.run.keep = self  # type: ignore[attr-defined]
 
 
 def _session_options(threads: int, spin: bool) -> ort.SessionOptions:

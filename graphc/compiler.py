@@ -1,0 +1,216 @@
+"""``graphc.compile``: from a model to a training program; ``graphc.grad``: from a model to a model with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from graphc import frontends
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import is_update
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import state_updates
+from graphc.ir.names import MESH
+from graphc.losses import Loss
+from graphc.mesh import Mesh
+from graphc.optim import Optimizer
+from graphc.pipeline import PASSES, Context, Step, parse, run
+
+if TYPE_CHECKING:
+    import onnx
+
+ModelSource = Any
+"""A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
+
+IMPORT_PASSES = ("legalize", "rebatch", "initialize")
+"""Passes that prepare the model itself; what follows them makes it a training graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled training program; hand it to :class:`graphc.Trainer`.
+
+    Attributes:
+        model: the whole training graph: forward, loss, backward, AllReduces, updates.
+        inference: the evaluation graph: the same forward pass in inference mode with loss and metrics.
+        original: the model as it was given, into which trained weights are written back.
+        mesh: the axes of workers, or None: as many on the data axis as the world has.
+        backend: name of the backend, or ``"auto"``.
+        pipeline: the passes that made ``model``, as text.
+        log: what the passes reported.
+    """
+
+    model: ir.Model
+    inference: ir.Model
+    original: ir.Model
+    mesh: Mesh | None = None
+    backend: str = "auto"
+    pipeline: str = ""
+    log: list[str] = field(default_factory=list)
+
+
+def training_pipeline(
+    loss: Loss,
+    optimizer: Optimizer,
+    *,
+    freeze: Sequence[str] | None = None,
+    train: Sequence[str] | None = None,
+    batch: int | str | None = None,
+    initialize: str | None = None,
+    seed: int = 0,
+    bucket_mb: float = 25.0,
+) -> list[Step]:
+    """The default pipeline: each line one pass, in order."""
+    return [
+        Step("legalize"),  # one opset, parameters as initializers, everything typed
+        *([Step("rebatch", {"batch": batch})] if batch is not None else []),  # a baked batch size becomes another, or a symbol
+        *([Step("initialize", {"method": initialize, "seed": seed})] if initialize else []),  # files without trained weights
+        Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
+        loss.step(),  # Σ loss and Σ weight
+        Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
+        optimizer.step(),  # one update node a parameter
+        Step("allreduce"),  # between every gradient and its update
+        Step("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
+        Step("schedule"),  # start early, wait late
+        Step("simplify"),
+        Step("verify"),
+    ]
+
+
+def compile(
+    model: ModelSource,
+    *,
+    loss: Loss,
+    optimizer: Optimizer,
+    mesh: Mesh | None = None,
+    backend: str = "auto",
+    passes: str | Sequence[Step] | None = None,
+    freeze: Sequence[str] | None = None,
+    train: Sequence[str] | None = None,
+    batch: int | str | None = None,
+    initialize: str | None = None,
+    seed: int = 0,
+    bucket_mb: float = 25.0,
+    example_inputs: Sequence[Any] | None = None,
+    dump_dir: str | Path | None = None,
+    after: Callable[[Step, ir.Model, float], None] | None = None,
+) -> Program:
+    """Compile ``model`` into a training program.
+
+    Args:
+        model: path, ``onnx.ModelProto``, ``onnx_ir.Model``, or ``torch.nn.Module`` with ``example_inputs``.
+        loss: one of :mod:`graphc.losses`.
+        optimizer: one of :mod:`graphc.optim`.
+        mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
+        backend: ``"auto"``, or a name that ``graphc backends`` lists.
+        passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
+        freeze, train: glob patterns over parameter names.
+        batch: new batch size, or a symbol's name, for a model exported with a fixed one.
+        initialize: ``he``, ``glorot``, ``normal``, ``uniform`` or ``zeros`` for a file without trained weights.
+        seed: of initialisation and random ops.
+        bucket_mb: size of a gradient bucket in megabytes.
+        dump_dir: folder for the model after each pass.
+        after: called with (step, model, seconds) after each pass.
+
+    Raises:
+        GraphcError: with the pass, the node and what to do.
+    """
+    original = frontends.load(model, example_inputs=example_inputs)
+    if passes is not None:
+        steps = parse(passes) if isinstance(passes, str) else list(passes)
+    else:
+        steps = training_pipeline(
+            loss, optimizer, freeze=freeze, train=train, batch=batch, initialize=initialize, seed=seed, bucket_mb=bucket_mb
+        )
+    ctx = Context()
+    dump = Path(dump_dir) if dump_dir is not None else None
+    working = original.clone()
+    cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
+    run(working, steps[:cut], ctx, after=after)
+    inference = evaluation_graph(working, loss, ctx)
+    if mesh is not None:
+        working.metadata_props[MESH] = str(mesh)
+    run(working, steps[cut:], ctx, after=after, dump_dir=dump)
+    if not any(is_update(node) for node in working.graph):
+        raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
+    text = ",".join(str(s) for s in steps)
+    return Program(working, inference, original, mesh, backend, text, ctx.log)
+
+
+def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:
+    """A copy of the legalised model in inference mode whose outputs are the loss and metrics with their sums."""
+    model = legalised.clone()
+    inner = Context(done=list(ctx.done))
+    run(model, [Step("inference_mode"), loss.step()], inner)
+    for node in list(model.graph):
+        if node.op_type == "Mean" and node.domain == "graphc":
+            # Evaluation adds sums over batches and divides once, so a short last batch weighs what it should.
+            for value, part in zip(node.inputs, ("total", "weight"), strict=False):
+                if value is not None:
+                    op = Builder(model.graph)
+                    model.graph.outputs.append(op.Identity(value, _outputs=[f"{node.outputs[0].name}::{part}"]))
+    run(model, [Step("simplify"), Step("verify")], inner)
+    return model
+
+
+def grad(
+    model: ModelSource,
+    *,
+    of: str | Sequence[str],
+    wrt: Sequence[str],
+    example_inputs: Sequence[Any] | None = None,
+    standard: bool = True,
+) -> ir.Model:
+    """A model that also returns gradients.
+
+    Args:
+        model: as for :func:`compile`.
+        of: the value to differentiate (a scalar, or summed when it is not), or several.
+        wrt: values (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each.
+        standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
+    """
+    copy = frontends.load(model, example_inputs=example_inputs).clone()
+    targets = [of] if isinstance(of, str) else list(of)
+    run(copy, [Step("legalize"), Step("autodiff", {"of": targets, "wrt": list(wrt)})])
+    made = {v.name: v for node in copy.graph for v in node.outputs}
+    for name in wrt:
+        copy.graph.outputs.append(made[f"{name}::grad"])
+    if standard:
+        decompose_graph(copy.graph, lambda node: False)
+    run(copy, [Step("simplify")])
+    return copy
+
+
+def standard_model(model: ir.Model) -> ir.Model:
+    """A training graph in standard ONNX ops only, for any runtime.
+
+    State stays initializers but is listed as graph inputs too, so that a caller may feed it; the next value of state ``s``
+    is output ``"s::next"``. Collectives become identities: the graph is that of one worker.
+    """
+    copy = model.clone()
+    graph = copy.graph
+    for _, state, value in list(state_updates(graph)):
+        value.name = f"{state.name}::next"
+        graph.outputs.append(value)
+        graph.inputs.append(state)
+    decompose_graph(graph, lambda node: False)
+    PASSES["simplify"].function(copy, Context())
+    return copy
+
+
+def nodes_by_kind(model: ir.Model) -> Mapping[str, int]:
+    """How many nodes of a training graph are compute, collectives and updates."""
+    counts = {"compute": 0, "collectives": 0, "updates": 0}
+    for node in model.graph:
+        if is_update(node):
+            counts["updates"] += 1
+        elif node.domain == "graphc" and node.op_type.startswith("AllReduce"):
+            counts["collectives"] += node.op_type != "AllReduceWait"
+        elif node.op_type != "Constant":
+            counts["compute"] += 1
+    return counts

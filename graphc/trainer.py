@@ -1,0 +1,338 @@
+"""The trainer: joins the world, places the state, runs steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import onnx_ir as ir
+
+import graphc
+from graphc import frontends
+from graphc.backend import BACKENDS, Array, Backend, Run
+from graphc.compiler import Program
+from graphc.data import ArrayBatches, Batch
+from graphc.errors import FeedError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
+from graphc.ir.facts import dims, is_float
+from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.ops.losses import label_checks
+from graphc.plan import Plan, make_plan
+from graphc.runtime import checkpoint
+from graphc.runtime.communicator import Communicator, agree, open_communicator
+from graphc.runtime.diagnose import first_nonfinite
+from graphc.runtime.executor import Executor, NonFiniteStep
+from graphc.runtime.state import State
+from graphc.runtime.world import find_world, threads_for
+
+Callback = Callable[[dict[str, Any]], None]
+
+
+def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
+    """The backend called ``name``; ``auto`` takes onnxruntime and falls back to numpy where it is not installed."""
+    if name == "auto":
+        try:
+            return BACKENDS["onnxruntime"](threads=threads, spin=spin)
+        except (MissingExtraError, UsageError):
+            return BACKENDS["numpy"](threads=threads, spin=spin)
+    return BACKENDS[name](threads=threads, spin=spin)
+
+
+class Trainer:
+    """Runs a :class:`~graphc.compiler.Program` on this worker.
+
+    Args:
+        program: what ``graphc.compile`` returned.
+        comm: the communicator of this worker; None finds the world (see :func:`graphc.runtime.world.find_world`).
+        threads: threads of this worker; None takes its share of the cores.
+        seed: of random ops (Dropout); None keeps the program's.
+        check_finite: test loss and gradients before each update, so that a bad step changes nothing.
+        wrap: hook around every plan step, for tracing.
+
+    Raises:
+        WorldError: mesh and world disagree, or the workers' programs do.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        comm: Communicator | None = None,
+        threads: int | None = None,
+        seed: int | None = None,
+        check_finite: bool = True,
+        wrap: Callable[[str, str, Run], Run] | None = None,
+    ) -> None:
+        self.program = program
+        world = find_world() if comm is None else None
+        self.comm = open_communicator(world) if comm is None else comm
+        self.rank, self.size = self.comm.rank, self.comm.size
+        if program.mesh is not None and program.mesh.size != self.size:
+            self.comm.close()
+            raise WorldError(
+                f"the mesh {program.mesh} wants {program.mesh.size} worker(s), the world has {self.size};"
+                f" start with 'graphc launch -n {program.mesh.size} …' or compile for Mesh(data={self.size})"
+            )
+        if threads is None:
+            threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
+        self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
+        self.state = State(program.model)
+        self._check_finite, self._wrap = check_finite, wrap
+        self._training: dict[tuple[Any, ...], Executor] = {}
+        self._evaluation: dict[tuple[Any, ...], Executor] = {}
+        self._inputs = [(v.name or "", v) for v in program.model.graph.inputs]
+        self._labels = label_checks(program.model.graph)
+        self._collectives: list[str] | None = None
+        self.steps_done = 0
+        if seed is not None and SEED in self.state.arrays:
+            self.state.arrays[SEED][...] = seed
+        agree(self.comm, _signature(program), "program")
+        self._broadcast()
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; assign to it between steps for a schedule."""
+        return float(self.state.arrays[LEARNING_RATE])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.state.arrays[LEARNING_RATE][...] = value
+
+    def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, float]:
+        """One training step on this worker's share of the global batch.
+
+        Args:
+            feeds: one array per graph input.
+            offset: index of the share's first sample in the global batch, which random ops use; None: rank × share.
+
+        Returns:
+            The loss (and metrics) over the global batch.
+
+        Raises:
+            FeedError: a feed with a wrong name, shape, dtype or label; nothing was changed.
+            NonFiniteError: a NaN or infinity; the state is that of the last good step.
+        """
+        executor = self._training.get(_key(feeds))
+        if executor is None:
+            executor = self._plan(feeds, self.program.model, self._training)
+        arrays = self._checked(executor, feeds)
+        position = self.state.arrays.get(SAMPLE_OFFSET)
+        if position is not None:
+            share = len(next(iter(arrays.values()))) if arrays else 0
+            position[...] = self.rank * share if offset is None else offset
+        try:
+            executor.run(arrays)
+        except NonFiniteStep:
+            raise self._explain_nonfinite(executor, arrays) from None
+        self.steps_done += 1
+        return {name: float(array) for name, array in executor.outputs.items()}
+
+    def fit(
+        self,
+        batches: ArrayBatches | Iterable[Mapping[str, Array] | Batch],
+        *,
+        epochs: int = 1,
+        callbacks: Sequence[Callback] = (),
+        log_every: int = 0,
+    ) -> dict[str, float]:
+        """Train for ``epochs`` passes over ``batches`` (this worker's shares).
+
+        Args:
+            batches: :class:`~graphc.data.ArrayBatches`, or an iterable that can be walked once per epoch.
+            callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps and
+                ``{"event": "epoch", "epoch": e, "loss": …}`` with sample-weighted means at the end of each epoch.
+
+        Returns:
+            The last epoch's means.
+        """
+        means: dict[str, float] = {}
+        for epoch in range(epochs):
+            sums: dict[str, float] = {}
+            count = 0
+            for item in batches.epoch(epoch) if isinstance(batches, ArrayBatches) else batches:
+                batch = item if isinstance(item, Batch) else Batch(item, -1, len(next(iter(item.values()))) * self.size)
+                metrics = self.step(batch.feeds, offset=batch.offset if batch.offset >= 0 else None)
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + value * batch.global_size
+                count += batch.global_size
+                if log_every and self.steps_done % log_every == 0:
+                    for callback in callbacks:
+                        callback({"event": "step", "step": self.steps_done, **metrics})
+            if count == 0:
+                raise FeedError("fit got no batches; an iterator can be walked only once, give a list or ArrayBatches")
+            means = {name: total / count for name, total in sums.items()}
+            for callback in callbacks:
+                callback({"event": "epoch", "epoch": epoch + 1, **means})
+        return means
+
+    def evaluate(self, batches: ArrayBatches | Iterable[Mapping[str, Array] | Batch]) -> dict[str, float]:
+        """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once."""
+        names = [v.name or "" for v in self.program.inference.graph.outputs]
+        sums = dict.fromkeys(names, 0.0)
+        for item in batches.epoch(0) if isinstance(batches, ArrayBatches) else batches:
+            feeds = item.feeds if isinstance(item, Batch) else item
+            executor = self._evaluation.get(_key(feeds))
+            if executor is None:
+                executor = self._plan(feeds, self.program.inference, self._evaluation)
+            executor.run(self._checked(executor, feeds))
+            for name in names:
+                sums[name] += float(executor.outputs[name])
+        total = np.array([sums[name] for name in names], dtype=np.float64)
+        if self.size > 1:
+            self.comm.allreduce(total, "sum")
+        found = dict(zip(names, total.tolist(), strict=True))
+        return {
+            name: found[f"{name}::total"] / found.get(f"{name}::weight", 1.0)
+            for name in names
+            if "::" not in name and f"{name}::total" in found
+        }
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_sha256(self) -> str:
+        """SHA-256 over parameters and optimizer state; equal on every rank, which is checked.
+
+        Raises:
+            WorldError: ranks whose state differs.
+        """
+        digest = checkpoint.state_sha256(self.state.snapshot())
+        everyone = self.comm.allgather_object(digest)
+        if len(set(everyone)) > 1:
+            raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d in everyone]}")
+        return digest
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint (all state, by name, independent of the number of workers); atomic, by rank 0."""
+        if self.rank == 0:
+            meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
+            checkpoint.save(folder, self.state.snapshot(), meta)
+        self.comm.barrier()
+
+    def restore(self, folder: str | Path) -> None:
+        """Read a checkpoint on rank 0 and give it to every worker."""
+        if self.rank == 0:
+            arrays, meta = checkpoint.load(folder)
+            missing = sorted(self.state.updated - arrays.keys())
+            if missing:
+                raise UsageError(f"the checkpoint lacks {missing[0]!r} and {len(missing) - 1} more; was it made for another model?")
+            self.state.load(arrays)
+            self.steps_done = int(meta.get("steps", 0))
+        self._broadcast()
+        self.steps_done = int(self.comm.allgather_object(self.steps_done)[0])
+
+    def trained_values(self) -> dict[str, Array]:
+        """The model's own initializers as they stand now, under the file's names."""
+        graph = self.program.inference.graph
+        known = self.state.arrays
+        return {n: known[n] for n, v in graph.initializers.items() if n in known and is_float(v)}
+
+    def export(self, path: str | Path) -> None:
+        """Write the user's own model with trained values, in inference mode, under its own names; by rank 0, atomic."""
+        if self.rank == 0:
+            frontends.save(frontends.write_back(self.program.original, self.trained_values()), path)
+        self.comm.barrier()
+
+    def close(self) -> None:
+        """Leave the world and release threads."""
+        self.comm.close()
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.comm.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # Inner workings ---------------------------------------------------------------------------------------------------
+
+    def _broadcast(self) -> None:
+        if self.size > 1:
+            for array in self.state.replicated().values():
+                flat = np.ascontiguousarray(array).reshape(-1)
+                self.comm.broadcast(flat, 0)
+                np.copyto(array, flat.reshape(array.shape))
+
+    def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
+        shapes = self._check_names(feeds, model)
+        plan = make_plan(model, shapes, native=self.backend.prefers_native, world_size=self.size)
+        if model is self.program.model:
+            self._compare_collectives(plan)
+        executor = Executor(
+            plan, self.state, self.backend, self.comm if self.size > 1 else None, check=self._check_finite, wrap=self._wrap
+        )
+        cache[_key(feeds)] = executor
+        return executor
+
+    def _compare_collectives(self, plan: Plan) -> None:
+        if self._collectives is None:
+            agree(self.comm, plan.collectives, "collective")
+            self._collectives = plan.collectives
+        elif self._collectives != plan.collectives:
+            raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")
+
+    def _check_names(self, feeds: Mapping[str, Array], model: ir.Model) -> dict[str, tuple[int, ...]]:
+        wanted = {v.name or "": v for v in model.graph.inputs}
+        for name in feeds:
+            if name not in wanted:
+                raise FeedError(f"there is no input {name!r}{nearest(name, wanted)}; the inputs are {', '.join(wanted)}")
+        for name, value in wanted.items():
+            if name not in feeds:
+                raise FeedError(f"the feed {name!r} is missing; the inputs are {', '.join(wanted)}")
+            shape = np.shape(feeds[name])
+            declared = dims(value)
+            if declared and shape and shape[0] == 0:
+                raise FeedError(f"feed {name!r} has no samples; every worker needs at least one")
+        return {name: tuple(np.shape(feeds[name])) for name in wanted}
+
+    def _checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        arrays: dict[str, Array] = {}
+        for name, buffer in executor.inputs.items():
+            array = np.asarray(feeds[name])
+            if array.dtype != buffer.dtype:
+                raise FeedError(f"feed {name!r} is {array.dtype}, the model wants {buffer.dtype}; convert it with .astype")
+            arrays[name] = array
+        for name, (low, high, ignore) in self._labels.items():
+            labels = arrays.get(name)
+            if labels is None or labels.size == 0:
+                continue
+            if labels.min() < low or labels.max() >= high:
+                wrong = (labels < low) | (labels >= high)
+                if ignore is not None:
+                    wrong &= labels != ignore
+                if wrong.any():
+                    where = tuple(int(i) for i in np.argwhere(wrong)[0])
+                    raise FeedError(f"label {int(labels[where])} at {name}{list(where)} is outside {low} … {high - 1}")
+        return arrays
+
+    def _explain_nonfinite(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
+        tensor = first_nonfinite(self.program.model, executor, feeds, self.state, self.backend)
+        everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
+        rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
+        done = int(self.state.arrays[STEP]) if STEP in self.state.arrays else self.steps_done
+        where = f"first in tensor {first!r} on rank {rank}" if first else "in the gradients, and not again on replay"
+        return NonFiniteError(
+            f"a NaN or infinity appeared in step {done}, {where}; the state is that of the last good step"
+            " (a smaller learning rate or gradient clipping may help)",
+            step=done,
+            tensor=first,
+        )
+
+
+def _key(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
+    return tuple((name, np.shape(array)) for name, array in sorted(feeds.items()))
+
+
+def _signature(program: Program) -> list[str]:
+    """What must be equal on all ranks before anything starts."""
+    graph = program.model.graph
+    lines = [f"graphc {graphc.__version__}", f"pipeline {program.pipeline}"]
+    lines += [f"input {v.name} {v.dtype}" for v in graph.inputs]
+    lines += [f"state {n} {v.dtype} {dims(v)}" for n, v in sorted(graph.initializers.items())]
+    return lines
