@@ -224,9 +224,9 @@ def _not_inferred(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _metadata_comment(values: Sequence[ir.Value], node: ir.Node | None = None) -> str:
-    found = {v.name: kept for v in values if (kept := graph_metadata(v.metadata_props))}
+    found: dict[str, Any] = {v.name or "": kept for v in values if (kept := graph_metadata(v.metadata_props))}
     if node is not None and (kept := graph_metadata(node.metadata_props)):
-        found[""] = {node.name or "": kept}  # type: ignore[assignment]
+        found[""] = {node.name or "": kept}
     return f"  #@ {json.dumps(found)}" if found else ""
 
 

@@ -94,7 +94,7 @@ def _standard_signature(op_type: str, domain: str, version: int) -> _Signature |
             for p in parameters
         )
 
-    kinds = {name: ir.AttributeType(int(a.type.value)) for name, a in schema.attributes.items()}
+    kinds = {name: ir.AttributeType[str(a.type).rpartition(".")[2]] for name, a in schema.attributes.items()}
     required = tuple(name for name, a in schema.attributes.items() if a.required)
     arity = (schema.min_input, schema.max_input, schema.min_output, schema.max_output)
     return _Signature(formals(schema.inputs), formals(schema.outputs), arity, kinds, required)

@@ -1,1 +1,16 @@
-"""random"""
+"""Gradients of random ops: what they draw does not depend on any value."""
+
+from __future__ import annotations
+
+from graphc.gradient import zero_gradient
+
+zero_gradient(
+    "graphc::DropoutMask",
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    origin=__name__,
+)
