@@ -1,25 +1,288 @@
-"""Gradients of elementwise ops."""
+"""Gradients of elementwise ops. At a kink the subgradient is the one PyTorch takes."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import onnx_ir as ir
 
-from graphc.gradient import gradient
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import gradient, zero_gradient
 from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, describe
+
+zero_gradient("Sign", "Floor", "Ceil", "Round", origin=__name__)
+zero_gradient("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN", origin=__name__)
+zero_gradient("And", "Or", "Xor", "Not", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", origin=__name__)
+zero_gradient("QuantizeLinear", "DynamicQuantizeLinear", "BitCast", origin=__name__)
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
 
 
-@gradient("Add")
-def add(op: Builder, node: ir.Node, dz: ir.Value):
-    """z = a + b;  ∂a = ∂b = dz"""
-    return dz, dz
+@gradient("Add", "Sum")
+def add(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a + b + …;  ∂a = ∂b = … = dz"""
+    return (dz,) * len(node.inputs)
+
+
+@gradient("Sub")
+def sub(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a - b;  ∂a = dz,  ∂b = -dz"""
+    return dz, lambda: op.Neg(dz)
 
 
 @gradient("Mul")
-def mul(op: Builder, node: ir.Node, dz: ir.Value):
+def mul(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = a·b;  ∂a = dz·b,  ∂b = dz·a"""
     a, b = node.inputs
     return lambda: op.Mul(dz, b), lambda: op.Mul(dz, a)
 
-@gradient("Exp")
-def exp(op: Builder, node: ir.Node, dz: ir.Value):
-    return op.Mul(dz, node.outputs[0])
+
+@gradient("Div")
+def div(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a/b;  ∂a = dz/b,  ∂b = -z·dz/b"""
+    (z,) = node.outputs
+    da = op.Div(dz, node.inputs[1])
+    return da, lambda: op.Neg(op.Mul(da, z))
+
+
+@gradient("Mod")
+def mod(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a - b·q with an integer q;  ∂a = dz,  ∂b = -q·dz"""
+    (a, b), (z,) = node.inputs, node.outputs
+    return dz, lambda: op.Mul(dz, op.Div(op.Sub(z, a), b))
+
+
+@gradient("Mean")
+def mean(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = (a + b + …)/n;  ∂a = ∂b = … = dz/n"""
+    n = len(node.inputs)
+    return (op.Mul(dz, 1 / n) if n > 1 else dz,) * n
+
+
+@gradient("Max", "Min")
+def extremum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = max(a, b, …);  ∂a = dz where a = z, shared evenly among the inputs that tie"""
+    (z,) = node.outputs
+    if len(node.inputs) == 1:
+        return dz
+    hits = [op.cast_like(op.Equal(x, z), dz) for x in node.inputs]
+    share = op.Div(dz, op.Sum(*hits))
+    return tuple(functools.partial(op.Mul, share, hit) for hit in hits)
+
+
+@gradient("Pow")
+def power(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = aᵇ;  ∂a = dz·b·aᵇ⁻¹ (0 where b = 0),  ∂b = dz·z·ln a (0 where a = 0 ≤ b)"""
+    (a, b), (z,) = node.inputs, node.outputs
+    assert a is not None
+    assert b is not None
+    exponent = constant(b)
+    if exponent is not None and exponent.size == 1:
+        return functools.partial(_power_by_constant, op, a, z, dz, float(exponent.reshape(-1)[0].astype(np.float64)))
+    b = op.cast_like(b, a)
+
+    def base() -> Any:
+        return op.Where(op.Equal(b, 0.0), op.scalar(0, a), op.Mul(dz, op.Mul(b, op.Pow(a, op.Sub(b, 1.0)))))
+
+    def index() -> Any:
+        silent = op.And(op.Equal(a, 0.0), op.GreaterOrEqual(b, 0.0))
+        return op.cast_like(op.Where(silent, op.scalar(0, a), op.Mul(dz, op.Mul(z, op.Log(a)))), node.inputs[1])
+
+    return base, index
+
+
+def _power_by_constant(op: Builder, a: ir.Value, z: ir.Value, dz: ir.Value, b: float) -> Any:
+    if b == 0:
+        return None
+    if b == 1:
+        return dz
+    if b == 2:
+        return op.Mul(dz, op.Mul(a, 2.0))
+    if b == 0.5:
+        return op.Div(op.Mul(dz, 0.5), z)
+    if b == -1:
+        return op.Neg(op.Mul(dz, op.Mul(z, z)))
+    slope = op.Mul(op.Mul(a, a), 3.0) if b == 3 else op.Mul(op.Pow(a, b - 1), b)
+    return op.Mul(dz, slope)
+
+
+# Choice, copies and conversions ---------------------------------------------------------------------------------------
+
+
+@gradient("Where")
+def where(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a where c, else b;  ∂a = dz where c, else 0;  ∂b the other way round"""
+    c, zero = node.inputs[0], op.scalar(0, dz)
+    return None, lambda: op.Where(c, dz, zero), lambda: op.Where(c, zero, dz)
+
+
+@gradient("Clip")
+def clip(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high, ∂low = dz where x < low, ∂high = dz where x > high"""
+    x, low, high = (*node.inputs, None, None)[:3]
+    zero = op.scalar(0, dz)
+
+    def inside() -> Any:
+        tests = [op.GreaterOrEqual(x, low)] if low is not None else []
+        tests += [op.LessOrEqual(x, high)] if high is not None else []
+        if not tests:
+            return dz
+        return op.Where(op.And(*tests) if len(tests) == 2 else tests[0], dz, zero)
+
+    return inside, lambda: op.Where(op.Less(x, low), dz, zero), lambda: op.Where(op.Greater(x, high), dz, zero)
+
+
+@gradient("Identity")
+def identity(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = x;  ∂x = dz"""
+    return dz
+
+
+@gradient("Cast", "CastLike")
+def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = x in another float type;  ∂x = dz in the type of x"""
+    return op.cast_like(dz, node.inputs[0])
+
+
+@gradient("Dropout")
+def dropout(op: Builder, node: ir.Node, dz: ir.Value | None, dmask: ir.Value | None = None) -> Any:
+    """Outside training z = x;  ∂x = dz. The ``train_mode`` pass replaces a Dropout that is active."""
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None:
+        known = constant(training)
+        if known is None or bool(known):
+            raise UnsupportedOpError(f"run the pass 'train_mode' before 'autodiff': {describe(node)} may be in training mode")
+    return dz
+
+
+# Functions of one variable --------------------------------------------------------------------------------------------
+
+
+def unary(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a formula ``(op, dy, x, y, **attributes)``; the default of a keyword is that of the ONNX attribute."""
+
+    def register(formula: Callable[..., Any]) -> Callable[..., Any]:
+        defaults = formula.__kwdefaults__ or {}
+
+        def rule(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+            given = {name: node.attributes[name].value for name in defaults if name in node.attributes}
+            return formula(op, dy, node.inputs[0], node.outputs[0], **{**defaults, **given})
+
+        rule.__doc__, rule.__module__ = formula.__doc__, formula.__module__
+        gradient(*ops)(rule)
+        return formula
+
+    return register
+
+
+@unary("Neg")
+def neg(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = -x;  ∂x = -dy"""
+    return op.Neg(dy)
+
+
+@unary("Abs")
+def absolute(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = |x|;  ∂x = dy·sign x"""
+    return op.Mul(dy, op.Sign(x))
+
+
+@unary("Reciprocal")
+def reciprocal(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = 1/x;  ∂x = -dy·y²"""
+    return op.Neg(op.Mul(dy, op.Mul(y, y)))
+
+
+@unary("Sqrt")
+def sqrt(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = √x;  ∂x = dy/2y"""
+    return op.Div(op.Mul(dy, 0.5), y)
+
+
+@unary("Exp")
+def exp(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = eˣ;  ∂x = dy·y"""
+    return op.Mul(dy, y)
+
+
+@unary("Log")
+def log(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = ln x;  ∂x = dy/x"""
+    return op.Div(dy, x)
+
+
+@unary("Erf")
+def erf(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = erf x;  ∂x = dy·2/√π·exp(-x²)"""
+    return op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / math.sqrt(math.pi)))
+
+
+@unary("Sin")
+def sin(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = sin x;  ∂x = dy·cos x"""
+    return op.Mul(dy, op.Cos(x))
+
+
+@unary("Cos")
+def cos(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = cos x;  ∂x = -dy·sin x"""
+    return op.Neg(op.Mul(dy, op.Sin(x)))
+
+
+@unary("Tan")
+def tan(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = tan x;  ∂x = dy·(1 + y²)"""
+    return op.Mul(dy, op.Add(op.Mul(y, y), 1.0))
+
+
+@unary("Asin")
+def asin(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = arcsin x;  ∂x = dy/√(1 - x²)"""
+    return op.Div(dy, op.Sqrt(op.Sub(1.0, op.Mul(x, x))))
+
+
+@unary("Acos")
+def acos(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = arccos x;  ∂x = -dy/√(1 - x²)"""
+    return op.Neg(asin(op, dy, x, y))
+
+
+@unary("Atan")
+def atan(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = arctan x;  ∂x = dy/(1 + x²)"""
+    return op.Div(dy, op.Add(op.Mul(x, x), 1.0))
+
+
+@unary("Sinh")
+def sinh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = sinh x;  ∂x = dy·cosh x"""
+    return op.Mul(dy, op.Cosh(x))
+
+
+@unary("Cosh")
+def cosh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = cosh x;  ∂x = dy·sinh x"""
+    return op.Mul(dy, op.Sinh(x))
+
+
+@unary("Asinh")
+def asinh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = arsinh x;  ∂x = dy/√(x² + 1)"""
+    return op.Div(dy, op.Sqrt(op.Add(op.Mul(x, x), 1.0)))
+
+
+@unary("Acosh")
+def acosh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = arcosh x;  ∂x = dy/√(x² - 1)"""
+    return op.Div(dy, op.Sqrt(op.Sub(op.Mul(x, x), 1.0)))
+
+
+@unary("Atanh")
+def atanh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
+    """y = artanh x;  ∂x = dy/(1 - x²)"""
+    return op.Div(dy, op.Sub(1.0, op.Mul(x, x)))

@@ -1,1 +1,111 @@
-"""linear"""
+"""Gradients of matrix products.
+
+Two-dimensional products go through ``Gemm``, whose transposes are free, and a batch of rows times a matrix is flattened
+to two dimensions first: that is the form for which onnxruntime calls one large BLAS product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import gradient, zero_gradient
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, rank
+
+zero_gradient("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", origin=__name__)
+
+
+@gradient("Gemm")
+def gemm(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = α·a'·b' + β·c;  ∂a' = α·dy·b'ᵀ,  ∂b' = α·a'ᵀ·dy,  ∂c = β·dy"""
+    a, b = node.inputs[:2]
+    alpha = node.attributes.get_float("alpha", 1.0)
+    beta = node.attributes.get_float("beta", 1.0)
+    ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
+
+    def da() -> Any:
+        return _gemm(op, b, dy, tb, 1, alpha) if ta else _gemm(op, dy, b, 0, 1 - tb, alpha)
+
+    def db() -> Any:
+        return _gemm(op, dy, a, 1, ta, alpha) if tb else _gemm(op, a, dy, 1 - ta, 0, alpha)
+
+    return da, db, lambda: op.Mul(dy, beta) if beta != 1 else dy
+
+
+def _gemm(op: Builder, a: ir.Value | None, b: ir.Value | None, ta: int, tb: int, alpha: float = 1.0) -> Any:
+    return op.Gemm(a, b, transA=ta or None, transB=tb or None, alpha=alpha if alpha != 1 else None)
+
+
+@gradient("MatMul")
+def matmul(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = a·b;  ∂a = dz·bᵀ,  ∂b = aᵀ·dz, where a vector a is a row and a vector b a column"""
+    a, b = node.inputs
+    assert a is not None
+    assert b is not None
+    if rank(a) == 1 and rank(b) == 1:
+        return lambda: op.Mul(dz, b), lambda: op.Mul(dz, a)
+    if rank(b) == 2 and rank(a) >= 2:
+        return lambda: _rows_gradient(op, a, b, dz), lambda: _gemm(op, _rows(op, a), _rows(op, dz), 1, 0)
+    if rank(a) == 1:
+        row, dz_row = op.Unsqueeze(a, [0]), op.Unsqueeze(dz, [-2])
+        return (
+            lambda: op.Squeeze(op.MatMul(dz_row, transpose(op, b)), [-2]),
+            lambda: op.MatMul(transpose(op, row), dz_row),
+        )
+    if rank(b) == 1:
+        dz_column = op.Unsqueeze(dz, [-1])
+        return lambda: op.Mul(dz_column, b), lambda: op.Squeeze(op.MatMul(transpose(op, a), dz_column), [-1])
+    return lambda: op.MatMul(dz, transpose(op, b)), lambda: op.MatMul(transpose(op, a), dz)
+
+
+def _rows(op: Builder, x: ir.Value) -> Any:
+    return x if rank(x) == 2 else op.Flatten(x, axis=rank(x) - 1)
+
+
+def _rows_gradient(op: Builder, a: ir.Value, b: ir.Value, dz: ir.Value) -> Any:
+    da = _gemm(op, _rows(op, dz), b, 0, 1)
+    return da if rank(a) == 2 else op.reshape_like(da, a)
+
+
+def transpose(op: Builder, x: ir.Value) -> Any:
+    """x with its last two axes exchanged."""
+    axes = list(range(rank(x)))
+    return op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]])
+
+
+@gradient("Einsum")
+def einsum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """z = einsum(a, b, …);  ∂a = einsum(dz, b, …), repeated along the labels that only a has"""
+    operands = [v for v in node.inputs if v is not None]
+    terms, result = _einsum_terms(node, operands)
+
+    def make(k: int) -> Any:
+        if len(set(terms[k])) != len(terms[k]):
+            raise UnsupportedOpError(f"no gradient for Einsum with a repeated index in one operand: {describe(node)}")
+        others = [j for j in range(len(operands)) if j != k]
+        known = set(result).union(*(terms[j] for j in others))
+        kept = "".join(c for c in terms[k] if c in known)
+        equation = ",".join([result, *(terms[j] for j in others)]) + "->" + kept
+        value = dz if equation == f"{kept}->{kept}" else op.Einsum(dz, *(operands[j] for j in others), equation=equation)
+        missing = [i for i, c in enumerate(terms[k]) if c not in known]
+        return op.expand_like(op.Unsqueeze(value, missing), operands[k]) if missing else value
+
+    return tuple((lambda k=k: make(k)) for k in range(len(operands)))
+
+
+def _einsum_terms(node: ir.Node, operands: list[ir.Value]) -> tuple[list[str], str]:
+    """Index letters of each operand and of the result, with the ellipsis and the implicit result written out."""
+    equation = node.attributes.get_string("equation", "").replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    terms = left.split(",")
+    free = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBAzyxwvutsrqponmlkjihgfedcba" if c not in equation]
+    widths = [rank(v) - len(t.replace("...", "")) if "..." in t else 0 for t, v in zip(terms, operands, strict=True)]
+    batch = "".join(free[: max(widths)])
+    terms = [t.replace("...", batch[len(batch) - w :]) for t, w in zip(terms, widths, strict=True)]
+    if arrow:
+        return terms, result.replace("...", batch)
+    letters = sorted(c for c in set("".join(terms)) if c not in batch)
+    return terms, batch + "".join(c for c in letters if sum(t.count(c) for t in terms) == 1)
