@@ -1,4 +1,4 @@
-"""The benchmark and parity models as PyTorch modules, with one batch of data each.
+"""The benchmark and parity models as PyTorch modules.
 
 They are the peers' side of every comparison; graphc gets the ONNX file exported from the same module.
 """
@@ -6,12 +6,11 @@ They are the peers' side of every comparison; graphc gets the ONNX file exported
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from graphc.bench.specs import SPECS
 
 
 class Mlp(nn.Module):
@@ -134,41 +133,27 @@ class Transformer(nn.Module):
         return self.head(self.encoder(self.embedding(tokens) + self.position).mean(1))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """A model and its data: ``make()`` builds the module, ``batch(n, seed)`` gives (input, labels) as numpy arrays."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    inputs: tuple[int, ...]
-    classes: int
-    batch_size: int
-    tokens: int = 0
-
-    def batch(self, count: int, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        rng = np.random.default_rng(seed)
-        if self.tokens:
-            x: np.ndarray[Any, Any] = rng.integers(0, self.tokens, (count, *self.inputs), dtype=np.int64)
-        else:
-            x = rng.standard_normal((count, *self.inputs), dtype=np.float32)
-        return x, rng.integers(0, self.classes, count, dtype=np.int64)
-
-    def build(self, seed: int = 0) -> nn.Module:
-        """The module with seeded weights."""
-        torch.manual_seed(seed)
-        return self.make()
-
-
-MODELS = {
-    m.name: m
-    for m in (
-        BenchModel("mlp", Mlp, (784,), 10, 128),
-        BenchModel("lenet", LeNet, (1, 28, 28), 10, 64),
-        BenchModel("squeezenet", SqueezeNet, (3, 224, 224), 1000, 4),
-        BenchModel("resnet50", ResNet, (3, 224, 224), 1000, 4),
-        BenchModel("transformer", Transformer, (128,), 10, 8, tokens=1000),
-        BenchModel("resnet18-small", lambda: ResNet(18, 10, 16, 3), (3, 16, 16), 10, 8),
-        BenchModel("transformer-small", lambda: Transformer(2, 64, 4, 100, 16), (16,), 10, 8, tokens=100),
-    )
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "lenet": LeNet,
+    "squeezenet": SqueezeNet,
+    "resnet50": ResNet,
+    "transformer": Transformer,
+    "resnet18-small": lambda: ResNet(18, 10, 16, 3),
+    "transformer-small": lambda: Transformer(2, 64, 4, 100, 16),
 }
-"""Every model by name; the first five are timed, the small ones serve parity tests."""
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """The module called ``name`` with seeded weights."""
+    torch.manual_seed(seed)
+    return MAKERS[name]()
+
+
+def export(name: str, path: str, seed: int = 0) -> None:
+    """Write the module as an ONNX file with a dynamic batch dimension, input ``input`` and output ``logits``."""
+    from graphc import frontends
+
+    x, _ = SPECS[name].batch(2)
+    model = frontends.export(build(name, seed), (torch.from_numpy(x),), input_names=["input"], output_names=["logits"])
+    frontends.save(model, path)

@@ -1,0 +1,37 @@
+"""Where a step's time goes: one timer around every entry of the plan."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+
+from graphc.backend import Run
+
+
+class StepTimer:
+    """Hand :meth:`wrap` to :class:`graphc.Trainer`; :meth:`report` prints the most expensive entries on stderr."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+
+    def wrap(self, kind: str, name: str, run: Run) -> Run:
+        """Time ``run`` under (kind, name)."""
+        key, seconds, clock = (kind, name), self.seconds, time.perf_counter
+
+        def timed() -> None:
+            start = clock()
+            run()
+            seconds[key] += clock() - start
+
+        return timed
+
+    def report(self, steps: int, most: int = 25) -> None:
+        """Milliseconds per step by kind, then the ``most`` expensive entries."""
+        kinds: dict[str, float] = defaultdict(float)
+        for (kind, _), spent in self.seconds.items():
+            kinds[kind] += spent
+        for kind, spent in sorted(kinds.items(), key=lambda item: -item[1]):
+            print(f"{spent / steps * 1e3:9.3f} ms  {kind}", file=sys.stderr)
+        for (kind, name), spent in sorted(self.seconds.items(), key=lambda item: -item[1])[:most]:
+            print(f"    {spent / steps * 1e3:9.3f} ms  {kind:<8} {name}", file=sys.stderr)

@@ -1,0 +1,42 @@
+"""What each benchmark model is fed; kept apart from the modules so that measuring graphc imports no PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Input shape without the batch, number of classes, global batch size, and the vocabulary of a token model."""
+
+    inputs: tuple[int, ...]
+    classes: int
+    batch_size: int
+    tokens: int = 0
+
+    def batch(self, count: int, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """``count`` random samples: (float32 images or int64 tokens, int64 labels)."""
+        rng = np.random.default_rng(seed)
+        x: np.ndarray[Any, Any]
+        if self.tokens:
+            x = rng.integers(0, self.tokens, (count, *self.inputs), dtype=np.int64)
+        else:
+            x = rng.standard_normal((count, *self.inputs), dtype=np.float32)
+        return x, rng.integers(0, self.classes, count, dtype=np.int64)
+
+
+SPECS = {
+    "mlp": Spec((784,), 10, 128),
+    "lenet": Spec((1, 28, 28), 10, 64),
+    "squeezenet": Spec((3, 224, 224), 1000, 4),
+    "resnet50": Spec((3, 224, 224), 1000, 4),
+    "transformer": Spec((128,), 10, 8, tokens=1000),
+    "resnet18-small": Spec((3, 16, 16), 10, 8),
+    "transformer-small": Spec((16,), 10, 8, tokens=100),
+}
+"""The first five are timed; the small ones serve parity tests."""
+
+TIMED = ("mlp", "lenet", "squeezenet", "resnet50", "transformer")
