@@ -1,1 +1,190 @@
-"""convolution"""
+"""Gradient rules of convolution and pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import gradient
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, rank, static_dims
+from graphc.ir.ops.convolution import CONV, POOL, Window, spatial
+
+
+def _operands(node: ir.Node, count: int) -> list[ir.Value]:
+    """The first ``count`` inputs, which the op requires."""
+    return [v for v in node.inputs[:count] if v is not None]
+
+
+def _attributes(node: ir.Node, names: Any) -> dict[str, Any]:
+    """The node's attributes of those names, as Python values."""
+    found = {name: node.attributes[name].value for name in names if name in node.attributes}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def _canonical(node: ir.Node, names: Any, kernel: ir.Value | None = None) -> dict[str, Any]:
+    """Those attributes with kernel, strides, dilations and padding spelled out, where the padding is known by now."""
+    found = _attributes(node, names)
+    (x,) = _operands(node, 1)
+    try:
+        window = Window.of(found, spatial(x.shape), spatial(kernel.shape) if kernel is not None else None)
+    except UnsupportedOpError as error:
+        raise UnsupportedOpError(f"{error}: {describe(node)}") from None
+    if window.pads is not None:
+        found.pop("auto_pad", None)
+        found.update(window.attributes())
+    return found
+
+
+def sum_per_channel(op: Builder, dy: ir.Value) -> ir.Value:
+    """Σ over every axis but the channels'."""
+    return op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)  # type: ignore[no-any-return]
+
+
+@gradient("Conv")
+def conv(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y[n,m,o] = Σ x[n,c,o·s + t·d - p]·w[m,c,t] + b[m]; both gradients are convolutions again, ∂b = Σ dy per channel"""
+    x, w = _operands(node, 2)
+    attributes = _canonical(node, CONV, w)
+    return (
+        lambda: op.graphc.ConvGradInput(dy, w, op.shape(x), **attributes),
+        lambda: op.graphc.ConvGradWeight(x, dy, op.shape(w), **attributes),
+        lambda: sum_per_channel(op, dy),
+    )
+
+
+@gradient("graphc::ConvGradInput")
+def conv_grad_input(op: Builder, node: ir.Node, g: ir.Value) -> Any:
+    """dx is linear in dy and in w: the adjoint of both is that of Conv with g in the place of x"""
+    dy, w = _operands(node, 2)
+    attributes = _attributes(node, CONV)
+    return lambda: op.Conv(g, w, **attributes), lambda: op.graphc.ConvGradWeight(g, dy, op.shape(w), **attributes)
+
+
+@gradient("graphc::ConvGradWeight")
+def conv_grad_weight(op: Builder, node: ir.Node, g: ir.Value) -> Any:
+    """dw is linear in x and in dy: the adjoint of both is that of Conv with g in the place of w"""
+    x, dy = _operands(node, 2)
+    attributes = _attributes(node, CONV)
+    return lambda: op.graphc.ConvGradInput(dy, g, op.shape(x), **attributes), lambda: op.Conv(x, g, **attributes)
+
+
+@gradient("ConvTranspose")
+def conv_transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = ConvGradInput(x, w), so ∂x = Conv(dy, w), ∂w = ConvGradWeight(dy, x), ∂b = Σ dy per channel"""
+    x, w = _operands(node, 2)
+    attributes = _as_convolution(node)
+    return (
+        lambda: op.Conv(dy, w, **attributes),
+        lambda: op.graphc.ConvGradWeight(dy, x, op.shape(w), **attributes),
+        lambda: sum_per_channel(op, dy),
+    )
+
+
+def _as_convolution(node: ir.Node) -> dict[str, Any]:
+    """Attributes of the Conv that leads from y to x."""
+    x, w = _operands(node, 2)
+    names = ("dilations", "group", "kernel_shape", "strides", "auto_pad", "pads", "output_padding", "output_shape")
+    found = _attributes(node, names)
+    same = found.pop("auto_pad", "NOTSET")
+    target = found.pop("output_shape", None)
+    extra = found.pop("output_padding", None)
+    window = Window.of({**found, "auto_pad": "NOTSET"}, (), spatial(w.shape))
+    n = len(window.kernel)
+    extra = extra or [0] * n
+    found.update(window.attributes())
+    if same in ("SAME_UPPER", "SAME_LOWER") or target:
+        found["pads"] = _chosen_padding(node, window, spatial(x.shape), same, target, extra)
+    if any(e >= s for e, s in zip(extra, window.strides, strict=True)):
+        raise UnsupportedOpError(f"output_padding as large as the stride runs nowhere and has no gradient: {describe(node)}")
+    return found
+
+
+def _chosen_padding(
+    node: ir.Node, window: Window, size: tuple[int | None, ...], same: str, target: list[int] | None, extra: list[int]
+) -> list[int]:
+    """The padding that ConvTranspose derives from ``output_shape``, or from ``auto_pad`` (output = input · stride).
+
+    Where the output is larger than what the windows reach, ``extra`` (the output padding) grows by the difference.
+    """
+    begin, end = [], []
+    for axis, (span, s, e) in enumerate(zip(window.span, window.strides, extra, strict=True)):
+        i = size[axis]
+        if target:
+            if i is None:
+                raise UnsupportedOpError(f"output_shape needs static spatial sizes to be differentiated: {describe(node)}")
+            total = (i - 1) * s + e + span - target[-len(window.kernel) :][axis]
+        else:
+            total = e + span - s
+        extra[axis] = e + max(-total, 0)
+        total = max(total, 0)
+        upper = same == "SAME_UPPER"
+        begin.append(total // 2 if upper else total - total // 2)
+        end.append(total - begin[-1])
+    return [*begin, *end]
+
+
+@gradient("MaxPool")
+def max_pool(op: Builder, node: ir.Node, dy: ir.Value | None, *_: ir.Value | None) -> Any:
+    """dy goes to the first maximum of its window"""
+    (x,) = _operands(node, 1)
+    return lambda: op.graphc.MaxPoolGrad(dy, x, node.outputs[0], **_canonical(node, POOL))
+
+
+@gradient("graphc::MaxPoolGrad")
+def max_pool_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
+    """linear in dy: ∂dy picks g at the maxima"""
+    _, x = _operands(node, 2)
+
+    def pick() -> ir.Value:
+        _, indices = op.MaxPool(x, **_attributes(node, POOL), _outputs=2)
+        return op.Gather(op.Reshape(g, [-1]), indices)  # type: ignore[no-any-return]
+
+    return (pick,)
+
+
+@gradient("AveragePool")
+def average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """every element of a window gets dy / count"""
+    (x,) = _operands(node, 1)
+    names = (*POOL, "count_include_pad")
+    return lambda: op.graphc.AveragePoolGrad(dy, op.shape(x), **_canonical(node, names))
+
+
+@gradient("graphc::AveragePoolGrad")
+def average_pool_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
+    """linear in dy: ∂dy = AveragePool(g)"""
+    return lambda: op.AveragePool(g, **_attributes(node, (*POOL, "count_include_pad")))
+
+
+@gradient("GlobalAveragePool")
+def global_average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """dx = dy / (number of positions), everywhere"""
+    (x,) = _operands(node, 1)
+
+    def spread() -> ir.Value:
+        known = static_dims(x)
+        if known is not None:
+            share = op.Mul(dy, 1.0 / float(np.prod(known[2:])))
+        else:
+            positions = op.ReduceProd(op.Shape(x, start=2), keepdims=0)
+            share = op.Div(dy, op.cast_like(positions, dy))
+        return op.expand_like(share, x)
+
+    return spread
+
+
+@gradient("GlobalMaxPool")
+def global_max_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """dy goes to the first maximum of each channel"""
+    (x,) = _operands(node, 1)
+
+    def scatter() -> ir.Value:
+        flat = op.Reshape(x, [0, 0, -1])
+        first = op.ArgMax(flat, axis=2, keepdims=1)
+        return op.reshape_like(op.ScatterElements(op.zeros_like(flat), first, op.Reshape(dy, [0, 0, -1]), axis=2), x)
+
+    return scatter

@@ -1,1 +1,367 @@
-"""convolution"""
+"""Gradients of convolution and pooling as ops of their own: a backend has kernels for them, every other runtime decomposes.
+
+    dx = graphc.ConvGradInput(dy, w, shape(x); attributes of Conv)      ─►  ConvTranspose
+    dw = graphc.ConvGradWeight(x, dy, shape(w); attributes of Conv)     ─►  Conv of the samples with each other
+    dx = graphc.MaxPoolGrad(dy, x, y; attributes of MaxPool)            ─►  MaxPool's indices, ScatterElements(add)
+    dx = graphc.AveragePoolGrad(dy, shape(x); attributes of AveragePool) ─► two small matrix products
+
+Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean what they mean in the forward op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import Spec, declare, same_as, spec_of
+from graphc.ir.facts import dims, shape_of_result
+
+Size: TypeAlias = "tuple[int | None, ...]"
+"""Spatial sizes; None where a size is a symbol or unknown."""
+
+CONV: Mapping[str, Any] = {
+    "auto_pad": "NOTSET",
+    "dilations": None,
+    "group": 1,
+    "kernel_shape": None,
+    "pads": None,
+    "strides": None,
+}
+POOL: Mapping[str, Any] = {
+    "auto_pad": "NOTSET",
+    "ceil_mode": 0,
+    "dilations": None,
+    "kernel_shape": None,
+    "pads": None,
+    "strides": None,
+}
+
+FAR = np.iinfo(np.int64).max
+"""An ``ends`` of Slice that means "to the end"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The sliding window of a convolution or pooling, one entry per spatial axis.
+
+    Attributes:
+        begin: padding in front; ``begin`` and ``end`` are None when ``auto_pad`` asks for SAME and a size is unknown.
+        end: padding behind.
+        lower: whether SAME puts the odd element of padding in front.
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begin: tuple[int, ...] | None
+    end: tuple[int, ...] | None
+    lower: bool = False
+
+    @staticmethod
+    def of(attributes: Mapping[str, Any], size: Size, kernel: Size | None = None) -> Window:
+        """Read the attributes of a Conv or pooling node.
+
+        Args:
+            size: spatial sizes of what the window slides over.
+            kernel: spatial sizes of the weight, used when the attribute ``kernel_shape`` is not there.
+
+        Raises:
+            UnsupportedOpError: the kernel's sizes are not static.
+        """
+        found = attributes.get("kernel_shape") or kernel
+        if not found or any(k is None for k in found):
+            raise UnsupportedOpError("a convolution or pooling needs a static kernel: give the weight a static shape")
+        taps = tuple(int(k) for k in found if k is not None)
+        n = len(taps)
+        strides = tuple(attributes.get("strides") or [1] * n)
+        dilations = tuple(attributes.get("dilations") or [1] * n)
+        mode = attributes.get("auto_pad") or "NOTSET"
+        if mode not in ("SAME_UPPER", "SAME_LOWER"):
+            pads = tuple((attributes.get("pads") if mode == "NOTSET" else None) or [0] * (2 * n))
+            return Window(taps, strides, dilations, pads[:n], pads[n:])
+        lower = mode == "SAME_LOWER"
+        if any(s is None for s in size):
+            return Window(taps, strides, dilations, None, None, lower)
+        begin, end = [], []
+        for i, k, s, d in zip(size, taps, strides, dilations, strict=True):
+            assert i is not None
+            total = max((-(-i // s) - 1) * s + (k - 1) * d + 1 - i, 0)
+            begin.append(total - total // 2 if lower else total // 2)
+            end.append(total - begin[-1])
+        return Window(taps, strides, dilations, tuple(begin), tuple(end), lower)
+
+    @property
+    def span(self) -> tuple[int, ...]:
+        """Extent of the dilated kernel."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
+
+    @property
+    def pads(self) -> list[int] | None:
+        """Padding as ONNX writes it, or None where it depends on a size that is not known."""
+        return None if self.begin is None or self.end is None else [*self.begin, *self.end]
+
+    def attributes(self) -> dict[str, Any]:
+        """The window as explicit attributes; only for windows whose padding is known."""
+        return {
+            "kernel_shape": list(self.kernel),
+            "strides": list(self.strides),
+            "dilations": list(self.dilations),
+            "pads": self.pads,
+        }
+
+
+def spatial(shape: ir.Shape | None) -> Size:
+    """The sizes behind N and C."""
+    if shape is None:
+        raise UnsupportedOpError("the rank of a convolution's or pooling's input must be known")
+    return tuple(d if isinstance(d, int) else None for d in shape.dims[2:])
+
+
+def same_padding(op: Builder, window: Window, size: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Padding of ``auto_pad=SAME_*`` in front and behind, for spatial sizes known only at run time (int64 vectors)."""
+    strides = np.array(window.strides, dtype=np.int64)
+    out = op.Div(op.Add(size, strides - 1), strides)
+    reach = op.Add(op.Mul(op.Sub(out, np.array([1], dtype=np.int64)), strides), np.array(window.span, dtype=np.int64))
+    total = op.Max(op.Sub(reach, size), np.array([0], dtype=np.int64))
+    half = op.Div(total, np.array([2], dtype=np.int64))
+    rest = op.Sub(total, half)
+    return (rest, half) if window.lower else (half, rest)
+
+
+def _axes(n: int) -> np.ndarray:
+    return np.arange(2, 2 + n, dtype=np.int64)
+
+
+def _tail(op: Builder, shape: ir.Value) -> ir.Value:
+    """The spatial part of a shape vector."""
+    return op.Slice(shape, [2], [FAR], [0])  # type: ignore[no-any-return]
+
+
+def _of_shape(like: int, shape: int) -> Any:
+    """Inference: the type of input ``like`` and the shape that input ``shape`` holds."""
+
+    def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+        dtype, known = spec_of(inputs[like])
+        found = shape_of_result(inputs[shape])
+        return [(dtype, found if found is not None or known is None else ir.Shape([None] * len(known)))]
+
+    return infer
+
+
+def _grouped_transpose(op: Builder, dy: ir.Value, w: ir.Value, group: int, **attributes: Any) -> ir.Value:
+    """ConvTranspose; in float64 a grouped weight becomes a dense one, because onnx.reference mixes its groups up.
+
+    onnxruntime has no float64 ConvTranspose, so the detour costs nothing that could have been fast.
+    """
+    if group == 1 or dy.dtype != ir.DataType.DOUBLE:
+        return op.ConvTranspose(dy, w, group=group, **attributes)  # type: ignore[no-any-return]
+    found = dims(w)
+    if found is None or not all(isinstance(d, int) for d in found):
+        raise UnsupportedOpError(f"the grouped weight {w.name!r} needs a static shape")
+    rows, columns, *taps = (int(d) for d in found if isinstance(d, int))
+    blocks = op.Reshape(w, [group, rows // group, 1, columns, *taps])
+    eye = np.eye(group).reshape(group, 1, group, 1, *[1] * len(taps))
+    dense = op.Reshape(op.Mul(blocks, eye), [rows, group * columns, *taps])
+    return op.ConvTranspose(dy, dense, **attributes)  # type: ignore[no-any-return]
+
+
+@declare("ConvGradInput", inputs="dy w shape", outputs="dx", infer=_of_shape(0, 2), attributes=CONV)
+def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
+    """Gradient of ``y = Conv(x, w)`` with respect to x: dx[n,c,o·s + t·d - p] += Σₘ dy[n,m,o]·w[m,c,t].
+
+    ``dy``: N × M × out, ``w``: M × C/group × kernel, ``shape``: int64, the shape of x. It is a ConvTranspose; elements of x
+    behind the last window come from ``output_padding``.
+    """
+    size = spatial(shape_of_result(shape))
+    window = Window.of(attributes, size, spatial(w.shape))
+    common: dict[str, Any] = {"kernel_shape": window.kernel, "strides": window.strides, "dilations": window.dilations}
+    group = attributes["group"]
+    if window.begin is not None and window.end is not None and all(i is not None for i in size):
+        reach = zip(size, window.begin, window.end, window.span, strict=True)
+        padded = [i + b + e - k for i, b, e, k in reach if i is not None]
+        left_over = [p % s for p, s in zip(padded, window.strides, strict=True)]
+        return _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=left_over)
+    tail = _tail(op, shape)
+    most = [s - 1 for s in window.strides]  # at least as much as any size can need; the rest is cut off
+    n = len(window.kernel)
+    if window.begin is not None:
+        full = _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=most)
+        return op.Slice(full, [0] * n, tail, _axes(n))  # type: ignore[no-any-return]
+    full = _grouped_transpose(op, dy, w, group, **common, output_padding=most)
+    begin, _ = same_padding(op, window, tail)
+    return op.Slice(full, begin, op.Add(begin, tail), _axes(n))  # type: ignore[no-any-return]
+
+
+@declare("ConvGradWeight", inputs="x dy shape", outputs="dw", infer=_of_shape(0, 2), attributes=CONV)
+def conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
+    """Gradient of ``y = Conv(x, w)`` with respect to w: dw[m,c,t] = Σₙ Σₒ dy[n,m,o]·x[n,c,o·s + t·d - p].
+
+    ``x``: N × C × in, ``dy``: N × M × out, ``shape``: int64, the shape of w. It is a Conv in which channels are the batch,
+    samples are the channels, dy is the kernel, and stride and dilation change places. What the window never reached
+    gives extra taps at the end, which are cut off. A kernel of one tap is a matrix product.
+    """
+    window = Window.of(attributes, spatial(x.shape), spatial(shape_of_result(shape)))
+    group, n = attributes["group"], len(window.kernel)
+    pads = window.pads
+    if pads is None:
+        begin, end = same_padding(op, window, op.Shape(x, start=2))
+        none = np.zeros(2, dtype=np.int64)
+        x = op.Pad(x, op.Concat(op.const(none), begin, op.const(none), end, axis=0))
+        pads = [0] * (2 * n)
+    if group == 1 and all(k == 1 for k in window.kernel) and not any(pads):
+        return _one_tap(op, x, dy, shape, window)
+    swap = [1, 0, *range(2, n + 2)]
+    swapped = op.Transpose(x, perm=swap) if group == 1 else _samples_by_group(op, x, group)
+    taps = op.Conv(
+        swapped, op.Transpose(dy, perm=swap), group=group, strides=window.dilations, dilations=window.strides, pads=pads
+    )
+    if (dims(taps) or ())[2:] != window.kernel:
+        taps = op.Slice(taps, [0] * n, list(window.kernel), _axes(n))
+    return op.Transpose(taps, perm=swap)  # type: ignore[no-any-return]
+
+
+def _samples_by_group(op: Builder, x: ir.Value, group: int) -> ir.Value:
+    """N × (g·C') × spatial to C' × (g·N) × spatial."""
+    channels = (dims(x) or (None, None))[1]
+    if not isinstance(channels, int):
+        raise UnsupportedOpError(f"a grouped convolution needs a static number of channels: {x.name!r} has {dims(x)}")
+    split = op.Transpose(op.Reshape(x, [0, group, channels // group, -1]), perm=[2, 1, 0, 3])
+    target = op.Concat(op.const([channels // group, -1]), op.Shape(x, start=2), axis=0)
+    return op.Reshape(split, target)  # type: ignore[no-any-return]
+
+
+def _one_tap(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, window: Window) -> ir.Value:
+    """dw = Σₙ dyₙ·xₙᵀ over the positions that a 1 × 1 window with stride visits."""
+    n = len(window.kernel)
+    if any(s > 1 for s in window.strides):
+        x = op.Slice(x, [0] * n, [FAR] * n, _axes(n), list(window.strides))
+    columns = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
+    product = op.MatMul(op.Reshape(dy, [0, 0, -1]), columns)
+    return op.Reshape(op.ReduceSum(product, [0], keepdims=0), shape)  # type: ignore[no-any-return]
+
+
+@declare("MaxPoolGrad", inputs="dy x y", outputs="dx", infer=same_as(1), attributes=POOL)
+def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
+    """Gradient of ``y = MaxPool(x)``: each dy goes to the first maximum of its window, in row-major order; overlaps add."""
+    window = Window.of(attributes, spatial(x.shape))
+    if window.pads is not None:
+        attributes.update(window.attributes(), auto_pad=None)
+    _, indices = op.MaxPool(x, **attributes, _outputs=2)
+    flat = op.Reshape(op.zeros_like(x), [-1])
+    dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add")
+    return op.Reshape(dx, op.shape(x))  # type: ignore[no-any-return]
+
+
+@declare(
+    "AveragePoolGrad",
+    inputs="dy shape",
+    outputs="dx",
+    infer=_of_shape(0, 1),
+    attributes={**POOL, "count_include_pad": 0},
+)
+def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
+    """Gradient of ``y = AveragePool(x)``; ``shape``: int64, the shape of x.
+
+    Averaging is linear and works on each spatial axis by itself: y = A₁·x·A₂ᵀ with small matrices A (out × in), so
+    dx = A₁ᵀ·dy·A₂. That covers padding, dilation, ``ceil_mode`` and both ways to count. Windows that tile x exactly
+    only repeat dy.
+    """
+    size = spatial(shape_of_result(shape))
+    window = Window.of(attributes, size)
+    n = len(window.kernel)
+    out = spatial(dy.shape)
+    tiles = window.strides == window.kernel and window.pads == [0] * (2 * n) and set(window.dilations) == {1}
+    if tiles and all(i is not None and o is not None and i == o * k for i, o, k in zip(size, out, window.kernel, strict=True)):
+        return _repeat(op, dy, shape, window)
+    begin = end = None
+    if window.pads is None:
+        begin, end = same_padding(op, window, _tail(op, shape))
+    dx = dy
+    for axis in range(n):
+        args = (window, axis, bool(attributes["count_include_pad"]))
+        input_size, output_size = size[axis], out[axis]
+        if window.begin is not None and input_size is not None and output_size is not None:
+            matrix = op.const(averaging_matrix(*args, input_size, output_size).astype(dy.dtype.numpy()))  # type: ignore[union-attr]
+        else:
+            pads = None if begin is None or end is None else (op.Gather(begin, [axis]), op.Gather(end, [axis]))
+            lengths = op.Gather(shape, [axis + 2]), op.Shape(dy, start=axis + 2, end=axis + 3)
+            matrix = _averaging_matrix_at_run_time(op, *args, *lengths, pads, dy)
+        dx = _apply_transposed(op, matrix, dx, axis, n)
+    return dx
+
+
+def _repeat(op: Builder, dy: ir.Value, shape: ir.Value, window: Window) -> ir.Value:
+    """dx of windows that tile x: every dy / count, repeated over its window."""
+    scaled = op.Mul(dy, 1.0 / float(np.prod(window.kernel)))
+    n = len(window.kernel)
+    column = op.Unsqueeze(scaled, np.arange(3, 3 + 2 * n, 2, dtype=np.int64))
+    repeats = [1, 1, *(r for k in window.kernel for r in (1, k))]
+    return op.Reshape(op.Expand(column, repeats), shape)  # type: ignore[no-any-return]
+
+
+def averaging_matrix(window: Window, axis: int, include_pad: bool, input_size: int, output_size: int) -> np.ndarray:
+    """A (out × in, float64) with y = A·x along one axis: A[o, i] = 1 / count[o] where window o covers i."""
+    assert window.begin is not None
+    assert window.end is not None
+    starts = np.arange(output_size)[:, None] * window.strides[axis] - window.begin[axis]
+    covered = starts + np.arange(window.kernel[axis])[None, :] * window.dilations[axis]
+    inside = (covered >= 0) & (covered < input_size)
+    counted = covered < input_size + window.end[axis] if include_pad else inside
+    matrix = np.zeros((output_size, input_size))
+    rows, taps = np.nonzero(inside)
+    matrix[rows, covered[rows, taps]] = 1.0
+    return np.asarray(matrix / np.maximum(counted.sum(axis=1, keepdims=True), 1))
+
+
+def _averaging_matrix_at_run_time(
+    op: Builder,
+    window: Window,
+    axis: int,
+    include_pad: bool,
+    input_size: ir.Value,
+    output_size: ir.Value,
+    pads: tuple[ir.Value, ir.Value] | None,
+    like: ir.Value,
+) -> ir.Value:
+    """Emit :func:`averaging_matrix` in ``like``'s type, for sizes (int64, one element) that are not known yet."""
+    if window.begin is not None and window.end is not None:
+        begin, end = op.const([window.begin[axis]]), op.const([window.end[axis]])
+    else:
+        assert pads is not None
+        begin, end = pads
+    zero, one, scalar = np.array(0, dtype=np.int64), np.array(1, dtype=np.int64), np.array([], dtype=np.int64)
+    windows = op.Range(op.const(zero), op.Reshape(output_size, scalar), op.const(one))
+    positions = op.Range(op.const(zero), op.Reshape(input_size, scalar), op.const(one))
+    starts = op.Unsqueeze(op.Sub(op.Mul(windows, window.strides[axis] * one), begin), [1])
+    covered = op.Add(starts, np.arange(window.kernel[axis], dtype=np.int64)[None, :] * window.dilations[axis])
+    assert like.dtype is not None
+    to = int(like.dtype)
+    hits = op.Cast(op.Equal(op.Unsqueeze(covered, [2]), positions), to=to)
+    matrix = op.ReduceSum(hits, [1], keepdims=0)
+    if include_pad:
+        counted = op.Cast(op.Less(covered, op.Add(input_size, end)), to=to)
+        count = op.ReduceSum(counted, [1], keepdims=1)
+    else:
+        count = op.ReduceSum(matrix, [1], keepdims=1)
+    return op.Div(matrix, op.Max(count, 1.0))  # type: ignore[no-any-return]
+
+
+def _apply_transposed(op: Builder, matrix: ir.Value, value: ir.Value, axis: int, n: int) -> ir.Value:
+    """Multiply spatial axis ``axis`` of ``value`` (… × out × …) by ``matrix``ᵀ (in × out)."""
+    if axis == n - 1:
+        return op.MatMul(value, matrix)  # type: ignore[no-any-return]
+    transposed = op.Transpose(matrix, perm=[1, 0])
+    if axis == n - 2:
+        return op.MatMul(transposed, value)  # type: ignore[no-any-return]
+    flat = op.MatMul(transposed, op.Reshape(value, [0, 0, 0, -1]))
+    behind = op.Shape(value, start=axis + 3)
+    return op.Reshape(flat, op.Concat(op.const([0, 0, 0]), behind, axis=0))  # type: ignore[no-any-return]
+
+
+__all__ = ["CONV", "POOL", "Size", "Window", "averaging_matrix", "same_padding", "spatial"]
