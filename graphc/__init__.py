@@ -1,3 +1,47 @@
-"""graphc: a dataflow-graph compiler that trains ONNX models."""
+"""graphc: a dataflow-graph compiler that trains ONNX models, on one worker or many.
+
+    program = graphc.compile("model.onnx", loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.Adam(lr=1e-3))
+    with graphc.Trainer(program) as trainer:
+        trainer.fit(batches, epochs=3)
+        trainer.export("trained.onnx")
+
+Names are loaded on first use, so that ``import graphc`` (and the command line) starts fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "compile": "graphc.compiler",
+    "grad": "graphc.compiler",
+    "Program": "graphc.compiler",
+    "Trainer": "graphc.trainer",
+    "Mesh": "graphc.mesh",
+    "GraphcError": "graphc.errors",
+}
+_MODULES = ("losses", "optim", "data", "errors")
+
+__all__ = ["GraphcError", "Mesh", "Program", "Trainer", "__version__", "compile", "data", "errors", "grad", "losses", "optim"]
+
+if TYPE_CHECKING:
+    from graphc import data, errors, losses, optim
+    from graphc.compiler import Program, compile, grad
+    from graphc.errors import GraphcError
+    from graphc.mesh import Mesh
+    from graphc.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"graphc.{name}")
+    raise AttributeError(f"module 'graphc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,91 @@
+"""Training follows PyTorch: the same losses over ten steps, the same first gradients, on every kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import graphc
+from graphc import frontends
+from graphc.bench.models import build
+from graphc.bench.specs import SPECS
+from graphc.compiler import training_pipeline
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
+from graphc.pipeline import run
+from graphc.plan import make_plan
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
+from graphc.trainer import make_backend
+
+MODELS = ["mlp", "lenet", "resnet18-small", "transformer-small"]
+
+OPTIMIZERS = {
+    "sgd-momentum": (graphc.optim.SGD(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "adam": (graphc.optim.Adam(lr=1e-3), lambda p: torch.optim.Adam(p, lr=1e-3)),
+}
+
+
+def data(name: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    return SPECS[name].batch(8, seed)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_follow_pytorch(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
+    ours, theirs = OPTIMIZERS[optimizer]
+    program = graphc.compile(exported(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=ours)
+    module = build(name).train()
+    reference = theirs(module.parameters())
+    with graphc.Trainer(program, threads=1) as trainer:
+        for step in range(10):
+            x, y = data(name, step)
+            got = trainer.step({"input": x, "label": y})["loss"]
+            reference.zero_grad()
+            loss = torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
+            loss.backward()
+            reference.step()
+            assert got == pytest.approx(loss.item(), rel=1e-4), f"step {step}"
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+@pytest.mark.parametrize("name", MODELS)
+def test_first_gradients_match_pytorch(name: str, backend: str, exported: Callable[[str], str]) -> None:
+    x, y = data(name)
+    got = gradients(exported(name), {"input": x, "label": y}, backend)
+    module = build(name).train()
+    torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y), reduction="sum").backward()
+    expected = {n: p.grad.numpy() for n, p in module.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=max(1e-5 * scale, 2e-5), err_msg=key)
+        assert np.linalg.norm(got[key] - value) <= 1e-5 * np.linalg.norm(value) + 1e-5, key
+
+
+def gradients(path: str, feeds: dict[str, np.ndarray], backend_name: str) -> dict[str, np.ndarray]:
+    """Gradients of the summed loss by parameter, through a plan of the named backend."""
+    model = frontends.load(path).clone()
+    steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1))
+    cut = next(k for k, s in enumerate(steps) if s.name == "autodiff") + 1
+    run(model, steps[:cut])
+    graph = model.graph
+    found = {v.metadata_props[GRADIENT_OF]: v for node in graph for v in node.outputs if GRADIENT_OF in v.metadata_props}
+    graph.outputs.clear()
+    graph.outputs.extend(found.values())
+    backend = make_backend(backend_name, threads=1)
+    plan = make_plan(model, {k: v.shape for k, v in feeds.items()}, native=backend.prefers_native)
+    executor = Executor(plan, State(model), backend)
+    executor.run(feeds)
+    return {name: executor.outputs[value.name or ""].copy() for name, value in found.items()}
+
+
+def test_the_total_is_marked_for_autodiff(exported: Callable[[str], str]) -> None:
+    program = graphc.compile(
+        exported("mlp"), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)
+    )
+    marked = [v for n in program.model.graph for v in n.outputs if v.metadata_props.get(LOSS_TOTAL)]
+    assert len(marked) == 1
+    assert find_value(program.model.graph, "loss").dtype == marked[0].dtype
