@@ -1,1 +1,209 @@
-"""legalize"""
+"""legalize: any ONNX model of opset 7 to 28 becomes a graph of the one form that all other passes work on.
+
+    before  opset 9:   shape ─► ConstantOfShape ─► W;  Dropout(x, ratio=0.5);  Softmax(x, axis=1);  Conv(auto_pad=SAME_UPPER)
+    after   opset 26:  W is an initializer;  Dropout(x, 0.5);  Softmax(x, axis=-1);  Conv(pads=[1, 1, 1, 1])
+
+One opset, no functions, parameters as initializers (none of them a graph input), constants as ``Constant`` nodes, every
+value typed, every node and value with a name of its own. Names of inputs, outputs and parameters stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError, UnsupportedOpError
+from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.declare import OPS
+from graphc.ir.facts import describe, dims
+from graphc.ir.infer import apply, fold
+from graphc.passes._legalize_canonical import canonicalise, explicit_pads
+from graphc.passes._legalize_parameters import filler_nodes, promote, small_initializers_to_constants
+from graphc.passes._legalize_structure import (
+    initializers_are_no_inputs,
+    inline_functions,
+    name_everything,
+    normalise_domains,
+    opset_of,
+    remove_dead,
+    sort_and_link,
+    untyped,
+)
+from graphc.passes._legalize_versions import adapt, adapt_contributed
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("legalize")
+def legalize(model: ir.Model, ctx: Context) -> bool:
+    """Bring ``model`` into the one form that the other passes work on.
+
+    Raises:
+        ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
+        UnsupportedOpError: an operator of a domain that nobody declares.
+    """
+    graph, version, before = model.graph, opset_of(model), len(model.graph)
+    normalise_domains(model)
+    sort_and_link(graph)
+    name_everything(graph)
+    initializers_are_no_inputs(graph)
+    fillers = filler_nodes(graph)  # before functions are inlined: what is in their bodies has no name in the user's file
+    inline_functions(model)
+    name_everything(graph)
+    parameters = promote(model, fillers)
+    remove_dead(graph)
+    small_initializers_to_constants(graph)
+    _convert(graph, version, model.opset_imports)
+    _complete_shapes(model, version)
+    remove_dead(graph)
+    _refuse_untyped(graph)
+    used = {node.domain for node in graph.all_nodes()} - {"", DOMAIN}
+    extra = {d: v for d, v in model.opset_imports.items() if d in used or d == DOMAIN}
+    model.opset_imports.clear()
+    model.opset_imports.update({"": OPSET, **extra})
+    model.ir_version = IR_VERSION
+    ctx.note(f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, {parameters} parameters taken from nodes")
+    return True
+
+
+def _convert(graph: ir.Graph, version: int, imports: dict[str, int]) -> None:
+    """Convert, canonicalise and type every node, in order, so that each adapter sees typed inputs."""
+    op = Builder(graph)
+    for node in list(graph):
+        op.before, op.scope = node, node.name or node.op_type
+        for attr in node.attributes.values():
+            if attr.type == ir.AttributeType.GRAPH:
+                _convert(attr.as_graph(), version, imports)
+            elif attr.type == ir.AttributeType.GRAPHS:
+                for inner in attr.as_graphs():
+                    _convert(inner, version, imports)
+        replaced = _replacement(op, node, version)
+        if replaced is not None:
+            _substitute(graph, op, node, replaced)
+            continue
+        _check_known(node, version)
+        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+            continue  # typed with its bodies by _complete_shapes
+        if any(v is not None and v.type is None for v in node.inputs):
+            continue
+        apply(node, version=OPSET if node.domain == "" else imports.get(node.domain, 1))
+        fold(node)
+
+
+def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
+    if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
+        return adapt_contributed(op, node)
+    if node.domain != "":
+        return None
+    if version < OPSET:
+        replaced = adapt(op, node, version)
+        if replaced is not None:
+            return replaced
+    return canonicalise(op, node)
+
+
+def _check_known(node: ir.Node, version: int) -> None:
+    """Refuse ops nobody declares and, in files of a newer opset, what the legal opset does not have."""
+    if node.domain == DOMAIN:
+        known = node.op_type in OPS
+    else:
+        known = onnx.defs.has(node.op_type, node.domain)
+    if not known:
+        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        raise UnsupportedOpError(f"unknown operator {name}: {describe(node)}")
+    if node.domain != "" or version <= OPSET:
+        return
+    if not onnx.defs.has(node.op_type, OPSET):
+        raise UnsupportedOpError(f"{node.op_type} is newer than opset {OPSET}: {describe(node)}; export with opset {OPSET}")
+    schema = onnx.defs.get_schema(node.op_type, OPSET)
+    new = [name for name in node.attributes if name not in schema.attributes]
+    if new or len(node.inputs) > schema.max_input or len(node.outputs) > schema.max_output:
+        what = f"attribute {new[0]!r}" if new else "number of inputs or outputs"
+        raise UnsupportedOpError(f"the {what} of {describe(node)} is newer than opset {OPSET}; export with opset {OPSET}")
+
+
+def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir.Value]) -> None:
+    """Let ``values`` stand for the node's outputs under their names, and remove the node."""
+    for old, new in zip(list(node.outputs), values, strict=False):
+        if not old.uses() and not old.is_graph_output():
+            continue
+        if new.producer() is None or new.is_graph_output() or new.name == old.name:
+            (new,) = op.emit("Identity", [new])
+        name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name = name
+        new.metadata_props.update(old.metadata_props)
+    graph.remove(node, safe=True)
+
+
+def _complete_shapes(model: ir.Model, version: int) -> None:
+    """Ask ONNX's whole-graph inference, which follows symbolic dimensions through shape arithmetic, where ours stopped."""
+    graph = model.graph
+    if not any(_incomplete(v) for node in graph.all_nodes() for v in node.outputs):
+        return
+    model.opset_imports[""], model.ir_version = OPSET, IR_VERSION
+    found = _whole_graph_inference(model)
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            known = found.get(value.name or "")
+            if known is not None and _incomplete(value):
+                _merge(value, known)
+    for node in graph:
+        if "auto_pad" in node.attributes:
+            explicit_pads(node)
+
+
+def _incomplete(value: ir.Value) -> bool:
+    found = dims(value)
+    return bool(value.name) and (value.type is None or found is None or None in found)
+
+
+def _merge(value: ir.Value, proto: onnx.TypeProto) -> None:
+    if value.type is None:
+        value.type = ir.serde.deserialize_type_proto_for_type(proto)
+    shape = ir.serde.deserialize_type_proto_for_shape(proto)
+    if shape is None or not isinstance(value.type, ir.TensorType):
+        return
+    have = dims(value)
+    if have is None or len(have) != len(shape):
+        value.shape = shape
+        return
+    theirs = [d if isinstance(d, int) else d.value for d in shape.dims]
+    value.shape = ir.Shape([h if h is not None else t for h, t in zip(have, theirs, strict=True)])
+
+
+def _whole_graph_inference(model: ir.Model) -> dict[str, onnx.TypeProto]:
+    """Value name → type by ``onnx.shape_inference``, with parameters passed as types only."""
+    graph, held = model.graph, list(model.graph.initializers.values())
+    inputs = list(graph.inputs)
+    graph.initializers.clear()
+    graph.inputs.extend(held)
+    try:
+        proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise ModelError(f"the model is ill-typed: {error}") from None
+    finally:
+        graph.inputs.clear()
+        graph.inputs.extend(inputs)
+        for value in held:
+            graph.register_initializer(value)
+    found: dict[str, onnx.TypeProto] = {}
+    pending = [proto.graph]
+    while pending:
+        part = pending.pop()
+        found.update((v.name, v.type) for v in [*part.value_info, *part.output])
+        for node in part.node:
+            pending.extend(a.g for a in node.attribute if a.HasField("g"))
+            pending.extend(g for a in node.attribute for g in a.graphs)
+    return found
+
+
+def _refuse_untyped(graph: ir.Graph) -> None:
+    missing = list(untyped(graph))
+    if missing:
+        names = ", ".join(repr(v.name) for v in missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        node = missing[0].producer()
+        where = f": {describe(node)}" if node is not None else ""
+        raise ModelError(f"the element types of {names} cannot be inferred{where}; run the exporter's shape inference")

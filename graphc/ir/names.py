@@ -31,6 +31,9 @@ LOSS_TOTAL = "graphc.loss_total"
 GRADIENT_OF = "graphc.gradient_of"
 """Metadata key on a gradient: name of the value it is the gradient of."""
 
+BUFFER = "graphc.buffer"
+"""Metadata key on the output of a ``Constant`` that holds a framework's buffer: never taken for a weight."""
+
 BUCKET = "bucket"
 """Attribute of update and AllReduce nodes: name of the flat buffer their operands live in."""
 

@@ -1,0 +1,412 @@
+"""ONNX files: read with errors that help, written back with trained values, never half-written.
+
+model = load("model.onnx")                          # a path, "-", onnx.ModelProto or onnx_ir.Model
+trained = write_back(model, {"conv.weight": w})     # the user's own file with new values
+save(trained, "trained.onnx")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import google.protobuf.message
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError, nearest
+
+Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
+
+EXTERNAL_ABOVE = 1 << 30
+"""Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
+
+_SMALL = 1024
+"""Tensors of fewer bytes stay inside the ``.onnx`` file even when there is a data file: shapes must be readable there."""
+
+_ALIGNMENT = 4096
+"""Tensors in a data file start at multiples of this, so that they can be memory-mapped."""
+
+_SIGNATURES = (
+    (b"PK\x03\x04", "a zip archive, perhaps a PyTorch or Keras checkpoint; export the model to ONNX first"),
+    (b"\x89HDF", "an HDF5 file, perhaps Keras weights; export the model to ONNX first"),
+    (b"\x1f\x8b", "gzip-compressed; unpack it first"),
+    (b"\x80\x02", "a Python pickle; export the model to ONNX first"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the model itself; run 'git lfs pull'"),
+)
+
+
+def load(source: Source) -> ir.Model:
+    """Read a model.
+
+    Args:
+        source: a path, ``"-"`` for standard input, or a model already in memory (an ``onnx_ir.Model`` is returned as it is).
+
+    External data is memory-mapped, not copied. It must lie in the folder of the model.
+
+    Raises:
+        ModelError: no such file, no ONNX model, truncated, newer than this graphc knows, or external data that is
+            missing, too short or outside the model's folder.
+    """
+    if isinstance(source, ir.Model):
+        return source
+    if isinstance(source, onnx.ModelProto):
+        return _from_proto(source, "the given ModelProto", None)
+    if os.fspath(source) == "-":
+        return _from_bytes(sys.stdin.buffer.read(), "standard input", None)
+    path = Path(source)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        near = [p.name for p in path.parent.glob("*.onnx")] if path.parent.is_dir() else []
+        raise ModelError(f"no such file: {path}{nearest(path.name, near)}") from None
+    except IsADirectoryError:
+        raise ModelError(f"{path} is a folder; name the .onnx file in it") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    return _from_bytes(data, str(path), path.parent)
+
+
+def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
+    if not data:
+        raise ModelError(f"{where} is empty")
+    for signature, meaning in _SIGNATURES:
+        if data.startswith(signature):
+            raise ModelError(f"{where} is no ONNX model: it is {meaning}")
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except google.protobuf.message.DecodeError:
+        if _is_text(data):
+            raise ModelError(f"{where} is no ONNX model: it is a text file; a binary .onnx file is expected") from None
+        kind = "is truncated or damaged; copy or export it again" if data[:1] == b"\x08" else "is no ONNX model"
+        raise ModelError(f"{where} {kind} ({len(data)} bytes do not parse as a protobuf)") from None
+    return _from_proto(proto, where, folder)
+
+
+def _is_text(data: bytes) -> bool:
+    start = data[:512]
+    return all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
+
+
+def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.Model:
+    if not proto.HasField("graph") or not proto.ir_version:
+        raise ModelError(f"{where} is no ONNX model: it has no graph; it may be truncated")
+    if proto.ir_version > onnx.IR_VERSION:
+        raise ModelError(
+            f"{where} has ONNX format version {proto.ir_version}; the newest known here is {onnx.IR_VERSION}. "
+            "Export it with an older format, or install a newer onnx"
+        )
+    newest = onnx.defs.onnx_opset_version()
+    for opset in proto.opset_import:
+        if opset.domain in ("", "ai.onnx") and opset.version > newest:
+            raise ModelError(
+                f"{where} uses opset {opset.version}; the newest known here is {newest}. Export it with opset_version={newest} or less"
+            )
+    for tensor in proto.graph.initializer:
+        _check_inline(tensor, where)
+    try:
+        model = ir.serde.deserialize_model(proto)
+    except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
+        cause = error.__cause__ or error
+        raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
+    for external in _external_tensors(model):
+        _check_external(external, where, folder)
+    return model
+
+
+def _check_inline(tensor: onnx.TensorProto, where: str) -> None:
+    """Refuse an initializer that holds fewer elements than its dimensions say."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return
+    elements = math.prod(tensor.dims)
+    try:
+        dtype = ir.DataType(tensor.data_type)
+    except ValueError:
+        raise ModelError(f"{where}: initializer {tensor.name!r} has the unknown element type {tensor.data_type}") from None
+    if tensor.HasField("raw_data"):
+        needed = math.ceil(elements * dtype.bitwidth / 8) if dtype != ir.DataType.STRING else 0
+        held, unit = len(tensor.raw_data), "bytes"
+    elif dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64):
+        fields = {ir.DataType.FLOAT: tensor.float_data, ir.DataType.DOUBLE: tensor.double_data}
+        needed, held, unit = elements, len(fields.get(dtype, tensor.int64_data)), "elements"
+    else:
+        return
+    if held != needed:
+        raise ModelError(
+            f"{where}: initializer {tensor.name!r} of shape {list(tensor.dims)} holds {held} {unit} instead of {needed}; "
+            "the file is damaged, export it again"
+        )
+
+
+def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value
+    for nodes in (model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
+        for node in nodes:
+            for attr in node.attributes.values():
+                if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
+                    yield attr.value
+
+
+def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) -> None:
+    """Refuse external data outside the model's folder, missing or too short; then let it be memory-mapped from there."""
+    location = os.fspath(tensor.location)
+    name = f"external data {location!r} of tensor {tensor.name!r}"
+    if folder is None:
+        raise ModelError(f"{where}: {name} has no folder to be found in; load the model from its path")
+    base = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(base / location))
+    inside = not os.path.isabs(location) and not Path(os.path.normpath(location)).parts[:1] == ("..",)
+    if not inside or not target.is_relative_to(base):
+        raise ModelError(f"{where}: {name} lies outside the folder of the model, which is refused; copy it into {folder}")
+    try:
+        status = target.stat()
+    except OSError:
+        raise ModelError(f"{where}: {name} is missing; put the file beside the model, in {folder}") from None
+    if not target.is_file():
+        raise ModelError(f"{where}: {name} is not a regular file")
+    if status.st_nlink > 1:
+        raise ModelError(f"{where}: {name} is a file with several hard links, which is refused; make it a plain copy")
+    offset, length = tensor.offset or 0, tensor.length
+    if offset < 0 or (length is not None and length < tensor.nbytes):
+        raise ModelError(
+            f"{where}: {name} is declared with offset {offset} and {length} bytes; its shape needs {tensor.nbytes}"
+        )
+    if offset + tensor.nbytes > status.st_size:
+        raise ModelError(
+            f"{where}: {name} is too short: {offset + tensor.nbytes} bytes are needed, the file has {status.st_size}; copy it again"
+        )
+    tensor.base_dir = str(base)
+
+
+# Giving trained weights back ------------------------------------------------------------------------------------------
+
+
+def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -> ir.Model:
+    """The user's own file with trained values.
+
+    Args:
+        original: the model as it was loaded, before ``legalize``.
+        values: name → array, for initializers and for values computed by ``ConstantOfShape``, ``Constant``, ``Identity``
+            or ``Cast`` nodes, which become initializers of that name.
+
+    Returns:
+        A new model of the same opset, names and element types, with BatchNormalization and Dropout in inference mode.
+
+    Raises:
+        ModelError: a name that the file does not have, or an array of the wrong shape.
+    """
+    model = original.clone()
+    graph = model.graph
+    produced = {v.name: v for node in graph for v in node.outputs if v.name}
+    for name, array in values.items():
+        if name in graph.initializers:
+            _set_initializer(graph.initializers[name], array)
+        elif name in produced:
+            _replace_producer(model, produced[name], array)
+        else:
+            raise ModelError(f"the file has no parameter {name!r}{nearest(name, [*graph.initializers, *produced])}")
+    for nodes in (graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
+        for node in list(nodes):
+            to_inference(node)
+    return model
+
+
+def _set_initializer(value: ir.Value, array: np.ndarray[Any, Any]) -> None:
+    old = value.const_value
+    dtype = old.dtype if old is not None else value.dtype
+    shape = tuple(old.shape.numpy()) if old is not None else np.shape(array)
+    if tuple(array.shape) != shape:
+        raise ModelError(f"the new value of {value.name!r} has shape {list(array.shape)}, the file has {list(shape)}")
+    value.const_value = _tensor(array, dtype, value.name or "")
+
+
+def _tensor(array: np.ndarray[Any, Any], dtype: ir.DataType | None, name: str) -> ir.Tensor:
+    if dtype is not None:
+        array = np.asarray(array).astype(dtype.numpy(), copy=False)
+    return ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=dtype, name=name)
+
+
+_FILLERS = frozenset({"Constant", "ConstantOfShape", "Identity", "Cast"})
+
+
+def _replace_producer(model: ir.Model, old: ir.Value, array: np.ndarray[Any, Any]) -> None:
+    """Let an initializer stand for the output of a node that only made a parameter."""
+    graph, producer, name = model.graph, old.producer(), old.name or ""
+    if producer is None or producer.op_type not in _FILLERS:
+        kind = producer.op_type if producer is not None else "graph input"
+        raise ModelError(f"{name!r} is computed by the file ({kind}), so it cannot carry a trained value")
+    dtype = old.dtype or _filled_dtype(producer)
+    tensor = _tensor(array, dtype, name)
+    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    _remove_unused(graph, producer)
+    graph.register_initializer(new)
+    if model.ir_version < 4:  # in that format every initializer is listed among the graph's inputs
+        graph.inputs.append(new)
+
+
+def _filled_dtype(node: ir.Node) -> ir.DataType | None:
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    if node.op_type == "ConstantOfShape":
+        return node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
+    if node.op_type == "Constant":
+        tensor = ir.convenience.get_const_tensor(node.outputs[0])
+        return tensor.dtype if tensor is not None else None
+    source = node.inputs[0]
+    if source is None:
+        return None
+    if source.const_value is not None:
+        return source.const_value.dtype
+    producer = source.producer()
+    return source.dtype or (_filled_dtype(producer) if producer is not None and producer.op_type in _FILLERS else None)
+
+
+def _remove_unused(graph: ir.Graph, node: ir.Node) -> None:
+    """Remove a filler node and what only it used: other fillers and shape initializers."""
+    sources = [v for v in node.inputs if v is not None]
+    graph.remove(node, safe=True)
+    for value in sources:
+        if value.uses() or value.is_graph_output():
+            continue
+        producer = value.producer()
+        if producer is not None and producer.op_type in _FILLERS:
+            _remove_unused(graph, producer)
+        elif value.is_initializer() and value.name is not None:
+            if value in graph.inputs:
+                graph.inputs.remove(value)
+            del graph.initializers[value.name]
+
+
+def to_inference(node: ir.Node) -> None:
+    """Put a BatchNormalization or Dropout node of any opset into inference mode, in place."""
+    if node.domain not in ("", "ai.onnx"):
+        return
+    if node.op_type == "Dropout" and len(node.inputs) > 2:
+        node.resize_inputs(2 if node.inputs[1] is not None else 1)
+    elif node.op_type == "BatchNormalization":
+        node.attributes.pop("training_mode", None)
+        for k, out in enumerate(node.outputs[1:3]):
+            statistic = node.inputs[3 + k]
+            if statistic is not None and out.uses() and not out.is_graph_output():
+                out.replace_all_uses_with(statistic)
+        used = [v for v in node.outputs[1:] if v.uses() or v.is_graph_output()]
+        if used:
+            raise ModelError(
+                f"{used[0].name!r} is a batch statistic of {node.name or 'a BatchNormalization'}, which inference does not compute"
+            )
+        node.resize_outputs(1)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a file that appears under ``path``, complete, when the block ends without an error, and not at all otherwise.
+
+    Raises:
+        ModelError: the folder does not exist or cannot be written to, or the disk is full.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ModelError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Write ``model`` to ``path`` (``"-"``: standard output), whole or not at all.
+
+    More than 1 GiB of tensors go to ``<name>.data`` beside it. Tensors that are memory-mapped from elsewhere are copied
+    into the new files.
+
+    Raises:
+        ModelError: the file cannot be written, or the model is too large for standard output.
+    """
+    copy = model.clone()
+    total = sum(t.nbytes for t in _owned_tensors(copy))
+    if os.fspath(path) == "-":
+        if total > EXTERNAL_ABOVE:
+            raise ModelError(f"a model with {total:,} bytes of tensors cannot go to standard output; name a file")
+        sys.stdout.buffer.write(_internal(copy).SerializeToString(deterministic=True))
+        sys.stdout.buffer.flush()
+        return
+    path = Path(path)
+    with contextlib.ExitStack() as stack:
+        # The data file is renamed last-in first-out, that is after the model file is complete but before it appears.
+        file = stack.enter_context(atomic_write(path))
+        if total > EXTERNAL_ABOVE:
+            data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
+            _move_out(copy, data, f"{path.name}.data")
+            file.write(ir.to_proto(copy).SerializeToString(deterministic=True))
+        else:
+            file.write(_internal(copy).SerializeToString(deterministic=True))
+
+
+def _owned_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    for graph in model.graphs():
+        yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
+        for node in graph:
+            yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref())
+
+
+def _internal(model: ir.Model) -> onnx.ModelProto:
+    """The model as one message; tensors that were external are written into it."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _inside(value.const_value)
+        _take_in_attributes(graph)
+    return ir.to_proto(model)
+
+
+def _take_in_attributes(graph: ir.Graph) -> None:
+    for node in graph:
+        for name, attr in list(node.attributes.items()):
+            if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
+                node.attributes[name] = ir.AttrTensor(name, _inside(attr.value))
+
+
+def _inside(tensor: ir.ExternalTensor) -> ir.Tensor:
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+
+
+def _move_out(model: ir.Model, file: IO[bytes], location: str) -> None:
+    """Write the large initializers of ``model`` to ``file`` and let them refer to ``location``."""
+    for graph in model.graphs():
+        _take_in_attributes(graph)
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < _SMALL:
+                if isinstance(tensor, ir.ExternalTensor):
+                    value.const_value = _inside(tensor)
+                continue
+            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+            file.seek(offset)
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor.tofile(file)
+            else:
+                file.write(tensor.tobytes())
+            value.const_value = ir.ExternalTensor(
+                location, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=value.name or ""
+            )

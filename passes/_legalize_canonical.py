@@ -1,0 +1,121 @@
+"""One form for what ONNX lets one say in several ways, on nodes whose inputs are typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, dims
+from graphc.passes._legalize_parameters import constant_tensor
+
+_WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
+
+_OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
+"""Variadic ops that are the identity of a single input."""
+
+
+def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Bring ``node`` into its canonical form; new output values when it had to be replaced."""
+    while node.inputs and node.inputs[-1] is None:
+        node.resize_inputs(len(node.inputs) - 1)
+    if node.op_type in _WINDOWED:
+        explicit_pads(node)
+    elif node.op_type in _OF_ONE and len(node.inputs) == 1:
+        return [op.Identity(node.inputs[0])]
+    elif node.op_type in ("Dropout", "MaxPool", "LayerNormalization"):
+        _drop_unused_outputs(node)
+    elif node.op_type == "BatchNormalization":
+        training = node.attributes.get("training_mode")
+        if training is None or not training.as_int():
+            node.attributes.pop("training_mode", None)
+            _drop_unused_outputs(node)
+    elif node.op_type == "Constant" and "value" not in node.attributes:
+        tensor = constant_tensor(node)
+        if tensor is None:
+            raise ModelError(f"a sparse Constant is not supported: {describe(node)}; export it as a dense tensor")
+        node.attributes.clear()
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+    if node.op_type == "MaxPool":
+        _drop_unused_outputs(node)
+    return None
+
+
+def _drop_unused_outputs(node: ir.Node) -> None:
+    count = len(node.outputs)
+    while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
+        count -= 1
+    if count != len(node.outputs):
+        node.resize_outputs(count)
+
+
+def explicit_pads(node: ir.Node) -> bool:
+    """Replace ``auto_pad`` (and ConvTranspose's ``output_shape``) by ``pads``; False when sizes are not known."""
+    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    transposed = node.op_type == "ConvTranspose"
+    wanted = _ints(node, "output_shape") if transposed else None
+    if auto == "NOTSET" and wanted is None:
+        node.attributes.pop("auto_pad", None)
+        return True
+    kernel = _kernel(node)
+    if kernel is None:
+        return False
+    spatial = len(kernel)
+    if auto == "VALID" and wanted is None:
+        pads: list[int] | None = [0] * (2 * spatial)
+    else:
+        pads = _pads(node, kernel, upper=auto == "SAME_UPPER", wanted=wanted)
+    if pads is None:
+        return False
+    node.attributes.pop("auto_pad", None)
+    node.attributes.pop("output_shape", None)
+    node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+    return True
+
+
+def _kernel(node: ir.Node) -> list[int] | None:
+    kernel = _ints(node, "kernel_shape")
+    if kernel is not None:
+        return kernel
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    shape = dims(weight) if weight is not None else None
+    if shape is None or not all(isinstance(d, int) for d in shape[2:]):
+        return None
+    return [int(d) for d in shape[2:] if isinstance(d, int)]
+
+
+def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | None) -> list[int] | None:
+    x = node.inputs[0]
+    shape = dims(x) if x is not None else None
+    if shape is None:
+        return None
+    size = shape[len(shape) - len(kernel) :]
+    ones = [1] * len(kernel)
+    strides, dilations = _ints(node, "strides") or ones, _ints(node, "dilations") or ones
+    extra = _ints(node, "output_padding") or [0] * len(kernel)
+    begins, ends = [], []
+    for k, (d, width) in enumerate(zip(size, kernel, strict=True)):
+        reach = (width - 1) * dilations[k] + 1
+        if node.op_type == "ConvTranspose":
+            if wanted is None:  # SAME: the output is stride times as large, whatever the input is
+                total = max(0, reach + extra[k] - strides[k])
+            elif isinstance(d, int):
+                total = max(0, strides[k] * (d - 1) + extra[k] + reach - wanted[len(wanted) - len(kernel) + k])
+            else:
+                return None
+        elif isinstance(d, int):
+            total = max(0, (-(-d // strides[k]) - 1) * strides[k] + reach - d)
+        elif strides[k] == 1:
+            total = reach - 1
+        else:
+            return None
+        small, large = total // 2, total - total // 2
+        begins.append(small if upper else large)
+        ends.append(large if upper else small)
+    return begins + ends
+
+
+def _ints(node: ir.Node, name: str) -> list[int] | None:
+    return list(node.attributes[name].as_ints()) if name in node.attributes else None

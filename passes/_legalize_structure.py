@@ -1,0 +1,176 @@
+"""Names, links and order of a model as it was read: the first things that ``legalize`` puts right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common
+
+from graphc.errors import ModelError
+from graphc.ir import OPSET
+from graphc.ir.declare import has_effect
+
+OLDEST = 7
+"""The oldest opset that can be read; with it broadcasting took its present form."""
+
+
+def opset_of(model: ir.Model) -> int:
+    """The model's ``ai.onnx`` opset.
+
+    Raises:
+        ModelError: none is declared, or it is older or newer than can be converted.
+    """
+    for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
+        if "ai.onnx" in imports:
+            imports[""] = imports.pop("ai.onnx")
+    version = model.opset_imports.get("")
+    if version is None:
+        raise ModelError("the model imports no ai.onnx opset; export it with one between 7 and 26")
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST <= version <= newest:
+        raise ModelError(f"opset {version} is not supported ({OLDEST} to {newest} are); export the model with opset {OPSET}")
+    return version
+
+
+def normalise_domains(model: ir.Model) -> None:
+    """``ai.onnx`` is another name of the standard domain."""
+    for nodes in (model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
+        for node in nodes:
+            if node.domain == "ai.onnx":
+                node.domain = ""
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Replace calls of the model's functions by their bodies.
+
+    Raises:
+        ModelError: functions call each other in a circle, or are written for another opset than the model.
+    """
+    if not model.functions:
+        return
+    version = model.opset_imports[""]
+    for function in model.functions.values():
+        own = function.opset_imports.get("", version)
+        if own != version:
+            raise ModelError(
+                f"function {function.domain}::{function.name} is written for opset {own}, the model for {version}; export both for one"
+            )
+    try:
+        onnx_ir.passes.common.InlinePass()(model)
+    except (ir.passes.PassError, ValueError, KeyError) as error:
+        raise ModelError(f"the functions of the model cannot be inlined: {error.__cause__ or error}") from None
+
+
+def sort_and_link(graph: ir.Graph) -> None:
+    """Check that every value has a source, and put nodes in topological order.
+
+    Raises:
+        ModelError: a node reads a value that nothing produces, or the graph has a cycle.
+    """
+    _check_links(graph, set())
+    try:
+        graph.sort()
+    except ValueError:
+        raise ModelError(f"the graph has a cycle: {' → '.join(_cycle(graph))}") from None
+
+
+def _check_links(graph: ir.Graph, outer: set[ir.Value]) -> None:
+    known = outer | set(graph.inputs) | set(graph.initializers.values())
+    known.update(v for node in graph for v in node.outputs)
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value not in known:
+                raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r}, which nothing produces")
+        for attr in node.attributes.values():
+            for inner in _graphs_of(attr):
+                _check_links(inner, known)
+    for value in graph.outputs:
+        if value not in known:
+            raise ModelError(f"nothing produces the graph output {value.name!r}")
+
+
+def _graphs_of(attr: ir.Attr) -> Iterable[ir.Graph]:
+    if attr.type == ir.AttributeType.GRAPH:
+        return [attr.as_graph()]
+    return attr.as_graphs() if attr.type == ir.AttributeType.GRAPHS else ()
+
+
+def _cycle(graph: ir.Graph) -> list[str]:
+    """Names of the nodes of one cycle."""
+    done: set[ir.Node] = set()
+    for start in graph:
+        path: list[ir.Node] = []
+        node: ir.Node | None = start
+        while node is not None and node not in done and node not in path:
+            path.append(node)
+            later = [v.producer() for v in node.inputs if v is not None and v.producer() is not None]
+            node = next((n for n in later if n not in done), None)
+        if node in path and node is not None:
+            return [n.name or n.op_type for n in [*path[path.index(node) :], node]][::-1]
+        done.update(path[-1:])
+    return ["(not found)"]
+
+
+def name_everything(graph: ir.Graph) -> None:
+    """Give every node and value a name of its own; names that are there and unique stay."""
+    values = [v.name for v in [*graph.inputs, *graph.initializers.values()] if v.name]
+    taken = set(values)
+    for node in graph.all_nodes():
+        for k, out in enumerate(node.outputs):
+            if out.name == "" and not out.uses() and not out.is_graph_output():
+                continue  # an optional output that is left out
+            if not out.name or out.name in taken:
+                out.name = _fresh(out.name or f"{node.name or node.op_type}.{k}", taken)
+            taken.add(out.name)
+    names: set[str] = set()
+    for node in graph.all_nodes():
+        if not node.name or node.name in names:
+            first = next((v.name for v in node.outputs if v.name), None)
+            node.name = _fresh(node.name or first or node.op_type, names)
+        names.add(node.name)
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    if name not in taken:
+        return name
+    k = 1
+    while f"{name}.{k}" in taken:
+        k += 1
+    return f"{name}.{k}"
+
+
+def initializers_are_no_inputs(graph: ir.Graph) -> None:
+    """Take initializers out of the graph inputs and type them by their tensors.
+
+    Raises:
+        ModelError: an initializer without data, or with another type than the graph input of its name.
+    """
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None:
+            raise ModelError(f"initializer {name!r} has no data")
+        if value.dtype is not None and value.dtype != tensor.dtype:
+            raise ModelError(f"initializer {name!r} is declared as {value.dtype.name} but holds {tensor.dtype.name}")
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+    kept = [v for v in graph.inputs if not v.is_initializer()]
+    if len(kept) != len(graph.inputs):
+        graph.inputs.clear()
+        graph.inputs.extend(kept)
+
+
+def remove_dead(graph: ir.Graph) -> None:
+    """Remove nodes and initializers that no output depends on; collectives and updates stay."""
+    for node in reversed(list(graph)):
+        if not has_effect(node) and not any(v.uses() or v.is_graph_output() for v in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output() and not name.startswith("graphc."):
+            del graph.initializers[name]
+
+
+def untyped(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Values without an element type."""
+    for node in graph.all_nodes():
+        yield from (v for v in node.outputs if v.type is None and v.name)

@@ -1,0 +1,327 @@
+"""Adapters from older opsets to the one of a legalised graph.
+
+    @until(13, "Squeeze", "Unsqueeze")
+    def axes_become_an_input(op, node): ...
+
+An adapter runs on nodes of files whose opset is older than its number; adapters of one op run in the order of their
+numbers. It edits the node in place and returns None, or returns new values for the node's outputs. The inputs of the
+node are typed already. Ops whose newer versions only allow more (element types, optional inputs) need no adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, dims
+
+Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
+
+ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
+"""Op type → (opset from which the adapter is no longer needed, adapter), oldest first."""
+
+
+def until(opset: int, *op_types: str) -> Callable[[Adapter], Adapter]:
+    """Register an adapter for nodes of files with an opset below ``opset``."""
+
+    def register(function: Adapter) -> Adapter:
+        for op_type in op_types:
+            ADAPTERS.setdefault(op_type, []).append((opset, function))
+            ADAPTERS[op_type].sort(key=lambda entry: entry[0])
+        return function
+
+    return register
+
+
+def adapt(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
+    """Bring a standard node of opset ``version`` up to date; new output values when it had to be replaced."""
+    for opset, adapter in ADAPTERS.get(node.op_type, ()):
+        if version < opset:
+            replaced = adapter(op, node)
+            if replaced is not None:
+                return replaced
+    return None
+
+
+def set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
+    """Make ``value`` input ``index``, padding with absent inputs."""
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+
+
+def take(node: ir.Node, name: str, default: Any = None) -> Any:
+    """Remove attribute ``name`` and return its value."""
+    attr = node.attributes.pop(name, None)
+    if attr is None:
+        return default
+    return list(attr.value) if isinstance(attr.value, (tuple, list)) else attr.value
+
+
+def _int64(op: Builder, values: Any) -> ir.Value:
+    return op.const(np.asarray(values, dtype=np.int64))
+
+
+def _like(op: Builder, value: float, x: ir.Value | None) -> ir.Value:
+    if x is None or x.dtype is None:
+        raise ModelError("the element type of an input is unknown")
+    return op.const(np.asarray(value, dtype=x.dtype.numpy()))
+
+
+@until(9, "BatchNormalization")
+def batch_normalization_per_activation(op: Builder, node: ir.Node) -> None:
+    if not take(node, "spatial", 1):
+        raise ModelError(f"BatchNormalization with spatial=0 is not supported: {describe(node)}; export with opset 9 or newer")
+
+
+@until(14, "BatchNormalization")
+def batch_normalization_mode(op: Builder, node: ir.Node) -> None:
+    """Before opset 14, training mode was told by the number of outputs: y, mean, var, saved mean, saved var."""
+    wanted = [v for v in node.outputs[1:] if v.uses() or v.is_graph_output()]
+    if any(v in node.outputs[3:] for v in wanted):
+        raise ModelError(
+            f"the saved statistics of an old BatchNormalization are used: {describe(node)}; export with opset 14 or newer"
+        )
+    if len(node.outputs) > 1:
+        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+        node.resize_outputs(3)
+
+
+@until(10, "Upsample")
+def upsample_7(op: Builder, node: ir.Node) -> None:
+    scales = take(node, "scales")
+    if scales is not None:
+        set_input(node, 1, op.const(np.asarray(scales, dtype=np.float32)))
+
+
+@until(11, "Upsample", "Resize")
+def resize_10(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """Upsample(x, scales) and the first Resize sample at x/scale, rounded down."""
+    mode = take(node, "mode", "nearest")
+    extra = {"nearest_mode": "floor"} if mode == "nearest" else {}
+    y = op.Resize(node.inputs[0], None, node.inputs[1], mode=mode, coordinate_transformation_mode="asymmetric", **extra)
+    return [y]
+
+
+@until(10, "Slice")
+def slice_1(op: Builder, node: ir.Node) -> None:
+    starts, ends, axes = take(node, "starts"), take(node, "ends"), take(node, "axes")
+    set_input(node, 1, _int64(op, starts))
+    set_input(node, 2, _int64(op, ends))
+    if axes is not None:
+        set_input(node, 3, _int64(op, axes))
+
+
+@until(10, "TopK")
+def top_k_1(op: Builder, node: ir.Node) -> None:
+    set_input(node, 1, _int64(op, [take(node, "k")]))
+
+
+@until(11, "Clip")
+def clip_6(op: Builder, node: ir.Node) -> None:
+    for index, name in ((1, "min"), (2, "max")):
+        bound = take(node, name)
+        if bound is not None:
+            set_input(node, index, _like(op, bound, node.inputs[0]))
+
+
+@until(11, "Pad")
+def pad_2(op: Builder, node: ir.Node) -> None:
+    pads, value = take(node, "pads"), take(node, "value", 0.0)
+    set_input(node, 1, _int64(op, pads))
+    if value:
+        set_input(node, 2, _like(op, value, node.inputs[0]))
+
+
+@until(11, "Scatter")
+def scatter_9(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    return [op.ScatterElements(*node.inputs, axis=take(node, "axis", 0))]
+
+
+@until(11, "Scan")
+def scan_8(op: Builder, node: ir.Node) -> None:
+    if "directions" in node.attributes:  # only the batched form of opset 8 has this attribute
+        raise ModelError(f"Scan of opset 8 is not supported: {describe(node)}; export with opset 11 or newer")
+
+
+@until(12, "Dropout")
+def dropout_10(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """The ratio becomes an input; old Dropout was always the identity, and its mask was a float before opset 10."""
+    ratio = take(node, "ratio", 0.5)
+    set_input(node, 1, op.const(np.asarray(ratio, dtype=np.float32)))
+    return None
+
+
+@until(10, "Dropout")
+def dropout_mask_7(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    if len(node.outputs) < 2 or not (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+        return None
+    assert node.inputs[0] is not None
+    y, mask = op.Dropout(node.inputs[0], np.float32(take(node, "ratio", 0.5)), _outputs=2)
+    return [y, op.cast_like(mask, node.inputs[0])]
+
+
+@until(13, "Softmax", "LogSoftmax", "Hardmax")
+def softmax_11(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Before opset 13 the input was viewed as a matrix: dimensions from ``axis`` on were one row."""
+    axis = take(node, "axis", 1)
+    x = node.inputs[0]
+    found = dims(x) if x is not None else None
+    if x is None or found is None:
+        raise ModelError(
+            f"the rank of the input of an old {node.op_type} is unknown: {describe(node)}; export with opset 13 or newer"
+        )
+    axis = axis + len(found) if axis < 0 else axis
+    long = [k for k in range(axis, len(found)) if found[k] != 1]
+    if len(long) <= 1:
+        node.attributes["axis"] = ir.AttrInt64("axis", long[0] if long else len(found) - 1)
+        return None
+    rows = op.emit(node.op_type, [op.Flatten(x, axis=axis)], {"axis": 1})[0]
+    return [op.reshape_like(rows, x)]
+
+
+@until(13, "Squeeze", "Unsqueeze", "ReduceSum")
+@until(18, "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd")
+@until(18, "ReduceSumSquare")
+def axes_become_an_input(op: Builder, node: ir.Node) -> None:
+    axes = take(node, "axes")
+    if axes is not None:
+        set_input(node, 1, _int64(op, axes))
+
+
+@until(13, "Split")
+def split_11(op: Builder, node: ir.Node) -> None:
+    split = take(node, "split")
+    if split is not None:
+        set_input(node, 1, _int64(op, split))
+
+
+@until(18, "Split")
+def split_13(op: Builder, node: ir.Node) -> None:
+    """Without sizes the input is cut into equal parts, whose number must be said since opset 18."""
+    if len(node.inputs) < 2 or node.inputs[1] is None:
+        node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
+
+
+@until(16, "RoiAlign")
+def roi_align_10(op: Builder, node: ir.Node) -> None:
+    mode = "coordinate_transformation_mode"
+    node.attributes[mode] = ir.AttrString(mode, "output_half_pixel")
+
+
+@until(20, "GridSample")
+def grid_sample_16(op: Builder, node: ir.Node) -> None:
+    mode = take(node, "mode", "bilinear")
+    node.attributes["mode"] = ir.AttrString("mode", {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode))
+
+
+@until(20, "DFT")
+def dft_17(op: Builder, node: ir.Node) -> None:
+    set_input(node, 2, op.const(np.asarray(take(node, "axis", 1), dtype=np.int64)))
+
+
+@until(21, "GroupNormalization")
+def group_normalization_18(op: Builder, node: ir.Node) -> None:
+    """Scale and bias were given per group; now they are given per channel."""
+    x, groups = node.inputs[0], node.attributes["num_groups"].as_int()
+    shape = dims(x) if x is not None else None
+    channels = shape[1] if shape is not None else None
+    if not isinstance(channels, int):
+        raise ModelError(f"the number of channels is unknown: {describe(node)}; export with opset 21 or newer")
+    for index in (1, 2):
+        column = op.Reshape(node.inputs[index], [groups, 1])
+        set_input(node, index, op.Reshape(op.Expand(column, [groups, channels // groups]), [channels]))
+
+
+# Ops of onnxruntime's own domain that its exporters and optimizer write --------------------------------------------------
+
+
+def adapt_contributed(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Standard ops for a ``com.microsoft`` node (and the two that live in the standard domain by mistake), or None."""
+    rule = CONTRIBUTED.get(node.op_type)
+    return rule(op, node) if rule is not None else None
+
+
+def _gelu(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    return [op.Gelu(node.inputs[0])]
+
+
+def _bias_gelu(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    return [op.Gelu(op.Add(*node.inputs))]
+
+
+def _fast_gelu(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    x = node.inputs[0] if len(node.inputs) < 2 or node.inputs[1] is None else op.Add(*node.inputs)
+    return [op.Gelu(x, approximate="tanh")]
+
+
+def _quick_gelu(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    x = node.inputs[0]
+    return [op.Mul(x, op.Sigmoid(op.Mul(x, float(take(node, "alpha", 1.702)))))]
+
+
+def _fused_matmul(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    if take(node, "transBatchA", 0) or take(node, "transBatchB", 0):
+        return None
+    operands: list[ir.Value] = []
+    for value, name in zip(node.inputs, ("transA", "transB"), strict=False):
+        assert value is not None
+        if take(node, name, 0):
+            order = list(range(op.rank(value)))
+            value = op.Transpose(value, perm=[*order[:-2], order[-1], order[-2]])
+        operands.append(value)
+    product, alpha = op.MatMul(*operands), float(take(node, "alpha", 1.0))
+    return [product if alpha == 1.0 else op.Mul(product, alpha)]
+
+
+def _sum_of_present(op: Builder, *values: ir.Value | None) -> ir.Value:
+    total, *rest = [v for v in values if v is not None]
+    for value in rest:
+        total = op.Add(total, value)
+    return total
+
+
+def _skip_normalization(op: Builder, node: ir.Node, op_type: str, epsilon: float) -> Sequence[ir.Value] | None:
+    inputs = [*node.inputs, None, None, None]
+    x, skip, scale = inputs[:3]
+    # LayerNormalization has a beta before the bias; the simplified form has none.
+    beta, bias = (inputs[3], inputs[4]) if op_type == "LayerNormalization" else (None, inputs[3])
+    if any(v.uses() or v.is_graph_output() for v in node.outputs[1:3]):
+        return None
+    total = _sum_of_present(op, x, skip, bias)
+    (y,) = op.emit(op_type, [total, scale, beta], {"axis": -1, "epsilon": float(take(node, "epsilon", epsilon))}, outputs=1)
+    return [y, y, y, total]
+
+
+def _skip_layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    return _skip_normalization(op, node, "LayerNormalization", 1e-12)
+
+
+def _skip_simplified_layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    return _skip_normalization(op, node, "RMSNormalization", 1e-5)
+
+
+def _simplified_layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    if any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        return None
+    return [op.RMSNormalization(*node.inputs, axis=take(node, "axis", -1), epsilon=float(take(node, "epsilon", 1e-5)))]
+
+
+CONTRIBUTED: dict[str, Adapter] = {
+    "BiasGelu": _bias_gelu,
+    "FastGelu": _fast_gelu,
+    "FusedMatMul": _fused_matmul,
+    "Gelu": _gelu,
+    "QuickGelu": _quick_gelu,
+    "SimplifiedLayerNormalization": _simplified_layer_normalization,
+    "SkipLayerNormalization": _skip_layer_normalization,
+    "SkipSimplifiedLayerNormalization": _skip_simplified_layer_normalization,
+}
+"""``com.microsoft`` op → its standard form."""
+
+__all__ = ["adapt", "adapt_contributed", "set_input", "take"]
