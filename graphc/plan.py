@@ -233,7 +233,7 @@ def _privatise(graph: ir.Graph) -> None:
         declaration = declaration_of(node)
         if node.op_type == "AllReduceStart" and node.domain == DOMAIN:
             operands.extend((node, k) for k in range(len(node.inputs)))
-        elif declaration is not None and BUCKET in declaration.attributes and is_update(node):
+        elif declaration is not None and declaration.next_value and 1 in declaration.reduces:
             operands.append((node, 1))
     for node, index in operands:
         value = node.inputs[index]
@@ -290,7 +290,7 @@ def _flat_inputs(node: ir.Node) -> tuple[int, ...]:
     declaration = declaration_of(node)
     assert declaration is not None
     states = set(declaration.next_value.values())
-    if BUCKET in declaration.attributes:
+    if 1 in declaration.reduces:
         states.add(1)
     return tuple(sorted(k for k in states if k < len(node.inputs) and node.inputs[k] is not None))
 
@@ -338,10 +338,8 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
 
 
 def _add_check(steps: list[Step]) -> None:
-    first = next((k for k, s in enumerate(steps) if s.kind == "update" and BUCKET in s.nodes[0].attributes), None)
+    first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
     if first is not None:
-        # Every update must come after the check, the step counter too, or a refused step would leave a trace.
-        first = next(k for k, s in enumerate(steps) if s.kind == "update")
         steps.insert(first, Step("check", "finite?", []))
 
 

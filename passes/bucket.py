@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError, UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OpDeclaration, declaration_of, is_update
+from graphc.ir.declare import OpDeclaration, declaration_of
 from graphc.ir.facts import describe, static_dims
 from graphc.ir.names import BUCKET
 from graphc.pipeline import Context, graph_pass
@@ -62,7 +62,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
 def _fits(node: ir.Node) -> bool:
     """Whether the update reduces an operand (a gradient or a statistic), as opposed to a counter."""
     declaration = declaration_of(node)
-    return is_update(node) and declaration is not None and BUCKET in declaration.attributes
+    return declaration is not None and bool(declaration.next_value) and 1 in declaration.reduces
 
 
 def _gradient(node: ir.Node) -> ir.Value:

@@ -288,7 +288,9 @@ def _check_declared(op_type: str, num_inputs: int, attributes: dict[str, Any]) -
     for name, value in attributes.items():
         if name not in declaration.attributes:
             raise ModelError(f"graphc.{op_type} has no attribute {name!r}")
-        if value is not None:
+        if isinstance(value, ir.Attr):
+            result.append(ir.Attr(name, value.type, value.value))
+        elif value is not None:
             default = declaration.attributes[name]
             if isinstance(default, float):
                 value = float(value)
