@@ -22,7 +22,7 @@ from graphc.optim import Optimizer
 from graphc.pipeline import PASSES, Context, Step, parse, run
 
 if TYPE_CHECKING:
-    import onnx
+    pass
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""

@@ -65,7 +65,9 @@ class ArrayBatches:
         if batch_size < 1:
             raise UsageError(f"the batch size must be positive, not {batch_size}")
         if batch_size < size:
-            raise UsageError(f"the global batch of {batch_size} is smaller than the {size} workers; each needs at least one sample")
+            raise UsageError(
+                f"the global batch of {batch_size} is smaller than the {size} workers; each needs at least one sample"
+            )
         if self.samples < size:
             raise UsageError(f"{self.samples} samples are fewer than the {size} workers")
         self._arrays = dict(arrays)

@@ -148,7 +148,9 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
         declared = dims(value)
         shape = tuple(shapes[value.name or ""])
         if declared is not None and len(declared) != len(shape):
-            raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}")
+            raise FeedError(
+                f"feed {value.name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}"
+            )
         for have, want in zip(shape, declared or (), strict=False):
             if isinstance(want, str):
                 if symbols.setdefault(want, have) != have:
@@ -172,7 +174,9 @@ def _show(declared: Sequence[Any]) -> str:
     return "[" + ", ".join("?" if d is None else str(d) for d in declared) + "]"
 
 
-def prepare(model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool], world_size: int) -> ir.Model:
+def prepare(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool], world_size: int
+) -> ir.Model:
     """Specialise, decompose what the backend has no kernel for, and simplify."""
     copy = specialise(model, shapes)
     ctx = Context()

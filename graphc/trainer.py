@@ -219,7 +219,8 @@ class Trainer:
             arrays, meta = checkpoint.load(folder)
             missing = sorted(self.state.updated - arrays.keys())
             if missing:
-                raise UsageError(f"the checkpoint lacks {missing[0]!r} and {len(missing) - 1} more; was it made for another model?")
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise UsageError(f"the checkpoint lacks {missing[0]!r}{more}; was it made for another model?")
             self.state.load(arrays)
             self.steps_done = int(meta.get("steps", 0))
         self._broadcast()

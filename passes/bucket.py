@@ -106,7 +106,7 @@ def _bytes(node: ir.Node) -> int:
     count = 1
     for d in found:
         count *= d
-    return count * parameter.dtype.itemsize if isinstance(parameter.dtype.itemsize, int) else int(count * parameter.dtype.itemsize)
+    return int(count * parameter.dtype.itemsize)
 
 
 def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:

@@ -25,9 +25,7 @@ def schedule(model: ir.Model, ctx: Context) -> bool:
     waits = {wait for _, wait in pairs}
     late: set[ir.Node] = set()
     for node in graph:
-        if node in waits or is_update(node):
-            late.add(node)
-        elif any(v is not None and v.producer() in late for v in node.inputs):
+        if node in waits or is_update(node) or any(v is not None and v.producer() in late for v in node.inputs):
             late.add(node)
     early = [n for n in graph if n not in late]
     starts = {start for start, _ in pairs}

@@ -1,9 +1,9 @@
 """The only way graphc creates nodes: schema-checked, typed at birth, deterministically named.
 
-    op = Builder(graph)                        # appends; Builder(graph, before=node) inserts
-    y = op.Mul(x, 2.0)                         # Python scalars and arrays become constants of x's type
-    dx = op.graphc.ReluGrad(dy, y)             # ops of the graphc domain
-    a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
+op = Builder(graph)                        # appends; Builder(graph, before=node) inserts
+y = op.Mul(x, 2.0)                         # Python scalars and arrays become constants of x's type
+dx = op.graphc.ReluGrad(dy, y)             # ops of the graphc domain
+a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Builder:
         return self._emitter(op_type, "")
 
     def _emitter(self, op_type: str, domain: str) -> Callable[..., Any]:
-        def emit(*inputs: Operand, _outputs: int | Sequence[str] | None = None, _name: str | None = None, **attributes: Any) -> Any:
+        def emit(
+            *inputs: Operand, _outputs: int | Sequence[str] | None = None, _name: str | None = None, **attributes: Any
+        ) -> Any:
             values = self.emit(op_type, inputs, attributes, domain=domain, outputs=_outputs, name=_name)
             return values[0] if len(values) == 1 else values
 
@@ -134,7 +136,7 @@ class Builder:
         elif isinstance(value, float):
             array = np.asarray(value, dtype=np.float32)
         else:
-            array = np.asarray(value, dtype=np.int64) if not np.asarray(value).dtype.kind == "f" else np.asarray(value)
+            array = np.asarray(value, dtype=np.int64) if np.asarray(value).dtype.kind != "f" else np.asarray(value)
         key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
         known = self._constants.get(key)
         if known is not None:

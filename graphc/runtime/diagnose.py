@@ -29,7 +29,9 @@ def first_nonfinite(
     graph = prepare(model, shapes, lambda node: False, 1).graph
     nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
     made = {out for n in nodes for out in n.outputs}
-    nodes = [n for n in nodes if all(v is None or v in made or v.producer() is None or constant(v) is not None for v in n.inputs)]
+    nodes = [
+        n for n in nodes if all(v is None or v in made or v.producer() is None or constant(v) is not None for v in n.inputs)
+    ]
     made = {out for n in nodes for out in n.outputs}
     reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
     watched = [out for n in nodes for out in n.outputs if is_float(out)]

@@ -215,9 +215,7 @@ class Executor:
         graph.outputs.extend(produced[k] for k in present)
         decompose_graph(graph, lambda n: False)
         results = {f"o{k}": np.empty_like(targets[k]) for k in present}
-        run = self._backend.bind_segment(
-            ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), bound, results
-        )
+        run = self._backend.bind_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), bound, results)
         pairs = [(targets[k], results[f"o{k}"]) for k in present]
 
         def update() -> None:

@@ -83,9 +83,7 @@ def gradients(path: str, feeds: dict[str, np.ndarray], backend_name: str) -> dic
 
 
 def test_the_total_is_marked_for_autodiff(exported: Callable[[str], str]) -> None:
-    program = graphc.compile(
-        exported("mlp"), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)
-    )
+    program = graphc.compile(exported("mlp"), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
     marked = [v for n in program.model.graph for v in n.outputs if v.metadata_props.get(LOSS_TOTAL)]
     assert len(marked) == 1
     assert find_value(program.model.graph, "loss").dtype == marked[0].dtype

@@ -1,0 +1,170 @@
+"""The benchmark suite: every figure is a ratio of two medians measured in turn in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphc.bench.specs import TIMED
+from graphc.errors import GraphcError
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table; ``ratio`` is how many times as fast as the peer graphc is."""
+
+    name: str
+    ours_ms: float
+    peer: str
+    peer_ms: float
+    ratio: float
+    goal: float
+
+
+def run_suite(
+    models: Sequence[str] = TIMED, *, workers: bool = True, zoo: bool = True, rounds: int = 3, seconds: float = 3.0, say: Report
+) -> list[Row]:
+    """Measure step times on one worker with two threads, on two workers with one each, and compile times of the zoo.
+
+    Args:
+        models: which of the benchmark models.
+        rounds: graphc and its peer are measured in turn this often; the median round counts.
+        seconds: time a measurement takes.
+        say: called with a line of progress.
+    """
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="graphc-bench-") as folder:
+        for model in models:
+            path = str(Path(folder) / f"{model}.onnx")
+            _python("-c", "import sys; from graphc.bench.models import export; export(*sys.argv[1:])", model, path)
+            rows += _one_worker(model, path, rounds, seconds, say)
+            if workers:
+                rows.append(_two_workers(model, path, rounds, seconds, say))
+    if zoo:
+        rows += _zoo_compile(say)
+    return rows
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as a JSON list, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report) -> list[Row]:
+    ours: list[dict[str, Any]] = []
+    peer: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        common = ["--threads", "2", "--seconds", str(seconds)]
+        ours.append(_measure("graphc", model, "--file", path, *common))
+        peer.append(_measure("torch", model, *common))
+    rows = [_row(f"step {model}, 1 worker x 2 threads", ours, "PyTorch eager", peer, 1.0)]
+    say(f"{rows[0].name}: {rows[0].ours_ms:.2f} ms, {rows[0].ratio:.2f}x")
+    if model == "mlp":
+        spent = statistics.median(r["python_ms"] for r in ours)
+        rows.append(Row("Python outside segments, mlp", spent, "budget of 100 us", 0.1, 0.1 / spent, 1.0))
+    return rows
+
+
+def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report) -> Row:
+    ours, peer = [], []
+    for _ in range(rounds):
+        common = ["--threads", "1", "--seconds", str(seconds)]
+        ours.append(_launch_graphc([*_module(), "graphc", model, "--file", path, *common]))
+        peer.append(_launch_torch([*_module(), "torch", model, *common]))
+    row = _row(f"step {model}, 2 workers x 1 thread", ours, "PyTorch DDP (gloo)", peer, 1.2)
+    say(f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f}x")
+    return row
+
+
+def _zoo_compile(say: Report) -> list[Row]:
+    """Compile times of the ONNX package's nine models against the limit of three seconds."""
+    import onnx
+
+    import graphc
+
+    rows = []
+    for path in sorted(Path(onnx.__file__).parent.glob("backend/test/data/light/*.onnx")):
+        start = time.perf_counter()
+        graphc.compile(
+            path,
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.SGD(lr=0.01),
+            batch=2,
+            initialize="he",
+        )
+        spent = (time.perf_counter() - start) * 1e3
+        rows.append(Row(f"compile {path.stem.removeprefix('light_')}", spent, "limit of 3 s", 3000.0, 3000.0 / spent, 1.0))
+        say(f"{rows[-1].name}: {spent:.0f} ms")
+    return rows
+
+
+def _row(name: str, ours: list[dict[str, Any]], peer_name: str, peer: list[dict[str, Any]], goal: float) -> Row:
+    mine = statistics.median(r["ms"] for r in ours)
+    theirs = statistics.median(r["ms"] for r in peer)
+    return Row(name, mine, peer_name, theirs, theirs / mine, goal)
+
+
+def _module() -> list[str]:
+    return [sys.executable, "-m", "graphc.bench.measure"]
+
+
+def _measure(*arguments: str) -> dict[str, Any]:
+    return _last_json(_run([*_module(), *arguments], dict(os.environ)))
+
+
+def _python(*arguments: str) -> None:
+    _run([sys.executable, *arguments], dict(os.environ))
+
+
+def _launch_graphc(command: list[str]) -> dict[str, Any]:
+    return _last_json(_run([sys.executable, "-m", "graphc.cli", "launch", "-n", "2", *command[1:]], dict(os.environ)))
+
+
+def _launch_torch(command: list[str]) -> dict[str, Any]:
+    """Two processes with PyTorch's environment variables; the result of rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [p.communicate(timeout=600)[0] for p in processes]
+    if any(p.returncode for p in processes):
+        raise GraphcError(f"the peer's measurement failed: {' '.join(command)}")
+    return _last_json(outputs[0])
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise GraphcError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return next(row for row in rows if row.get("rank", 0) == 0)
