@@ -17,7 +17,8 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.declare import OPS
-from graphc.ir.facts import constant, describe, dims, neighbourhood, shape_of_result
+from graphc.ir.facts import constant, describe, dims, neighbourhood
+from graphc.ir.symbols import follow, refine
 
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
@@ -182,32 +183,7 @@ def apply(node: ir.Node, *, version: int = OPSET) -> None:
             value.type = type_
         if shape is not None:
             value.shape = shape
-    if node.op_type in _SHAPE_OPERAND and node.domain == "":
-        _follow_shape_operand(node)
-
-
-_SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
-"""Ops whose output shape is an operand, and which operand that is."""
-
-
-def _follow_shape_operand(node: ir.Node) -> None:
-    """Fill in dimensions that ONNX's inference leaves open when the shape operand is made of ``Shape`` of other values."""
-    out = node.outputs[0]
-    wanted = shape_of_result(node.inputs[_SHAPE_OPERAND[node.op_type]])
-    if wanted is None or (out.shape is not None and len(out.shape) != len(wanted)):
-        return
-    target = [d if isinstance(d, int) else d.value for d in wanted.dims]
-    if node.op_type == "Expand":
-        assert node.inputs[0] is not None
-        source = dims(node.inputs[0])
-        if source is None:
-            return
-        aligned = [1] * (len(target) - len(source)) + list(source)
-        target = [t if s in (1, t) else None for s, t in zip(aligned, target, strict=True)]
-    known = dims(out) or (None,) * len(target)
-    out.shape = ir.Shape(
-        [k if k is not None else None if isinstance(t, int) and t < 1 else t for k, t in zip(known, target, strict=True)]
-    )
+    refine(node)
 
 
 def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
@@ -217,6 +193,9 @@ def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
     (of ``Reshape``, ``Expand`` …) become static too. The graph's nodes stay as they are; ``simplify`` replaces them.
     """
     for node in graph:
+        if node.op_type != "Constant":
+            for value in node.outputs:
+                value.const_value = None  # folded from shapes that may have changed
         apply(node, version=version)
         fold(node)
 
@@ -229,14 +208,12 @@ def fold(node: ir.Node) -> bool:
     if out.const_value is not None:
         return False
     result: np.ndarray | None = None
-    if node.op_type == "Shape":
-        result = _fold_shape(node)
-    elif node.op_type == "Size" and node.inputs[0] is not None:
-        found = dims(node.inputs[0])
-        if found is not None and all(isinstance(d, int) for d in found):
-            result = np.array(np.prod([d for d in found if isinstance(d, int)], dtype=np.int64), dtype=np.int64)
+    if node.op_type in ("Shape", "Size"):
+        result = follow(node)
     elif out.dtype is not None and _is_integral(out.dtype):
         result = evaluate(node, limit=_CONSTANT_LIMIT)
+        if result is None:
+            result = follow(node)
     if result is None:
         return False
     out.const_value = ir.tensor(result, name=out.name)
@@ -248,25 +225,12 @@ def _is_integral(dtype: ir.DataType) -> bool:
     return dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
 
-def _fold_shape(node: ir.Node) -> np.ndarray | None:
-    source = node.inputs[0]
-    found = dims(source) if source is not None else None
-    if found is None:
-        return None
-    start = node.attributes["start"].as_int() if "start" in node.attributes else 0
-    end = node.attributes["end"].as_int() if "end" in node.attributes else len(found)
-    part = found[start:end]
-    if not all(isinstance(d, int) for d in part):
-        return None
-    return np.array(part, dtype=np.int64)
-
-
-_NOT_DETERMINED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"})
+NOT_DETERMINED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"})
 
 
 def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     """The value of a single-output standard node whose inputs are all constants of at most ``limit`` elements, else None."""
-    if node.domain != "" or node.op_type in _NOT_DETERMINED or len(node.outputs) != 1:
+    if node.domain != "" or node.op_type in NOT_DETERMINED or len(node.outputs) != 1:
         return None
     if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
         return None

@@ -4,12 +4,13 @@
     main (float[N,3] x) => (float[N,4] y)
       <float[3,4] w = {}, int64 "graphc.step" = {0}>
     {
-       ["l1/MatMul"] h = MatMul (x, w)
-       [relu] y = Relu (h)  #@ {"y": {"graphc.loss_total": "1"}}
+       h = MatMul (x, w)
+       ["l1/Relu"] y = Relu (h)  #@ {"y": {"graphc.loss_total": "1"}}
     }
 
-``onnx.parser`` reads what is written here; ``onnx.printer`` is not used, because it writes what the parser refuses (named
-tensors with quotes, an initializer twice) and leaves out metadata. What the syntax cannot hold goes into comments:
+A node without a label in front has the name of its first output. ``onnx.parser`` reads what is written here;
+``onnx.printer`` is not used, because it writes what the parser refuses (named tensors with quotes, an initializer twice)
+and leaves out metadata. What the syntax cannot hold goes into comments:
 
 * ``#@ {json}`` after a line holds the ``graphc.*`` metadata of the line's values by name, and of the node under ``""``.
 * A tensor of more than 16 elements is written as ``{}`` unless weights are asked for; it is read as zeros.
@@ -19,6 +20,7 @@ Element types float16 and narrower are written as the integers of their bits, wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +77,7 @@ def from_text(text: str) -> ir.Model:
         detail = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
         raise ModelError(f"not a model in ONNX text syntax: {detail}") from None
     model = ir.serde.deserialize_model(proto)
+    _name_nodes(model.graph)
     _fill_elided(model.graph)
     _type_values(model.graph, model.graph.opset_imports.get("", OPSET))
     _read_metadata(model.graph, text)
@@ -112,7 +115,8 @@ class _Printer:
         yield f"{indent}}}"
 
     def node(self, node: ir.Node, indent: str = "") -> list[str]:
-        label = f"[{_name(node.name)}] " if node.name else ""
+        implied = node.name == (node.outputs[0].name if node.outputs else None)
+        label = f"[{_name(node.name)}] " if node.name and not implied else ""
         outputs = ", ".join(_name(v.name) if v.name else '""' for v in node.outputs)
         inputs = ", ".join(_name(v.name or "?") if v is not None else '""' for v in node.inputs)
         domain = f"{node.domain}." if node.domain else ""
@@ -252,6 +256,19 @@ def _read_metadata(graph: ir.Graph, text: str) -> None:
             if name not in values:
                 raise ModelError(f"metadata for {name!r}, but the text has no such value")
             values[name].metadata_props.update(properties)
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    taken = {node.name for node in graph.all_nodes() if node.name}
+    for node in graph.all_nodes():
+        if not node.name and node.outputs:
+            base = name = node.outputs[0].name or node.op_type
+            for k in itertools.count(1):
+                if name not in taken:
+                    break
+                name = f"{base}.{k}"
+            node.name = name
+            taken.add(name)
 
 
 def _fill_elided(graph: ir.Graph) -> None:

@@ -1,0 +1,254 @@
+"""The local rules of ``simplify``: what one node is equal to, looking at it and its producers.
+
+    Mul(x, 1) → x      Reshape(Reshape(x, a), b) → Reshape(x, b)      MatMul(Transpose(a), b) → Gemm(a, b, transA=1)
+
+A rule takes the builder and the node, and returns the value that can stand for the node's first output, or None. It
+applies only where shapes are proved equal, statically or by the names of their symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, dims, same_dims, static_dims
+
+Rewrite: TypeAlias = "Callable[[Builder, ir.Node], ir.Value | None]"
+
+RULES: dict[tuple[str, str], Rewrite] = {}
+"""(domain, op type) → rule."""
+
+_RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+_SCAN_LIMIT = 4096
+
+
+def rule(*ops: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
+    def register(function: Rewrite) -> Rewrite:
+        for op_type in ops:
+            RULES[domain, op_type] = function
+        return function
+
+    return register
+
+
+def filled(value: ir.Value | None) -> float | None:
+    """The number that every element of ``value`` is known to be, else None."""
+    if value is None:
+        return None
+    known = constant(value)
+    if known is not None:
+        if not 0 < known.size <= _SCAN_LIMIT or known.dtype.kind not in "fiub" or not (known == known.flat[0]).all():
+            return None
+        return float(known.flat[0])
+    producer = value.producer()
+    if producer is None or producer.domain != "":
+        return None
+    if producer.op_type == "Expand":
+        return filled(producer.inputs[0])
+    if producer.op_type == "ConstantOfShape":
+        return float(producer.attributes["value"].as_tensor().numpy().flat[0]) if "value" in producer.attributes else 0.0
+    return None
+
+
+def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values provably have one shape."""
+    return same_dims(dims(a), dims(b))
+
+
+def _broadcasts_into(small: ir.Value, x: ir.Value, out: ir.Value) -> bool:
+    """Whether broadcasting ``x`` with ``small`` leaves the shape of ``x``."""
+    if same_shape(x, out):
+        return True
+    size = static_dims(small)
+    if size is None or any(d != 1 for d in size):
+        return False
+    return not size or (x.shape is not None and len(size) <= len(x.shape))
+
+
+def _producer(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.domain == "" and node.op_type in ops else None
+
+
+_NEUTRAL = {
+    "Add": ((0, 1), 0),
+    "Mul": ((0, 1), 1),
+    "Sub": ((1,), 0),
+    "Div": ((1,), 1),
+    "Pow": ((1,), 1),
+    "And": ((0, 1), 1),
+    "Or": ((0, 1), 0),
+}
+
+
+@rule(*_NEUTRAL)
+def neutral_operand(op: Builder, node: ir.Node) -> ir.Value | None:
+    """x + 0, x · 1, x − 0, x / 1, x¹ → x;   x ∘ Expand(s) → x ∘ s"""
+    places, neutral = _NEUTRAL[node.op_type]
+    out = node.outputs[0]
+    for k in places:
+        x, other = node.inputs[1 - k], node.inputs[k]
+        if x is not None and other is not None and filled(other) == neutral and _broadcasts_into(other, x, out):
+            return x
+    if node.op_type in ("Add", "Mul", "Sub", "Div"):
+        for k in (0, 1):
+            x, expanded = node.inputs[1 - k], _producer(node.inputs[k], "Expand")
+            if x is not None and expanded is not None and same_shape(x, out):
+                source = expanded.inputs[0]
+                operands = (source, x) if k == 0 else (x, source)
+                return op.emit(node.op_type, operands)[0]
+    return None
+
+
+@rule("Identity", "Sum", "Mean", "Max", "Min", "Concat")
+def only_operand(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Sum(x), Concat(x), Identity(x) … → x"""
+    return node.inputs[0] if len(node.inputs) == 1 else None
+
+
+@rule("Neg", "Not")
+def involution(op: Builder, node: ir.Node) -> ir.Value | None:
+    """−(−x) → x"""
+    inner = _producer(node.inputs[0], node.op_type)
+    return inner.inputs[0] if inner is not None else None
+
+
+@rule("Dropout")
+def inactive_dropout(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Dropout that drops nothing → x, when its mask is not used"""
+    if any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:]):
+        return None
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    ratio = node.inputs[1] if len(node.inputs) > 1 else None
+    off = training is None or filled(training) == 0 or filled(ratio) == 0
+    return node.inputs[0] if off else None
+
+
+@rule("Cast")
+def cast_to_own_type(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Cast to the type it has → x"""
+    x = node.inputs[0]
+    return x if x is not None and x.dtype is not None and x.dtype == node.attributes["to"].as_int() else None
+
+
+@rule("Expand")
+def expand_to_own_shape(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Expand to the shape it has → x;   Expand(Expand(x, a), b) → Expand(x, b)"""
+    x, out = node.inputs[0], node.outputs[0]
+    assert x is not None
+    if same_shape(x, out):
+        return x
+    inner, target = _producer(x, "Expand"), static_dims(out)
+    if inner is None or target is None:
+        return None
+    return op.Expand(inner.inputs[0], np.array(target, dtype=np.int64))  # type: ignore[no-any-return]
+
+
+@rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+def reduction_of_nothing(op: Builder, node: ir.Node) -> ir.Value | None:
+    """A reduction over axes of size 1 that keeps them → x"""
+    x = node.inputs[0]
+    return x if x is not None and same_shape(x, node.outputs[0]) else None
+
+
+@rule("ReduceSumTo", domain="graphc")
+def sum_to_own_shape(op: Builder, node: ir.Node) -> ir.Value | None:
+    """ReduceSumTo the shape it has → x"""
+    return reduction_of_nothing(op, node)
+
+
+@rule(*_RESHAPES)
+def reshape(op: Builder, node: ir.Node) -> ir.Value | None:
+    """A chain of reshapes that ends in a shape it had → that value;   Reshape(Reshape(x, a), b) → Reshape(x, b)"""
+    out = node.outputs[0]
+    source = node.inputs[0]
+    while source is not None:
+        if same_shape(source, out):
+            return source
+        inner = _producer(source, *_RESHAPES)
+        source = inner.inputs[0] if inner is not None else None
+    inner = _producer(node.inputs[0], *_RESHAPES)
+    if node.op_type != "Reshape" or inner is None:
+        return None
+    target = static_dims(out)
+    if target is not None and 0 not in target:
+        return op.Reshape(inner.inputs[0], np.array(target, dtype=np.int64))  # type: ignore[no-any-return]
+    known = constant(node.inputs[1])
+    if (known is not None and 0 not in known) or _producer(node.inputs[1], "Shape") is not None:
+        return op.Reshape(inner.inputs[0], node.inputs[1])  # type: ignore[no-any-return]
+    return None
+
+
+def _permutation(node: ir.Node) -> list[int] | None:
+    perm = node.attributes.get("perm")
+    if perm is not None:
+        return list(perm.as_ints())
+    x = node.inputs[0]
+    return list(range(len(x.shape)))[::-1] if x is not None and x.shape is not None else None
+
+
+@rule("Transpose")
+def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Transpose that moves nothing → x;   Transpose(Transpose(x, a), b) → Transpose(x, a∘b)"""
+    perm = _permutation(node)
+    if perm is None:
+        return None
+    if perm == sorted(perm):
+        return node.inputs[0]
+    inner = _producer(node.inputs[0], "Transpose")
+    first = _permutation(inner) if inner is not None else None
+    if inner is None or first is None:
+        return None
+    combined = [first[k] for k in perm]
+    if combined == sorted(combined):
+        return inner.inputs[0]
+    return op.Transpose(inner.inputs[0], perm=combined)  # type: ignore[no-any-return]
+
+
+@rule("Slice")
+def slice_of_everything(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Slice of all elements in order → x"""
+    x = node.inputs[0]
+    forward = len(node.inputs) < 5 or filled(node.inputs[4]) == 1
+    return x if x is not None and forward and same_shape(x, node.outputs[0]) else None
+
+
+@rule("Pad")
+def pad_with_nothing(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Pad by zero elements → x"""
+    return node.inputs[0] if filled(node.inputs[1]) == 0 else None
+
+
+@rule("Where")
+def decided_choice(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Where(true, a, b) → a;   Where(false, a, b) → b"""
+    condition = filled(node.inputs[0])
+    if condition is None:
+        return None
+    chosen = node.inputs[1] if condition else node.inputs[2]
+    return chosen if chosen is not None and same_shape(chosen, node.outputs[0]) else None
+
+
+def _transposed(value: ir.Value | None) -> ir.Value | None:
+    """The matrix of which ``value`` is the transpose, or None."""
+    producer = _producer(value, "Transpose")
+    return producer.inputs[0] if producer is not None and _permutation(producer) == [1, 0] else None
+
+
+@rule("MatMul", "Gemm")
+def transposed_operand(op: Builder, node: ir.Node) -> ir.Value | None:
+    """aᵀ·b → Gemm(a, b, transA=1), for matrices"""
+    a, b, *rest = node.inputs
+    if a is None or b is None or any(v.shape is None or len(v.shape) != 2 for v in (a, b)):
+        return None
+    flat_a, flat_b = _transposed(a), _transposed(b)
+    if flat_a is None and flat_b is None:
+        return None
+    attributes = {name: attr.value for name, attr in node.attributes.items()}
+    attributes["transA"] = int(attributes.get("transA", 0)) ^ (flat_a is not None)
+    attributes["transB"] = int(attributes.get("transB", 0)) ^ (flat_b is not None)
+    return op.emit("Gemm", [flat_a or a, flat_b or b, *rest], {k: v for k, v in attributes.items() if v})[0]
