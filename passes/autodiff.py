@@ -5,20 +5,23 @@
 
 The backward subgraph is appended to the forward graph. Rules (:mod:`graphc.gradient`) are formulas; this engine decides
 what needs a gradient, seeds, accumulates contributions, and sums broadcast gradients back to the shape of their input.
-Running the pass again on gradients gives gradients of gradients.
+Running the pass again on gradients gives gradients of gradients; a ``graphc`` op without a rule is differentiated through
+its decomposition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError, UsageError, nearest
+from graphc.errors import UnsupportedOpError, UsageError
 from graphc.gradient import GRADIENTS, key_of
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of
-from graphc.ir.facts import describe, dims, is_float, rank, same_dims, static_dims
+from graphc.ir.declare import declaration_of, decompose_node
+from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
 from graphc.pipeline import Context, graph_pass
 
@@ -48,10 +51,13 @@ def autodiff(
     if wrt is not None:
         sources = [find_value(graph, name) for name in wrt]
     else:
-        reachable = _ancestors(targets)
+        reachable = _ancestors(graph, targets)
         sources = [v for v in select_trainable(graph, train=train, freeze=freeze) if v in reachable]
         if not sources:
             raise UsageError("nothing to train: no float initializer of rank ≥ 1 lies on a path to the loss")
+    for value in (*targets, *sources):
+        if value.dtype is not None and not is_float(value):
+            raise UsageError(f"cannot differentiate {value.name!r}: its type is {value.dtype.name}, not a float")
     gradients = differentiate(graph, targets, sources)
     for source in sources:
         if source not in gradients and wrt is not None:
@@ -84,34 +90,72 @@ def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequenc
     Raises:
         UnsupportedOpError: an op on a path from a source to a target has no gradient rule; all of them are named.
     """
-    needs = _descendants(graph, sources)
-    needed_by_target = _ancestors(targets)
-    order = [n for n in graph if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
-    _refuse_missing_rules(order, needs, needed_by_target, sources)
+    op = Builder(graph, scope="grad/seed")
+    nodes = list(graph)
+    return _backpropagate(op, nodes, [(target, op.ones_like(target)) for target in targets], sources)
 
-    op = Builder(graph)
+
+def _backpropagate(
+    op: Builder, nodes: Sequence[ir.Node], seeds: Sequence[tuple[ir.Value, ir.Value]], sources: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Push ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
+    needs = _descendants(nodes, sources)
+    needed_by_target = _ancestors(nodes, [value for value, _ in seeds])
+    order = [n for n in nodes if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
+    _refuse_missing_rules(order, needs, set(sources))
+
     contributions: dict[ir.Value, list[ir.Value]] = {}
-    for target in targets:
-        op.scope = "grad/seed"
-        contributions.setdefault(target, []).append(op.ones_like(target))
+    for value, adjoint in seeds:
+        contributions.setdefault(value, []).append(adjoint)
     adjoints: dict[ir.Value, ir.Value] = {}
+    scope = op.scope.removesuffix("/seed")
     for node in reversed(order):
-        rule = GRADIENTS[key_of(node.domain, node.op_type)].function
-        op.scope = f"grad/{node.name or node.op_type}"
+        op.scope = f"{scope}/{node.name or node.op_type}"
         dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
-        if rule is None or all(dy is None for dy in dys):
+        if all(dy is None for dy in dys):
             continue
-        results = rule(op, node, *dys)
-        results = results if isinstance(results, tuple) else (results,)
-        for value, result in zip(node.inputs, results, strict=False):
+        for value, result in zip(node.inputs, _apply_rule(op, node, dys, needs), strict=False):
             if value is None or value not in needs or result is None or not is_float(value):
                 continue
             made = result() if callable(result) else result
             if made is not None:
                 contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
-    op.scope = "grad"
+    op.scope = scope
     found = {source: _take(op, adjoints, contributions, source) for source in sources}
     return {source: value for source, value in found.items() if value is not None}
+
+
+def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]) -> Sequence[Any]:
+    """What the node's rule returns, one entry per input."""
+    rule = GRADIENTS.get(key_of(node.domain, node.op_type))
+    if rule is None:
+        return _through_decomposition(op, node, dys, needs)
+    if rule.function is None:
+        return ()
+    results = rule.function(op, node, *dys)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _through_decomposition(
+    op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
+) -> Sequence[ir.Value | None]:
+    """Differentiate a ``graphc`` op without a rule: its decomposition is emitted here once more and differentiated.
+
+    The node itself stays, so that a backend still finds its kernel. Gradients of gradients mostly come this way.
+    """
+    graph = op.graph
+    last = graph[-1]
+    outputs = decompose_node(op, node)
+    emitted = list(itertools.takewhile(lambda n: n is not last, reversed(graph)))[::-1]
+    seeds = [(out, dy) for out, dy in zip(outputs, dys, strict=False) if out is not None and dy is not None]
+    inputs = list(dict.fromkeys(v for v in node.inputs if v is not None and v in needs))
+    found = _backpropagate(op, emitted, seeds, inputs)
+    kept = set(found.values())
+    for made in reversed(emitted):
+        if not any(out.uses() or out in kept for out in made.outputs):
+            graph.remove(made, safe=True)
+    first = {value: node.inputs.index(value) for value in inputs}
+    return [found.get(v) if v is not None and first.get(v) == k else None for k, v in enumerate(node.inputs)]
 
 
 def _take(
@@ -156,71 +200,76 @@ def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str
     return all(w is not None and (w == h or w == 1) and h is not None for h, w in zip(have[lead:], want, strict=True))
 
 
-def _descendants(graph: ir.Graph, sources: Sequence[ir.Value]) -> set[ir.Value]:
+def _operands(node: ir.Node) -> Iterator[ir.Value]:
+    """The values that a node reads, those captured by its subgraphs included."""
+    yield from (v for v in node.inputs if v is not None)
+    for attr in node.attributes.values():
+        for inner in [attr.as_graph()] if attr.type == ir.AttributeType.GRAPH else []:
+            yield from inner.outputs
+            for captured in inner:
+                yield from _operands(captured)
+
+
+def _descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
     """Float values that depend on ``sources`` through ops that are not marked as having zero gradient."""
     needs = set(sources)
-    for node in graph:
+    for node in nodes:
         declaration = declaration_of(node)
         if declaration is not None and declaration.next_value:
             continue
         rule = GRADIENTS.get(key_of(node.domain, node.op_type))
         if rule is not None and rule.function is None:
             continue
-        if any(v in needs for v in node.inputs if v is not None):
+        if any(v in needs for v in _operands(node)):
             needs.update(out for out in node.outputs if out.dtype is None or is_float(out))
     return needs
 
 
-def _ancestors(targets: Sequence[ir.Value]) -> set[ir.Value]:
-    seen: set[ir.Value] = set()
-    stack = list(targets)
-    while stack:
-        value = stack.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        producer = value.producer()
-        if producer is not None:
-            stack.extend(v for v in producer.inputs if v is not None)
-    return seen
+def _ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
+    """Values from which ``targets`` are computed, the targets included."""
+    wanted = set(targets)
+    for node in reversed(list(nodes)):
+        if any(out in wanted for out in node.outputs):
+            wanted.update(_operands(node))
+    return wanted
 
 
-def _refuse_missing_rules(
-    order: Sequence[ir.Node], needs: set[ir.Value], wanted: set[ir.Value], sources: Sequence[ir.Value]
-) -> None:
-    missing = [node for node in order if key_of(node.domain, node.op_type) not in GRADIENTS]
+def _has_no_gradient(node: ir.Node) -> bool:
+    if key_of(node.domain, node.op_type) in GRADIENTS:
+        return False
+    declaration = declaration_of(node)
+    return declaration is None or declaration.effect or declaration.decompose is None
+
+
+def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], sources: set[ir.Value]) -> None:
+    missing = [node for node in order if _has_no_gradient(node)]
     if not missing:
         return
     lines = []
     for node in missing[:8]:
-        path = _path_from_source(node, needs, set(sources))
+        path = _path_from_source(node, needs, sources)
         lines.append(f"  {key_of(node.domain, node.op_type)} at {describe(node)}\n    reached from {' → '.join(path)}")
     more = f"\n  … and {len(missing) - 8} more" if len(missing) > 8 else ""
     names = sorted({key_of(n.domain, n.op_type) for n in missing})
-    hint = nearest(names[0], GRADIENTS)
     raise UnsupportedOpError(
-        f"no gradient for {', '.join(names)} on the path from a trained parameter to the loss:\n" + "\n".join(lines) + more
+        f"no gradient for {', '.join(names)} on the path from a trained parameter to the loss:\n"
+        + "\n".join(lines)
+        + more
         + "\nFreeze the parameters in front of it (--freeze GLOB), or register a rule with @graphc.gradient.gradient"
-        + f"({names[0]!r}){hint}"
+        + f"({names[0]!r})"
     )
 
 
 def _path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
+    """The names of one chain of nodes from a source to ``node``, with the middle of a long one left out."""
     path = [node.name or node.op_type]
     current: ir.Node | None = node
-    for _ in range(12):
-        value = next((v for v in (current.inputs if current else ()) if v is not None and v in needs), None)
-        if value is None:
-            break
-        if value in sources:
-            path.append(value.name or "?")
-            break
-        current = value.producer()
-        if current is None:
-            path.append(value.name or "?")
-            break
-        path.append(current.name or current.op_type)
-    return path[::-1]
+    while current is not None:
+        value = next(v for v in _operands(current) if v in needs)
+        current = None if value in sources else value.producer()
+        path.append((current.name or current.op_type if current else value.name) or "?")
+    path.reverse()
+    return path if len(path) <= 12 else [*path[:5], "…", *path[-6:]]
 
 
-__all__ = ["autodiff", "differentiate", "rank", "sum_to_shape"]
+__all__ = ["autodiff", "differentiate", "sum_to_shape"]

@@ -14,6 +14,7 @@ random direction v, ``<df/dx, v>`` from the graph that autodiff made is compared
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
@@ -68,9 +70,18 @@ Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 """A compiled model: feeds → outputs, by name."""
 
 
+class Erf(OpRun):  # type: ignore[misc]
+    """Erf in double precision, which that of ``onnx.reference`` is not."""
+
+    op_domain = ""
+
+    def _run(self, x: Array) -> tuple[Array]:
+        return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
+
+
 def reference(model: ir.Model) -> Run:
     """Compile for ``onnx.reference``, after decomposing every ``graphc`` op; ``model`` stays as it is."""
-    evaluator = ReferenceEvaluator(_standard(model))
+    evaluator = ReferenceEvaluator(_standard(model), new_ops=[Erf])
     names = [v.name or "" for v in model.graph.outputs]
     return lambda feeds: dict(zip(names, evaluator.run(None, dict(feeds)), strict=True))
 
@@ -91,14 +102,14 @@ def _standard(model: ir.Model) -> onnx.ModelProto:
     return ir.to_proto(copy)
 
 
-def new_model(inputs: Mapping[str, Array], *, symbolic: bool = False) -> tuple[ir.Model, list[ir.Value]]:
+def new_model(inputs: Mapping[str, Array], *, symbolic: int = 0) -> tuple[ir.Model, list[ir.Value]]:
     """An empty model whose inputs have the types and shapes of the arrays.
 
-    With ``symbolic`` every dimension but those of size 1 is a symbol, the same for equal sizes.
+    The first ``symbolic`` dimensions of each, but for those of size 1, are symbols, the same for equal sizes.
     """
     values = []
     for name, array in inputs.items():
-        shape = ir.Shape([f"d{d}" if symbolic and d != 1 else d for d in array.shape])
+        shape = ir.Shape([f"d{d}" if k < symbolic and d != 1 else d for k, d in enumerate(array.shape)])
         values.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=shape))
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="test")
     return ir.Model(graph, ir_version=IR_VERSION), values
@@ -110,7 +121,7 @@ def check_op(
     *,
     domain: str = "",
     outputs: int | None = None,
-    symbolic: bool = False,
+    symbolic: int = 0,
     dtype: Any = np.float64,
     compile_with: Callable[[ir.Model], Run] = reference,
     tolerance: float = 1e-6,
@@ -122,7 +133,7 @@ def check_op(
     Args:
         inputs: the op's inputs in order, see :data:`Operand`.
         outputs: number of outputs of the node, when it is not the default.
-        symbolic: declare the variables with symbolic dimensions.
+        symbolic: how many leading dimensions of each variable are declared as symbols.
         compile_with, tolerance, step: see :func:`check_gradient`.
 
     Returns:

@@ -1,1 +1,210 @@
-"""shape"""
+"""Gradients of ops that move, copy or drop elements along whole axes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.gradient import gradient, zero_gradient
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, dims, rank
+
+zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", "Range", origin=__name__)
+
+_END = np.iinfo(np.int64).max
+
+
+def lengths(op: Builder, *parts: int | tuple[ir.Value, int]) -> Any:
+    """A shape made of numbers and of dimensions ``(value, axis)``: a constant as far as they are static."""
+    known: list[int] = []
+    pieces: list[Any] = []
+    for part in parts:
+        found = part if isinstance(part, int) else (dims(part[0]) or {part[1]: None})[part[1]]
+        if isinstance(found, int):
+            known.append(found)
+            continue
+        assert not isinstance(part, int)
+        pieces += [op.const(known)] if known else []
+        pieces.append(op.Shape(part[0], start=part[1], end=part[1] + 1))
+        known = []
+    pieces += [op.const(known)] if known else []
+    return pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=0)
+
+
+def scatter_back(op: Builder, x: ir.Value, dy: ir.Value, pick: Callable[[Any], Any]) -> Any:
+    """Gradient of any op ``pick`` that only copies elements of x: it is run on their positions, to which dy is added."""
+    positions = op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x))
+    flat = op.Reshape(pick(positions), [-1])
+    zeros = op.Expand(op.scalar(0, x), op.Reshape(op.Size(x), [1]))
+    return op.Reshape(op.ScatterElements(zeros, flat, op.Reshape(dy, [-1]), reduction="add"), op.shape(x))
+
+
+@gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def reshape(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x in another shape;  ∂x = dy in the shape of x"""
+    return op.reshape_like(dy, node.inputs[0])
+
+
+@gradient("Transpose")
+def transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x with permuted axes;  ∂x = dy with the inverse permutation"""
+    perm = node.attributes.get_ints("perm", None)
+    return op.Transpose(dy, perm=[int(k) for k in np.argsort(perm)] if perm is not None else None)
+
+
+@gradient("Expand")
+def expand(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x broadcast;  ∂x = dy, which the engine sums"""
+    return dy
+
+
+@gradient("graphc::ReduceSumTo")
+def reduce_sum_to(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x summed to a smaller shape;  ∂x = dy broadcast"""
+    return op.expand_like(dy, node.inputs[0])
+
+
+@gradient("Tile")
+def tile(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x repeated r times along each axis;  ∂x = dy summed over the repeats"""
+    x, repeats = node.inputs
+    assert x is not None
+    assert repeats is not None
+    known = constant(repeats)
+    if known is None:
+        pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape(x), [1]), axis=1)
+        return op.ReduceSum(op.Reshape(dy, op.Reshape(pairs, [-1])), list(range(0, 2 * rank(x), 2)), keepdims=0)
+    parts: list[int | tuple[ir.Value, int]] = []
+    axes = []
+    for axis, count in enumerate(known):
+        if count != 1:
+            axes.append(len(parts))
+            parts.append(int(count))
+        parts.append((x, axis))
+    return op.ReduceSum(op.Reshape(dy, lengths(op, *parts)), axes, keepdims=0) if axes else dy
+
+
+@gradient("Concat")
+def concat(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = [a, b, …];  (∂a, ∂b, …) = dy, split"""
+    inputs = [v for v in node.inputs if v is not None]
+    if len(inputs) == 1:
+        return dy
+    axis = node.attributes.get_int("axis", 0) % rank(dy)
+
+    @functools.cache
+    def parts() -> Any:
+        return op.Split(dy, lengths(op, *((v, axis) for v in inputs)), axis=axis, _outputs=len(inputs))
+
+    return tuple((lambda k=k: parts()[k]) for k in range(len(inputs)))
+
+
+@gradient("Split")
+def split(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
+    """(a, b, …) = x;  ∂x = [da, db, …], with zeros for the parts that have no gradient"""
+    parts = [op.zeros_like(out) if dy is None else dy for out, dy in zip(node.outputs, dys, strict=True)]
+    return op.Concat(*parts, axis=node.attributes.get_int("axis", 0)) if len(parts) > 1 else parts[0]
+
+
+@gradient("Slice")
+def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x[start:end:step];  ∂x = dy amid zeros"""
+    x, starts, ends, axes, steps = (*node.inputs, None, None)[:5]
+    assert x is not None
+    first, named, strides = constant(starts), constant(axes), constant(steps)
+    plain = first is not None and (axes is None or named is not None)
+    plain &= steps is None or (strides is not None and bool(np.all(strides == 1)))
+    if not plain or first is None:
+        return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
+    where = [int(a) % rank(x) for a in (named if named is not None else range(first.size))]
+    return _surround(op, x, dy, where, [int(s) for s in first.reshape(-1)])
+
+
+def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], starts: Sequence[int]) -> Any:
+    """Zeros of the shape of x with dy in them, beginning at ``starts``, whose negative numbers count from the end."""
+    befores: list[Any] = []
+    afters: list[Any] = []
+    for axis, start in zip(axes, starts, strict=True):
+        whole, part = (dims(v) or {axis: None} for v in (x, dy))
+        full, taken = whole[axis], part[axis]
+        if isinstance(full, int) and isinstance(taken, int):
+            before = min(max(start + full if start < 0 else start, 0), full)
+            befores.append(op.const([before]))
+            afters.append(op.const([full - before - taken]))
+            continue
+        size = lengths(op, (x, axis))
+        before_value = op.const([start]) if start >= 0 else op.Max(op.Add(size, op.const([start])), op.const([0]))
+        befores.append(before_value)
+        rest = op.Sub(size, lengths(op, (dy, axis)))
+        afters.append(rest if start == 0 else op.Sub(rest, before_value))
+    pieces = [*befores, *afters]
+    known = [constant(p) for p in pieces]
+    pads = op.Concat(*pieces, axis=0)
+    if all(k is not None for k in known):
+        pads = op.const(np.concatenate([k for k in known if k is not None]))
+    return op.Pad(dy, pads, None, op.const(list(axes)))
+
+
+@gradient("Pad")
+def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x with a margin;  ∂x = dy without it; a reflected or repeated margin is added where it was copied from"""
+    x, pads, fill, axes = (*node.inputs, None, None)[:4]
+    assert x is not None
+    assert pads is not None
+    mode = node.attributes.get_string("mode", "constant")
+    if mode != "constant":
+        return scatter_back(op, x, dy, lambda positions: op.Pad(positions, pads, None, axes, mode=mode))
+
+    @functools.cache
+    def inner() -> Any:
+        known = constant(pads)
+        if known is None or (known < 0).any():
+            return op.Pad(dy, op.Neg(pads), None, axes)
+        before, after = np.split(known.reshape(-1), 2)
+        return op.Slice(dy, before, np.where(after > 0, -after, _END), axes)
+
+    def filled() -> Any:
+        return op.Reshape(op.Sub(op.ReduceSum(dy, keepdims=0), op.ReduceSum(inner(), keepdims=0)), op.shape(fill))
+
+    return inner, None, filled
+
+
+@gradient("SpaceToDepth")
+def space_to_depth(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = blocks of x as channels;  ∂x = channels of dy as blocks"""
+    return op.DepthToSpace(dy, blocksize=node.attributes["blocksize"].as_int())
+
+
+@gradient("DepthToSpace")
+def depth_to_space(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = channels of x as blocks;  ∂x = blocks of dy as channels, in the order that ``mode`` says"""
+    x, size = node.inputs[0], node.attributes["blocksize"].as_int()
+    assert x is not None
+    if node.attributes.get_string("mode", "DCR") == "DCR":
+        return op.SpaceToDepth(dy, blocksize=size)
+    blocks = op.Reshape(dy, lengths(op, (dy, 0), (dy, 1), (x, 2), size, (x, 3), size))
+    return op.reshape_like(op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x)
+
+
+@gradient("Trilu")
+def trilu(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = a triangle of x, else 0;  ∂x = the same triangle of dy"""
+    return op.Trilu(dy, *node.inputs[1:], upper=node.attributes.get_int("upper", 1))
+
+
+@gradient("ReverseSequence")
+def reverse_sequence(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x with the front of each sequence reversed;  ∂x = dy, reversed again"""
+    return op.ReverseSequence(dy, node.inputs[1], **node.attributes)
+
+
+@gradient("Compress")
+def compress(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = the slices of x that are selected;  ∂x = dy at the places they came from"""
+    x = node.inputs[0]
+    assert x is not None
+    return scatter_back(op, x, dy, lambda positions: op.Compress(positions, node.inputs[1], **node.attributes))
