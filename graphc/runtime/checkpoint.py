@@ -1,0 +1,204 @@
+"""Checkpoints: every state array by its name in the graph, in one file.
+
+``DIRECTORY/state.safetensors`` in the safetensors format (https://github.com/huggingface/safetensors: 8 bytes of header length,
+a JSON header, the raw little-endian arrays), so other tools read it too. The file replaces the last one in a single rename:
+there is always one whole checkpoint. A hash over names, dtypes, shapes and bytes guards it. Nothing in it depends on the
+number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from graphc.errors import GraphcError, UsageError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+FILE_NAME = "state.safetensors"
+FORMAT = "1"
+_LARGEST_HEADER = 100_000_000  # bytes, as in the format's own readers
+
+_CODES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+
+
+class CheckpointError(GraphcError):
+    """A checkpoint is missing, truncated or damaged."""
+
+
+def state_sha256(state: Mapping[str, Array]) -> str:
+    """SHA-256 in hexadecimal over the sorted names, each with dtype, shape and bytes: equal exactly for equal states."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        array = np.ascontiguousarray(state[name]).reshape(np.shape(state[name]))
+        digest.update(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
+        digest.update(_bytes(array))
+    return digest.hexdigest()
+
+
+def save(directory: str | os.PathLike[str], state: Mapping[str, Array], metadata: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; one rank does this for all.
+
+    Args:
+        directory: made when missing; a checkpoint in it is replaced.
+        state: arrays by their names in the graph.
+        metadata: small JSON values (step, epoch, …).
+
+    Raises:
+        UsageError: an array of a dtype without a code in the format, or metadata that is not JSON.
+        CheckpointError: the file cannot be written; the previous checkpoint is untouched.
+    """
+    arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in state.items()}
+    header = _header(arrays, metadata)
+    folder = Path(directory)
+    temporary: str | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE_NAME}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for name in _order(arrays):
+                file.write(_bytes(arrays[name]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, folder / FILE_NAME)
+        temporary = None
+        _sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {str(folder)!r}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+    return folder / FILE_NAME
+
+
+def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Read a checkpoint: new, writable arrays by name, and the metadata.
+
+    Raises:
+        CheckpointError: there is none, or it is truncated, damaged or no checkpoint of graphc.
+    """
+    path = Path(directory) / FILE_NAME
+    try:
+        with open(path, "rb") as file:
+            entries, notes, start = _read_header(file.read(8), file.read, path)
+            size = os.fstat(file.fileno()).st_size
+            end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            if size != end:
+                raise _damaged(path, f"it has {size} bytes instead of {end}; it was not written to its end")
+            state = {}
+            for name, entry in entries.items():
+                array = np.empty(entry["shape"], _CODES[entry["dtype"]])
+                begin, stop = entry["data_offsets"]
+                if stop - begin != array.nbytes:
+                    raise _damaged(path, f"{name!r} has {stop - begin} bytes instead of {array.nbytes}")
+                file.seek(start + begin)
+                file.readinto(_bytes(array))
+                state[name] = array
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint in {str(directory)!r} (no file {FILE_NAME})") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
+    if state_sha256(state) != notes.get("state_sha256"):
+        raise _damaged(path, "its contents do not match its hash")
+    return state, json.loads(notes["metadata"])
+
+
+def _header(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
+    try:
+        notes = json.dumps(dict(metadata))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the metadata of a checkpoint must be JSON: {error}") from None
+    table: dict[str, Any] = {
+        "__metadata__": {"format": "np", "graphc": FORMAT, "state_sha256": state_sha256(arrays), "metadata": notes}
+    }
+    offset = 0
+    for name in _order(arrays):
+        array = arrays[name]
+        if array.dtype not in _CODE_OF:
+            raise UsageError(f"cannot put {name!r} of dtype {array.dtype} into a checkpoint")
+        table[name] = {
+            "dtype": _CODE_OF[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # arrays start at a multiple of 8
+
+
+def _order(arrays: Mapping[str, Array]) -> list[str]:
+    """Widest elements first, so that every array is aligned to its element size."""
+    return sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+
+
+def _read_header(length: bytes, read: Any, path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or size > _LARGEST_HEADER:
+        raise _damaged(path, "it has no header")
+    text = read(size)
+    if len(text) < size:
+        raise _damaged(path, "it ends inside its header")
+    try:
+        table = json.loads(text)
+        notes = table.pop("__metadata__", {})
+        if notes.get("graphc") != FORMAT:
+            raise CheckpointError(f"{str(path)!r} is no checkpoint of this version of graphc")
+        for entry in table.values():
+            begin, stop = entry["data_offsets"]
+            if entry["dtype"] not in _CODES or not 0 <= begin <= stop or any(extent < 0 for extent in entry["shape"]):
+                raise ValueError(entry)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _damaged(path, "its header cannot be read") from None
+    return table, notes, 8 + size
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {str(path)!r} is damaged: {why}")
+
+
+def _bytes(array: Array) -> memoryview:
+    """The memory of a contiguous array, whatever its dtype."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _umask() -> int:
+    """The process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

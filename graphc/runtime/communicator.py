@@ -1,0 +1,308 @@
+"""Collectives between workers.
+
+Every rank calls the same collectives in the same order; :func:`agree` checks that before step 0. An AllReduce works in
+place on a flat buffer. ``start`` returns at once and ``wait`` ends it, so that communication runs beside computation; a
+communicator is used by one thread of its rank.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from graphc.errors import UsageError, WorldError, nearest
+from graphc.runtime.world import World, find_world
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+T = TypeVar("T")
+
+REDUCTIONS = ("sum", "mean", "min", "max", "prod")
+DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64")))
+
+
+class Communicator(Protocol):
+    """What the runtime needs from a transport.
+
+    Arrays are one-dimensional, contiguous, writable and of dtype float32, float64 or int64 (``broadcast`` takes any), with
+    the same length and dtype on every rank. ``op`` is sum, mean, min, max or prod. ``mean`` is the sum divided by ``size``, on floats only. Results are bit-identical on all ranks.
+
+    Raises (all calls):
+        UsageError: an array or reduction that is not supported.
+        WorldError: another rank is gone, or called something else.
+    """
+
+    rank: int
+    size: int
+
+    def allreduce(self, array: Array, op: str = "sum", tag: str = "") -> None:
+        """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors."""
+
+    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
+        """Begin an allreduce. The array may not be touched until ``wait``. Collectives run in the order of their start."""
+
+    def wait(self, handle: Handle) -> None:
+        """End what ``start`` began, or raise the error it met."""
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """Copy ``array`` of rank ``root`` into ``array`` of every other rank."""
+
+    def allgather_object(self, item: T) -> list[T]:
+        """A picklable object of every rank, in rank order."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def close(self) -> None:
+        """Finish what is under way and release threads; calling it twice is fine."""
+
+    def abort(self, reason: str) -> None:
+        """End the work of all ranks because this one cannot go on; the others, or the launcher, name it and ``reason``.
+
+        Over MPI this ends the process and does not return; alone it does nothing.
+        """
+
+
+class Handle:
+    """A collective that was started."""
+
+    __slots__ = ("_action", "_done", "error", "finished", "since", "what")
+
+    def __init__(self, action: Callable[[], Any], what: str) -> None:
+        self._action = action
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.what = what
+        self.since = 0.0
+        self.finished = False
+        self.error: BaseException | None = None
+
+    def execute(self) -> None:
+        self.since = time.monotonic()
+        try:
+            self._action()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.finished = True
+            self._done.release()
+
+    def block(self) -> None:
+        """Sleep until another thread has executed the collective."""
+        with self._done:
+            pass
+
+
+class QueuedCommunicator(ABC):
+    """Common part of the real transports: checks, order, and the thread that runs what ``start`` queued.
+
+    Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. Mostly that is the communication thread; a
+    caller that waits while the runner is free runs the entry itself, which saves the two thread switches (about 17 µs).
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.current: Handle | None = None
+        self._queue: collections.deque[Handle] = collections.deque()
+        self._runner = threading.Lock()
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @abstractmethod
+    def _reduce(self, array: Array, op: str, what: str) -> None:
+        """Reduce in place; blocking."""
+
+    @abstractmethod
+    def _broadcast(self, array: Array, root: int, what: str) -> None:
+        """Broadcast in place; blocking."""
+
+    @abstractmethod
+    def _gather(self, item: Any) -> list[Any]:
+        """Gather objects; blocking."""
+
+    @abstractmethod
+    def _barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """See :class:`Communicator`."""
+
+    def allreduce(self, array: Array, op: str = "sum", tag: str = "") -> None:
+        check_array(array, op)
+        what = f"allreduce {tag}"
+        self._blocking(lambda: self._reduce(array, op, what), what)
+
+    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
+        check_array(array, op)
+        what = f"allreduce {tag}"
+        return self._enqueue(Handle(lambda: self._reduce(array, op, what), what))
+
+    def wait(self, handle: Handle) -> None:
+        while not handle.finished:
+            if self._runner.acquire(blocking=False):
+                try:
+                    self._run_oldest()
+                finally:
+                    self._runner.release()
+            else:
+                handle.block()
+        if handle.error is not None:
+            raise handle.error
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        check_layout(array)
+        if not 0 <= root < self.size:
+            raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {self.size - 1}")
+        self._blocking(lambda: self._broadcast(array, root, "broadcast"), "broadcast")
+
+    def allgather_object(self, item: T) -> list[T]:
+        result: list[T] = []
+        self._blocking(lambda: result.extend(self._gather(item)), "allgather_object")
+        return result
+
+    def barrier(self) -> None:
+        self._blocking(self._barrier, "barrier")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._wake.put(False)
+            self._thread.join()
+            self._thread = None
+
+    def _blocking(self, action: Callable[[], Any], what: str) -> None:
+        handle = Handle(action, what)
+        if not self._closed and self._runner.acquire(blocking=False):
+            try:
+                if not self._queue:
+                    self._execute(handle)
+            finally:
+                self._runner.release()
+        if not handle.finished:
+            self._enqueue(handle)
+        self.wait(handle)
+
+    def _enqueue(self, handle: Handle) -> Handle:
+        if self._closed:
+            raise UsageError(f"{handle.what.strip()}: the communicator is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"graphc-communication-{self.rank}", daemon=True)
+            self._thread.start()
+        self._queue.append(handle)
+        self._wake.put(True)
+        return handle
+
+    def _serve(self) -> None:
+        while self._wake.get():
+            with self._runner:
+                self._run_oldest()
+
+    def _run_oldest(self) -> None:
+        if self._queue:
+            self._execute(self._queue.popleft())
+
+    def _execute(self, handle: Handle) -> None:
+        self.current = handle
+        handle.execute()
+        self.current = None
+
+
+class NullCommunicator(QueuedCommunicator):
+    """The only rank of a world of one: every reduction is the identity."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
+        check_array(array, op)
+        handle = Handle(lambda: None, f"allreduce {tag}")
+        handle.execute()
+        return handle
+
+    def _reduce(self, array: Array, op: str, what: str) -> None:
+        pass
+
+    def _broadcast(self, array: Array, root: int, what: str) -> None:
+        pass
+
+    def _gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def _barrier(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+
+def check_array(array: Array, op: str) -> None:
+    """Raise UsageError unless a communicator can reduce ``array`` by ``op``."""
+    if op not in REDUCTIONS:
+        raise UsageError(f"unknown reduction {op!r}{nearest(op, REDUCTIONS)}; the reductions are {', '.join(REDUCTIONS)}")
+    if array.dtype not in DTYPES:
+        raise UsageError(f"a collective takes float32, float64 or int64, not {array.dtype}")
+    if op == "mean" and array.dtype.kind != "f":
+        raise UsageError(f"the mean of {array.dtype} is no {array.dtype}; reduce by sum")
+    check_layout(array)
+
+
+def check_layout(array: Array) -> None:
+    """Raise UsageError unless ``array`` is one-dimensional, contiguous and writable."""
+    if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
+        raise UsageError(
+            f"a collective takes a writable, contiguous one-dimensional array, not one of shape {array.shape} "
+            f"and strides {array.strides}"
+        )
+
+
+def open_communicator(world: World | None = None) -> Communicator:
+    """The communicator of this worker, by default in the world it finds; every rank calls it at the same point.
+
+    Raises:
+        WorldError: the transport knows another world than ``world``.
+        MissingExtraError: the transport's package is not installed.
+    """
+    world = find_world(world)
+    if world.size == 1:
+        return NullCommunicator()
+    if world.transport == "threads":
+        from graphc.runtime.threads import communicator_of
+
+        return communicator_of(world)
+    from graphc.runtime.mpi import open_mpi
+
+    return open_mpi(world)
+
+
+def agree(communicator: Communicator, entries: Sequence[str], what: str) -> None:
+    """Check that all ranks hold the same list, for example their sequence of collectives.
+
+    Only a hash travels while they agree.
+
+    Raises:
+        WorldError: on every rank, naming the first entry that differs and two ranks that differ in it.
+    """
+    mine = list(entries)
+    digests = communicator.allgather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    lists = communicator.allgather_object(mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, second = lists[0], lists[other]
+    shared = min(len(first), len(second))
+    index = next((k for k in range(shared) if first[k] != second[k]), shared)
+    shown = [repr(entries[index]) if index < len(entries) else "nothing" for entries in (first, second)]
+    raise WorldError(f"the ranks disagree on {what}: entry {index} is {shown[0]} on rank 0 and {shown[1]} on rank {other}")

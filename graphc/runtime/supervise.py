@@ -1,0 +1,189 @@
+"""The launcher's loop: forward the workers' output, notice the first that is gone, end the rest, say what happened."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from graphc.runtime.board import Board, Notice, State
+from graphc.runtime.watch import is_alive
+
+TICK = 0.05  # seconds between looks at the board
+PARTIAL = 0.1  # seconds after which an unfinished line is shown as it is (a progress bar)
+PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
+TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
+
+# Open MPI's own words about the first process that ended badly; the text is wrapped, so blanks are normalised before.
+ENDED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ (?:exited on signal (\d+)|exiting)")
+
+
+class Stream:
+    """One worker's stdout or stderr: takes bytes, gives whole lines."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        # Opened for writing too, so that the pipe never reports an end while its worker is still to come.
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.name = name
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._since = 0.0
+
+    def pump(self) -> None:
+        """Forward the whole lines that are there."""
+        while True:
+            try:
+                data = os.read(self.descriptor, 1 << 16)
+            except BlockingIOError:
+                break
+            lines, newline, self._rest = (self._rest + self._decoder.decode(data)).rpartition("\n")
+            self._since = time.monotonic()
+            self._emit(lines + newline)
+        if self._rest and time.monotonic() - self._since > PARTIAL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Forward what is left without its newline."""
+        self._emit(self._rest)
+        self._rest = ""
+
+    def _emit(self, text: str) -> None:
+        if text:
+            target = sys.stdout if self.name == "stdout" else sys.stderr
+            target.write(text)
+            target.flush()
+
+
+class Supervisor:
+    """Watches over ``process`` (mpiexec) and the workers on ``board``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], board: Board, pipes: Mapping[tuple[str, int], Path]) -> None:
+        self.process = process
+        self.board = board
+        self._streams = [Stream(path, name) for (name, _), path in pipes.items()]
+        self._mpiexec_text = b""
+        self._failed_at: float | None = None
+        self._signalled = False
+
+    def run(self) -> int:
+        """Wait for the end; returns the exit code."""
+        try:
+            while self.process.poll() is None:
+                self._forward()
+                self._look()
+        except KeyboardInterrupt:
+            print("graphc: interrupted; the workers were stopped", file=sys.stderr)
+            return 128 + signal.SIGINT
+        finally:
+            self._end_all()
+            self._forward()
+            for stream in self._streams:
+                stream.flush()
+                os.close(stream.descriptor)
+        return self._report()
+
+    def _forward(self) -> None:
+        poll = select.poll()
+        for stream in self._streams:
+            poll.register(stream.descriptor, select.POLLIN)
+        out = self.process.stdout
+        if out is not None and not out.closed:
+            poll.register(out.fileno(), select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(TICK * 1000 if self.process.returncode is None else 0)}
+        for stream in self._streams:
+            stream.pump()
+        if out is not None and not out.closed and out.fileno() in ready:
+            data = os.read(out.fileno(), 1 << 16)
+            self._mpiexec_text += data
+            if not data:
+                out.close()
+
+    def _look(self) -> None:
+        """Give mpiexec a moment to end the others once one is gone; then insist."""
+        if self._failed_at is None:
+            bad = (State.FAILED, State.STOPPED)
+            if any(n.state in bad or (n.state is State.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
+                self._failed_at = time.monotonic()
+            return
+        late = time.monotonic() - self._failed_at - PATIENCE
+        if late > TERMINATION:
+            self._kill()
+        elif late > 0 and not self._signalled:
+            self._signalled = True
+            self.process.terminate()
+
+    def _end_all(self) -> None:
+        """Nothing of this run may outlive it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(TERMINATION)
+            except subprocess.TimeoutExpired:
+                self._kill()
+        self._kill_workers()
+
+    def _kill(self) -> None:
+        self._kill_workers()
+        self.process.kill()
+        self.process.wait()
+
+    def _kill_workers(self) -> None:
+        for notice in self.board.notices():
+            if notice.pid and is_alive(notice.pid):
+                for send in (os.killpg, os.kill):  # mpiexec makes each worker the leader of a process group
+                    try:
+                        send(notice.pid, signal.SIGKILL)
+                    except (ProcessLookupError, PermissionError):
+                        continue
+
+    def _report(self) -> int:
+        """Name whoever ended the run."""
+        notices = self.board.notices()
+        failed = [rank for rank, notice in enumerate(notices) if notice.state is State.FAILED]
+        text = self._mpiexec_text.decode("utf-8", "replace")
+        ended = ENDED.search(" ".join(text.split()))
+        if ended is not None and notices[int(ended[1])].state in (State.RUNNING, State.STOPPED):
+            rank = int(ended[1])
+            self._say(f"rank {rank} (pid {notices[rank].pid}) is gone: {_reason(ended[2])}")
+            return 1
+        if failed:
+            first = min(failed, key=lambda rank: notices[rank].time)
+            self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
+            return notices[first].code or 1
+        stopped = [notice.text for notice in notices if notice.state is State.STOPPED]
+        if stopped:
+            self._say(stopped[0])
+            return 1
+        gone = [rank for rank, notice in enumerate(notices) if notice.state in (State.RUNNING, State.ABSENT)]
+        if self.process.returncode == 0 and not gone:
+            return 0
+        sys.stderr.write(text)
+        names = ", ".join(map(str, gone or range(self.board.size)))
+        self._say(f"rank {names} did not end well: mpiexec returned {self.process.returncode}")
+        return 1
+
+    def _say_failed(self, ranks: list[int], notice: Notice) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        self._say(f"{who} failed: {notice.text}", alone=len(ranks) == self.board.size)
+
+    def _say(self, message: str, *, alone: bool = False) -> None:
+        others = "" if alone or self.board.size == 1 else "; the other workers were stopped"
+        print(f"graphc: {message}{others}", file=sys.stderr, flush=True)
+
+
+def _reason(number: str | None) -> str:
+    if number is None:
+        return "it ended without leaving the run in order (os._exit, or a crash)"
+    try:
+        name = signal.Signals(int(number)).name
+    except ValueError:
+        name = f"signal {number}"
+    hint = " (by someone, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

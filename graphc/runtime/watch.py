@@ -1,0 +1,207 @@
+"""Learning at once that another worker of this machine is gone.
+
+A worker killed in mid-step leaves the others blocked inside an AllReduce, where no Python runs. A daemon thread therefore
+waits on the process descriptors of the peers. When a peer ends without having left in good order, it says which rank is gone
+and ends this process; so it does when a peer left in good order while this rank waits for it in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from graphc.errors import GraphcError
+from graphc.runtime.board import Board, State
+from graphc.runtime.communicator import QueuedCommunicator
+from graphc.runtime.world import World
+
+RUN_DIRECTORY = "GRAPHC_RUN_DIR"
+"""Environment variable set by the launcher: directory that holds the notice board."""
+
+LAUNCHER = "GRAPHC_LAUNCHER_PID"
+"""Environment variable set by the launcher: its process id."""
+
+BOARD_FILE = "board"
+POLL = 0.25  # seconds between looks at what has no process descriptor
+GRACE = 0.5  # seconds between the message and the end
+PATIENCE = 3.0  # seconds a collective may hang after a peer left in good order
+
+
+class ProcessWatch:
+    """A daemon thread that calls back once for every watched process that ends."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[int | None, Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self.idle: Callable[[], None] = lambda: None
+        threading.Thread(target=self._run, name="graphc-watch", daemon=True).start()
+
+    def add(self, pid: int, gone: Callable[[], None]) -> None:
+        """Call ``gone()`` on the watching thread once process ``pid`` has ended."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except (OSError, AttributeError):  # already gone, or a kernel or sandbox without process descriptors
+            descriptor = None
+        with self._lock:
+            self._entries[pid] = (descriptor, gone)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                entries = dict(self._entries)
+            poll = select.poll()
+            by_descriptor = {d: pid for pid, (d, _) in entries.items() if d is not None}
+            for descriptor in by_descriptor:
+                poll.register(descriptor, select.POLLIN)
+            ended = [by_descriptor[d] for d, _ in poll.poll(POLL * 1000)]
+            ended += [pid for pid, (d, _) in entries.items() if d is None and not is_alive(pid)]
+            for pid in ended:
+                with self._lock:
+                    own, gone = self._entries.pop(pid)
+                if own is not None:
+                    os.close(own)
+                gone()
+            self.idle()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine is there and no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+class Watch:
+    """This process's side of the board: its own notice, and the watch over its peers."""
+
+    def __init__(self, board: Board, rank: int, *, launched: bool) -> None:
+        self.board = board
+        self.rank = rank
+        self.launched = launched
+        self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
+        self.processes = ProcessWatch()
+        self.processes.idle = self._look_for_desertion
+        self.communicators: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
+        self._peers: list[int] = []
+        board.write(rank, State.RUNNING)
+        if launched:
+            self.processes.add(int(os.environ[LAUNCHER]), lambda: os._exit(1))
+
+    def follow(self, ranks: list[int]) -> None:
+        """Watch these ranks of this machine; each has written its process id on the board."""
+        for rank in ranks:
+            if rank != self.rank and rank not in self._peers:
+                self._peers.append(rank)
+                self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._gone(rank))  # type: ignore[misc]
+
+    def goodbye(self) -> None:
+        """Say that this worker leaves in good order."""
+        self.board.write(self.rank, State.LEFT)
+
+    def fail(self, text: str, code: int = 1) -> None:
+        """Say why this worker ends, before it does."""
+        self.board.write(self.rank, State.FAILED, text=text, code=code)
+
+    def _gone(self, rank: int) -> None:
+        notice = self.board.read(rank)
+        if notice.state is State.LEFT:
+            return
+        reason = f"failed: {notice.text}" if notice.text else "ended without a word; it was killed or crashed"
+        self._end(State.STOPPED, f"rank {rank} (pid {notice.pid}) is gone: {reason}")
+
+    def _look_for_desertion(self) -> None:
+        now = time.monotonic()
+        for communicator in self.communicators:
+            current = communicator.current
+            if current is None:
+                continue
+            for rank in self._peers:
+                notice = self.board.read(rank)
+                if notice.state is State.LEFT and now - max(notice.time, current.since) > PATIENCE:
+                    what = current.what.strip()
+                    self._end(State.FAILED, f"rank {rank} ended its program while rank {self.rank} waits for it in {what!r}")
+
+    def _end(self, state: State, message: str) -> None:
+        self.board.write(self.rank, state, text=message, code=1)
+        if not self.launched:  # the launcher reads the board and says it once
+            print(f"graphc: {message}", file=sys.stderr, flush=True)
+        time.sleep(GRACE)
+        os._exit(1)
+
+
+_watch: Watch | None = None
+
+
+def join_launcher() -> Watch | None:
+    """Take this process's place on the launcher's board; None when no launcher of ours started it."""
+    global _watch
+    directory = os.environ.get(RUN_DIRECTORY)
+    if _watch is None and directory is not None:
+        from graphc.runtime.world import find_world
+
+        world = find_world()
+        _watch = Watch(Board(Path(directory) / BOARD_FILE, world.size), world.rank, launched=True)
+    return _watch
+
+
+def watch_peers(communicator: QueuedCommunicator, world: World) -> Watch:
+    """Start watching all ranks on this machine; every rank calls it at the same point."""
+    global _watch
+    mine = join_launcher()
+    if mine is None:
+        mine = _watch = _open_own_board(communicator, world)
+    mine.communicators.add(communicator)
+    hosts = communicator.allgather_object(_host())
+    mine.follow([rank for rank, host in enumerate(hosts) if host == hosts[world.rank]])
+    return mine
+
+
+def _open_own_board(communicator: QueuedCommunicator, world: World) -> Watch:
+    """Without our launcher the lowest rank of each machine makes the board, and unlinks it once all have mapped it."""
+    path = Path(tempfile.gettempdir()) / f"graphc-board-{os.getpid()}-{time.monotonic_ns()}"
+    offers = communicator.allgather_object((_host(), str(path)))
+    leader = next(rank for rank, (host, _) in enumerate(offers) if host == offers[world.rank][0])
+    if leader == world.rank:
+        Board.create(path, world.size).close()
+    communicator.barrier()
+    board = Board(Path(offers[leader][1]), world.size)
+    watch = Watch(board, world.rank, launched=False)
+    communicator.barrier()
+    if leader == world.rank:
+        path.unlink()
+    _report_uncaught(watch)
+    return watch
+
+
+def _report_uncaught(watch: Watch) -> None:
+    """Without our launcher, an uncaught exception would leave this rank in MPI_Finalize, waiting for the others forever."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = str(error) if isinstance(error, GraphcError) else f"{kind.__name__}: {error}"
+        watch.fail(text, getattr(error, "exit_code", 1))
+        previous(kind, error, trace)
+        print(f"graphc: rank {watch.rank} failed: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        watch.end_all(1)
+
+    sys.excepthook = report
+
+
+def _host() -> str:
+    """A name of this running system; host names are not unique among containers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename}/{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,160 @@
+"""Which worker am I, and how many are there?
+
+Looked for in this order: what the caller says → the worker threads of this process → ``RANK``/``WORLD_SIZE``/``LOCAL_RANK``
+→ Open MPI's and PMI's variables → Slurm's → alone.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from graphc.errors import UsageError
+
+Transport: TypeAlias = Literal["null", "threads", "mpi"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The place of this worker among all.
+
+    Attributes:
+        rank: 0 … size - 1.
+        size: number of workers.
+        local_rank: 0 … local_size - 1, the place among the workers on this machine; names the device.
+        local_size: number of workers on this machine.
+        transport: how the workers talk: ``null`` (alone), ``threads`` or ``mpi``.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    transport: Transport = "null"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise UsageError(f"rank {self.rank} does not fit a world of {self.size} worker(s): ranks are 0 … {self.size - 1}")
+        if not 0 <= self.local_rank < self.local_size:
+            raise UsageError(
+                f"local rank {self.local_rank} does not fit {self.local_size} local worker(s): "
+                f"local ranks are 0 … {self.local_size - 1}"
+            )
+
+
+THREAD_WORLD: contextvars.ContextVar[World | None] = contextvars.ContextVar("graphc_thread_world", default=None)
+"""The world of the worker thread that asks; set by :mod:`graphc.runtime.threads`."""
+
+
+def find_world(explicit: World | None = None, environment: Mapping[str, str] | None = None) -> World:
+    """Find the world of this worker.
+
+    Args:
+        explicit: taken as it is when given.
+        environment: looked through instead of ``os.environ``.
+
+    Raises:
+        UsageError: a variable that is no whole number, or a set of variables of which one is missing.
+    """
+    if explicit is not None:
+        return explicit
+    inside_thread = THREAD_WORLD.get()
+    if inside_thread is not None:
+        return inside_thread
+    found = os.environ if environment is None else environment
+    for look in (_from_rank, _from_open_mpi, _from_pmi, _from_slurm):
+        world = look(found)
+        if world is not None:
+            return world
+    return World()
+
+
+def threads_for(world: World) -> int:
+    """Compute threads for this worker: cores it may use ÷ workers on this machine, at least 1."""
+    return max(1, available_cores() // world.local_size)
+
+
+def available_cores() -> int:
+    """Cores in the affinity mask of this process, or fewer where a container's CPU quota allows fewer."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def _from_rank(environment: Mapping[str, str]) -> World | None:
+    rank, size = _pair(environment, "RANK", "WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    return _world(rank, size, _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE"))
+
+
+def _from_open_mpi(environment: Mapping[str, str]) -> World | None:
+    rank, size = _pair(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
+    return _world(rank, size, local_rank, _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"))
+
+
+def _from_pmi(environment: Mapping[str, str]) -> World | None:
+    rank, size = _pair(environment, "PMI_RANK", "PMI_SIZE")
+    if rank is None or size is None:
+        return None
+    return _world(rank, size, _number(environment, "MPI_LOCALRANKID"), _number(environment, "MPI_LOCALNRANKS"))
+
+
+def _from_slurm(environment: Mapping[str, str]) -> World | None:
+    # The step variables exist only under srun; SLURM_NTASKS is also set in a batch script's own shell, which is one process.
+    size = _number(environment, "SLURM_STEP_NUM_TASKS")
+    rank = _number(environment, "SLURM_PROCID")
+    if rank is None or size is None:
+        return None
+    node = _number(environment, "SLURM_NODEID") or 0
+    per_node = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local_size = per_node[node] if node < len(per_node) else None
+    return _world(rank, size, _number(environment, "SLURM_LOCALID"), local_size)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``"2(x3),1"`` → [2, 2, 2, 1]; empty where the text is something else."""
+    result: list[int] = []
+    for part in filter(None, text.split(",")):
+        tasks, _, repeat = part.partition("(x")
+        repeat = repeat.rstrip(")") or "1"
+        if not (tasks.isdecimal() and repeat.isdecimal()):
+            return []
+        result += [int(tasks)] * int(repeat)
+    return result
+
+
+def _world(rank: int, size: int, local_rank: int | None, local_size: int | None) -> World:
+    """Fill in what is not said: all workers on one machine."""
+    if local_rank is None:
+        local_rank = rank if local_size is None else rank % local_size
+    if local_size is None:
+        local_size = max(size, local_rank + 1)
+    return World(rank, size, local_rank, local_size, "mpi" if size > 1 else "null")
+
+
+def _pair(environment: Mapping[str, str], rank: str, size: str) -> tuple[int | None, int | None]:
+    if (rank in environment) != (size in environment):
+        there, missing = (rank, size) if rank in environment else (size, rank)
+        raise UsageError(f"the environment sets {there} but not {missing}; set both, or neither to run alone")
+    return _number(environment, rank), _number(environment, size)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the environment variable {name}={text!r} is not a whole number") from None
