@@ -13,6 +13,9 @@ from graphc.ir.declare import declaration_of
 Dim: TypeAlias = "int | str | None"
 """A dimension: a static size, a symbol's name, or None when nothing is known."""
 
+HELD = "graphc.held"
+"""Key in ``value.meta`` under which :mod:`graphc.ir.symbols` keeps the partly known elements of an integer tensor."""
+
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -109,6 +112,8 @@ def _dims_in(value: ir.Value | None) -> list[Dim] | None:
     known = constant(value)
     if known is not None:
         return [int(d) for d in known.reshape(-1)]
+    if HELD in value.meta:
+        return list(value.meta[HELD])
     producer = value.producer()
     if producer is not None and producer.op_type == "Shape" and producer.inputs[0] is not None:
         found = dims(producer.inputs[0])

@@ -1,0 +1,270 @@
+"""Arithmetic on symbolic sizes: what an integer tensor holds when some of its elements are only known by name.
+
+    shape = Shape(x: [batch, 16, 32])            holds (batch, 16, 32)
+    Concat(Gather(shape, 0), [4, -1])            holds (batch, 4, -1)
+    Reshape(y: [8*batch, 16, 4], …)              has shape [batch, 4, 128]
+
+ONNX's inference of a single node knows constants only, and its whole-graph inference gives every unknown size a new
+name. Here a size is a number, a product such as ``8*batch``, or None; a size that turns out a number folds to a constant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.facts import HELD, Dim, constant, dims
+
+_LIMIT = 64
+_FACTOR = re.compile(r"\d+|[^\d\W][\w.\-]*")
+
+
+def held(value: ir.Value | None) -> tuple[Dim, ...] | None:
+    """The elements of an integer tensor as far as they are known; None when nothing is."""
+    known = constant(value)
+    if known is not None:
+        return tuple(int(d) for d in known.reshape(-1)) if known.size <= _LIMIT and known.dtype.kind in "iub" else None
+    if value is None:
+        return None
+    producer = value.producer()
+    if HELD not in value.meta and producer is not None and producer.op_type == "Shape":
+        found = _shape(producer)
+        return tuple(found) if found is not None else None
+    return value.meta.get(HELD)
+
+
+def product(sizes: Sequence[Dim]) -> Dim:
+    """The product of sizes; None when one is unknown."""
+    number, names = 1, []
+    for size in sizes:
+        if size is None:
+            return None
+        factors = _factors(size)
+        number *= factors[0]
+        names += factors[1]
+    return _text(number, names)
+
+
+def quotient(a: Dim, b: Dim) -> Dim:
+    """a / b where that is exact, else None."""
+    if a is None or b is None or b == 0:
+        return None
+    (number, names), (divisor, others) = _factors(a), _factors(b)
+    left = list(names)
+    for name in others:
+        if name not in left:
+            return None
+        left.remove(name)
+    return _text(number // divisor, left) if number % divisor == 0 else None
+
+
+def _factors(size: int | str) -> tuple[int, list[str]]:
+    if isinstance(size, int):
+        return size, []
+    parts = size.split("*")
+    if not all(_FACTOR.fullmatch(p) for p in parts):
+        return 1, [size]  # a sum or the like: one opaque name
+    return math.prod(int(p) for p in parts if p.isdigit()), [p for p in parts if not p.isdigit()]
+
+
+def _text(number: int, names: Sequence[str]) -> Dim:
+    if not names or number == 0:
+        return number
+    return "*".join(([] if number == 1 else [str(number)]) + sorted(names))
+
+
+def refine(node: ir.Node) -> None:
+    """Improve the shape of the output of ``node`` by what its shape operand holds."""
+    rule = _SHAPES.get(node.op_type)
+    if rule is None or node.domain != "":
+        return
+    found = rule(node)
+    out = node.outputs[0]
+    if found is None:
+        return
+    have = dims(out)
+    if have is not None and len(have) == len(found):
+        found = [h if isinstance(h, int) or f is None else f for h, f in zip(have, found, strict=True)]
+    out.shape = ir.Shape(found)
+
+
+def follow(node: ir.Node) -> np.ndarray | None:
+    """Remember what the integer output of ``node`` holds; its value as an array when every element is a number."""
+    rule = _CONTENTS.get(node.op_type)
+    if rule is None or node.domain != "" or len(node.outputs) != 1:
+        return None
+    out = node.outputs[0]
+    out.meta.pop(HELD, None)
+    found = dims(out)
+    if out.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL) or found is None or len(found) > 1:
+        return None
+    elements = rule(node)
+    if elements is None or len(elements) > _LIMIT or (not found and len(elements) != 1):
+        return None
+    if all(isinstance(e, int) for e in elements):
+        return np.array(elements, dtype=out.dtype.numpy()).reshape(() if not found else -1)
+    out.meta[HELD] = tuple(elements)
+    return None
+
+
+# The shape of an output ------------------------------------------------------------------------------------------------
+
+
+def _reshape(node: ir.Node) -> Sequence[Dim] | None:
+    target, source = held(node.inputs[1]), _dims_of(node.inputs[0])
+    if target is None:
+        return None
+    copied = "allowzero" not in node.attributes or not node.attributes["allowzero"].as_int()
+    if copied and 0 in target:
+        known = [*(source or ()), *[None] * len(target)]
+        target = tuple(known[k] if d == 0 else d for k, d in enumerate(target))
+    if -1 not in target:
+        return target
+    rest = quotient(product(source), product([d for d in target if d != -1])) if source is not None else None
+    return [rest if d == -1 else d for d in target]
+
+
+def _expand(node: ir.Node) -> Sequence[Dim] | None:
+    target, source = held(node.inputs[1]), _dims_of(node.inputs[0])
+    if target is None or source is None:
+        return None
+    rank = max(len(target), len(source))
+    pairs = zip([1] * (rank - len(source)) + [*source], [1] * (rank - len(target)) + [*target], strict=True)
+    return [_broadcast(a, b) for a, b in pairs]
+
+
+def _broadcast(a: Dim, b: Dim) -> Dim:
+    if a == 1 or a == b:
+        return b
+    if b == 1:
+        return a
+    return next((d for d in (a, b) if isinstance(d, int)), None)
+
+
+def _constant_of_shape(node: ir.Node) -> Sequence[Dim] | None:
+    return held(node.inputs[0])
+
+
+def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
+    return dims(value) if value is not None else None
+
+
+_SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
+    "ConstantOfShape": _constant_of_shape,
+    "Expand": _expand,
+    "Reshape": _reshape,
+}
+
+
+# The elements of an output ---------------------------------------------------------------------------------------------
+
+
+def _shape(node: ir.Node) -> Sequence[Dim] | None:
+    found = _dims_of(node.inputs[0])
+    start = node.attributes["start"].as_int() if "start" in node.attributes else None
+    end = node.attributes["end"].as_int() if "end" in node.attributes else None
+    return found[start:end] if found is not None else None
+
+
+def _size(node: ir.Node) -> Sequence[Dim] | None:
+    found = _dims_of(node.inputs[0])
+    return [product(found)] if found is not None else None
+
+
+def _same(node: ir.Node) -> Sequence[Dim] | None:
+    return held(node.inputs[0])
+
+
+def _gather(node: ir.Node) -> Sequence[Dim] | None:
+    data, indices = held(node.inputs[0]), constant(node.inputs[1])
+    if data is None or indices is None or any(not -len(data) <= int(i) < len(data) for i in indices.reshape(-1)):
+        return None
+    return [data[int(i)] for i in indices.reshape(-1)]
+
+
+def _slice(node: ir.Node) -> Sequence[Dim] | None:
+    data = held(node.inputs[0])
+    bounds = [held(v) if v is not None else None for v in node.inputs[1:]]
+    first = [b[0] if b else None for b in bounds] + [None] * 4
+    start, end, _, step = first[:4]
+    if data is None or not isinstance(start, int) or not isinstance(end, int):
+        return None
+    return data[slice(start, end, step if isinstance(step, int) else 1)]
+
+
+def _concat(node: ir.Node) -> Sequence[Dim] | None:
+    parts = [held(v) for v in node.inputs]
+    return None if any(p is None for p in parts) else [d for p in parts if p is not None for d in p]
+
+
+def _reduce_product(node: ir.Node) -> Sequence[Dim] | None:
+    data = held(node.inputs[0])
+    return [product(data)] if data is not None else None
+
+
+def _elementwise(function: Callable[..., Dim]) -> Callable[[ir.Node], Sequence[Dim] | None]:
+    def rule(node: ir.Node) -> Sequence[Dim] | None:
+        operands = [held(v) for v in node.inputs]
+        if any(o is None for o in operands):
+            return None
+        known = [o for o in operands if o is not None]
+        length = max(len(o) for o in known)
+        if any(len(o) not in (1, length) for o in known):
+            return None
+        return [function(*(o[k if len(o) > 1 else 0] for o in known)) for k in range(length)]
+
+    return rule
+
+
+def _add(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return a if b == 0 else b if a == 0 else None
+
+
+def _subtract(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    return a if b == 0 else 0 if a is not None and a == b else None
+
+
+def _multiply(a: Dim, b: Dim) -> Dim:
+    return product([a, b])
+
+
+def _equal(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a == b)
+    if a is not None and a == b:
+        return 1
+    numbers = [d for d in (a, b) if isinstance(d, int)]
+    return 0 if numbers and numbers[0] < 0 and None not in (a, b) else None  # a size is never negative
+
+
+def _where(condition: Dim, a: Dim, b: Dim) -> Dim:
+    return None if not isinstance(condition, int) else a if condition else b
+
+
+_CONTENTS: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
+    "Add": _elementwise(_add),
+    "Cast": _same,
+    "Concat": _concat,
+    "Div": _elementwise(quotient),
+    "Equal": _elementwise(_equal),
+    "Gather": _gather,
+    "Identity": _same,
+    "Mul": _elementwise(_multiply),
+    "ReduceProd": _reduce_product,
+    "Reshape": _same,
+    "Shape": _shape,
+    "Size": _size,
+    "Slice": _slice,
+    "Squeeze": _same,
+    "Sub": _elementwise(_subtract),
+    "Unsqueeze": _same,
+    "Where": _elementwise(_where),
+}
