@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc.registry import Registry
@@ -71,10 +72,16 @@ class OpDeclaration:
     decompose: Decomposition | None = None
 
     def attribute_values(self, node: ir.Node) -> dict[str, Any]:
-        """The node's attributes as Python values, defaults filled in."""
+        """The node's attributes as Python values, defaults filled in.
+
+        A file holds float attributes in float32; they come back as the shortest decimal that rounds to what was stored,
+        so that 0.999 means the same (1 − 0.999 too) before and after a model is saved.
+        """
         values = dict(self.attributes)
         for name, attr in node.attributes.items():
             values[name] = list(attr.value) if isinstance(attr.value, (tuple, list)) else attr.value
+            if attr.type == ir.AttributeType.FLOAT:
+                values[name] = float(str(np.float32(attr.value)))
         return values
 
 

@@ -1,1 +1,267 @@
-"""losses"""
+"""Losses: the reported mean, softmax cross-entropy and negative log-likelihood over class indices.
+
+A loss over samples is two sums (docs/architecture.md, "Exact averaging"): the **total** and the **weight** it is divided
+by. Class indices outside the range give NaN here, never an access out of bounds; a trainer refuses them by name before the
+step runs, with the limits that :func:`label_checks` reads from the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import Spec, declaration_of, declare, same_as, spec_of
+from graphc.ir.facts import FLOATS, dims
+
+OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
+"""Attributes of a loss over classes: the class axis, and the label that does not count (None: every label counts)."""
+
+SMOOTHED: Mapping[str, Any] = {**OVER_CLASSES, "label_smoothing": 0.0}
+
+
+@declare(
+    "Mean", inputs="total weight?", outputs="loss", attributes={"name": "loss"}, infer=same_as(0), reduces={0: "sum", 1: "sum"}
+)
+def mean(op: Builder, total: ir.Value, weight: ir.Value | None = None, *, name: str) -> ir.Value:
+    """loss = total / weight, or total when there is no weight (``reduction=sum``).
+
+    total and weight are rank-0 sums over this rank's samples; data-parallel training sums both over the ranks first, so
+    that the mean over the global batch is exact for uneven shares. 0/0 (every label ignored) is NaN, as in PyTorch.
+    """
+    return op.Identity(total) if weight is None else op.Div(total, weight)  # type: ignore[no-any-return]
+
+
+def _infer_over_classes(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> list[Spec]:
+    dtype, shape = spec_of(inputs[0])
+    label_dtype, label_shape = spec_of(inputs[1])
+    if dtype not in FLOATS:
+        raise ValueError(f"scores must be floating point, not {dtype}")
+    if label_dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        raise ValueError(f"labels must be int32 or int64, not {label_dtype}")
+    if shape is not None:
+        if not -len(shape) <= attributes["axis"] < len(shape):
+            raise ValueError(f"class axis {attributes['axis']} does not exist in scores of rank {len(shape)}")
+        if label_shape is not None and len(label_shape) != len(shape) - 1:
+            raise ValueError(f"labels of rank {len(label_shape)} do not fit scores of rank {len(shape)}: one less is needed")
+    return [(dtype, ir.Shape([])), (dtype, ir.Shape([])), (dtype, shape)]
+
+
+@declare(
+    "SoftmaxCrossEntropy",
+    inputs="logits label class_weight?",
+    outputs="total weight log_prob",
+    attributes=SMOOTHED,
+    infer=_infer_over_classes,
+)
+def softmax_cross_entropy(
+    op: Builder,
+    logits: ir.Value,
+    label: ir.Value,
+    class_weight: ir.Value | None = None,
+    *,
+    axis: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """``torch.nn.functional.cross_entropy`` for class indices, as two sums.
+
+    logits: float (N, C, d1, …) with the classes along ``axis``; label: int (N, d1, …) in [0, C) or ``ignore_index``;
+    class_weight: (C,) in the type of the logits. With q = (1 − s)·onehot(label) + s/C (s = ``label_smoothing``):
+
+        total = −Σ_positions Σ_c class_weight_c · q_c · log softmax(logits)_c      weight = Σ_positions class_weight_label
+
+    over positions that are not ignored. log_prob is the log-softmax, kept for the gradient.
+    """
+    log_prob = op.LogSoftmax(logits, axis=axis)
+    at, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
+    picked = _blank(op, op.GatherElements(log_prob, at, axis=axis), ignored)
+    total = op.Neg(_sum(op, op.Mul(picked, counts)))
+    if label_smoothing:
+        weighted = log_prob if class_weight is None else op.Mul(log_prob, _along(op, class_weight, log_prob, axis))
+        spread = _blank(op, op.ReduceSum(weighted, [axis], keepdims=1), ignored)
+        share = op.Div(op.scalar(label_smoothing, logits), class_count(op, log_prob, axis))
+        total = op.Sub(op.Mul(total, 1.0 - label_smoothing), op.Mul(share, _sum(op, spread)))
+    return total, _sum(op, counts), log_prob
+
+
+@declare(
+    "SoftmaxCrossEntropyGrad",
+    inputs="dtotal log_prob label class_weight?",
+    outputs="dlogits",
+    attributes=SMOOTHED,
+    infer=same_as(1),
+)
+def softmax_cross_entropy_grad(
+    op: Builder,
+    dtotal: ir.Value,
+    log_prob: ir.Value,
+    label: ir.Value,
+    class_weight: ir.Value | None = None,
+    *,
+    axis: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+) -> ir.Value:
+    """dlogits = dtotal · (softmax · Σ_c r_c − r),  r_c = class_weight_c · q_c, and 0 at ignored positions."""
+    at, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
+    hit = op.Mul(counts, dtotal)
+    if label_smoothing:
+        hit = op.Mul(hit, 1.0 - label_smoothing)
+    scale, spread = hit, None
+    if label_smoothing:
+        scale, spread = _smoothed(op, log_prob, class_weight, axis, ignored, label_smoothing)
+        scale, spread = op.Add(hit, op.Mul(scale, dtotal)), op.Mul(spread, dtotal)
+    dense = op.Mul(op.Exp(log_prob), scale)
+    if spread is not None:
+        dense = op.Sub(dense, spread)
+    return op.ScatterElements(dense, at, op.Neg(hit), axis=axis, reduction="add")  # type: ignore[no-any-return]
+
+
+def softmax_scale(
+    op: Builder,
+    log_prob: ir.Value,
+    label: ir.Value,
+    class_weight: ir.Value | None,
+    *,
+    axis: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+) -> ir.Value:
+    """Σ_c r_c of each position (see ``SoftmaxCrossEntropyGrad``), with size 1 along ``axis``: how the softmax is scaled."""
+    _, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
+    if not label_smoothing:
+        return counts
+    scale, _ = _smoothed(op, log_prob, class_weight, axis, ignored, label_smoothing)
+    return op.Add(op.Mul(counts, 1.0 - label_smoothing), scale)  # type: ignore[no-any-return]
+
+
+@declare(
+    "NegativeLogLikelihood",
+    inputs="log_prob label class_weight?",
+    outputs="total weight",
+    attributes=OVER_CLASSES,
+    infer=lambda inputs, attributes: _infer_over_classes(inputs, attributes)[:2],
+)
+def negative_log_likelihood(
+    op: Builder,
+    log_prob: ir.Value,
+    label: ir.Value,
+    class_weight: ir.Value | None = None,
+    *,
+    axis: int,
+    ignore_index: int | None,
+) -> tuple[ir.Value, ir.Value]:
+    """``torch.nn.functional.nll_loss`` as two sums; inputs as those of ``SoftmaxCrossEntropy``, with log-probabilities.
+
+    total = −Σ class_weight_label · log_prob_label      weight = Σ class_weight_label
+    """
+    at, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
+    picked = _blank(op, op.GatherElements(log_prob, at, axis=axis), ignored)
+    return op.Neg(_sum(op, op.Mul(picked, counts))), _sum(op, counts)
+
+
+@declare("BinaryCrossEntropyWithLogits", inputs="logits label", outputs="losses", infer=same_as(0))
+def binary_cross_entropy_with_logits(op: Builder, logits: ir.Value, label: ir.Value) -> ir.Value:
+    """losses = (1 − label)·logits + log(1 + exp(−logits)), elementwise and without overflow; one shape and type for all.
+
+    The logarithm is max(−x, 0) + log(1 + exp(−|x|)); its derivative at 0 needs the closed form, hence an op of its own.
+    """
+    tail = op.Log(op.Add(op.Exp(op.Neg(op.Abs(logits))), 1.0))
+    return op.Add(op.Mul(op.Sub(1.0, label), logits), op.Add(op.Relu(op.Neg(logits)), tail))  # type: ignore[no-any-return]
+
+
+def picks(
+    op: Builder, scores: ir.Value, label: ir.Value, class_weight: ir.Value | None, axis: int, ignore_index: int | None
+) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """What each label selects, everything with size 1 along ``axis``.
+
+    Returns:
+        at: int64 indices that are always inside the classes (0 where the label is outside).
+        counts: what each position counts, in the type of ``scores``: its class weight or 1, 0 where ignored, NaN where the
+            label is outside the classes and not ignored.
+        ignored: bool, or None when no label is ignored.
+    """
+    axis += op.rank(scores) if axis < 0 else 0
+    index = op.Cast(op.Unsqueeze(label, [axis]), to=int(ir.DataType.INT64))
+    classes = op.Cast(class_count(op, scores, axis), to=int(ir.DataType.INT64))
+    inside = op.And(op.GreaterOrEqual(index, 0), op.Less(index, classes))
+    at = op.Where(inside, index, op.scalar(0, index))
+    one = op.scalar(1.0, scores) if class_weight is None else op.Gather(class_weight, at)
+    counts = op.Where(inside, one, op.scalar(np.nan, scores))
+    if ignore_index is None:
+        return at, counts, None
+    ignored = op.Equal(index, ignore_index)
+    return at, op.Where(ignored, op.scalar(0.0, scores), counts), ignored
+
+
+def class_count(op: Builder, scores: ir.Value, axis: int) -> ir.Value:
+    """The number of classes as a rank-0 value of the type of ``scores``; a constant when that dimension is static."""
+    axis += op.rank(scores) if axis < 0 else 0
+    size = (dims(scores) or ())[axis]
+    if isinstance(size, int):
+        return op.scalar(size, scores)
+    return op.cast_like(op.Squeeze(op.Shape(scores, start=axis, end=axis + 1), [0]), scores)
+
+
+def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
+    """The class indices that the losses of ``graph`` accept, read from its nodes.
+
+    Returns:
+        graph input → (low, high, ignore_index): every label must lie in [low, high) or equal ``ignore_index``.
+    """
+    checks: dict[str, tuple[int, int, int | None]] = {}
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is None or node.op_type not in ("SoftmaxCrossEntropy", "NegativeLogLikelihood"):
+            continue
+        scores, label = node.inputs[0], _behind_views(node.inputs[1])
+        if scores is None or label is None or not label.is_graph_input() or label.name is None:
+            continue
+        values = declaration.attribute_values(node)
+        size = (dims(scores) or (None,) * (values["axis"] + 1))[values["axis"]]
+        if isinstance(size, int):
+            checks[label.name] = (0, size, values["ignore_index"])
+    return checks
+
+
+def _behind_views(value: ir.Value | None) -> ir.Value | None:
+    """The value whose elements ``value`` holds, seen through casts and changes of shape."""
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+            break
+        value = producer.inputs[0]
+    return value
+
+
+def _smoothed(
+    op: Builder, log_prob: ir.Value, class_weight: ir.Value | None, axis: int, ignored: ir.Value | None, smoothing: float
+) -> tuple[ir.Value, ir.Value]:
+    """(Σ_c s/C · class_weight_c, s/C · class_weight_c): what smoothing adds, 0 at ignored positions."""
+    share = op.Div(op.scalar(smoothing, log_prob), class_count(op, log_prob, axis))
+    if class_weight is None:
+        scale, spread = op.scalar(smoothing, log_prob), share
+    else:
+        scale = op.Mul(share, _sum(op, class_weight))
+        spread = op.Mul(share, _along(op, class_weight, log_prob, axis))
+    return _blank(op, scale, ignored), _blank(op, spread, ignored)
+
+
+def _blank(op: Builder, value: ir.Value, ignored: ir.Value | None) -> ir.Value:
+    if ignored is None:
+        return value
+    return op.Where(ignored, op.scalar(0.0, value), value)  # type: ignore[no-any-return]
+
+
+def _sum(op: Builder, value: ir.Value) -> ir.Value:
+    return op.ReduceSum(value, keepdims=0)  # type: ignore[no-any-return]
+
+
+def _along(op: Builder, vector: ir.Value, like: ir.Value, axis: int) -> ir.Value:
+    """A vector over classes with the rank of ``like``."""
+    shape = np.ones(op.rank(like), dtype=np.int64)
+    shape[axis] = -1
+    return op.Reshape(vector, shape)  # type: ignore[no-any-return]

@@ -1,1 +1,316 @@
-"""updates"""
+"""Update nodes: what replaces state at the end of a step. Optimizers by PyTorch's definitions, elementwise over parameters.
+
+Common to all optimizers: ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is grad / divisor;
+``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters, gradients and
+state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it).
+Scalars that depend on the step are computed in float64, as PyTorch does in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import InferFunction, Spec, declare, same_as, spec_of
+from graphc.ir.facts import static_dims
+
+
+def _like_parameter(outputs: int, *same: int) -> InferFunction:
+    """Inference of an optimizer: ``outputs`` tensors like input 0; the inputs ``same``, where given, must be like it too."""
+
+    def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+        parameter = inputs[0]
+        spec = spec_of(parameter)
+        shape = static_dims(parameter) if parameter is not None else None
+        for value in (inputs[k] for k in same):
+            if value is None:
+                continue
+            if value.dtype != spec[0]:
+                raise ValueError(f"{value.name!r} is {value.dtype}, the parameter {spec[0]}")
+            other = static_dims(value)
+            if shape is not None and other is not None and shape != other:
+                raise ValueError(f"{value.name!r} has shape {list(other)}, the parameter {list(shape)}")
+        return [spec] * outputs
+
+    return infer
+
+
+@declare(
+    "SGD",
+    inputs="param grad lr divisor?",
+    outputs="next_param",
+    attributes={"weight_decay": 0.0, "bucket": ""},
+    infer=_like_parameter(1, 1),
+    next_value={0: 0},
+    reduces={1: "sum", 3: "sum"},
+)
+def sgd(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    weight_decay: float,
+    bucket: str,
+) -> ir.Value:
+    """g = grad/divisor + weight_decay·param;  param' = param − lr·g"""
+    g = _gradient(op, param, grad, divisor, weight_decay)
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), g))  # type: ignore[no-any-return]
+
+
+@declare(
+    "Momentum",
+    inputs="param grad momentum_buffer step lr divisor?",
+    outputs="next_param next_momentum_buffer",
+    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "bucket": ""},
+    infer=_like_parameter(2, 1, 2),
+    next_value={0: 0, 1: 2},
+    reduces={1: "sum", 5: "sum"},
+)
+def momentum_sgd(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    momentum_buffer: ir.Value,
+    step: ir.Value,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    momentum: float,
+    dampening: float,
+    nesterov: int,
+    weight_decay: float,
+    bucket: str,
+) -> tuple[ir.Value, ir.Value]:
+    """``torch.optim.SGD`` with momentum.
+
+    g = grad/divisor + weight_decay·param;  b' = g at step 1, else momentum·b + (1 − dampening)·g
+    param' = param − lr·b', or with Nesterov param − lr·(g + momentum·b')
+    """
+    g = _gradient(op, param, grad, divisor, weight_decay)
+    buffer = op.Add(op.Mul(momentum_buffer, momentum), op.Mul(g, 1.0 - dampening) if dampening else g)
+    if dampening:  # without it a buffer of zeros already gives g at step 1
+        buffer = op.Where(op.Equal(step, 1), g, buffer)
+    direction = op.Add(g, op.Mul(buffer, momentum)) if nesterov else buffer
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), direction)), buffer
+
+
+def _adam(
+    op: Builder,
+    param: ir.Value,
+    g: ir.Value,
+    exp_avg: ir.Value,
+    exp_avg_sq: ir.Value,
+    step: ir.Value,
+    lr: ir.Value,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    first = op.Add(exp_avg, op.Mul(op.Sub(g, exp_avg), 1.0 - beta1))
+    second = op.Add(op.Mul(exp_avg_sq, beta2), op.Mul(op.Mul(g, g), 1.0 - beta2))
+    count = _double(op, step)
+    size = op.Div(_double(op, lr), op.Sub(1.0, op.Pow(np.float64(beta1), count)))
+    root = op.Sqrt(op.Sub(1.0, op.Pow(np.float64(beta2), count)))
+    denominator = op.Add(op.Div(op.Sqrt(second), op.cast_like(root, param)), eps)
+    return op.Sub(param, op.Mul(op.cast_like(size, param), op.Div(first, denominator))), first, second
+
+
+@declare(
+    "Adam",
+    inputs="param grad exp_avg exp_avg_sq step lr divisor?",
+    outputs="next_param next_exp_avg next_exp_avg_sq",
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "bucket": ""},
+    infer=_like_parameter(3, 1, 2, 3),
+    next_value={0: 0, 1: 2, 2: 3},
+    reduces={1: "sum", 6: "sum"},
+)
+def adam(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    exp_avg: ir.Value,
+    exp_avg_sq: ir.Value,
+    step: ir.Value,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bucket: str,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
+
+    g = grad/divisor + weight_decay·param;  m' = β1·m + (1 − β1)·g;  v' = β2·v + (1 − β2)·g²
+    param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
+    """
+    g = _gradient(op, param, grad, divisor, weight_decay)
+    return _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+
+
+@declare(
+    "AdamW",
+    inputs="param grad exp_avg exp_avg_sq step lr divisor?",
+    outputs="next_param next_exp_avg next_exp_avg_sq",
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "bucket": ""},
+    infer=_like_parameter(3, 1, 2, 3),
+    next_value={0: 0, 1: 2, 2: 3},
+    reduces={1: "sum", 6: "sum"},
+)
+def adamw(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    exp_avg: ir.Value,
+    exp_avg_sq: ir.Value,
+    step: ir.Value,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bucket: str,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
+    g = _gradient(op, param, grad, divisor, 0.0)
+    if weight_decay:
+        keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
+        param = op.Mul(param, op.cast_like(keep, param))
+    return _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+
+
+@declare(
+    "Adagrad",
+    inputs="param grad sum step lr divisor?",
+    outputs="next_param next_sum",
+    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "bucket": ""},
+    infer=_like_parameter(2, 1, 2),
+    next_value={0: 0, 1: 2},
+    reduces={1: "sum", 5: "sum"},
+)
+def adagrad(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    sum: ir.Value,
+    step: ir.Value,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    bucket: str,
+) -> tuple[ir.Value, ir.Value]:
+    """``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011).
+
+    g = grad/divisor + weight_decay·param;  s' = s + g²;  param' = param − lr/(1 + (t − 1)·lr_decay) · g / (√s' + eps)
+    """
+    g = _gradient(op, param, grad, divisor, weight_decay)
+    total = op.Add(sum, op.Mul(g, g))
+    size = _double(op, lr)
+    if lr_decay:
+        size = op.Div(size, op.Add(op.Mul(op.Sub(_double(op, step), 1.0), lr_decay), 1.0))
+    change = op.Div(g, op.Add(op.Sqrt(total), eps))
+    return op.Sub(param, op.Mul(op.cast_like(size, param), change)), total
+
+
+def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    grad_avg, momentum_buffer = inputs[3], inputs[4]
+    if bool(attributes["centered"]) != (grad_avg is not None):
+        raise ValueError("grad_avg must be given exactly when centered")
+    if bool(attributes["momentum"]) != (momentum_buffer is not None):
+        raise ValueError("momentum_buffer must be given exactly when momentum is not 0")
+    return _like_parameter(4, 1, 2, 3, 4)(inputs, attributes)
+
+
+@declare(
+    "RMSprop",
+    inputs="param grad square_avg grad_avg? momentum_buffer? lr divisor?",
+    outputs="next_param next_square_avg next_grad_avg? next_momentum_buffer?",
+    attributes={"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": 0, "weight_decay": 0.0, "bucket": ""},
+    infer=_infer_rmsprop,
+    next_value={0: 0, 1: 2, 2: 3, 3: 4},
+    reduces={1: "sum", 6: "sum"},
+)
+def rmsprop(
+    op: Builder,
+    param: ir.Value,
+    grad: ir.Value,
+    square_avg: ir.Value,
+    grad_avg: ir.Value | None,
+    momentum_buffer: ir.Value | None,
+    lr: ir.Value,
+    divisor: ir.Value | None = None,
+    *,
+    alpha: float,
+    eps: float,
+    momentum: float,
+    centered: int,
+    weight_decay: float,
+    bucket: str,
+) -> tuple[ir.Value | None, ...]:
+    """``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013).
+
+    g = grad/divisor + weight_decay·param;  s' = α·s + (1 − α)·g²
+    ``centered`` (needs grad_avg): a' = α·a + (1 − α)·g and s' − a'² in place of s' below
+    ``momentum`` (needs momentum_buffer): b' = momentum·b + g/(√s' + eps);  param' = param − lr·b'
+    otherwise param' = param − lr·g/(√s' + eps).  An output whose state is left out is unused.
+    """
+    g = _gradient(op, param, grad, divisor, weight_decay)
+    square = op.Add(op.Mul(square_avg, alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
+    average, variance = None, square
+    if grad_avg is not None:
+        average = op.Add(grad_avg, op.Mul(op.Sub(g, grad_avg), 1.0 - alpha))
+        variance = op.Sub(square, op.Mul(average, average))
+    change = op.Div(g, op.Add(op.Sqrt(variance), eps))
+    buffer = None
+    if momentum_buffer is not None:
+        change = buffer = op.Add(op.Mul(momentum_buffer, momentum), change)
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), change)), square, average, buffer
+
+
+@declare(
+    "RunningAverage",
+    inputs="running batch",
+    outputs="next_running",
+    attributes={"momentum": 0.9, "bucket": ""},
+    infer=_like_parameter(1, 1),
+    next_value={0: 0},
+    reduces={1: "mean"},
+)
+def running_average(op: Builder, running: ir.Value, batch: ir.Value, *, momentum: float, bucket: str) -> ir.Value:
+    """running' = momentum·running + (1 − momentum)·batch: ONNX's meaning of ``momentum`` (PyTorch's is one minus it)."""
+    return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))  # type: ignore[no-any-return]
+
+
+@declare(
+    "Increment",
+    inputs="step",
+    outputs="next_step",
+    attributes={"bucket": ""},
+    infer=same_as(0),
+    next_value={0: 0},
+)
+def increment(op: Builder, step: ir.Value, *, bucket: str) -> ir.Value:
+    """step' = step + 1"""
+    return op.Add(step, 1)  # type: ignore[no-any-return]
+
+
+def _gradient(op: Builder, param: ir.Value, grad: ir.Value, divisor: ir.Value | None, weight_decay: float) -> ir.Value:
+    """grad / divisor + weight_decay · param"""
+    g = grad if divisor is None else op.Div(grad, op.cast_like(divisor, grad))
+    return op.Add(g, op.Mul(param, weight_decay)) if weight_decay else g
+
+
+def _double(op: Builder, value: ir.Value) -> ir.Value:
+    return value if value.dtype == ir.DataType.DOUBLE else op.Cast(value, to=int(ir.DataType.DOUBLE))

@@ -1,0 +1,182 @@
+"""The losses, as a user names them: ``graphc.losses.SoftmaxCrossEntropy(logits="logits", label="label")``.
+
+Each is one step of the pipeline (the ``loss`` pass does the work). On the command line the same loss is
+``softmax_cross_entropy:logits=logits,label=label``; :func:`parse` reads that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from graphc.errors import UsageError, nearest
+from graphc.pipeline import PASSES, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What all losses have in common.
+
+    Attributes:
+        reduction: ``mean`` over what counts, exact over uneven shares of the workers, or ``sum``.
+        keep_outputs: keep the model's own outputs behind the loss.
+    """
+
+    kind: ClassVar[str]
+    reduction: str = "mean"
+    keep_outputs: bool = False
+
+    def step(self) -> Step:
+        """The step of the pipeline that puts this loss on a model."""
+        options: dict[str, Any] = {"kind": self.kind}
+        options.update({f.name: getattr(self, f.name) for f in fields(self)})
+        return Step("loss", {key: value for key, value in options.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class SoftmaxCrossEntropy(Loss):
+    """``torch.nn.functional.cross_entropy`` of scores (N, C, d1, …) and class indices (N, d1, …) or probabilities (N, C, …).
+
+    A Softmax or LogSoftmax that ends the model is absorbed.
+
+    Attributes:
+        logits: value with the scores; None: the model's only output.
+        label: value of the graph, or name of a new input.
+        ignore_index: label that does not count; None: every label counts.
+        axis: class axis; None: that of an absorbed Softmax, else 1.
+        label_smoothing: share in [0, 1] of each label that is spread evenly over the classes.
+        class_weight: one number per class, or the name of an initializer.
+        label_kind: ``class``, ``probabilities`` or ``auto`` (by the type of an existing label; else ``class``).
+        metrics: also report ``accuracy``.
+    """
+
+    kind: ClassVar[str] = "softmax_cross_entropy"
+    logits: str | None = None
+    label: str = "label"
+    ignore_index: int | None = None
+    axis: int | None = None
+    label_smoothing: float = 0.0
+    class_weight: Sequence[float] | str | None = None
+    label_kind: str = "auto"
+    metrics: bool = False
+
+
+@dataclass(frozen=True)
+class NLL(Loss):
+    """``torch.nn.functional.nll_loss`` of log-probabilities; attributes as those of :class:`SoftmaxCrossEntropy`."""
+
+    kind: ClassVar[str] = "nll"
+    logits: str | None = None
+    label: str = "label"
+    ignore_index: int | None = None
+    axis: int | None = None
+    class_weight: Sequence[float] | str | None = None
+    metrics: bool = False
+
+
+@dataclass(frozen=True)
+class BCEWithLogits(Loss):
+    """``torch.nn.functional.binary_cross_entropy_with_logits``; a Sigmoid that ends the model is absorbed.
+
+    The label has the shape of the logits; ``metrics`` reports the accuracy at logits above 0.
+    """
+
+    kind: ClassVar[str] = "bce_with_logits"
+    logits: str | None = None
+    label: str = "label"
+    metrics: bool = False
+
+
+@dataclass(frozen=True)
+class MSE(Loss):
+    """Mean over all elements of (prediction − label)²."""
+
+    kind: ClassVar[str] = "mse"
+    prediction: str | None = None
+    label: str = "label"
+
+
+@dataclass(frozen=True)
+class L1(Loss):
+    """Mean over all elements of |prediction − label|."""
+
+    kind: ClassVar[str] = "l1"
+    prediction: str | None = None
+    label: str = "label"
+
+
+@dataclass(frozen=True)
+class Huber(Loss):
+    """``torch.nn.functional.huber_loss``: quadratic up to ``delta``, linear beyond."""
+
+    kind: ClassVar[str] = "huber"
+    prediction: str | None = None
+    label: str = "label"
+    delta: float = 1.0
+
+
+@dataclass(frozen=True)
+class Output(Loss):
+    """A scalar that the model computes itself; over several workers, its mean over them.
+
+    Attributes:
+        name: of the scalar; None: the model's only output.
+    """
+
+    kind: ClassVar[str] = "output"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Model(Loss):
+    """The scalar output of another ONNX file; over several workers, its mean over them.
+
+    Attributes:
+        path: of the file. Its inputs are values of the model where names agree, else new inputs; its weights are constant.
+    """
+
+    kind: ClassVar[str] = "model"
+    path: str
+
+
+LOSSES: Mapping[str, type[Loss]] = {
+    loss.kind: loss for loss in (SoftmaxCrossEntropy, NLL, BCEWithLogits, MSE, L1, Huber, Output, Model)
+}
+"""Name on the command line → loss."""
+
+
+def parse(text: str) -> Loss:
+    """Read ``kind`` or ``kind:option=value,…``, as in ``softmax_cross_entropy:logits=L,label=Y,ignore_index=-100``.
+
+    Several class weights are separated by ``|``.
+
+    Raises:
+        UsageError: an unknown loss or option (with the nearest match), or a value of the wrong type.
+    """
+    kind, options = split_choice("loss", text, {name: [f.name for f in fields(loss)] for name, loss in LOSSES.items()})
+    if kind == "model" and "path" not in options:
+        raise UsageError("loss 'model' needs path=FILE.onnx")
+    return LOSSES[kind](**PASSES["loss"].bind(options))
+
+
+def split_choice(what: str, text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, dict[str, str]]:
+    """Split ``name:key=value,…`` and check name and keys against ``known``; a key without a value is ``true``.
+
+    Raises:
+        UsageError: an unknown name or key, with the nearest match; a key given twice.
+    """
+    name, _, body = (part.strip() for part in text.partition(":"))
+    if name not in known:
+        raise UsageError(f"unknown {what} {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+    options: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in body.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key not in known[name]:
+            raise UsageError(
+                f"{what} {name!r} has no option {key!r}{nearest(key, known[name])}; its options are {', '.join(known[name])}"
+            )
+        if key in options:
+            raise UsageError(f"{what} {name!r}: option {key!r} is given twice")
+        options[key] = value if equals else "true"
+    return name, options

@@ -1,0 +1,116 @@
+"""What the kinds of the ``loss`` pass share: the request, the sums they leave, and questions about scores and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe_value, dims, is_float, static_dims
+from graphc.ir.names import find_value
+from graphc.pipeline import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a loss leaves, all of rank 0: Σ loss, what it is divided by, and the counts behind the accuracy (if any)."""
+
+    total: ir.Value
+    weight: ir.Value
+    correct: ir.Value | None = None
+    counted: ir.Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A loss to build: the graph, the builder, and the options that were given."""
+
+    graph: ir.Graph
+    ctx: Context
+    op: Builder
+    kind: str
+    options: Mapping[str, Any]
+    metrics: bool
+
+    def scored(self, option: str) -> ir.Value:
+        """The value that ``option`` names, by default the model's only output; floating point, of known rank."""
+        if option in self.options:
+            value = find_value(self.graph, self.options[option])
+        elif len(self.graph.outputs) == 1:
+            value = self.graph.outputs[0]
+        else:
+            names = ", ".join(v.name or "?" for v in self.graph.outputs)
+            raise UsageError(f"the model has {len(self.graph.outputs)} outputs ({names}): say which with {option}=NAME")
+        if not is_float(value):
+            raise UsageError(f"{option} {describe_value(value)} is not floating point")
+        if value.shape is None:
+            raise UsageError(f"the rank of {option} {value.name!r} is unknown: give the model's inputs a shape")
+        return value
+
+    def existing_label(self) -> ir.Value | None:
+        """The value of the graph that serves as the label, or None when it is to be a new input."""
+        name = self.options.get("label", "label")
+        if "label" not in self.options and not any(v.name == name for v in self.graph.inputs):
+            return None
+        try:
+            value = find_value(self.graph, name)
+        except UsageError:
+            return None
+        if value.shape is None:
+            raise UsageError(f"the rank of label {name!r} is unknown: give the model's inputs a shape")
+        return value
+
+    def new_label(self, dtype: ir.DataType, shape: Sequence[Any]) -> ir.Value:
+        """A new graph input for the label."""
+        name = self.options.get("label", "label")
+        value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        if value.name != name:
+            raise UsageError(
+                f"the model computes a value {name!r}: to use it say label={name}, else give the label another name"
+            )
+        self.graph.inputs.append(value)
+        return value
+
+
+def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
+    have, want = dims(label), dims(value) or ()
+    if (
+        have is None
+        or len(have) != len(want)
+        or any(h != w and ((isinstance(h, int) and isinstance(w, int)) or 1 in (h, w)) for h, w in zip(have, want, strict=True))
+    ):
+        raise UsageError(f"label {describe_value(label)} and {option} {describe_value(value)} must have one shape")
+
+
+def hits(op: Builder, flags: ir.Value) -> ir.Value:
+    return op.ReduceSum(op.Cast(flags, to=int(ir.DataType.FLOAT)), keepdims=0)  # type: ignore[no-any-return]
+
+
+def count_elements(op: Builder, value: ir.Value) -> ir.Value:
+    """The number of elements of ``value``, as a float scalar (of its type, or float32 for integers)."""
+    dtype = value.dtype if is_float(value) and value.dtype is not None else ir.DataType.FLOAT
+    sizes = static_dims(value)
+    if sizes is not None:
+        return op.const(np.asarray(np.prod(sizes), dtype=dtype.numpy()))
+    return op.Cast(op.Size(value), to=int(dtype))  # type: ignore[no-any-return]
+
+
+_VIEWS = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze")
+
+
+def producer_behind_views(value: ir.Value, kinds: Sequence[str]) -> ir.Node | None:
+    """The node of one of ``kinds`` that made ``value``, seen through changes of shape; a Log of a Softmax is a LogSoftmax."""
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type in _VIEWS and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "Log" and "LogSoftmax" in kinds and node.inputs[0] is not None:
+        inner = node.inputs[0].producer()
+        return inner if inner is not None and inner.domain == "" and inner.op_type == "Softmax" else None
+    return node if node.op_type in kinds else None

@@ -1,0 +1,425 @@
+"""The loss pass against ``torch.nn.functional``: values and gradients, in float64, with static and symbolic batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.infer import propagate
+from graphc.ir.names import LOSS_TOTAL
+from graphc.ir.ops.losses import label_checks
+from graphc.passes.autodiff import autodiff
+from graphc.passes.decompose import decompose
+from graphc.passes.loss import loss
+from graphc.pipeline import Context
+
+Array = np.ndarray[Any, Any]
+
+HEAD = '<ir_version: 11, opset_import: ["" : 26]>'
+
+
+def graph_of(signature: str, body: str) -> ir.Model:
+    """A legal model from ONNX text: ``graph_of("double[N,3] x) => (double[N,3] y", "y = Identity(x)")``."""
+    model = ir.from_onnx_text(f"{HEAD} g ({signature}) {{ {body} }}")
+    for k, node in enumerate(model.graph):
+        node.name = f"node{k}"
+    propagate(model.graph)
+    return model
+
+
+def scores(shape: str, label: str = "") -> ir.Model:
+    """A model whose output ``z`` is its input ``x``."""
+    return graph_of(f"double[{shape}] x{label}) => (double[{shape}] z", "z = Identity(x)")
+
+
+def outputs(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Decompose ``model`` and run it in onnxruntime."""
+    names = [v.name for v in model.graph.outputs]
+    decompose(model, Context())
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+
+def run(model: ir.Model, feeds: Mapping[str, Array], *, of: str | None = None, **options: Any) -> dict[str, Array]:
+    """The reported values, and the gradient of the marked total (or of value ``of``) with respect to ``x``."""
+    loss(model, Context(), **options)
+    autodiff(model, Context(), wrt=["x"], of=[of] if of else None)
+    model.graph.outputs.append(next(v for n in model.graph for v in n.outputs if v.name == "x::grad"))
+    return outputs(model, feeds)
+
+
+def torch_loss(function: Any, x: Array, label: Array, **options: Any) -> tuple[float, Array]:
+    """Loss of ``function`` and gradient of its *mean*."""
+    leaf = torch.tensor(x, requires_grad=True)
+    value = function(leaf, torch.tensor(label), **options)
+    value.backward()
+    assert leaf.grad is not None
+    return float(value.detach()), leaf.grad.numpy()
+
+
+def data(*shape: int, classes_at: int = 1, seed: int = 0) -> tuple[Array, Array]:
+    """Scores and class indices for them."""
+    rng = np.random.default_rng(seed)
+    label_shape = tuple(d for k, d in enumerate(shape) if k != classes_at)
+    return rng.normal(size=shape) * 3, rng.integers(0, shape[classes_at], size=label_shape)
+
+
+WEIGHTS = [0.5, 2.0, 0.0, 1.5, 1.0]
+
+
+@pytest.mark.parametrize("shape", ["4,5", "N,5", "N,5,3", "N,5,H,W"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"ignore_index": 1},
+        {"ignore_index": -100, "label_smoothing": 0.1},
+        {"class_weight": WEIGHTS},
+        {"class_weight": WEIGHTS, "ignore_index": 3, "label_smoothing": 0.3},
+        {"label_smoothing": 0.2, "reduction": "sum"},
+    ],
+    ids=lambda o: "+".join(o) or "plain",
+)
+def test_softmax_cross_entropy_is_that_of_pytorch(shape: str, options: dict[str, Any]) -> None:
+    sizes = {"4,5": (4, 5), "N,5": (7, 5), "N,5,3": (4, 5, 3), "N,5,H,W": (2, 5, 3, 4)}[shape]
+    x, label = data(*sizes)
+    if options.get("ignore_index") == -100:
+        label.reshape(-1)[::3] = -100
+    model = scores(shape)
+    got = run(model, {"x": x, "label": label}, of="loss", **options)
+    reference = {"ignore_index": -10, **options}
+    if "class_weight" in reference:
+        reference["weight"] = torch.tensor(reference.pop("class_weight"), dtype=torch.float64)
+    want, gradient = torch_loss(F.cross_entropy, x, label, **reference)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ignore_index": 1}, {"class_weight": WEIGHTS, "ignore_index": 4}, {"reduction": "sum"}]
+)
+@pytest.mark.parametrize("shape", ["N,5", "2,5,3"])
+def test_nll_is_that_of_pytorch(shape: str, options: dict[str, Any]) -> None:
+    x, label = data(*((6, 5) if shape == "N,5" else (2, 5, 3)))
+    got = run(scores(shape), {"x": x, "label": label}, of="loss", kind="nll", **options)
+    reference = {"ignore_index": -10, **options}
+    if "class_weight" in reference:
+        reference["weight"] = torch.tensor(reference.pop("class_weight"), dtype=torch.float64)
+    want, gradient = torch_loss(F.nll_loss, x, label, **reference)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"class_weight": WEIGHTS}, {"reduction": "sum"}])
+@pytest.mark.parametrize("shape", ["N,5", "2,5,3"])
+def test_probabilities_as_labels(shape: str, options: dict[str, Any]) -> None:
+    sizes = (6, 5) if shape == "N,5" else (2, 5, 3)
+    x, _ = data(*sizes)
+    label = np.random.default_rng(1).dirichlet(np.ones(5), size=sizes[:1] + sizes[2:])
+    label = np.moveaxis(label, -1, 1).copy()
+    got = run(scores(shape), {"x": x, "label": label}, of="loss", label_kind="probabilities", **options)
+    reference = dict(options)
+    if "class_weight" in reference:
+        reference["weight"] = torch.tensor(reference.pop("class_weight"), dtype=torch.float64)
+    want, gradient = torch_loss(F.cross_entropy, x, label, **reference)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "options"),
+    [
+        ("mse", F.mse_loss, {}),
+        ("mse", F.mse_loss, {"reduction": "sum"}),
+        ("l1", F.l1_loss, {}),
+        ("huber", F.huber_loss, {}),
+        ("huber", F.huber_loss, {"delta": 0.3}),
+        ("bce_with_logits", F.binary_cross_entropy_with_logits, {}),
+        ("bce_with_logits", F.binary_cross_entropy_with_logits, {"reduction": "sum"}),
+    ],
+)
+@pytest.mark.parametrize("shape", ["N,3", "4,3"])
+def test_elementwise_losses_are_those_of_pytorch(kind: str, function: Any, options: dict[str, Any], shape: str) -> None:
+    rng = np.random.default_rng(0)
+    x, label = rng.normal(size=(4, 3)) * 2, rng.uniform(size=(4, 3))
+    if kind == "bce_with_logits":
+        x[0] = 0.0  # where its formula has a kink and the loss has none
+    got = run(scores(shape), {"x": x, "label": label}, of="loss", kind=kind, **options)
+    want, gradient = torch_loss(function, x, label, **options)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["softmax_cross_entropy", "bce_with_logits"])
+def test_extreme_scores_stay_finite(kind: str) -> None:
+    x = np.array([[900.0, -900.0], [-900.0, 900.0]])
+    label = np.array([0, 0]) if kind == "softmax_cross_entropy" else np.array([[1.0, 0.0], [0.0, 0.0]])
+    got = run(scores("N,2"), {"x": x, "label": label}, of="loss", kind=kind)
+    function = F.cross_entropy if kind == "softmax_cross_entropy" else F.binary_cross_entropy_with_logits
+    want, gradient = torch_loss(function, x, label)
+    np.testing.assert_allclose(got["loss"], want)
+    np.testing.assert_allclose(got["x::grad"], gradient, atol=1e-14)
+
+
+def test_the_marked_total_is_the_sum_and_the_loss_its_mean() -> None:
+    x, label = data(6, 5)
+    got = run(scores("N,5"), {"x": x, "label": label})
+    want, gradient = torch_loss(F.cross_entropy, x, label, reduction="sum")
+    np.testing.assert_allclose(got["loss"] * 6, want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_all_labels_ignored_is_nan_as_in_pytorch() -> None:
+    x, _ = data(3, 5)
+    got = run(scores("N,5"), {"x": x, "label": np.full(3, 7)}, ignore_index=7)
+    assert np.isnan(got["loss"])
+    assert not got["x::grad"].any()
+
+
+@pytest.mark.parametrize("kind", ["softmax_cross_entropy", "nll"])
+@pytest.mark.parametrize("bad", [-1, 5, 10**12])
+def test_a_label_out_of_range_never_indexes_and_shows_as_nan(kind: str, bad: int) -> None:
+    x, label = data(4, 5)
+    label[2] = bad
+    got = run(scores("N,5"), {"x": x, "label": label}, kind=kind)
+    assert np.isnan(got["loss"])
+    assert np.isfinite(got["x::grad"][[0, 1, 3]]).all()
+
+
+def test_second_derivatives_of_cross_entropy() -> None:
+    x, label = data(3, 5)
+    model = scores("N,5")
+    loss(model, Context(), label_smoothing=0.2, class_weight=[1, 2, 1, 1, 3], ignore_index=0)
+    autodiff(model, Context(), of=["loss"], wrt=["x"])
+    op = Builder(model.graph)
+    first = next(v for n in model.graph for v in n.outputs if v.name == "x::grad")
+    op.emit("Mul", [first, first], outputs=["square"])
+    autodiff(model, Context(), of=["square"], wrt=["x"])
+    second = [v for n in model.graph for v in n.outputs if v.metadata_props.get("graphc.gradient_of") == "x"][-1]
+    model.graph.outputs.append(second)
+    got = outputs(model, {"x": x, "label": label})
+    leaf = torch.tensor(x, requires_grad=True)
+    weight = torch.tensor([1.0, 2, 1, 1, 3], dtype=torch.float64)
+    value = F.cross_entropy(leaf, torch.tensor(label), weight=weight, label_smoothing=0.2, ignore_index=0)
+    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+    (want,) = torch.autograd.grad((gradient**2).sum(), leaf)
+    assert want.abs().max() > 1e-3
+    np.testing.assert_allclose(list(got.values())[-1], want.numpy(), atol=1e-12)
+
+
+# What the file ends with -------------------------------------------------------------------------------------------------
+
+
+ENDINGS = {
+    "softmax": "z = Softmax<axis=1>(x)",
+    "log_softmax": "z = LogSoftmax<axis=-1>(x)",
+    "log of softmax": "p = Softmax<axis=1>(x) z = Log(p)",
+    "identity": "p = Softmax<axis=1>(x) z = Identity(p)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_trailing_softmax_is_absorbed(ending: str) -> None:
+    x, label = data(6, 5)
+    x *= 300  # the probabilities themselves underflow
+    model = graph_of("double[N,5] x) => (double[N,5] z", ENDINGS[ending])
+    got = run(model, {"x": x, "label": label}, of="loss")
+    want, gradient = torch_loss(F.cross_entropy, x, label)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, atol=1e-14)
+
+
+def test_nll_absorbs_a_log_softmax_and_refuses_a_softmax() -> None:
+    x, label = data(6, 5)
+    model = graph_of("double[N,5] x) => (double[N,5] z", "z = LogSoftmax<axis=1>(x)")
+    got = run(model, {"x": x, "label": label}, of="loss", kind="nll")
+    want, gradient = torch_loss(F.cross_entropy, x, label)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, atol=1e-14)
+    with pytest.raises(UsageError, match="softmax_cross_entropy"):
+        loss(graph_of("double[N,5] x) => (double[N,5] z", "z = Softmax<axis=1>(x)"), Context(), kind="nll")
+
+
+def test_a_trailing_sigmoid_is_absorbed_through_a_reshape() -> None:
+    rng = np.random.default_rng(0)
+    x, label = rng.normal(size=(4, 1)) * 900, np.array([1.0, 0.0, 1.0, 0.0])
+    model = graph_of("double[N,1] x) => (double[N] z", "p = Sigmoid(x) axes = Constant<value_ints=[1]>() z = Squeeze(p, axes)")
+    got = run(model, {"x": x, "label": label}, of="loss", kind="bce_with_logits")
+    want, gradient = torch_loss(F.binary_cross_entropy_with_logits, x, label[:, None])
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, atol=1e-14)
+
+
+@pytest.mark.parametrize("batch", ["2", "N"])
+@pytest.mark.parametrize("ending", ["plain", "softmax", "coerced"])
+def test_image_classifiers_that_end_in_1x1_maps_take_one_label_a_sample(batch: str, ending: str) -> None:
+    body = {
+        "plain": "z = Identity(x)",
+        "softmax": "z = Softmax<axis=1>(x)",
+        "coerced": "f = Flatten<axis=1>(x) p = Softmax<axis=1>(f) s = Shape(x) z = Reshape(p, s)",
+    }[ending]
+    model = graph_of(f"double[{batch},5,1,1] x) => (double[{batch},5,1,1] z", body)
+    x, label = data(2, 5, 1, 1)
+    got = run(model, {"x": x, "label": label[:, 0, 0]}, of="loss")
+    want, gradient = torch_loss(F.cross_entropy, x[:, :, 0, 0], label[:, 0, 0])
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"][:, :, 0, 0], gradient, atol=1e-14)
+
+
+def test_classes_last_by_axis_or_by_the_softmax() -> None:
+    x, label = data(2, 3, 5, classes_at=2)
+    want, gradient = torch_loss(F.cross_entropy, np.moveaxis(x, 2, 1), label)
+    softmax = graph_of("double[N,T,5] x) => (double[N,T,5] z", "z = Softmax<axis=-1>(x)")
+    for model, options in ((scores("N,T,5"), {"axis": -1}), (softmax, {})):
+        got = run(model, {"x": x, "label": label}, of="loss", **options)
+        np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+        np.testing.assert_allclose(np.moveaxis(got["x::grad"], 2, 1), gradient, atol=1e-14)
+
+
+# Labels, names and outputs ----------------------------------------------------------------------------------------------
+
+
+def test_the_new_label_shares_the_batch_dimension() -> None:
+    model = scores("N,5,H")
+    loss(model, Context())
+    (label,) = [v for v in model.graph.inputs if v.name == "label"]
+    assert label.dtype == ir.DataType.INT64
+    assert str(label.shape) == "[N,H]"
+    assert [v.name for v in model.graph.outputs] == ["loss"]
+    assert label_checks(model.graph) == {"label": (0, 5, None)}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_an_input_of_the_model_serves_as_label(dtype: str) -> None:
+    x, label = data(4, 5)
+    model = scores("N,5", f", {dtype}[N,1] target")
+    got = run(model, {"x": x, "target": label[:, None].astype(dtype)}, of="loss", label="target", ignore_index=2)
+    want, _ = torch_loss(F.cross_entropy, x, label, ignore_index=2)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+
+
+def test_label_checks_see_through_casts_and_squeezes() -> None:
+    model = scores("N,5", ", uint8[N,1] target")
+    loss(model, Context(), label="target", ignore_index=255)
+    assert label_checks(model.graph) == {"target": (0, 5, 255)}
+
+
+def test_a_float_input_of_the_model_is_taken_as_probabilities() -> None:
+    x, _ = data(4, 5)
+    target = np.random.default_rng(1).dirichlet(np.ones(5), size=4)
+    got = run(scores("N,5", ", double[N,5] target"), {"x": x, "target": target}, of="loss", label="target")
+    want, _ = torch_loss(F.cross_entropy, x, target)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+
+
+def test_an_autoencoder_compares_with_its_own_input() -> None:
+    model = graph_of("double[N,5] x) => (double[N,5] z", "two = Constant<value_float=2.0>() t = CastLike(two, x) z = Mul(x, t)")
+    x, _ = data(4, 5)
+    got = run(model, {"x": x}, kind="mse", label="x")
+    np.testing.assert_allclose(got["loss"], (x**2).mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "correct"),
+    [
+        ("softmax_cross_entropy", {}, 3 / 4),
+        ("softmax_cross_entropy", {"ignore_index": 2}, 2 / 3),
+        ("nll", {}, 3 / 4),
+    ],
+)
+def test_accuracy(kind: str, options: dict[str, Any], correct: float) -> None:
+    x = np.eye(3)[[0, 1, 2, 0]]
+    model = scores("N,3")
+    got = run(model, {"x": x, "label": np.array([0, 0, 2, 0])}, kind=kind, metrics=True, **options)
+    np.testing.assert_allclose(got["accuracy"], correct, rtol=1e-6)
+
+
+def test_accuracy_of_a_binary_classifier_and_of_probabilities() -> None:
+    x = np.array([[1.0, -1.0], [2.0, 3.0]])
+    got = run(scores("N,2"), {"x": x, "label": np.array([[1.0, 1], [1, 1]])}, kind="bce_with_logits", metrics=True)
+    assert got["accuracy"] == 0.75
+    label = np.array([[0.9, 0.1], [0.8, 0.2]])
+    got = run(scores("N,2"), {"x": x, "label": label}, label_kind="probabilities", metrics=True)
+    assert got["accuracy"] == 0.5
+
+
+def test_several_outputs_need_a_name_and_can_be_kept() -> None:
+    def two() -> ir.Model:
+        return graph_of("double[N,5] x) => (double[N,5] loss, double[N,5] features", "loss = Relu(x) features = Neg(x)")
+
+    with pytest.raises(UsageError, match=r"2 outputs \(loss, features\).*logits=NAME"):
+        loss(two(), Context())
+    model = two()
+    loss(model, Context(), logits="features", keep_outputs=True)
+    assert [v.name for v in model.graph.outputs] == ["loss", "loss.before", "features"]
+    model = two()
+    loss(model, Context(), logits="features")
+    assert [v.name for v in model.graph.outputs] == ["loss"]
+
+
+@pytest.mark.parametrize("shape", ["", "1"])
+def test_any_scalar_of_the_model_is_a_loss(shape: str) -> None:
+    keep = "keepdims=0" if not shape else "keepdims=1"
+    model = graph_of(f"double[6] x) => (double[{shape}] loss", f"q = Mul(x, x) loss = ReduceMean<{keep}>(q)")
+    x, _ = data(6, 1)
+    got = run(model, {"x": x[:, 0]}, of=None, kind="output")
+    np.testing.assert_allclose(got["loss"], (x**2).mean(), rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], x[:, 0] / 3, rtol=1e-10)
+    assert got["loss"].shape == ()
+
+
+def test_a_second_model_as_loss(tmp_path: Any) -> None:
+    text = (
+        HEAD
+        + """ loss_model (double[N,5] z, double[N,5] target) => (double value)
+        <double[5] scale = {1.0, 2.0, 3.0, 4.0, 5.0}>
+        { d = Sub(z, target) s = Mul(d, scale) q = Mul(s, s) value = ReduceMean<keepdims=0>(q) }"""
+    )
+    path = tmp_path / "loss.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    model = scores("N,5")
+    x, _ = data(3, 5)
+    target = x + 1
+    got = run(model, {"x": x, "target": target}, kind="model", path=str(path))
+    np.testing.assert_allclose(got["loss"], np.mean(np.arange(1, 6) ** 2.0), rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], np.broadcast_to(-2 * np.arange(1, 6) ** 2.0 / 15, (3, 5)), rtol=1e-10)
+    assert not model.graph.initializers, "weights of the loss do not train"
+
+
+def test_class_weights_from_an_initializer_do_not_train() -> None:
+    x, label = data(4, 5)
+    model = scores("N,5")
+    tensor = ir.tensor(np.array(WEIGHTS), name="balance")
+    value = ir.Value(name="balance", type=ir.TensorType(tensor.dtype), shape=ir.Shape([5]), const_value=tensor)
+    model.graph.register_initializer(value)
+    got = run(model, {"x": x, "label": label}, of="loss", class_weight="balance")
+    want, _ = torch_loss(F.cross_entropy, x, label, weight=torch.tensor(WEIGHTS, dtype=torch.float64))
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    assert not list(value.uses())
+
+
+def test_the_marked_total_survives_saving(tmp_path: Any) -> None:
+    model = scores("N,5")
+    loss(model, Context(), label_smoothing=0.1, ignore_index=2)
+    ir.save(model, tmp_path / "m.onnx")
+    again = ir.load(tmp_path / "m.onnx")
+    x, label = data(4, 5)
+    assert [v.metadata_props[LOSS_TOTAL] for n in again.graph for v in n.outputs if LOSS_TOTAL in v.metadata_props] == ["1"]
+    autodiff(again, Context(), wrt=["x"])
+    want, _ = torch_loss(F.cross_entropy, x, label, label_smoothing=0.1, ignore_index=2)
+    np.testing.assert_allclose(outputs(again, {"x": x, "label": label})["loss"], want, rtol=1e-12)
