@@ -83,7 +83,7 @@ def reference(model: ir.Model) -> Run:
     """Compile for ``onnx.reference``, after decomposing every ``graphc`` op; ``model`` stays as it is."""
     evaluator = ReferenceEvaluator(_standard(model), new_ops=[Erf])
     names = [v.name or "" for v in model.graph.outputs]
-    return lambda feeds: dict(zip(names, evaluator.run(None, dict(feeds)), strict=True))
+    return lambda feeds: _named(names, evaluator.run(None, _arrays(feeds)))
 
 
 def on_onnxruntime(model: ir.Model) -> Run:
@@ -93,7 +93,15 @@ def on_onnxruntime(model: ir.Model) -> Run:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(_standard(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [v.name or "" for v in model.graph.outputs]
-    return lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    return lambda feeds: _named(names, session.run(names, _arrays(feeds)))
+
+
+def _arrays(feeds: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.asarray(array) for name, array in feeds.items()}
+
+
+def _named(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
+    return dict(zip(names, (np.asarray(array) for array in arrays), strict=True))
 
 
 def _standard(model: ir.Model) -> onnx.ModelProto:
@@ -180,9 +188,9 @@ def check_gradient(
     feeds = {**feeds, **_weigh_outputs(model, compile_with(model)(feeds))}
     total = graph.outputs[0]
     forward = compile_with(model)
-    gradients = differentiate(graph, [total], sources)
-    graph.outputs[:] = list(dict.fromkeys(gradients.values()))
-    backward = compile_with(model)(feeds) if gradients else {}
+    adjoints = differentiate(graph, [total], sources)
+    graph.outputs[:] = list(dict.fromkeys(adjoints.values()))
+    backward = compile_with(model)(feeds) if adjoints else {}
     found: dict[str, Array] = {}
     rng = np.random.default_rng(7)
     for source in sources:
@@ -191,10 +199,10 @@ def check_gradient(
         direction = rng.standard_normal(point.shape).astype(point.dtype)
         ahead, behind = (forward({**feeds, name: point + s * direction})[total.name or ""] for s in (step, -step))
         numeric = (float(ahead) - float(behind)) / (2 * step)
-        if source not in gradients:
+        if source not in adjoints:
             assert numeric == 0, f"no gradient flows to {name}, but the derivative along v is {numeric}"
             continue
-        gradient = backward[gradients[source].name or ""]
+        gradient = backward[adjoints[source].name or ""]
         assert gradient.dtype == point.dtype, f"the gradient of {name} is {gradient.dtype}, not {point.dtype}"
         assert gradient.shape == point.shape, f"the gradient of {name} has shape {gradient.shape}, not {point.shape}"
         terms = (gradient * direction).astype(np.float64)
@@ -205,6 +213,21 @@ def check_gradient(
         )
         found[name] = gradient
     return found
+
+
+def gradients(
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    of: Sequence[ir.Value],
+    wrt: Sequence[ir.Value],
+    *,
+    compile_with: Callable[[ir.Model], Run] = reference,
+) -> list[Array]:
+    """Run autodiff and the graph it made: the gradients of the sum of the elements of ``of``, in the order of ``wrt``."""
+    found = differentiate(model.graph, of, wrt)
+    model.graph.outputs[:] = list(dict.fromkeys(found.values()))
+    results = compile_with(model)(feeds)
+    return [results[found[value].name or ""] for value in wrt]
 
 
 def _weigh_outputs(model: ir.Model, results: Mapping[str, Array]) -> dict[str, Array]:
