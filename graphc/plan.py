@@ -155,7 +155,7 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
             if isinstance(want, str):
                 if symbols.setdefault(want, have) != have:
                     raise FeedError(
-                        f"feed {value.name!r} has shape {list(shape)}: dimension {want!r} is {have} here and {symbols[want]} elsewhere"
+                        f"feed {value.name!r} has shape {list(shape)}: its {want!r} is {have} here, {symbols[want]} elsewhere"
                     )
             elif want is not None and want != have:
                 raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants {_show(declared or ())}")

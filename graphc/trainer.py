@@ -24,7 +24,7 @@ from graphc.plan import Plan, make_plan
 from graphc.runtime import checkpoint
 from graphc.runtime.communicator import Communicator, agree, open_communicator
 from graphc.runtime.diagnose import first_nonfinite
-from graphc.runtime.executor import Executor, NonFiniteStep
+from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State
 from graphc.runtime.world import find_world, threads_for
 
@@ -127,7 +127,7 @@ class Trainer:
             position[...] = self.rank * share if offset is None else offset
         try:
             executor.run(arrays)
-        except NonFiniteStep:
+        except NonFiniteStepError:
             raise self._explain_nonfinite(executor, arrays) from None
         self.steps_done += 1
         return {name: float(array) for name, array in executor.outputs.items()}

@@ -1,1 +1,40 @@
-"""graphc/frontends"""
+"""Models in and trained models out: ONNX files, protos and ``onnx_ir`` models; PyTorch modules through their export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.frontends import onnx as _onnx
+from graphc.frontends.onnx import save, write_back
+
+__all__ = ["export", "load", "save", "write_back"]
+
+
+def load(source: Any, *, example_inputs: Sequence[Any] | None = None) -> ir.Model:
+    """The model behind ``source``: a path, ``-``, ``onnx.ModelProto``, ``onnx_ir.Model`` or ``torch.nn.Module``.
+
+    Args:
+        example_inputs: the arguments with which a PyTorch module is exported; required for one, refused otherwise.
+    """
+    if _is_torch_module(source):
+        if example_inputs is None:
+            raise UsageError("a torch.nn.Module needs example_inputs=(…): the tensors its forward takes")
+        return export(source, tuple(example_inputs))
+    if example_inputs is not None:
+        raise UsageError("example_inputs is for a torch.nn.Module; an ONNX model says itself what it takes")
+    return _onnx.load(source)
+
+
+def export(module: Any, example_inputs: Sequence[Any], **options: Any) -> ir.Model:
+    """Export a PyTorch module; see :func:`graphc.frontends.torch.export`."""
+    from graphc.frontends import torch
+
+    return torch.export(module, tuple(example_inputs), **options)
+
+
+def _is_torch_module(source: Any) -> bool:
+    return any(base.__module__ == "torch.nn.modules.module" and base.__name__ == "Module" for base in type(source).__mro__)

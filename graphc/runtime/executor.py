@@ -30,7 +30,7 @@ class Collectives(Protocol):
     def wait(self, handle: Any) -> None: ...
 
 
-class NonFiniteStep(ArithmeticError):
+class NonFiniteStepError(ArithmeticError):
     """Raised by the check step, before any update has run."""
 
 
@@ -163,7 +163,7 @@ class Executor:
         def check() -> None:
             for array in watched:
                 if not finite(array):
-                    raise NonFiniteStep
+                    raise NonFiniteStepError
 
         return check
 
