@@ -1,1 +1,243 @@
-"""normalization"""
+"""Gradient rules of normalisation layers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import gradient
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, dims, rank, same_dims
+from graphc.ir.infer import apply
+from graphc.ir.ops.normalization import EPSILON, all_but_channels, normalization_grad, per_channel
+
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _operands(node: ir.Node, count: int) -> list[ir.Value]:
+    """The first ``count`` inputs, which the op requires."""
+    return [v for v in node.inputs[:count] if v is not None]
+
+
+def _attribute(node: ir.Node, name: str, default: Any) -> Any:
+    return node.attributes[name].value if name in node.attributes else default
+
+
+def _widen(op: Builder, value: ir.Value) -> ir.Value:
+    """Half precision as float32: sums over many elements need it (``stash_type`` in ONNX)."""
+    return op.Cast(value, to=int(ir.DataType.FLOAT)) if value.dtype in HALVES else value
+
+
+def _refuse_statistics(node: ir.Node, *adjoints: ir.Value | None) -> None:
+    if any(a is not None for a in adjoints):
+        raise UnsupportedOpError(
+            f"the loss depends on the statistics of {describe(node)}; only its first output has a gradient:"
+            " compute the statistics by ReduceMean where they are part of the loss"
+        )
+
+
+@gradient("BatchNormalization")
+def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+    """y = scale·(x - mean)·r + b, r = 1/√(var + ε) per channel
+
+    ∂x = dy·scale·r,  ∂scale = r·Σ dy·(x - mean),  ∂b = Σ dy,  ∂mean = -scale·r·∂b,  ∂var = -½·scale·r²·∂scale
+    In training mode the statistics are those of the batch: see graphc.BatchNormalizationTrainingGrad.
+    """
+    _refuse_statistics(node, *statistics)
+    x, scale, _, mean, var = _operands(node, 5)
+    epsilon = _attribute(node, "epsilon", EPSILON)
+    if _attribute(node, "training_mode", 0):
+        return _batch_statistics_gradient(op, dy, x, scale, epsilon)
+
+    @cache
+    def r() -> ir.Value:
+        return op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))  # type: ignore[no-any-return]
+
+    @cache
+    def factor() -> ir.Value:
+        return op.Mul(op.cast_like(scale, var), r())  # type: ignore[no-any-return]
+
+    @cache
+    def dbias() -> ir.Value:
+        return op.ReduceSum(op.cast_like(dy, var), all_but_channels(x), keepdims=0)  # type: ignore[no-any-return]
+
+    @cache
+    def dscale() -> ir.Value:
+        centred = op.Sub(op.cast_like(x, var), per_channel(op, mean, x))
+        return op.Mul(op.ReduceSum(op.Mul(op.cast_like(dy, var), centred), all_but_channels(x), keepdims=0), r())  # type: ignore[no-any-return]
+
+    return (
+        lambda: op.Mul(dy, per_channel(op, op.cast_like(factor(), x), x)),
+        lambda: op.cast_like(dscale(), scale),
+        lambda: op.cast_like(dbias(), scale),
+        lambda: op.Neg(op.Mul(factor(), dbias())),
+        lambda: op.Mul(op.Mul(op.Mul(factor(), r()), dscale()), -0.5),
+    )
+
+
+def _batch_statistics_gradient(op: Builder, dy: ir.Value, x: ir.Value, scale: ir.Value, epsilon: float) -> Any:
+    """A BatchNormalization that was exported in training mode keeps no statistics of its batch: they are computed again."""
+
+    @cache
+    def gradients() -> tuple[ir.Value, ...]:
+        wide, axes = _widen(op, x), all_but_channels(x)
+        mean = op.ReduceMean(wide, axes, keepdims=1)
+        centred = op.Sub(wide, mean)
+        var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=0)
+        inv_std = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+        made = op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, op.Squeeze(mean, axes), inv_std)
+        return tuple(made)
+
+    return lambda: gradients()[0], lambda: gradients()[1], lambda: gradients()[2]
+
+
+@gradient("graphc::BatchNormalizationTraining")
+def batch_normalization_training(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+    """∂x = scale·r·(dy - mean(dy) - x̂·mean(dy·x̂)),  ∂scale = Σ dy·x̂,  ∂bias = Σ dy"""
+    _refuse_statistics(node, *statistics)
+    x, scale = _operands(node, 2)
+    _, mean, _, inv_std = node.outputs
+
+    @cache
+    def gradients() -> tuple[ir.Value, ...]:
+        return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, mean, inv_std))
+
+    return lambda: gradients()[0], lambda: gradients()[1], lambda: gradients()[2]
+
+
+@gradient("LayerNormalization")
+def layer_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+    """x̂ = (x - mean)·r, y = scale·x̂ + b;  ∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy"""
+    _refuse_statistics(node, *statistics)
+    x, scale = _operands(node, 2)
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    axis, epsilon = _attribute(node, "axis", -1), _attribute(node, "epsilon", EPSILON)
+
+    @cache
+    def gradients() -> tuple[ir.Value, ...]:
+        mean, inv_std = _layer_statistics(op, node, x, axis, epsilon)
+        return tuple(op.graphc.LayerNormalizationGrad(dy, x, scale, mean, inv_std, axis=axis, epsilon=epsilon))
+
+    def dbias() -> ir.Value:
+        assert bias is not None
+        return gradients()[2] if same_dims(dims(bias), dims(scale)) else dy  # the engine sums dy to the bias's shape
+
+    return lambda: gradients()[0], lambda: gradients()[1], dbias
+
+
+def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    """Mean and InvStdDev: outputs of the forward node, which gets them if it has them not.
+
+    In float64 they are computed again, because ONNX hands them out in float32 only.
+    """
+    if x.dtype == ir.DataType.DOUBLE:
+        axes = list(range(axis % rank(x), rank(x)))
+        mean = op.ReduceMean(x, axes, keepdims=1)
+        centred = op.Sub(x, mean)
+        var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+        return mean, op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+    if len(node.outputs) < 3:
+        node.resize_outputs(3)
+    for value, suffix in zip(node.outputs[1:], ("mean", "inv_std"), strict=True):
+        if not value.name:
+            value.name = op.unique(f"{node.outputs[0].name}.{suffix}", value=True)
+    apply(node)
+    return node.outputs[1], node.outputs[2]
+
+
+@gradient("RMSNormalization")
+def rms_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """x̂ = x·r, r = 1/√(mean(x²) + ε), y = scale·x̂;  ∂x = r·(ĝ - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = dy·x̂"""
+    x, scale = _operands(node, 2)
+    axes = list(range(_attribute(node, "axis", -1) % rank(x), rank(x)))
+    epsilon = _attribute(node, "epsilon", EPSILON)
+
+    @cache
+    def common() -> tuple[ir.Value, ir.Value, ir.Value]:
+        wide = _widen(op, x)
+        r = op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon)))
+        return op.cast_like(dy, wide), op.Mul(wide, r), r
+
+    def dx() -> ir.Value:
+        slope, normal, r = common()
+        g = op.Mul(slope, op.cast_like(scale, slope))
+        tilt = op.ReduceMean(op.Mul(g, normal), axes, keepdims=1)
+        return op.cast_like(op.Mul(op.Sub(g, op.Mul(normal, tilt)), r), x)
+
+    def dscale() -> ir.Value:
+        slope, normal, _ = common()
+        return op.cast_like(op.Mul(slope, normal), scale)
+
+    return dx, dscale
+
+
+@gradient("InstanceNormalization")
+def instance_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = scale·x̂ + b per channel, x̂ normalised over the positions of one sample and channel"""
+    x, scale, _ = _operands(node, 3)
+    return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=None)
+
+
+@gradient("GroupNormalization")
+def group_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = scale·x̂ + b per channel, x̂ normalised over the positions and channels of one sample and group"""
+    x, scale, _ = _operands(node, 3)
+    return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=_attribute(node, "num_groups", 1))
+
+
+def _channelwise(op: Builder, x: ir.Value, scale: ir.Value, dy: ir.Value, epsilon: float, groups: int | None) -> Any:
+    """∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy
+
+    Statistics are over axis 2 of N × groups × rest; ``groups=None`` means one group per channel.
+    """
+    blocks = [0, 0 if groups is None else groups, -1]
+
+    @cache
+    def slope() -> ir.Value:
+        return _widen(op, dy)
+
+    @cache
+    def common() -> tuple[ir.Value, ir.Value]:
+        rows = op.Reshape(_widen(op, x), blocks)
+        centred = op.Sub(rows, op.ReduceMean(rows, [2], keepdims=1))
+        var = op.ReduceMean(op.Mul(centred, centred), [2], keepdims=1)
+        r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+        return op.Mul(centred, r), r
+
+    def dx() -> ir.Value:
+        normal, r = common()
+        g = op.Mul(slope(), op.cast_like(per_channel(op, scale, x), slope()))
+        return op.cast_like(op.reshape_like(normalization_grad(op, op.Reshape(g, blocks), normal, r, [2]), x), x)
+
+    def dscale() -> ir.Value:
+        product = op.Mul(slope(), op.reshape_like(common()[0], x))
+        return op.cast_like(op.ReduceSum(product, all_but_channels(x), keepdims=0), scale)
+
+    return dx, dscale, lambda: op.cast_like(op.ReduceSum(slope(), all_but_channels(x), keepdims=0), scale)
+
+
+@gradient("LpNormalization")
+def lp_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x/‖x‖ₚ, p = 1 or 2;  ∂x = (dy - u·Σ dy·y)/‖x‖ₚ with u = sign(x) for p = 1 and y for p = 2; zero where x is"""
+    (x,) = _operands(node, 1)
+    y, axis, p = node.outputs[0], _attribute(node, "axis", -1), _attribute(node, "p", 2)
+
+    def dx() -> ir.Value:
+        norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
+        along = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
+        full = op.Div(op.Sub(dy, op.Mul(op.Sign(x) if p == 1 else y, along)), norm)
+        zero = op.scalar(0, x)
+        return op.Where(op.Equal(norm, zero), zero, full)  # type: ignore[no-any-return]
+
+    return dx
+
+
+@gradient("LRN")
+def lrn(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x·s^-β, s = bias + α/size·Σ x² over neighbouring channels; see graphc.LRNGrad"""
+    (x,) = _operands(node, 1)
+    attributes = {name: node.attributes[name].value for name in ("alpha", "beta", "bias", "size") if name in node.attributes}
+    return lambda: op.graphc.LRNGrad(dy, x, node.outputs[0], **attributes)
