@@ -57,9 +57,7 @@ def infer_outputs(
     return result
 
 
-def _infer_declared(
-    op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
-) -> tuple[Inferred, ...]:
+def _infer_declared(op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> tuple[Inferred, ...]:
     declaration = OPS[op_type]
     values: dict[str, Any] = dict(declaration.attributes)
     for name, attr in attributes.items():
@@ -225,7 +223,9 @@ def _is_integral(dtype: ir.DataType) -> bool:
     return dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
 
-NOT_DETERMINED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"})
+NOT_DETERMINED = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
 
 
 def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
@@ -256,7 +256,10 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     graph = onnx.helper.make_graph(
         [proto],
         "constant",
-        [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()],
+        [
+            onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+            for n, a in feeds.items()
+        ],
         [onnx.helper.make_empty_tensor_value_info("o")],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
