@@ -59,21 +59,21 @@ def autodiff(
         if value.dtype is not None and not is_float(value):
             raise UsageError(f"cannot differentiate {value.name!r}: its type is {value.dtype.name}, not a float")
     gradients = differentiate(graph, targets, sources)
+    op = Builder(graph, scope="grad")  # one for all: a builder looks at the whole graph when it is made
     for source in sources:
         if source not in gradients and wrt is not None:
-            op = Builder(graph, scope="grad")
             gradients[source] = op.zeros_like(source)
     for source, value in gradients.items():
-        _name_gradient(graph, source, value)
+        _name_gradient(op, source, value)
     ctx.note(f"autodiff: gradients of {len(gradients)} values, {len(graph)} nodes")
     return True
 
 
-def _name_gradient(graph: ir.Graph, source: ir.Value, value: ir.Value) -> None:
+def _name_gradient(op: Builder, source: ir.Value, value: ir.Value) -> None:
     producer = value.producer()
     if GRADIENT_OF in value.metadata_props or producer is None or producer.op_type == "Constant":
-        (value,) = Builder(graph, scope="grad").emit("Identity", [value])
-    value.name = Builder(graph).unique(f"{source.name}::grad", value=True)
+        (value,) = op.emit("Identity", [value])
+    value.name = op.unique(f"{source.name}::grad", value=True)
     value.metadata_props[GRADIENT_OF] = source.name or ""
 
 

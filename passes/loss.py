@@ -18,9 +18,9 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe_value, is_float, static_dims
 from graphc.ir.names import LOSS_TOTAL
-from graphc.passes.loss_classes import negative_log_likelihood, softmax_cross_entropy
-from graphc.passes.loss_model import inline_model
-from graphc.passes.loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
+from graphc.passes._loss_classes import negative_log_likelihood, softmax_cross_entropy
+from graphc.passes._loss_model import inline_model
+from graphc.passes._loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
 from graphc.pipeline import Context, graph_pass
 
 ELEMENTWISE = ("prediction", "label")

@@ -59,6 +59,7 @@ def softmax_cross_entropy_grad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     class_weight, values = _class_weight(node, 3), _attributes(node)
 
     def ddtotal() -> ir.Value:
+        assert dtotal is not None
         unit = op.graphc.SoftmaxCrossEntropyGrad(op.ones_like(dtotal), log_prob, label, class_weight, **values)
         return op.ReduceSum(op.Mul(dy, unit), keepdims=0)  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe_value, dims, is_float, rank
 from graphc.ir.ops.losses import class_count
-from graphc.passes.loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
+from graphc.passes._loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
 
 
 def softmax_cross_entropy(request: Request) -> Sums:
