@@ -1,0 +1,16 @@
+"""Native kernels of the onnxruntime backend: what onnxruntime lacks or does slowly. Importing this registers them."""
+
+from __future__ import annotations
+
+from graphc.backends.onnxruntime.kernels import (
+    activations,
+    convolution,
+    losses,
+    normalization,
+    pooling,
+    random,
+    updates,
+)
+from graphc.backends.onnxruntime.kernels.updates import nonfinite_count
+
+__all__ = ["activations", "convolution", "losses", "nonfinite_count", "normalization", "pooling", "random", "updates"]

@@ -1,0 +1,130 @@
+"""Softmax cross-entropy and its gradient: one sweep over each position's classes, sums of the parts in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from graphc.backend import Array, Binding, Run, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.mathematics import exp
+
+
+def _by_position(array: Array, axis: int) -> Array:
+    """Scores as (before, classes, behind)."""
+    axis %= array.ndim
+    behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
+    return array.reshape(-1, array.shape[axis], behind)
+
+
+def _label_arguments(k: Binding, label: Array, weight: Array | None) -> tuple[Array, Array, np.bool_, np.int64, np.float32]:
+    """Labels as a vector, class weights (empty: all 1), whether and which label is ignored, smoothing."""
+    ignore = k.attributes["ignore_index"]
+    return (
+        label.reshape(-1),
+        weight if weight is not None else np.empty(0, dtype=np.float32),
+        np.bool_(ignore is not None),
+        np.int64(ignore or 0),
+        np.float32(k.attributes["label_smoothing"]),
+    )
+
+
+@kernel("onnxruntime", "graphc::SoftmaxCrossEntropy")
+def softmax_cross_entropy(k: Binding) -> Run:
+    """Two sums and the log-softmax."""
+    (logits, label), (total, weight, log_prob) = given(k.inputs, 2), given(k.outputs, 3)
+    scores = _by_position(logits, k.attributes["axis"])
+    positions, classes = scores.shape[0] * scores.shape[2], scores.shape[1]
+    grain = max(1, 8192 // max(1, classes))
+    parts = max(1, min(k.pool.threads, positions // grain))
+    sums = np.zeros((parts, 2), dtype=np.float64)
+    labels = _label_arguments(k, label, optional(k.inputs, 2))
+    arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
+    pool = k.pool
+
+    def run() -> None:
+        pool.run(_softmax_cross_entropy, arguments, parts)
+        total[...], weight[...] = sums.sum(axis=0)
+
+    return run
+
+
+@jit
+def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):  # type: ignore[no-untyped-def]
+    classes, behind = scores.shape[1], scores.shape[2]
+    positions, parts = scores.shape[0] * behind, sums.shape[0]
+    for part in range(start, stop):
+        loss, weight = 0.0, 0.0
+        for position in range(positions * part // parts, positions * (part + 1) // parts):
+            row, target = scores[position // behind, :, position % behind], log_prob[position // behind, :, position % behind]
+            highest = np.float32(-np.inf)
+            for c in range(classes):
+                highest = row[c] if row[c] > highest else highest
+            mass = np.float32(0.0)
+            for c in range(classes):
+                mass += exp(row[c] - highest)
+            shift = highest + np.float32(math.log(mass))
+            for c in range(classes):
+                target[c] = row[c] - shift
+            wanted = label[position]
+            if ignores and wanted == ignored:
+                continue
+            if wanted < 0 or wanted >= classes:
+                loss, weight = np.nan, np.nan
+                continue
+            counts = class_weight[wanted] if class_weight.size else np.float32(1.0)
+            weight += counts
+            loss -= (1.0 - smoothing) * target[wanted] * counts
+            if smoothing != 0.0:
+                spread = np.float32(0.0)
+                for c in range(classes):
+                    spread += target[c] * (class_weight[c] if class_weight.size else np.float32(1.0))
+                loss -= smoothing / classes * spread
+        sums[part, 0], sums[part, 1] = loss, weight
+
+
+@kernel("onnxruntime", "graphc::SoftmaxCrossEntropyGrad")
+def softmax_cross_entropy_grad(k: Binding) -> Run:
+    """dlogits = dtotal · (softmax · Σ_c r_c - r)"""
+    (dtotal, log_prob, label), (dlogits,) = given(k.inputs, 3), given(k.outputs, 1)
+    weights = optional(k.inputs, 3)
+    scores = _by_position(log_prob, k.attributes["axis"])
+    positions, classes = scores.shape[0] * scores.shape[2], scores.shape[1]
+    mean_weight: Array = np.ones(1, dtype=np.float32)
+    labels = _label_arguments(k, label, weights)
+    arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
+    pool, grain = k.pool, max(1, 8192 // max(1, classes))
+
+    def run() -> None:
+        if weights is not None:
+            mean_weight[0] = weights.mean(dtype=np.float64)
+        pool.run(_softmax_cross_entropy_grad, arguments, positions, grain)
+
+    return run
+
+
+@jit
+def _softmax_cross_entropy_grad(
+    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, start, stop
+):  # type: ignore[no-untyped-def]
+    classes, behind = log_prob.shape[1], log_prob.shape[2]
+    for position in range(start, stop):
+        row, target = log_prob[position // behind, :, position % behind], dlogits[position // behind, :, position % behind]
+        wanted = label[position]
+        if ignores and wanted == ignored:
+            for c in range(classes):
+                target[c] = np.float32(0.0)
+            continue
+        inside = 0 <= wanted < classes
+        counts = np.float32(1.0) if inside else np.float32(np.nan)
+        if inside and class_weight.size:
+            counts = class_weight[wanted]
+        hit = counts * dtotal[0] * (np.float32(1.0) - smoothing)
+        scale = hit + smoothing * mean_weight[0] * dtotal[0]
+        spread = smoothing / np.float32(classes) * dtotal[0]
+        for c in range(classes):
+            target[c] = exp(row[c]) * scale - spread * (class_weight[c] if class_weight.size else np.float32(1.0))
+        if inside:
+            target[wanted] -= hit

@@ -1,0 +1,202 @@
+"""Normalisation over a batch, a layer or neighbouring channels: what is summed stays in cache for the sweep that uses it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Array, Binding, Run, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given
+from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.ir.facts import static_dims
+
+
+def _by_channel(array: Array) -> Array:
+    """N × C × positions, one position for rank 2."""
+    return array.reshape(array.shape[0], array.shape[1], -1)
+
+
+def _grain(channel_size: int) -> int:
+    return max(1, 16384 // max(1, channel_size))
+
+
+@kernel("onnxruntime", "graphc::BatchNormalizationTraining")
+def batch_normalization_training(k: Binding) -> Run:
+    """A channel at a time: mean, then variance, then y, so that memory is read once."""
+    (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
+    epsilon = np.float32(k.attributes["epsilon"])
+    arguments = (_by_channel(x), scale, bias, epsilon, _by_channel(y), mean, var, inv_std)
+    pool, channels, grain = k.pool, x.shape[1], _grain(x.size // max(1, x.shape[1]))
+    return lambda: pool.run(_batch_normalization, arguments, channels, grain)
+
+
+@jit
+def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, stop):  # type: ignore[no-untyped-def]
+    samples, positions = x.shape[0], x.shape[2]
+    count = samples * positions
+    for c in range(start, stop):
+        total = 0.0
+        for n in range(samples):
+            part = np.float32(0.0)
+            for i in range(positions):
+                part += x[n, c, i]
+            total += part
+        centre = np.float32(total / count)
+        total = 0.0
+        for n in range(samples):
+            part = np.float32(0.0)
+            for i in range(positions):
+                part += (x[n, c, i] - centre) * (x[n, c, i] - centre)
+            total += part
+        variance = np.float32(total / count)
+        inverse = np.float32(1.0) / np.sqrt(variance + epsilon)
+        factor = scale[c] * inverse
+        shift = bias[c] - centre * factor
+        mean[c], var[c], inv_std[c] = centre, variance, inverse
+        for n in range(samples):
+            for i in range(positions):
+                y[n, c, i] = x[n, c, i] * factor + shift
+
+
+@kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad")
+def batch_normalization_training_grad(k: Binding) -> Run:
+    """A channel at a time: both sums, then dx."""
+    (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
+    arguments = (_by_channel(dy), _by_channel(x), scale, mean, inv_std, _by_channel(dx), dscale, dbias)
+    pool, channels, grain = k.pool, x.shape[1], _grain(x.size // max(1, x.shape[1]))
+    return lambda: pool.run(_batch_normalization_grad, arguments, channels, grain)
+
+
+@jit
+def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, start, stop):  # type: ignore[no-untyped-def]
+    samples, positions = x.shape[0], x.shape[2]
+    count = samples * positions
+    for c in range(start, stop):
+        centre, inverse = mean[c], inv_std[c]
+        slopes, products = 0.0, 0.0
+        for n in range(samples):
+            slope, product = np.float32(0.0), np.float32(0.0)
+            for i in range(positions):
+                slope += dy[n, c, i]
+                product += dy[n, c, i] * (x[n, c, i] - centre)
+            slopes += slope
+            products += product
+        dbias[c] = np.float32(slopes)
+        dscale[c] = np.float32(products * inverse)
+        factor = scale[c] * inverse
+        bend = np.float32(-factor * inverse * inverse * (products / count))
+        shift = np.float32(-factor * (slopes / count)) - bend * centre
+        for n in range(samples):
+            for i in range(positions):
+                dx[n, c, i] = dy[n, c, i] * factor + x[n, c, i] * bend + shift
+
+
+def _scale_is_a_row(node: ir.Node) -> bool:
+    """Whether scale and bias have the shape of the normalised axes, which are then one contiguous row."""
+    x, scale = node.inputs[1], node.inputs[2]
+    shape = static_dims(x) if x is not None else None
+    own = static_dims(scale) if scale is not None else None
+    if shape is None or own is None:
+        return False
+    axis = node.attributes.get_int("axis", -1) % len(shape)
+    return own == shape[axis:] and 0 not in shape
+
+
+@kernel("onnxruntime", "graphc::LayerNormalizationGrad", when=_scale_is_a_row)
+def layer_normalization_grad(k: Binding) -> Run:
+    """A row at a time; sums for scale and bias gather in one accumulator a part and are added at the end."""
+    (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
+    size = scale.size
+    rows = x.size // size
+    parts = max(1, min(k.pool.threads, x.size // 16384, rows))
+    sums = np.zeros((parts, 2, size), dtype=np.float32)
+    arguments = (
+        dy.reshape(rows, size),
+        x.reshape(rows, size),
+        scale.reshape(-1),
+        mean.reshape(-1),
+        inv_std.reshape(-1),
+        dx.reshape(rows, size),
+        sums,
+    )
+    pool, flat_scale, flat_bias = k.pool, dscale.reshape(-1), dbias.reshape(-1)
+
+    def run() -> None:
+        pool.run(_layer_normalization_grad, arguments, parts)
+        np.sum(sums[:, 0], axis=0, out=flat_scale)
+        np.sum(sums[:, 1], axis=0, out=flat_bias)
+
+    return run
+
+
+@jit
+def _layer_normalization_grad(dy, x, scale, mean, inv_std, dx, sums, start, stop):  # type: ignore[no-untyped-def]
+    rows, size = x.shape
+    parts = sums.shape[0]
+    for part in range(start, stop):
+        of_scale, of_bias = sums[part, 0], sums[part, 1]
+        of_scale[:] = 0.0
+        of_bias[:] = 0.0
+        for r in range(rows * part // parts, rows * (part + 1) // parts):
+            centre, inverse = mean[r], inv_std[r]
+            level, tilt = np.float32(0.0), np.float32(0.0)
+            for i in range(size):
+                slope = dy[r, i] * scale[i]
+                level += slope
+                tilt += slope * ((x[r, i] - centre) * inverse)
+            level /= np.float32(size)
+            tilt /= np.float32(size)
+            for i in range(size):
+                normal = (x[r, i] - centre) * inverse
+                dx[r, i] = (dy[r, i] * scale[i] - level - normal * tilt) * inverse
+                of_scale[i] += dy[r, i] * normal
+                of_bias[i] += dy[r, i]
+
+
+@kernel("onnxruntime", "graphc::LRNGrad")
+def lrn_grad(k: Binding) -> Run:
+    """A sample at a time: s for all channels, then what crosses between channels, then dx."""
+    (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
+    a = k.attributes
+    samples, channels = x.shape[:2]
+    block = 256  # positions whose columns of channels stay in cache
+    positions = x.size // max(1, samples * channels)
+    blocks = -(-positions // block)
+    parts = max(1, min(k.pool.threads, samples * blocks))
+    scratch = np.zeros((parts, 2, channels, block), dtype=np.float32)
+    coefficients = np.array([a["alpha"] / a["size"], a["beta"], a["bias"]], dtype=np.float32)
+    arguments = (_by_channel(dy), _by_channel(x), _by_channel(y), coefficients, int(a["size"]), scratch, _by_channel(dx))
+    pool = k.pool
+    return lambda: pool.run(_lrn_grad, arguments, parts)
+
+
+@jit
+def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):  # type: ignore[no-untyped-def]
+    alpha, beta, bias = coefficients[0], coefficients[1], coefficients[2]
+    before, after = (size - 1) // 2, size // 2
+    samples, channels, positions = x.shape
+    parts, block = scratch.shape[0], scratch.shape[3]
+    blocks = (positions + block - 1) // block
+    for part in range(start, stop):
+        norms, crossed = scratch[part, 0], scratch[part, 1]
+        for item in range(samples * blocks * part // parts, samples * blocks * (part + 1) // parts):
+            n, first = item // blocks, item % blocks * block
+            width = min(block, positions - first)
+            for c in range(channels):
+                for i in range(width):
+                    norms[c, i] = 0.0
+                for other in range(max(0, c - before), min(channels, c + after + 1)):
+                    for i in range(width):
+                        norms[c, i] += x[n, other, first + i] * x[n, other, first + i]
+                for i in range(width):
+                    norms[c, i] = bias + alpha * norms[c, i]
+                    crossed[c, i] = dy[n, c, first + i] * y[n, c, first + i] / norms[c, i]
+            for c in range(channels):
+                for i in range(width):
+                    dx[n, c, first + i] = 0.0
+                for other in range(max(0, c - after), min(channels, c + before + 1)):
+                    for i in range(width):
+                        dx[n, c, first + i] += crossed[other, i]
+                for i in range(width):
+                    across = np.float32(2.0) * alpha * beta * x[n, c, first + i] * dx[n, c, first + i]
+                    dx[n, c, first + i] = dy[n, c, first + i] * norms[c, i] ** -beta - across

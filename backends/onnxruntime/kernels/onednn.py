@@ -1,0 +1,281 @@
+"""A small binding of oneDNN's C API (version 3): convolutions that are ready before the first step.
+
+The library comes with the wheel ``onednn-cpu-gomp``; without it :func:`library` is None and other kernels take over. A
+:class:`Convolution` is built once, over fixed addresses, and costs a few microseconds of Python a run.
+
+Source: oneAPI Deep Neural Network Library, developer guide and reference, https://uxlfoundation.github.io/oneDNN/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Handle: TypeAlias = "ctypes.c_void_p"
+
+# Values of the C enumerations, as in dnnl_types.h.
+_CPU, _IN_ORDER = 1, 1
+_FLOAT32, _ANY_LAYOUT = 3, 1
+_FORWARD_TRAINING, _DIRECT = 64, 1
+_SRC_LAYOUT, _WEIGHTS_LAYOUT, _DST_LAYOUT = 129, 131, 133
+_DIFF_SRC_LAYOUT, _DIFF_WEIGHTS_LAYOUT, _DIFF_DST_LAYOUT = 130, 132, 134
+_SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41
+_DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS = 129, 145, 161
+
+_Dims = ctypes.c_int64 * 12
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("memory", ctypes.c_void_p))
+
+
+class OneDnnError(RuntimeError):
+    """oneDNN refused a call; the caller falls back to another kernel."""
+
+
+class Library:
+    """The loaded library with its one CPU engine."""
+
+    def __init__(self, path: Path) -> None:
+        with _resting_threads():
+            self._lib = ctypes.CDLL(str(path))
+        pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        for name, result, arguments in (
+            ("dnnl_primitive_desc_query_md", pointer, (pointer, integer, integer)),
+            ("dnnl_memory_desc_get_size", size, (pointer,)),
+            ("dnnl_memory_desc_equal", integer, (pointer, pointer)),
+            ("dnnl_primitive_execute", integer, (pointer, pointer, integer, pointer)),
+            ("dnnl_memory_set_data_handle", integer, (pointer, pointer)),
+            ("omp_set_num_threads", None, (integer,)),
+        ):
+            function = getattr(self._lib, name)
+            function.restype, function.argtypes = result, arguments
+        self.execute = self._lib.dnnl_primitive_execute
+        self.use_threads = self._lib.omp_set_num_threads
+        self.query = self._lib.dnnl_primitive_desc_query_md
+        self.size = self._lib.dnnl_memory_desc_get_size
+        self.equal = self._lib.dnnl_memory_desc_equal
+        self.move = self._lib.dnnl_memory_set_data_handle
+        self.engine = self.create("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
+        # Executions on the CPU are synchronous and a stream holds no state, so that one serves all threads.
+        self.stream = self.create("dnnl_stream_create", self.engine, _IN_ORDER)
+
+    def create(self, function: str, *arguments: Any) -> Handle:
+        """Call a C function that writes a new object to its first argument."""
+        handle = ctypes.c_void_p()
+        status = getattr(self._lib, function)(ctypes.byref(handle), *arguments)
+        if status:
+            raise OneDnnError(f"{function} failed with status {status}")
+        return handle
+
+    def destroy(self, function: str, handle: Handle) -> None:
+        getattr(self._lib, function)(handle)
+
+    def plain(self, shape: Sequence[int]) -> Handle:
+        """Layout of a C-contiguous float32 array."""
+        strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
+        return self.create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
+
+    def free_choice(self, shape: Sequence[int]) -> Handle:
+        """A layout that the primitive may choose."""
+        return self.create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> Library | None:
+    """The library, or None when it is not installed or does not load. ``GRAPHC_ONEDNN=0`` leaves it out."""
+    if os.environ.get("GRAPHC_ONEDNN") == "0":
+        return None
+    for path in _candidates():
+        try:
+            return Library(path)
+        except (OSError, AttributeError, OneDnnError):
+            continue
+    return None
+
+
+def _candidates() -> Iterator[Path]:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("onednn-cpu-gomp") or ():
+            if file.name == "libdnnl.so.3":
+                yield Path(str(file.locate()))
+    installed = Path(sys.prefix) / "lib" / "libdnnl.so.3"
+    if installed.exists():
+        yield installed
+
+
+@contextlib.contextmanager
+def _resting_threads() -> Iterator[None]:
+    """Let OpenMP threads wait briefly and then sleep; they read these variables when their library is loaded.
+
+    By default they spin for milliseconds and take the core from the thread that runs the next kernel.
+    """
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    if any(name in os.environ for name in names):
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = "5000"
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
+
+
+class Scratch:
+    """Memory for copies in blocked layouts, shared by all convolutions of one pool: they never run at the same time.
+
+    It grows while kernels are bound; addresses are therefore taken at the first run after it grew.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._raw = np.zeros(64, dtype=np.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes + 64 > self._raw.nbytes:
+            self._raw = np.zeros(nbytes + 64, dtype=np.uint8)
+            self.generation += 1
+
+    @property
+    def address(self) -> int:
+        return -(-int(self._raw.ctypes.data) // 64) * 64
+
+
+class Convolution:
+    """One of the three primitives of a convolution over fixed float32 arrays.
+
+    Args:
+        kind: ``"forward"`` (y from x, w, bias), ``"input"`` (x from w, y) or ``"weight"`` (w from x, y).
+        x: N × C × in; ``w``: M × C/group × kernel; ``y``: N × M × out; C-contiguous; the third named is written.
+        blocked: let oneDNN choose layouts and copy to and from them; else it works on the arrays as they are.
+
+    Raises:
+        OneDnnError: oneDNN has no implementation for these shapes.
+    """
+
+    def __init__(
+        self,
+        lib: Library,
+        kind: str,
+        x: np.ndarray[Any, Any],
+        w: np.ndarray[Any, Any],
+        y: np.ndarray[Any, Any],
+        bias: np.ndarray[Any, Any] | None = None,
+        *,
+        group: int,
+        strides: Sequence[int],
+        dilations: Sequence[int],
+        pads: Sequence[int],
+        blocked: bool,
+        threads: int,
+        scratch: Scratch,
+    ) -> None:
+        self._lib, self._threads, self._scratch = lib, threads, scratch
+        self._alive: list[Any] = [x, w, y, bias]
+        self._moves: list[tuple[Handle, int]] = []
+        self._calls: list[tuple[Handle, Handle, int, int]] = []
+        self._used = 0
+        self._generation = -1
+        taps = (group, w.shape[0] // group, *w.shape[1:]) if group > 1 else w.shape
+        n = len(pads) // 2
+        geometry = [_Dims(*strides), _Dims(*(d - 1 for d in dilations)), _Dims(*pads[:n]), _Dims(*pads[n:])]
+        lib.use_threads(threads)
+        layout = lib.free_choice if blocked else lib.plain
+        shapes = x.shape, taps, y.shape
+        src, weights, dst = layout(x.shape), lib.free_choice(taps) if blocked else lib.plain(taps), layout(y.shape)
+        bias_layout = lib.plain(bias.shape) if bias is not None else None
+        forward = lib.create(
+            "dnnl_convolution_forward_primitive_desc_create",
+            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, None),
+        )
+        if kind == "forward":
+            chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
+        elif kind == "input":
+            chosen = lib.create(
+                "dnnl_convolution_backward_data_primitive_desc_create",
+                *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, None),
+            )
+            roles = (_DIFF_SRC, _DIFF_SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
+        else:
+            chosen = lib.create(
+                "dnnl_convolution_backward_weights_primitive_desc_create",
+                *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, None),
+            )
+            roles = (_SRC, _SRC_LAYOUT), (_DIFF_WEIGHTS, _DIFF_WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
+        written = {"forward": 2, "input": 0, "weight": 1}[kind]
+        arguments: list[tuple[int, Handle]] = []
+        after: list[tuple[Handle, Handle, Handle, Handle]] = []
+        for index, (array, shape, (role, query)) in enumerate(zip((x, w, y), shapes, roles, strict=True)):
+            own, wanted = lib.plain(shape), ctypes.c_void_p(lib.query(chosen, query, 0))
+            memory = self._memory(own, array.ctypes.data)
+            if not lib.equal(own, wanted):
+                copy = self._scratch_memory(wanted)
+                if index == written:
+                    after.append((wanted, copy, own, memory))
+                else:
+                    self._copy(own, memory, wanted, copy)
+                memory = copy
+            arguments.append((role, memory))
+        if bias is not None and bias_layout is not None:
+            arguments.append((_BIAS, self._memory(bias_layout, bias.ctypes.data)))
+        self._call(lib.create("dnnl_primitive_create", chosen), arguments)
+        for source, source_memory, target, target_memory in after:
+            self._copy(source, source_memory, target, target_memory)
+        scratch.reserve(self._used)
+
+    def _memory(self, layout: Handle, address: int | None) -> Handle:
+        return self._lib.create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
+
+    def _scratch_memory(self, layout: Handle) -> Handle:
+        memory = self._memory(layout, None)
+        self._moves.append((memory, self._used))
+        self._used += -(-int(self._lib.size(layout)) // 64) * 64
+        return memory
+
+    def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
+        lib = self._lib
+        description = lib.create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
+        primitive = lib.create("dnnl_primitive_create", description)
+        self._call(primitive, [(_SRC, source_memory), (_DST, target_memory)])
+
+    def _call(self, primitive: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
+        packed = (_Argument * len(arguments))(*(_Argument(role, memory.value) for role, memory in arguments))
+        self._alive.append(packed)
+        self._calls.append((primitive, self._lib.stream, len(arguments), ctypes.addressof(packed)))
+
+    def runner(self) -> Callable[[], None]:
+        """A closure that runs the primitive and its layout copies, in ``threads`` OpenMP threads."""
+        execute, use_threads, threads, calls, scratch = (
+            self._lib.execute,
+            self._lib.use_threads,
+            self._threads,
+            tuple(self._calls),
+            self._scratch,
+        )
+
+        def run() -> None:
+            if self._generation != scratch.generation:
+                self._place()
+            use_threads(threads)
+            status = 0
+            for call in calls:
+                status |= execute(*call)
+            if status:
+                raise OneDnnError(f"a convolution failed with status {status}")
+
+        return run
+
+    def _place(self) -> None:
+        base = self._scratch.address
+        for memory, offset in self._moves:
+            self._lib.move(memory, base + offset)
+        self._generation = self._scratch.generation

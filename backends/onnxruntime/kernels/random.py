@@ -1,0 +1,66 @@
+"""Dropout masks drawn by Philox, bit for bit those of the op's decomposition."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Array, Binding, Run, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given
+from graphc.backends.onnxruntime.kernels.jit import exact
+from graphc.ir.ops.random import dropout_scale, dropout_threshold
+
+GRAIN = 1024
+"""Blocks of four elements worth handing to another thread."""
+
+
+def _is_float32(node: ir.Node) -> bool:
+    return node.outputs[0].dtype == ir.DataType.FLOAT
+
+
+@kernel("onnxruntime", "graphc::DropoutMask", when=_is_float32)
+def dropout_mask(k: Binding) -> Run:
+    """Every block of four elements has a counter of its own, so that threads need nothing from each other."""
+    (_, seed, step, sample_offset), (mask,) = given(k.inputs, 4), given(k.outputs, 1)
+    ratio, tag_word = float(k.attributes["ratio"]), zlib.crc32(str(k.attributes["tag"]).encode())
+    per_sample = int(np.prod(mask.shape[1:], dtype=np.int64))
+    words: Array = np.zeros(6, dtype=np.uint64)  # seed and tag (the key), step low and high, first element, threshold
+    words[1], words[5] = tag_word, dropout_threshold(ratio)
+    arguments = (words, np.float32(dropout_scale(ratio)), mask.reshape(-1))
+    pool, blocks = k.pool, mask.size // 4 + 2
+
+    def run() -> None:
+        bits, moment = int(seed.item()) & (1 << 64) - 1, int(step.item()) & (1 << 64) - 1
+        words[0] = (bits ^ bits >> 32) & 0xFFFFFFFF
+        words[2], words[3] = moment & 0xFFFFFFFF, moment >> 32
+        words[4] = int(sample_offset.item()) * per_sample
+        pool.run(_dropout_mask, arguments, blocks, GRAIN)
+
+    return run
+
+
+@exact
+def _dropout_mask(words, kept, mask, start, stop):  # type: ignore[no-untyped-def]
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    begin, threshold, size = words[4], words[5], mask.size
+    first, skip = begin // np.uint64(4), np.int64(begin % np.uint64(4))
+    for block in range(start, stop):
+        index = first + np.uint64(block)
+        c0, c1, c2, c3 = index & low, index >> half, words[2], words[3]
+        k0, k1 = words[0], words[1]
+        for _ in range(10):
+            one, two = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+            c0, c1 = (two >> half) ^ c1 ^ k0, two & low
+            c2, c3 = (one >> half) ^ c3 ^ k1, one & low
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+        at = 4 * block - skip
+        if 0 <= at < size:
+            mask[at] = kept if c0 >= threshold else np.float32(0.0)
+        if 0 <= at + 1 < size:
+            mask[at + 1] = kept if c1 >= threshold else np.float32(0.0)
+        if 0 <= at + 2 < size:
+            mask[at + 2] = kept if c2 >= threshold else np.float32(0.0)
+        if 0 <= at + 3 < size:
+            mask[at + 3] = kept if c3 >= threshold else np.float32(0.0)

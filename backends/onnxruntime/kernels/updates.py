@@ -1,0 +1,269 @@
+"""Optimizer updates as one sweep over flat buffers, in place; and the test for values that are not finite.
+
+Formulas and their sources stand at the declarations in ``graphc/ir/ops/updates.py``. What depends only on the step, the
+learning rate and the divisor is computed once a step in float64 and handed to the loops as a few float32 coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from graphc.backend import Array, Binding, Pool, Run, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.ir.declare import OPS
+
+GRAIN = 16384
+"""Elements of a range worth handing to another thread: about ten microseconds of work."""
+
+
+def _in_place(op: str) -> Mapping[int, int]:
+    """Every next value may take over the memory of the state it replaces."""
+    return OPS[op].next_value
+
+
+def _state(k: Binding, op: str) -> tuple[list[Array], Run]:
+    """The outputs as vectors, and what copies the old state there first where the plan did not put both in one place.
+
+    Loops then read and write the state through one name, so that the compiler sees no overlap and vectorises. State that
+    is left out becomes an empty vector.
+    """
+    vectors, copies = [], []
+    for output, index in sorted(OPS[op].next_value.items()):
+        new, old = optional(k.outputs, output), optional(k.inputs, index)
+        if new is None or old is None:
+            vectors.append(np.empty(0, dtype=np.float32))
+            continue
+        vectors.append(new.reshape(-1))
+        if new.ctypes.data != old.ctypes.data:
+            copies.append((new, old))
+
+    def settle() -> None:
+        for new, old in copies:
+            np.copyto(new, old)
+
+    return vectors, settle
+
+
+def _number(k: Binding, index: int) -> Callable[[], float]:
+    """Reads the scalar input ``index`` at run time; 1 where it is left out."""
+    array = optional(k.inputs, index)
+    return (lambda: 1.0) if array is None else array.reshape(1).item
+
+
+def _inverse(value: float) -> float:
+    return 1.0 / value if value else math.inf
+
+
+def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: Run, write: Callable[[Array], None]) -> Run:
+    """A run: fill the coefficients, then sweep."""
+    coefficients = np.zeros(9, dtype=np.float32)
+    arguments, size, pool = (*arrays, coefficients), arrays[0].size, k.pool
+
+    def run() -> None:
+        settle()
+        write(coefficients)
+        pool.run(loop, arguments, size, GRAIN)
+
+    return run
+
+
+@kernel("onnxruntime", "graphc::SGD", inplace=_in_place("SGD"))
+def sgd(k: Binding) -> Run:
+    (param,), settle = _state(k, "SGD")
+    lr, divisor, decay = _number(k, 2), _number(k, 3), k.attributes["weight_decay"]
+
+    def write(c: Array) -> None:
+        c[0], c[1], c[2] = _inverse(divisor()), decay, lr()
+
+    return _update(k, _sgd, [param, given(k.inputs, 2)[1].reshape(-1)], settle, write)
+
+
+@jit
+def _sgd(param, grad, c, start, stop):  # type: ignore[no-untyped-def]
+    scale, decay, lr = c[0], c[1], c[2]
+    for i in range(start, stop):
+        param[i] -= lr * (grad[i] * scale + decay * param[i])
+
+
+@kernel("onnxruntime", "graphc::Momentum", inplace=_in_place("Momentum"))
+def momentum_sgd(k: Binding) -> Run:
+    (param, buffer), settle = _state(k, "Momentum")
+    step, lr, divisor = _number(k, 3), _number(k, 4), _number(k, 5)
+    a = k.attributes
+    momentum, dampening, decay = a["momentum"], a["dampening"], a["weight_decay"]
+    of_gradient, of_buffer = (1.0, momentum) if a["nesterov"] else (0.0, 1.0)
+
+    def write(c: Array) -> None:
+        first = dampening and step() == 1
+        c[0], c[1] = _inverse(divisor()), decay
+        c[2], c[3] = (0.0, 1.0) if first else (momentum, 1.0 - dampening)
+        size = lr()
+        c[4], c[5] = size * of_gradient, size * of_buffer
+
+    return _update(k, _momentum, [param, given(k.inputs, 2)[1].reshape(-1), buffer], settle, write)
+
+
+@jit
+def _momentum(param, grad, buffer, c, start, stop):  # type: ignore[no-untyped-def]
+    scale, decay, keep, take, of_gradient, of_buffer = c[0], c[1], c[2], c[3], c[4], c[5]
+    for i in range(start, stop):
+        g = grad[i] * scale + decay * param[i]
+        b = keep * buffer[i] + take * g
+        buffer[i] = b
+        param[i] -= of_gradient * g + of_buffer * b
+
+
+@kernel("onnxruntime", "graphc::Adam", inplace=_in_place("Adam"))
+def adam(k: Binding) -> Run:
+    return _bind_adam(k, "Adam", decoupled=False)
+
+
+@kernel("onnxruntime", "graphc::AdamW", inplace=_in_place("AdamW"))
+def adamw(k: Binding) -> Run:
+    return _bind_adam(k, "AdamW", decoupled=True)
+
+
+def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
+    (param, first, second), settle = _state(k, op)
+    step, lr, divisor = _number(k, 4), _number(k, 5), _number(k, 6)
+    a = k.attributes
+    beta1, beta2, eps, decay = a["beta1"], a["beta2"], a["eps"], a["weight_decay"]
+
+    def write(c: Array) -> None:
+        count, size = step(), lr()
+        c[0], c[1] = _inverse(divisor()), 0.0 if decoupled else decay
+        c[2], c[3], c[4] = 1.0 - beta1, beta2, 1.0 - beta2
+        c[5], c[6], c[7] = size * _inverse(1.0 - beta1**count), _inverse(math.sqrt(1.0 - beta2**count)), eps
+        c[8] = 1.0 - size * decay if decoupled else 1.0
+
+    return _update(k, _adam, [param, given(k.inputs, 2)[1].reshape(-1), first, second], settle, write)
+
+
+@jit
+def _adam(param, grad, first, second, c, start, stop):  # type: ignore[no-untyped-def]
+    scale, decay, step1, keep2, step2, size, correction, eps, shrink = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
+    for i in range(start, stop):
+        p = param[i]
+        g = grad[i] * scale + decay * p
+        m = first[i] + (g - first[i]) * step1
+        v = second[i] * keep2 + g * g * step2
+        first[i] = m
+        second[i] = v
+        param[i] = p * shrink - size * (m / (np.sqrt(v) * correction + eps))
+
+
+@kernel("onnxruntime", "graphc::Adagrad", inplace=_in_place("Adagrad"))
+def adagrad(k: Binding) -> Run:
+    (param, total), settle = _state(k, "Adagrad")
+    step, lr, divisor = _number(k, 3), _number(k, 4), _number(k, 5)
+    lr_decay, eps, decay = k.attributes["lr_decay"], k.attributes["eps"], k.attributes["weight_decay"]
+
+    def write(c: Array) -> None:
+        c[0], c[1], c[2], c[3] = _inverse(divisor()), decay, lr() / (1.0 + (step() - 1) * lr_decay), eps
+
+    return _update(k, _adagrad, [param, given(k.inputs, 2)[1].reshape(-1), total], settle, write)
+
+
+@jit
+def _adagrad(param, grad, total, c, start, stop):  # type: ignore[no-untyped-def]
+    scale, decay, size, eps = c[0], c[1], c[2], c[3]
+    for i in range(start, stop):
+        g = grad[i] * scale + decay * param[i]
+        s = total[i] + g * g
+        total[i] = s
+        param[i] -= size * (g / (np.sqrt(s) + eps))
+
+
+@kernel("onnxruntime", "graphc::RMSprop", inplace=_in_place("RMSprop"))
+def rmsprop(k: Binding) -> Run:
+    state, settle = _state(k, "RMSprop")
+    lr, divisor = _number(k, 5), _number(k, 6)
+    a = k.attributes
+    alpha, eps, momentum, decay = a["alpha"], a["eps"], a["momentum"], a["weight_decay"]
+
+    def write(c: Array) -> None:
+        c[0], c[1], c[2], c[3], c[4], c[5], c[6] = _inverse(divisor()), decay, alpha, 1.0 - alpha, eps, momentum, lr()
+
+    return _update(k, _rmsprop, [state[0], given(k.inputs, 2)[1].reshape(-1), *state[1:]], settle, write)
+
+
+@jit
+def _rmsprop(param, grad, square, average, buffer, c, start, stop):  # type: ignore[no-untyped-def]
+    scale, decay, keep, take, eps, momentum, lr = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
+    centered, heavy = average.size > 0, buffer.size > 0
+    for i in range(start, stop):
+        g = grad[i] * scale + decay * param[i]
+        s = square[i] * keep + g * g * take
+        square[i] = s
+        if centered:
+            a = average[i] + (g - average[i]) * take
+            average[i] = a
+            s -= a * a
+        change = g / (np.sqrt(s) + eps)
+        if heavy:
+            change += buffer[i] * momentum
+            buffer[i] = change
+        param[i] -= lr * change
+
+
+@kernel("onnxruntime", "graphc::RunningAverage", inplace=_in_place("RunningAverage"))
+def running_average(k: Binding) -> Run:
+    (running,), settle = _state(k, "RunningAverage")
+    momentum = k.attributes["momentum"]
+
+    def write(c: Array) -> None:
+        c[0], c[1] = momentum, 1.0 - momentum
+
+    return _update(k, _running_average, [running, given(k.inputs, 2)[1].reshape(-1)], settle, write)
+
+
+@jit
+def _running_average(running, batch, c, start, stop):  # type: ignore[no-untyped-def]
+    keep, take = c[0], c[1]
+    for i in range(start, stop):
+        running[i] = running[i] * keep + batch[i] * take
+
+
+@kernel("onnxruntime", "graphc::Increment", inplace=_in_place("Increment"))
+def increment(k: Binding) -> Run:
+    (step,), (next_step,) = given(k.inputs, 1), given(k.outputs, 1)
+
+    def run() -> None:
+        np.add(step, 1, out=next_step)
+
+    return run
+
+
+def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
+    """How many elements of a C-contiguous float32 array are NaN or infinite.
+
+    Args:
+        pool: threads that share the work; without it the calling thread does it alone.
+    """
+    bits = array.reshape(-1).view(np.int32)
+    parts = min(pool.threads, bits.size // GRAIN) if pool is not None else 1
+    if pool is None or parts <= 1:
+        return int(_count_nonfinite(bits))
+    counts = np.zeros(parts, dtype=np.int64)
+    pool.run(_count_nonfinite_parts, (bits, counts), parts)
+    return int(counts.sum())
+
+
+@exact
+def _count_nonfinite(bits):  # type: ignore[no-untyped-def]
+    exponent = np.int32(0x7F800000)
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & exponent) == exponent
+    return count
+
+
+@exact
+def _count_nonfinite_parts(bits, counts, start, stop):  # type: ignore[no-untyped-def]
+    parts = counts.size
+    for part in range(start, stop):
+        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts])

@@ -1,0 +1,439 @@
+"""Native kernels against the decompositions of their ops, run by plain onnxruntime, and against PyTorch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphc.backend import Binding, native_kernel
+from graphc.ir import IR_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of
+from graphc.passes.decompose import decompose_graph
+
+ort = pytest.importorskip("onnxruntime")
+torch = pytest.importorskip("torch")
+
+from graphc.backends.onnxruntime.kernels import convolution, nonfinite_count, onednn  # noqa: E402
+from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
+
+Arrays = Sequence["np.ndarray[Any, Any] | None"]
+
+rng = np.random.default_rng(7)
+
+
+def normal(*shape: int) -> np.ndarray[Any, Any]:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(params=[1, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
+    made = ThreadPool(request.param)
+    yield made
+    made.close()
+
+
+def single_node(op: str, arrays: Arrays, attributes: Mapping[str, Any], constants: Sequence[int]) -> ir.Model:
+    """A model of one node; ``constants`` are the inputs that are part of the graph, shapes above all."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
+    builder, values = Builder(graph), []
+    for index, array in enumerate(arrays):
+        if array is None or index in constants:
+            values.append(None if array is None else builder.const(array))
+            continue
+        value = ir.Value(name=f"i{index}", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
+        graph.inputs.append(value)
+        values.append(value)
+    domain = "graphc" if op.startswith("graphc::") else ""
+    graph.outputs.extend(builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain))
+    return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def reference(
+    op: str, arrays: Arrays, attributes: Mapping[str, Any], constants: Sequence[int] = ()
+) -> list[np.ndarray[Any, Any]]:
+    """The outputs of the op's decomposition in onnxruntime."""
+    model = single_node(op, arrays, attributes, constants)
+    decompose_graph(model.graph, lambda node: False)
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {f"i{k}": a for k, a in enumerate(arrays) if a is not None and k not in constants}
+    return list(session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()}))
+
+
+def native(
+    op: str,
+    arrays: Arrays,
+    attributes: Mapping[str, Any],
+    pool: ThreadPool,
+    like: Sequence[np.ndarray[Any, Any]],
+    constants: Sequence[int] = (),
+) -> list[np.ndarray[Any, Any]]:
+    """The outputs of the native kernel, run twice into buffers that hold rubbish before."""
+    node = next(n for n in single_node(op, arrays, attributes, constants).graph if n.op_type != "Constant")
+    kernel = native_kernel("onnxruntime", node)
+    assert kernel is not None
+    outputs = [np.full(a.shape, 77, a.dtype) for a in like]
+    declaration = declaration_of(node)
+    values = declaration.attribute_values(node) if declaration else {k: a.value for k, a in node.attributes.items()}
+    run = kernel.bind(Binding(node, arrays, outputs, values, pool, {}))
+    run()
+    first = [a.copy() for a in outputs]
+    run()
+    for a, b in zip(first, outputs, strict=True):
+        np.testing.assert_array_equal(a, b)  # the same in every run
+    return outputs
+
+
+def compare(
+    op: str,
+    arrays: Arrays,
+    attributes: Mapping[str, Any],
+    pool: ThreadPool,
+    constants: Sequence[int] = (),
+    tolerance: float = 2e-6,
+) -> None:
+    wanted = reference(op, arrays, attributes, constants)
+    for got, want in zip(native(op, arrays, attributes, pool, wanted, constants), wanted, strict=True):
+        scale = float(np.abs(np.nan_to_num(want)).max(initial=1e-30))
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * scale)
+
+
+def shape_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.array(array.shape, dtype=np.int64)
+
+
+CONVOLUTIONS = [
+    # samples, channels in and out, size, kernel, strides, dilations, pads, groups
+    (3, 4, 6, (9, 11), [3, 3], [1, 1], [1, 1], [1, 1, 1, 1], 1),
+    (4, 4, 6, (9, 11), [3, 2], [2, 1], [1, 2], [1, 0, 2, 1], 2),
+    (1, 8, 8, (9, 11), [3, 3], [2, 2], [1, 1], [1, 1, 1, 1], 8),
+    (5, 16, 32, (14, 14), [1, 1], [1, 1], [1, 1], [0, 0, 0, 0], 1),
+    (5, 32, 16, (7, 7), [1, 1], [2, 2], [1, 1], [0, 0, 0, 0], 1),
+    (2, 3, 5, (17,), [4], [3], [1], [2, 0], 1),
+    (2, 3, 16, (31, 30), [3, 3], [5, 5], [1, 1], [2, 2, 2, 2], 1),
+    (2, 3, 5, (7, 8, 9), [2, 3, 3], [1, 2, 1], [1, 1, 1], [1, 0, 0, 0, 1, 1], 1),
+]
+
+
+def convolve(case: tuple[Any, ...]) -> tuple[dict[str, Any], list[np.ndarray[Any, Any]]]:
+    """Attributes, and x, w, b, y, dy, dx, dw by PyTorch."""
+    n, channels, outs, size, taps, strides, dilations, pads, groups = case
+    x, w, b = normal(n, channels, *size), normal(outs, channels // groups, *taps), normal(outs)
+    tx, tw, tb = (torch.tensor(a, requires_grad=True) for a in (x, w, b))
+    axes = len(taps)
+    around = [p for axis in reversed(range(axes)) for p in (pads[axis], pads[axes + axis])]
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[axes - 1]
+    y = function(torch.nn.functional.pad(tx, around), tw, tb, stride=strides, dilation=dilations, groups=groups)
+    dy = normal(*y.shape)
+    y.backward(torch.tensor(dy))
+    attributes = {"strides": strides, "dilations": dilations, "pads": pads, "group": groups, "kernel_shape": taps}
+    return attributes, [x, w, b, y.detach().numpy(), dy, tx.grad.numpy(), tw.grad.numpy()]
+
+
+def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * float(np.abs(want).max()))
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution_in_onednn_is_that_of_pytorch(case: tuple[Any, ...], pool: ThreadPool) -> None:
+    if onednn.library() is None:
+        pytest.skip("oneDNN is not installed")
+    attributes, (x, w, b, y, dy, dx, dw) = convolve(case)
+    close(native("Conv", [x, w, b], attributes, pool, [y])[0], y)
+    close(native("graphc::ConvGradInput", [dy, w, shape_of(x)], attributes, pool, [dx], (2,))[0], dx)
+    close(native("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, pool, [dw], (2,))[0], dw)
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS[:-1])
+def test_weight_gradient_without_onednn(case: tuple[Any, ...], pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "library", lambda: None)
+    attributes, (x, w, _, _, dy, _, dw) = convolve(case)
+    close(native("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, pool, [dw], (2,))[0], dw)
+
+
+def test_convolutions_that_share_scratch_memory(pool: ThreadPool) -> None:
+    """The memory grows when a second, larger convolution is bound; the first must follow it."""
+    cases = [convolve(CONVOLUTIONS[0]), convolve((3, 16, 32, (24, 24), [3, 3], [1, 1], [1, 1], [1, 1, 1, 1], 1))]
+    runs, results = [], []
+    for attributes, (x, w, _, _, dy, _, dw) in cases:
+        (node,) = (
+            n
+            for n in single_node("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, (2,)).graph
+            if n.op_type == "ConvGradWeight"
+        )
+        declaration = declaration_of(node)
+        assert declaration is not None
+        got = np.full(dw.shape, 77, np.float32)
+        binding = Binding(node, [x, dy, None], [got], declaration.attribute_values(node), pool, {})
+        runs.append(convolution.conv_grad_weight(binding))
+        results.append((got, dw))
+    for _ in range(2):
+        for run in runs:
+            run()
+    for got, want in results:
+        close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("size", "attributes"),
+    [
+        ((13, 10), {"kernel_shape": [3, 3], "strides": [2, 2]}),
+        ((13, 10), {"kernel_shape": [3, 2], "strides": [1, 2], "pads": [1, 0, 1, 1]}),
+        ((12, 12), {"kernel_shape": [2, 2], "strides": [2, 2]}),
+        ((14, 14), {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}),
+        ((11, 11), {"kernel_shape": [2, 3], "dilations": [2, 1], "pads": [1, 1, 0, 1]}),
+        ((11, 12), {"kernel_shape": [2, 3], "strides": [2, 1], "auto_pad": "SAME_UPPER"}),
+        ((15,), {"kernel_shape": [4], "strides": [3], "pads": [1, 1]}),
+    ],
+)
+def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: ThreadPool) -> None:
+    x = rng.integers(0, 5, (2, 3, *size)).astype(np.float32)  # many equal maxima: the first must win
+    (y,) = reference("MaxPool", [x], attributes)
+    compare("graphc::MaxPoolGrad", [normal(*y.shape), x, y], attributes, pool)
+    if "dilations" in attributes:
+        return
+    for include in (0, 1):
+        both = {**attributes, "count_include_pad": include}
+        (y,) = reference("AveragePool", [x], both)
+        compare("graphc::AveragePoolGrad", [normal(*y.shape), shape_of(x)], both, pool, (1,))
+
+
+def test_gradients_of_activations(pool: ThreadPool) -> None:
+    x = np.concatenate([normal(40_000) * 3, np.array([0.0, -0.0, 30.0, -30.0], dtype=np.float32)])
+    dy = normal(x.size)
+    compare("graphc::ReluGrad", [dy, x], {}, pool, tolerance=0)
+    for approximate in ("none", "tanh"):
+        exact = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        torch.nn.functional.gelu(exact, approximate=approximate).backward(torch.tensor(dy, dtype=torch.float64))
+        (dx,) = native("graphc::GeluGrad", [dy, x], {"approximate": approximate}, pool, [x])
+        close(dx, exact.grad.numpy())
+
+
+def test_nan_survives(pool: ThreadPool) -> None:
+    x = np.array([np.nan, 1.0], dtype=np.float32)
+    ones = np.ones(2, dtype=np.float32)
+    for approximate in ("none", "tanh"):
+        (dx,) = native("graphc::GeluGrad", [ones, x], {"approximate": approximate}, pool, [x])
+        assert np.isnan(dx).tolist() == [True, False]
+    logits = np.array([[np.nan, 1.0], [2.0, 3.0]], dtype=np.float32)
+    label = np.zeros(2, dtype=np.int64)
+    attributes = {"axis": 1}
+    like = [np.float32(0.0), np.float32(0.0), logits]
+    total, _, log_prob = native("graphc::SoftmaxCrossEntropy", [logits, label], attributes, pool, [np.asarray(a) for a in like])
+    assert np.isnan(total)
+    assert np.isnan(log_prob).tolist() == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignore", [None, -100])
+@pytest.mark.parametrize(("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((4, 9, 11), -1)])
+def test_softmax_cross_entropy(
+    smoothing: float, weighted: bool, ignore: int | None, shape: tuple[int, ...], axis: int, pool: ThreadPool
+) -> None:
+    logits = normal(*shape) * 5
+    classes = shape[axis]
+    kept = [d for k, d in enumerate(shape) if k != axis % len(shape)]
+    label = rng.integers(0, classes, kept)
+    if ignore is not None:
+        label[rng.random(kept) < 0.3] = ignore
+    weight = rng.random(classes).astype(np.float32) if weighted else None
+    attributes = {"axis": axis, "ignore_index": ignore, "label_smoothing": smoothing}
+    arrays = [logits, label, weight]
+    compare("graphc::SoftmaxCrossEntropy", arrays, attributes, pool)
+    log_prob = torch.log_softmax(torch.tensor(logits), axis).numpy()
+    dtotal = np.array(0.7, dtype=np.float32)
+    compare("graphc::SoftmaxCrossEntropyGrad", [dtotal, log_prob, label.astype(np.int32), weight], attributes, pool)
+
+
+def test_label_outside_the_classes_gives_nan(pool: ThreadPool) -> None:
+    logits, label = normal(4, 3), np.array([0, 3, -1, 2])
+    for op, arrays in (
+        ("graphc::SoftmaxCrossEntropy", [logits, label]),
+        ("graphc::SoftmaxCrossEntropyGrad", [np.array(1.0, dtype=np.float32), logits, label]),
+    ):
+        compare(op, arrays, {"axis": 1}, pool)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4096), (2, 3, 3)])
+def test_dropout_mask_is_bit_for_bit_that_of_the_decomposition(offset: int, shape: tuple[int, ...], pool: ThreadPool) -> None:
+    arrays = [np.array(shape), np.array(-(2**62) + 5), np.array(2**33 + 1), np.array(offset)]
+    compare("graphc::DropoutMask", arrays, {"ratio": 0.3, "tag": "block/dropout"}, pool, (0,), tolerance=0)
+
+
+UPDATES: list[tuple[str, int, dict[str, Any]]] = [
+    # op, number of state tensors, attributes
+    ("SGD", 0, {}),
+    ("SGD", 0, {"weight_decay": 0.1}),
+    ("Momentum", 1, {"momentum": 0.9}),
+    ("Momentum", 1, {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1}),
+    ("Momentum", 1, {"momentum": 0.8, "nesterov": 1, "weight_decay": 0.1}),
+    ("Adam", 2, {"weight_decay": 0.1}),
+    ("AdamW", 2, {"beta1": 0.8}),
+    ("Adagrad", 1, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    ("RMSprop", 1, {"alpha": 0.9}),
+    ("RMSprop", 3, {"alpha": 0.9, "momentum": 0.5, "centered": 1, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("op", "states", "attributes"), UPDATES)
+@pytest.mark.parametrize("divisor", [None, 12.0])
+def test_updates(op: str, states: int, attributes: dict[str, Any], divisor: float | None, pool: ThreadPool) -> None:
+    size = 50_001
+    average = normal(size) * 0.1
+    # A second moment is never below the square of the first.
+    state: list[Any] = [[], [average], [average, average**2 + rng.random(size).astype(np.float32)]][min(states, 2)]
+    if op in ("Adagrad", "RMSprop"):
+        state = [average**2 + 0.5 + rng.random(size).astype(np.float32)]
+        state += [average, normal(size)] if states == 3 else [None, None] if op == "RMSprop" else []
+    step = [] if op in ("SGD", "RMSprop") else [np.array(1)]
+    tail = [np.array(0.05, dtype=np.float32), None if divisor is None else np.array(divisor, dtype=np.float32)]
+    for number in (1, 4):
+        arrays = [normal(size), normal(size), *state, *(np.array(number) for _ in step), *tail]
+        compare_update(op, arrays, attributes, pool)
+
+
+def compare_update(op: str, arrays: list[Any], attributes: dict[str, Any], pool: ThreadPool) -> None:
+    """Outputs apart from the inputs, then in place: equal to the decomposition, and to each other."""
+    model = single_node(f"graphc::{op}", arrays, attributes, ())
+    (node,) = (n for n in model.graph if n.op_type == op)
+    declaration, kernel = declaration_of(node), native_kernel("onnxruntime", node)
+    assert declaration is not None
+    assert kernel is not None
+    assert dict(kernel.inplace) == dict(declaration.next_value)
+    for value in list(model.graph.outputs):
+        index = declaration.next_value[node.outputs.index(value)]
+        if index >= len(arrays) or arrays[index] is None:
+            model.graph.outputs.remove(value)
+    names = [v.name for v in model.graph.outputs]
+    places = [declaration.next_value[[v.name for v in node.outputs].index(n)] for n in names]
+    decompose_graph(model.graph, lambda n: False)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    wanted = session.run(names, {i.name: arrays[int(i.name[1:])] for i in session.get_inputs()})
+
+    values = declaration.attribute_values(node)
+    apart = [np.full_like(arrays[i], 77) if i < len(arrays) and arrays[i] is not None else None for i in _states(declaration)]
+    kernel.bind(Binding(node, arrays, apart, values, pool, {}))()
+    own = [a.copy() if a is not None else None for a in arrays]
+    within = [own[i] if i < len(own) else None for i in _states(declaration)]
+    kernel.bind(Binding(node, own, within, values, pool, kernel.inplace))()
+    for place, want in zip(places, wanted, strict=True):
+        at = _states(declaration).index(place)
+        np.testing.assert_allclose(apart[at], want, rtol=2e-6, atol=1e-6)
+        np.testing.assert_array_equal(apart[at], within[at])
+
+
+def _states(declaration: Any) -> list[int]:
+    return [declaration.next_value[k] for k in sorted(declaration.next_value)]
+
+
+def test_running_average_and_step_counter(pool: ThreadPool) -> None:
+    compare_update("RunningAverage", [normal(70), normal(70)], {"momentum": 0.7}, pool)
+    compare_update("Increment", [np.array(41)], {}, pool)
+
+
+def test_nonfinite_count(pool: ThreadPool) -> None:
+    values = normal(100_003)
+    assert nonfinite_count(values, pool) == nonfinite_count(values) == 0
+    values[[0, 50_000, 100_002]] = np.nan, -np.inf, np.inf
+    assert nonfinite_count(values, pool) == nonfinite_count(values) == 3
+
+
+@numba.njit(nogil=True)
+def _mark(seen: np.ndarray[Any, Any], start: int, stop: int) -> None:
+    for k in range(start, stop):
+        seen[k] += 1
+
+
+def test_pool_covers_the_range_once_from_several_callers() -> None:
+    def work(seen: np.ndarray[Any, Any], failures: list[BaseException]) -> None:
+        try:
+            own = ThreadPool(3)
+            for total in (1, 2, 7, 1000):
+                for _ in range(50):
+                    own.run(_mark, (seen,), total)
+            own.close()
+        except BaseException as error:
+            failures.append(error)
+
+    seen = [np.zeros(1000, dtype=np.int64) for _ in range(4)]
+    failures: list[BaseException] = []
+    threads = [threading.Thread(target=work, args=(s, failures)) for s in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    expected = 50 * sum((np.arange(1000) < total).astype(np.int64) for total in (1, 2, 7, 1000))
+    for s in seen:
+        np.testing.assert_array_equal(s, expected)
+
+
+def test_partition_is_even_and_keeps_the_grain() -> None:
+    assert partition(10, 1, 3) == ((0, 3), (3, 6), (6, 10))
+    assert partition(10, 6, 3) == ((0, 10),)
+    assert partition(0, 1, 3) == ((0, 0),)
+
+
+def test_pool_raises_what_a_range_raises_and_stays_usable() -> None:
+    own = ThreadPool(2)
+
+    def fail(start: int, stop: int) -> None:
+        if start > 0:
+            raise RuntimeError("range failed")
+
+    with pytest.raises(RuntimeError, match="range failed"):
+        own.run(fail, (), 4)
+    seen = np.zeros(4, dtype=np.int64)
+    own.run(_mark, (seen,), 4)
+    assert seen.tolist() == [1, 1, 1, 1]
+    before = threading.active_count()
+    own.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() >= before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before - 1
+    own.run(_mark, (seen,), 4)  # a closed pool runs in the caller
+    assert seen.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 7, 11), (4, 3, 9, 10), (2, 40, 33, 31)])
+def test_batch_normalization(shape: tuple[int, ...], pool: ThreadPool) -> None:
+    x, scale, bias = normal(*shape) * 2 + 5, normal(shape[1]), normal(shape[1])
+    compare("graphc::BatchNormalizationTraining", [x, scale, bias], {"epsilon": 1e-3}, pool, tolerance=1e-5)
+    exact = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (x, scale, bias)]
+    y = torch.nn.functional.batch_norm(exact[0], None, None, exact[1], exact[2], training=True, eps=1e-3)
+    dy = normal(*shape)
+    y.backward(torch.tensor(dy, dtype=torch.float64))
+    axes = tuple(k for k in range(x.ndim) if k != 1)
+    wide = x.astype(np.float64)
+    mean, inv_std = wide.mean(axes).astype(np.float32), (1 / np.sqrt(wide.var(axes) + 1e-3)).astype(np.float32)
+    made = native("graphc::BatchNormalizationTrainingGrad", [dy, x, scale, mean, inv_std], {}, pool, [x, scale, bias])
+    for got, want in zip(made, exact, strict=True):
+        close(got, want.grad.numpy(), 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5, 7, 64), -1), ((300, 256), 1), ((3, 4, 5, 6), 2)])
+def test_layer_normalization_gradient(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
+    x, dy, scale = normal(*shape), normal(*shape), normal(*shape[axis:])
+    axes = tuple(range(axis % len(shape), len(shape)))
+    mean = x.mean(axes, keepdims=True)
+    inv_std = (1 / np.sqrt(x.var(axes, keepdims=True) + 1e-5)).astype(np.float32)
+    compare("graphc::LayerNormalizationGrad", [dy, x, scale, mean, inv_std], {"axis": axis}, pool, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_local_response_normalization_gradient(size: int, pool: ThreadPool) -> None:
+    attributes = {"alpha": 0.3, "beta": 0.6, "bias": 1.5, "size": size}
+    x = normal(2, 7, 20, 23)
+    compare("graphc::LRNGrad", [normal(*x.shape), x, normal(*x.shape)], attributes, pool, tolerance=5e-6)
