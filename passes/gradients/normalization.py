@@ -12,7 +12,7 @@ from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, rank, same_dims
 from graphc.ir.infer import apply
-from graphc.ir.ops.normalization import EPSILON, all_but_channels, normalization_grad, per_channel
+from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -31,12 +31,40 @@ def _widen(op: Builder, value: ir.Value) -> ir.Value:
     return op.Cast(value, to=int(ir.DataType.FLOAT)) if value.dtype in HALVES else value
 
 
-def _refuse_statistics(node: ir.Node, *adjoints: ir.Value | None) -> None:
-    if any(a is not None for a in adjoints):
-        raise UnsupportedOpError(
-            f"the loss depends on the statistics of {describe(node)}; only its first output has a gradient:"
-            " compute the statistics by ReduceMean where they are part of the loss"
-        )
+def _through_statistics(
+    op: Builder,
+    x: ir.Value,
+    mean: ir.Value,
+    inv_std: ir.Value,
+    dmean: ir.Value | None,
+    dvar: ir.Value | None,
+    dinv_std: ir.Value | None,
+) -> ir.Value | None:
+    """What adjoints of statistics over n elements (shaped to broadcast to x) add to ∂x, None when there are none.
+
+    (∂mean + (x - mean)·(2·∂var - inv_std³·∂inv_std))/n. It appears in gradients of gradients, which use the statistics.
+    """
+    count = elements_per_statistic(op, x, mean)
+    parts = []
+    if dmean is not None:
+        parts.append(op.expand_like(op.Div(dmean, count), x))
+    tilts = []
+    if dvar is not None:
+        tilts.append(op.Mul(dvar, 2.0))
+    if dinv_std is not None:
+        tilts.append(op.Neg(op.Mul(dinv_std, op.Mul(inv_std, op.Mul(inv_std, inv_std)))))
+    if tilts:
+        tilt = op.Div(op.Add(*tilts) if len(tilts) == 2 else tilts[0], count)
+        parts.append(op.Mul(op.Sub(op.cast_like(x, mean), mean), tilt))
+    if not parts:
+        return None
+    return op.cast_like(op.Add(*parts) if len(parts) == 2 else parts[0], x)
+
+
+def _sum(op: Builder, *terms: ir.Value | None) -> ir.Value | None:
+    """The sum of those that are there."""
+    present = [t for t in terms if t is not None]
+    return op.Add(*present) if len(present) == 2 else present[0] if present else None
 
 
 @gradient("BatchNormalization")
@@ -46,7 +74,10 @@ def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: i
     ∂x = dy·scale·r,  ∂scale = r·Σ dy·(x - mean),  ∂b = Σ dy,  ∂mean = -scale·r·∂b,  ∂var = -½·scale·r²·∂scale
     In training mode the statistics are those of the batch: see graphc.BatchNormalizationTrainingGrad.
     """
-    _refuse_statistics(node, *statistics)
+    if any(s is not None for s in statistics):
+        raise UnsupportedOpError(
+            f"the loss depends on the running statistics of {describe(node)}, which are not differentiated"
+        )
     x, scale, _, mean, var = _operands(node, 5)
     epsilon = _attribute(node, "epsilon", EPSILON)
     if _attribute(node, "training_mode", 0):
@@ -95,37 +126,65 @@ def _batch_statistics_gradient(op: Builder, dy: ir.Value, x: ir.Value, scale: ir
 
 
 @gradient("graphc::BatchNormalizationTraining")
-def batch_normalization_training(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+def batch_normalization_training(
+    op: Builder,
+    node: ir.Node,
+    dy: ir.Value | None,
+    dmean: ir.Value | None,
+    dvar: ir.Value | None,
+    dinv_std: ir.Value | None,
+) -> Any:
     """∂x = scale·r·(dy - mean(dy) - x̂·mean(dy·x̂)),  ∂scale = Σ dy·x̂,  ∂bias = Σ dy"""
-    _refuse_statistics(node, *statistics)
     x, scale = _operands(node, 2)
     _, mean, _, inv_std = node.outputs
 
     @cache
-    def gradients() -> tuple[ir.Value, ...]:
+    def gradients() -> tuple[ir.Value | None, ...]:
+        if dy is None:
+            return None, None, None
         return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, mean, inv_std))
 
-    return lambda: gradients()[0], lambda: gradients()[1], lambda: gradients()[2]
+    def dx() -> ir.Value | None:
+        statistics = [mean, inv_std, dmean, dvar, dinv_std]
+        if all(s is None for s in statistics[2:]):
+            return gradients()[0]
+        shaped = [None if s is None else per_channel(op, s, x) for s in statistics]
+        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped))  # type: ignore[arg-type]
+
+    return dx, lambda: gradients()[1], lambda: gradients()[2]
 
 
 @gradient("LayerNormalization")
-def layer_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+def layer_normalization(
+    op: Builder, node: ir.Node, dy: ir.Value | None, dmean: ir.Value | None = None, dinv_std: ir.Value | None = None
+) -> Any:
     """x̂ = (x - mean)·r, y = scale·x̂ + b;  ∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy"""
-    _refuse_statistics(node, *statistics)
     x, scale = _operands(node, 2)
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     axis, epsilon = _attribute(node, "axis", -1), _attribute(node, "epsilon", EPSILON)
 
     @cache
-    def gradients() -> tuple[ir.Value, ...]:
-        mean, inv_std = _layer_statistics(op, node, x, axis, epsilon)
-        return tuple(op.graphc.LayerNormalizationGrad(dy, x, scale, mean, inv_std, axis=axis, epsilon=epsilon))
+    def statistics() -> tuple[ir.Value, ir.Value]:
+        return _layer_statistics(op, node, x, axis, epsilon)
 
-    def dbias() -> ir.Value:
+    @cache
+    def gradients() -> tuple[ir.Value | None, ...]:
+        if dy is None:
+            return None, None, None
+        return tuple(op.graphc.LayerNormalizationGrad(dy, x, scale, *statistics(), axis=axis, epsilon=epsilon))
+
+    def dx() -> ir.Value | None:
+        if dmean is None and dinv_std is None:
+            return gradients()[0]
+        mean, inv_std = statistics()
+        adjoints = [None if d is None else op.cast_like(d, mean) for d in (dmean, dinv_std)]
+        return _sum(op, gradients()[0], _through_statistics(op, x, mean, inv_std, adjoints[0], None, adjoints[1]))
+
+    def dbias() -> ir.Value | None:
         assert bias is not None
         return gradients()[2] if same_dims(dims(bias), dims(scale)) else dy  # the engine sums dy to the bias's shape
 
-    return lambda: gradients()[0], lambda: gradients()[1], dbias
+    return dx, lambda: gradients()[1], dbias
 
 
 def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ir.Value]:

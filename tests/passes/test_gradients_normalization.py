@@ -121,11 +121,39 @@ def test_batch_normalization_training_like_differences() -> None:
     check_gradient(model, feeds)
 
 
-def test_a_loss_on_batch_statistics_is_refused() -> None:
-    model, values = new_model({"x": sample(3, 2, 4), "scale": sample(2), "bias": sample(2)})
-    _, mean, _, _ = Builder(model.graph).graphc.BatchNormalizationTraining(*values)
-    with pytest.raises(UnsupportedOpError, match="BatchNormalizationTraining"):
-        differentiate(model.graph, [mean], values)
+def test_a_loss_on_batch_statistics() -> None:
+    """All four outputs at once, and each statistic alone."""
+    check_op("BatchNormalizationTraining", [(3, 2, 4, 3), (2,), (2,)], domain="graphc", epsilon=EPSILON)
+    for k in (1, 2, 3):
+        feeds = {"x": sample(3, 2, 4), "scale": sample(2), "bias": sample(2)}
+        model, values = new_model(feeds)
+        model.graph.outputs.append(Builder(model.graph).graphc.BatchNormalizationTraining(*values, epsilon=EPSILON)[k])
+        check_gradient(model, feeds, ["x"])
+
+
+@pytest.mark.parametrize("op_type", ["BatchNormalizationTraining", "LayerNormalization"])
+def test_gradients_of_gradients(op_type: str) -> None:
+    """∂/∂(x, scale) of ∂(Σ y²)/∂x. In float32 for LayerNormalization, whose float64 statistics ONNX rounds to float32."""
+    batch = op_type == "BatchNormalizationTraining"
+    shape, width = ((5, 2, 3), 2) if batch else ((4, 5), 5)
+    feeds = {"x": sample(*shape), "scale": sample(width, seed=1), "bias": sample(width, seed=2)}
+    if not batch:
+        feeds = {k: a.astype(np.float32) for k, a in feeds.items()}
+    model, values = new_model(feeds)
+    op = Builder(model.graph)
+    y = op.emit(op_type, values, {"epsilon": EPSILON}, domain="graphc" if batch else "")[0]
+    first = differentiate(model.graph, [op.Mul(y, y)], values[:1])
+    model.graph.outputs.append(first[values[0]])
+    accuracy = {} if batch else {"tolerance": 5e-3, "step": 1e-2}
+    check_gradient(model, feeds, ["x", "scale", "bias"], compile_with=on_onnxruntime, **accuracy)  # type: ignore[arg-type]
+
+
+def test_a_loss_on_running_statistics_is_refused() -> None:
+    feeds = {"x": sample(3, 2, 4), "scale": sample(2), "bias": sample(2), "mean": sample(2), "var": sample(2)}
+    model, values = new_model(feeds)
+    _, mean, _ = Builder(model.graph).emit("BatchNormalization", values, {"training_mode": 1}, outputs=3)
+    with pytest.raises(UnsupportedOpError, match="running statistics of BatchNormalization"):
+        differentiate(model.graph, [mean], values[:1])
 
 
 @pytest.mark.parametrize("training", [0, 1])

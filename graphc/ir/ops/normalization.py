@@ -82,7 +82,7 @@ def batch_normalization_training_grad(
     centred = op.Sub(op.cast_like(x, mean), per_channel(op, mean, x))
     dbias = op.ReduceSum(slope, axes, keepdims=0)
     dscale = op.Mul(op.ReduceSum(op.Mul(slope, centred), axes, keepdims=0), inv_std)
-    count = elements_per_channel(op, x, mean)
+    count = elements_per_statistic(op, x, mean)
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     share = op.Neg(op.Div(factor, count))
     bend = op.Mul(op.Mul(share, inv_std), dscale)
@@ -91,12 +91,12 @@ def batch_normalization_training_grad(
     return op.cast_like(dx, x), op.cast_like(dscale, scale), op.cast_like(dbias, scale)
 
 
-def elements_per_channel(op: Builder, x: ir.Value, like: ir.Value) -> ir.Value:
-    """Size of ``x`` without axis 1, as a scalar of ``like``'s type."""
-    known = static_dims(x)
-    if known is not None:
-        return op.scalar(float(np.prod(known)) / known[1], like)
-    return op.cast_like(op.Div(op.Size(x), op.Reshape(op.Shape(x, start=1, end=2), np.array([], dtype=np.int64))), like)
+def elements_per_statistic(op: Builder, x: ir.Value, statistic: ir.Value) -> ir.Value:
+    """How many elements of ``x`` one entry of a mean or variance stands for, as a scalar of the statistic's type."""
+    whole, entries = static_dims(x), static_dims(statistic)
+    if whole is not None and entries is not None:
+        return op.scalar(float(np.prod(whole)) / float(np.prod(entries)), statistic)
+    return op.cast_like(op.Div(op.Size(x), op.Size(statistic)), statistic)
 
 
 @declare(
