@@ -1,0 +1,266 @@
+"""PyTorch modules as ONNX models that train as the module does.
+
+    model = export(module, (x,))        # an onnx_ir.Model with the module's parameter names and a batch of any size
+
+The module is exported in training mode, because exporters drop Dropout and may fold BatchNormalization otherwise; the result
+is in inference mode all the same, so it is an ordinary model file, and the ``train_mode`` pass finds everything it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import MissingExtraError, ModelError, UsageError
+from graphc.frontends.onnx import to_inference
+from graphc.ir.builder import Builder
+from graphc.ir.facts import is_parameter
+from graphc.ir.names import BUFFER
+
+if TYPE_CHECKING:
+    import torch
+
+Inputs = Any
+"""One tensor, a sequence of tensors, or a mapping from the names of ``forward``'s parameters to tensors."""
+
+_OPSET = 20
+"""Opset asked of the exporters: what both write without converting their own output."""
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def export(
+    module: torch.nn.Module,
+    example_inputs: Inputs,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    exporter: str = "auto",
+) -> ir.Model:
+    """Export ``module`` as it trains.
+
+    Args:
+        example_inputs: tensors (or numpy arrays) that ``forward`` accepts: one, a sequence, or a mapping by parameter name.
+        input_names: names of the graph inputs; default: the parameter names of ``forward``.
+        output_names: names of the graph outputs; default ``output``, or ``output_0``, ``output_1`` …
+        dynamic_batch: make the first dimension of every input that has the size of the first input's the symbol ``batch``.
+        exporter: ``"dynamo"`` (``torch.export``), ``"torchscript"``, or ``"auto"``: the first of them that succeeds.
+
+    Parameters keep their names; shared parameters are one initializer. Buffers other than running statistics become
+    ``Constant`` nodes, so that they do not train. The module itself is left as it was, and the tensors are copies.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed.
+        ModelError: no exporter could export the module; their messages are given.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtraError("a torch.nn.Module needs PyTorch; install it with: pip install 'graphc[torch]'") from None
+    exporters: dict[str, Callable[..., ir.Model]] = {"dynamo": _with_dynamo, "torchscript": _with_torchscript}
+    if exporter not in ("auto", *exporters):
+        raise UsageError(f"exporter={exporter!r} is none of auto, {', '.join(exporters)}")
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"a torch.nn.Module is expected, not {type(module).__name__}")
+    names, tensors = _bind(module, example_inputs)
+    batched = _batched(tensors) if dynamic_batch else []
+    if batched and tensors[0].shape[0] == 1:
+        # torch.export takes a size of 1 for a constant, and BatchNorm wants more than one sample to train.
+        tensors = [t.repeat(2, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
+    failures = []
+    for name, function in exporters.items():
+        if exporter not in ("auto", name):
+            continue
+        try:
+            with _training(module), _quiet():
+                model = function(module, names, tensors, batched)
+            break
+        except Exception as error:  # the exporters raise whatever the module or they themselves raise
+            failures.append(
+                f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
+    else:
+        raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
+    _finish(model, module)
+    _rename(model.graph, model.graph.inputs, input_names or names)
+    count = len(model.graph.outputs)
+    _rename(
+        model.graph, model.graph.outputs, output_names or (["output"] if count == 1 else [f"output_{k}" for k in range(count)])
+    )
+    return model
+
+
+def frozen(module: torch.nn.Module) -> list[str]:
+    """Names of the parameters that do not train in PyTorch either (``requires_grad=False``)."""
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def _bind(module: torch.nn.Module, example_inputs: Inputs) -> tuple[list[str], list[torch.Tensor]]:
+    """The names of ``forward``'s parameters that get an input, and the inputs as tensors."""
+    import torch
+
+    signature = inspect.signature(module.forward)
+    if isinstance(example_inputs, (torch.Tensor, np.ndarray)):
+        example_inputs = (example_inputs,)
+    try:
+        if isinstance(example_inputs, Mapping):
+            bound = signature.bind(**example_inputs)
+        else:
+            bound = signature.bind(*example_inputs)
+    except TypeError as error:
+        raise UsageError(f"example_inputs do not fit {type(module).__name__}.forward{signature}: {error}") from None
+    names: list[str] = []
+    values: list[Any] = []
+    for name, value in bound.arguments.items():
+        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}_{k}" for k in range(len(value))] if several else [name]
+        values += value if several else [value]
+    tensors = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values]
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"example input {name!r} is a {type(tensor).__name__}; only tensors can be graph inputs")
+    if not tensors:
+        raise UsageError("example_inputs is empty")
+    return names, tensors
+
+
+def _batched(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Indices of the inputs whose first dimension is the batch."""
+    size = tensors[0].shape[0] if tensors[0].dim() else None
+    return [k for k, t in enumerate(tensors) if size is not None and t.dim() and t.shape[0] == size]
+
+
+@contextlib.contextmanager
+def _training(module: torch.nn.Module) -> Iterator[None]:
+    """Training mode for the duration of the block; modes and buffers are put back (tracing updates running statistics)."""
+    import torch
+
+    modes = {m: m.training for m in module.modules()}
+    buffers = {b: b.detach().clone() for b in module.buffers()}
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporters' advice on their own options and missing packages."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _with_dynamo(
+    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
+) -> ir.Model:
+    import torch
+
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
+    program = torch.onnx.export(
+        module,
+        tuple(tensors),
+        dynamo=True,
+        fallback=False,
+        optimize=False,
+        opset_version=_OPSET,
+        verbose=False,
+        dynamic_shapes=((shapes,) if variadic else shapes) if batched else None,
+    )
+    assert program is not None
+    return program.model
+
+
+def _with_torchscript(
+    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
+) -> ir.Model:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.onnx.export(
+        module,
+        tuple(tensors),
+        buffer,
+        dynamo=False,
+        do_constant_folding=False,
+        training=torch.onnx.TrainingMode.PRESERVE,
+        opset_version=_OPSET,
+        input_names=list(names),
+        dynamic_axes={names[k]: {0: "batch"} for k in batched},
+    )
+    return ir.from_proto(onnx.load_from_string(buffer.getvalue()))
+
+
+def _finish(model: ir.Model, module: torch.nn.Module) -> None:
+    """Inference mode, one initializer per parameter, copies instead of the module's own memory, buffers as constants."""
+    graph = model.graph
+    for nodes in (graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
+        for node in nodes:
+            to_inference(node)
+    _share(graph, module)
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            array = np.array(value.const_value.numpy(), copy=True)
+            value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=value.name)
+            value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
+    constants = {name for name, _ in module.named_buffers() if name.rpartition(".")[2] not in _STATISTICS}
+    found = [v for v in graph.initializers.values() if v.name in constants and is_parameter(v)]
+    for value in found:
+        del graph.initializers[value.name or ""]
+    op = Builder(graph, before=next(iter(graph), None))
+    for value in found:
+        (out,) = op.emit("Constant", [], {"value": value.const_value}, outputs=[value.name or ""], name=value.name)
+        out.metadata_props[BUFFER] = "true"
+        value.replace_all_uses_with(out)
+
+
+def _share(graph: ir.Graph, module: torch.nn.Module) -> None:
+    """Let a parameter that the module uses under several names be one initializer."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    computed = {v.name: v for node in graph for v in node.outputs}
+    for names in groups.values():
+        first = next((n for n in names if n in graph.initializers), None)
+        for name in names:
+            if first is None or name == first:
+                continue
+            other = graph.initializers.pop(name, None) or computed.get(name)
+            if other is not None:
+                other.replace_all_uses_with(graph.initializers[first])
+
+
+def _rename(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> None:
+    if len(names) != len(values):
+        found = ", ".join(v.name or "" for v in values)
+        raise UsageError(f"{len(names)} names ({', '.join(names)}) for {len(values)} values ({found})")
+    taken = {v.name: v for v in [*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs)]}
+    for value, name in zip(values, names, strict=True):
+        other = taken.get(name)
+        if other is not None and other is not value:
+            other.name = f"{name}.inner"
+        value.name = name
