@@ -199,6 +199,7 @@ def _state(graph: ir.Graph, parameter: ir.Value, name: str, start: float) -> ir.
     tensor = parameter.const_value
     assert tensor is not None
     assert parameter.dtype is not None
-    return add_initializer(
-        graph, f"{parameter.name}::{name}", np.full(tuple(tensor.shape.numpy()), start, dtype=parameter.dtype.numpy())
-    )
+    array = np.zeros(tuple(tensor.shape.numpy()), dtype=parameter.dtype.numpy())  # takes no memory before it is written
+    if start:
+        array.fill(start)
+    return add_initializer(graph, f"{parameter.name}::{name}", array)

@@ -1,16 +1,158 @@
-"""Requests that the loss pass refuses, and the losses as Python and the command line name them."""
+"""What the loss pass makes of labels, names and outputs, what it refuses, and losses as the command line names them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
 
-from graphc import losses
+from graphc import losses, pipeline
 from graphc.errors import GraphcError, ModelError, UsageError
+from graphc.ir.names import LOSS_TOTAL
+from graphc.ir.ops.losses import label_checks
+from graphc.passes.autodiff import autodiff
 from graphc.passes.loss import loss
 from graphc.pipeline import Context
-from tests.passes.test_loss import graph_of, scores
+from tests.passes.test_loss import HEAD, WEIGHTS, data, graph_of, outputs, run, scores, torch_loss
+
+# Labels, names and outputs ----------------------------------------------------------------------------------------------
+
+
+def test_the_new_label_shares_the_batch_dimension() -> None:
+    model = scores("N,5,H")
+    loss(model, Context())
+    (label,) = [v for v in model.graph.inputs if v.name == "label"]
+    assert label.dtype == ir.DataType.INT64
+    assert str(label.shape) == "[N,H]"
+    assert [v.name for v in model.graph.outputs] == ["loss"]
+    assert label_checks(model.graph) == {"label": (0, 5, None)}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_an_input_of_the_model_serves_as_label(dtype: str) -> None:
+    x, label = data(4, 5)
+    model = scores("N,5", f", {dtype}[N,1] target")
+    got = run(model, {"x": x, "target": label[:, None].astype(dtype)}, of="loss", label="target", ignore_index=2)
+    want, _ = torch_loss(F.cross_entropy, x, label, ignore_index=2)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+
+
+def test_label_checks_see_through_casts_and_squeezes() -> None:
+    model = scores("N,5", ", uint8[N,1] target")
+    loss(model, Context(), label="target", ignore_index=255)
+    assert label_checks(model.graph) == {"target": (0, 5, 255)}
+
+
+def test_a_float_input_of_the_model_is_taken_as_probabilities() -> None:
+    x, _ = data(4, 5)
+    target = np.random.default_rng(1).dirichlet(np.ones(5), size=4)
+    got = run(scores("N,5", ", double[N,5] target"), {"x": x, "target": target}, of="loss", label="target")
+    want, _ = torch_loss(F.cross_entropy, x, target)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+
+
+def test_an_autoencoder_compares_with_its_own_input() -> None:
+    model = graph_of("double[N,5] x) => (double[N,5] z", "two = Constant<value_float=2.0>() t = CastLike(two, x) z = Mul(x, t)")
+    x, _ = data(4, 5)
+    got = run(model, {"x": x}, kind="mse", label="x")
+    np.testing.assert_allclose(got["loss"], (x**2).mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "correct"),
+    [
+        ("softmax_cross_entropy", {}, 3 / 4),
+        ("softmax_cross_entropy", {"ignore_index": 2}, 2 / 3),
+        ("nll", {}, 3 / 4),
+    ],
+)
+def test_accuracy(kind: str, options: dict[str, Any], correct: float) -> None:
+    x = np.eye(3)[[0, 1, 2, 0]]
+    model = scores("N,3")
+    got = run(model, {"x": x, "label": np.array([0, 0, 2, 0])}, kind=kind, metrics=True, **options)
+    np.testing.assert_allclose(got["accuracy"], correct, rtol=1e-6)
+
+
+def test_accuracy_of_a_binary_classifier_and_of_probabilities() -> None:
+    x = np.array([[1.0, -1.0], [2.0, 3.0]])
+    got = run(scores("N,2"), {"x": x, "label": np.array([[1.0, 1], [1, 1]])}, kind="bce_with_logits", metrics=True)
+    assert got["accuracy"] == 0.75
+    label = np.array([[0.9, 0.1], [0.8, 0.2]])
+    got = run(scores("N,2"), {"x": x, "label": label}, label_kind="probabilities", metrics=True)
+    assert got["accuracy"] == 0.5
+
+
+def test_several_outputs_need_a_name_and_can_be_kept() -> None:
+    def two() -> ir.Model:
+        return graph_of("double[N,5] x) => (double[N,5] loss, double[N,5] features", "loss = Relu(x) features = Neg(x)")
+
+    with pytest.raises(UsageError, match=r"2 outputs \(loss, features\).*logits=NAME"):
+        loss(two(), Context())
+    model = two()
+    loss(model, Context(), logits="features", keep_outputs=True)
+    assert [v.name for v in model.graph.outputs] == ["loss", "loss.before", "features"]
+    model = two()
+    loss(model, Context(), logits="features")
+    assert [v.name for v in model.graph.outputs] == ["loss"]
+
+
+@pytest.mark.parametrize("shape", ["", "1"])
+def test_any_scalar_of_the_model_is_a_loss(shape: str) -> None:
+    keep = "keepdims=0" if not shape else "keepdims=1"
+    model = graph_of(f"double[6] x) => (double[{shape}] loss", f"q = Mul(x, x) loss = ReduceMean<{keep}>(q)")
+    x, _ = data(6, 1)
+    got = run(model, {"x": x[:, 0]}, of=None, kind="output")
+    np.testing.assert_allclose(got["loss"], (x**2).mean(), rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], x[:, 0] / 3, rtol=1e-10)
+    assert got["loss"].shape == ()
+
+
+def test_a_second_model_as_loss(tmp_path: Any) -> None:
+    text = (
+        HEAD
+        + """ loss_model (double[N,5] z, double[N,5] target) => (double value)
+        <double[5] scale = {1.0, 2.0, 3.0, 4.0, 5.0}>
+        { d = Sub(z, target) s = Mul(d, scale) q = Mul(s, s) value = ReduceMean<keepdims=0>(q) }"""
+    )
+    path = tmp_path / "loss.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    model = scores("N,5")
+    x, _ = data(3, 5)
+    target = x + 1
+    got = run(model, {"x": x, "target": target}, kind="model", path=str(path))
+    np.testing.assert_allclose(got["loss"], np.mean(np.arange(1, 6) ** 2.0), rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], np.broadcast_to(-2 * np.arange(1, 6) ** 2.0 / 15, (3, 5)), rtol=1e-10)
+    assert not model.graph.initializers, "weights of the loss do not train"
+
+
+def test_class_weights_from_an_initializer_do_not_train() -> None:
+    x, label = data(4, 5)
+    model = scores("N,5")
+    tensor = ir.tensor(np.array(WEIGHTS), name="balance")
+    value = ir.Value(name="balance", type=ir.TensorType(tensor.dtype), shape=ir.Shape([5]), const_value=tensor)
+    model.graph.register_initializer(value)
+    got = run(model, {"x": x, "label": label}, of="loss", class_weight="balance")
+    want, _ = torch_loss(F.cross_entropy, x, label, weight=torch.tensor(WEIGHTS, dtype=torch.float64))
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
+    assert not list(value.uses())
+
+
+def test_the_marked_total_survives_saving(tmp_path: Any) -> None:
+    model = scores("N,5")
+    loss(model, Context(), label_smoothing=0.1, ignore_index=2)
+    ir.save(model, tmp_path / "m.onnx")
+    again = ir.load(tmp_path / "m.onnx")
+    x, label = data(4, 5)
+    assert [v.metadata_props[LOSS_TOTAL] for n in again.graph for v in n.outputs if LOSS_TOTAL in v.metadata_props] == ["1"]
+    autodiff(again, Context(), wrt=["x"])
+    want, _ = torch_loss(F.cross_entropy, x, label, label_smoothing=0.1, ignore_index=2)
+    np.testing.assert_allclose(outputs(again, {"x": x, "label": label})["loss"], want, rtol=1e-12)
+
 
 # Bad input --------------------------------------------------------------------------------------------------------------
 
@@ -60,6 +202,11 @@ def test_a_broken_loss_model_is_reported(tmp_path: Any) -> None:
 # The outside ------------------------------------------------------------------------------------------------------------
 
 
+def bound(step: pipeline.Step) -> dict[str, Any]:
+    """The options of a step as values, without the kind."""
+    return {key: value for key, value in pipeline.PASSES[step.name].bind(step.options).items() if key != "kind"}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -80,7 +227,8 @@ def test_a_broken_loss_model_is_reported(tmp_path: Any) -> None:
 )
 def test_command_line_form(text: str, expected: losses.Loss) -> None:
     assert losses.parse(text) == expected
-    assert expected.step().options["kind"] == text.partition(":")[0]
+    (step,) = pipeline.parse(str(expected.step()))
+    assert losses.LOSSES[step.options["kind"]](**bound(step)) == expected
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def softmax_cross_entropy_grad(
     dense = op.Mul(op.Exp(log_prob), scale)
     if spread is not None:
         dense = op.Sub(dense, spread)
-    return op.ScatterElements(dense, at, op.Neg(hit), axis=axis, reduction="add")  # type: ignore[no-any-return]
+    at_label = op.Sub(op.GatherElements(dense, at, axis=axis), hit)  # a scatter that adds is not there for every type
+    return op.ScatterElements(dense, at, at_label, axis=axis)  # type: ignore[no-any-return]
 
 
 def softmax_scale(
