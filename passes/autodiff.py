@@ -51,7 +51,7 @@ def autodiff(
     if wrt is not None:
         sources = [find_value(graph, name) for name in wrt]
     else:
-        reachable = _ancestors(graph, targets)
+        reachable = ancestors(graph, targets)
         sources = [v for v in select_trainable(graph, train=train, freeze=freeze) if v in reachable]
         if not sources:
             raise UsageError("nothing to train: no float initializer of rank ≥ 1 lies on a path to the loss")
@@ -99,14 +99,14 @@ def _backpropagate(
     op: Builder, nodes: Sequence[ir.Node], seeds: Sequence[tuple[ir.Value, ir.Value]], sources: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Push ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
-    needs = _descendants(nodes, sources)
-    needed_by_target = _ancestors(nodes, [value for value, _ in seeds])
+    needs = descendants(nodes, sources)
+    needed_by_target = ancestors(nodes, [value for value, _ in seeds])
     order = [n for n in nodes if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
     _refuse_missing_rules(order, needs, set(sources))
 
     contributions: dict[ir.Value, list[ir.Value]] = {}
-    for value, adjoint in seeds:
-        contributions.setdefault(value, []).append(adjoint)
+    for target, adjoint in seeds:
+        contributions.setdefault(target, []).append(adjoint)
     adjoints: dict[ir.Value, ir.Value] = {}
     scope = op.scope.removesuffix("/seed")
     for node in reversed(order):
@@ -192,7 +192,7 @@ def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
     if len(axes) == lead:
         return op.ReduceSum(gradient, axes, keepdims=0)  # type: ignore[no-any-return]
     summed = op.ReduceSum(gradient, axes, keepdims=1)
-    return op.reshape_like(summed, like) if lead else summed  # type: ignore[no-any-return]
+    return op.reshape_like(summed, like) if lead else summed
 
 
 def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str | None]) -> bool:
@@ -210,7 +210,7 @@ def _operands(node: ir.Node) -> Iterator[ir.Value]:
                 yield from _operands(captured)
 
 
-def _descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
+def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
     """Float values that depend on ``sources`` through ops that are not marked as having zero gradient."""
     needs = set(sources)
     for node in nodes:
@@ -225,7 +225,7 @@ def _descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[i
     return needs
 
 
-def _ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
+def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
     """Values from which ``targets`` are computed, the targets included."""
     wanted = set(targets)
     for node in reversed(list(nodes)):
@@ -234,7 +234,8 @@ def _ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.
     return wanted
 
 
-def _has_no_gradient(node: ir.Node) -> bool:
+def has_no_gradient(node: ir.Node) -> bool:
+    """Whether the node has neither a rule nor a decomposition through which it could be differentiated."""
     if key_of(node.domain, node.op_type) in GRADIENTS:
         return False
     declaration = declaration_of(node)
@@ -242,12 +243,12 @@ def _has_no_gradient(node: ir.Node) -> bool:
 
 
 def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], sources: set[ir.Value]) -> None:
-    missing = [node for node in order if _has_no_gradient(node)]
+    missing = [node for node in order if has_no_gradient(node)]
     if not missing:
         return
     lines = []
     for node in missing[:8]:
-        path = _path_from_source(node, needs, sources)
+        path = path_from_source(node, needs, sources)
         lines.append(f"  {key_of(node.domain, node.op_type)} at {describe(node)}\n    reached from {' → '.join(path)}")
     more = f"\n  … and {len(missing) - 8} more" if len(missing) > 8 else ""
     names = sorted({key_of(n.domain, n.op_type) for n in missing})
@@ -260,7 +261,7 @@ def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], source
     )
 
 
-def _path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
+def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
     """The names of one chain of nodes from a source to ``node``, with the middle of a long one left out."""
     path = [node.name or node.op_type]
     current: ir.Node | None = node
@@ -272,4 +273,4 @@ def _path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value
     return path if len(path) <= 12 else [*path[:5], "…", *path[-6:]]
 
 
-__all__ = ["autodiff", "differentiate", "sum_to_shape"]
+__all__ = ["ancestors", "autodiff", "descendants", "differentiate", "has_no_gradient", "path_from_source", "sum_to_shape"]
