@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import onnx_ir as ir
+
 from graphc.registry import Registry
 
 Rule: TypeAlias = "Callable[..., Any]"
@@ -56,3 +58,8 @@ def zero_gradient(*ops: str, origin: str) -> None:
 def key_of(domain: str, op_type: str) -> str:
     """The registry key of an op."""
     return f"{domain}::{op_type}" if domain else op_type
+
+
+def operands(node: ir.Node, count: int) -> list[ir.Value]:
+    """The first ``count`` inputs of a node, which its op requires."""
+    return [v for v in node.inputs[:count] if v is not None]

@@ -28,9 +28,9 @@ from onnx.reference.op_run import OpRun
 
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import FLOATS
 from graphc.passes.autodiff import differentiate
-from graphc.passes.decompose import decompose_graph
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +70,7 @@ Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 """A compiled model: feeds → outputs, by name."""
 
 
-class Erf(OpRun):  # type: ignore[misc]
+class Erf(OpRun):
     """Erf in double precision, which that of ``onnx.reference`` is not."""
 
     op_domain = ""
@@ -100,7 +100,7 @@ def _arrays(feeds: Mapping[str, Array]) -> dict[str, Array]:
     return {name: np.asarray(array) for name, array in feeds.items()}
 
 
-def _named(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
+def _named(names: Sequence[str], arrays: Any) -> dict[str, Array]:
     return dict(zip(names, (np.asarray(array) for array in arrays), strict=True))
 
 
@@ -196,7 +196,7 @@ def check_gradient(
     for source in sources:
         name = source.name or ""
         point = feeds[name]
-        direction = rng.standard_normal(point.shape).astype(point.dtype)
+        direction = np.asarray(rng.standard_normal(point.shape), dtype=point.dtype)
         ahead, behind = (forward({**feeds, name: point + s * direction})[total.name or ""] for s in (step, -step))
         numeric = (float(ahead) - float(behind)) / (2 * step)
         if source not in adjoints:
@@ -205,7 +205,7 @@ def check_gradient(
         gradient = backward[adjoints[source].name or ""]
         assert gradient.dtype == point.dtype, f"the gradient of {name} is {gradient.dtype}, not {point.dtype}"
         assert gradient.shape == point.shape, f"the gradient of {name} has shape {gradient.shape}, not {point.shape}"
-        terms = (gradient * direction).astype(np.float64)
+        terms = np.asarray(gradient * direction, dtype=np.float64)
         scale = max(abs(numeric), float(np.abs(terms).sum()), 1e-3)
         error = abs(float(terms.sum()) - numeric) / scale
         assert error <= tolerance, (
@@ -240,7 +240,7 @@ def _weigh_outputs(model: ir.Model, results: Mapping[str, Array]) -> dict[str, A
         if out.dtype not in FLOATS:
             continue
         like = results[out.name or ""]
-        feeds[f"c{k}"] = normal(*like.shape, seed=100 + k).value.astype(like.dtype)
+        feeds[f"c{k}"] = np.asarray(normal(*like.shape, seed=100 + k).value, dtype=like.dtype)
         weight = ir.Value(name=f"c{k}", type=out.type, shape=out.shape)
         graph.inputs.append(weight)
         parts.append(op.ReduceSum(op.Mul(out, weight), keepdims=0))

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient
+from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, rank
 from graphc.passes.gradients.linear import transpose
@@ -26,10 +26,8 @@ def attention(op: Builder, node: ir.Node, dy: ir.Value | None, *others: ir.Value
     _refuse(node, others)
     assert dy is not None
     attributes = node.attributes
-    query, key, value = node.inputs[:3]
+    query, key, value = operands(node, 3)
     mask = node.inputs[3] if len(node.inputs) > 3 else None
-    assert query is not None
-    assert key is not None
     q_heads, kv_heads = attributes.get_int("q_num_heads", 0), attributes.get_int("kv_num_heads", 0)
     q, dz = _heads(op, query, q_heads), _heads(op, dy, q_heads)
     group = _group(node, q_heads, kv_heads)
@@ -88,9 +86,7 @@ def _merge(op: Builder, x: Any, like: Any) -> Any:
 
 def _group(node: ir.Node, q_heads: int, kv_heads: int) -> int:
     """How many query heads share one key head."""
-    query, key = node.inputs[:2]
-    assert query is not None
-    assert key is not None
+    query, key = operands(node, 2)
     if rank(query) == 4:
         counts = (dims(query) or ())[1], (dims(key) or ())[1]
         if counts[0] == counts[1]:

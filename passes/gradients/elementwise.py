@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient, zero_gradient
+from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe
 
@@ -78,22 +78,20 @@ def extremum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 @gradient("Pow")
 def power(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = aᵇ;  ∂a = dz·b·aᵇ⁻¹ (0 where b = 0),  ∂b = dz·z·ln a (0 where a = 0 ≤ b)"""
-    (a, b), (z,) = node.inputs, node.outputs
-    assert a is not None
-    assert b is not None
-    exponent = constant(b)
+    (a, index), (z,) = operands(node, 2), node.outputs
+    exponent = constant(index)
     if exponent is not None and exponent.size == 1:
         return functools.partial(_power_by_constant, op, a, z, dz, float(exponent.reshape(-1)[0].astype(np.float64)))
-    b = op.cast_like(b, a)
+    b = op.cast_like(index, a)
 
-    def base() -> Any:
+    def of_base() -> Any:
         return op.Where(op.Equal(b, 0.0), op.scalar(0, a), op.Mul(dz, op.Mul(b, op.Pow(a, op.Sub(b, 1.0)))))
 
-    def index() -> Any:
+    def of_index() -> Any:
         silent = op.And(op.Equal(a, 0.0), op.GreaterOrEqual(b, 0.0))
-        return op.cast_like(op.Where(silent, op.scalar(0, a), op.Mul(dz, op.Mul(z, op.Log(a)))), node.inputs[1])
+        return op.cast_like(op.Where(silent, op.scalar(0, a), op.Mul(dz, op.Mul(z, op.Log(a)))), index)
 
-    return base, index
+    return of_base, of_index
 
 
 def _power_by_constant(op: Builder, a: ir.Value, z: ir.Value, dz: ir.Value, b: float) -> Any:
@@ -146,7 +144,7 @@ def identity(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 @gradient("Cast", "CastLike")
 def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = x in another float type;  ∂x = dz in the type of x"""
-    return op.cast_like(dz, node.inputs[0])
+    return op.cast_like(dz, *operands(node, 1))
 
 
 @gradient("Dropout")

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient, zero_gradient
+from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, rank
 from graphc.passes.gradients.shape import lengths, scatter_back
@@ -19,9 +19,7 @@ zero_gradient("NonZero", "NonMaxSuppression", origin=__name__)
 @gradient("Gather")
 def gather(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x[…, indices, …] on one axis;  ∂x = dy added at the indices"""
-    x, indices = node.inputs
-    assert x is not None
-    assert indices is not None
+    x, indices = operands(node, 2)
     axis = node.attributes.get_int("axis", 0) % rank(x)
     known = constant(indices)
     if known is not None and known.size == 1:
@@ -55,7 +53,7 @@ def _one_slice(op: Builder, x: ir.Value, axis: int, index: int, dy: ir.Value) ->
 @gradient("GatherElements")
 def gather_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x[indices] element by element on one axis;  ∂x = dy added at the indices"""
-    x, indices = node.inputs
+    x, indices = operands(node, 2)
     axis = node.attributes.get_int("axis", 0)
     return op.ScatterElements(op.zeros_like(x), indices, dy, axis=axis, reduction="add")
 
@@ -63,8 +61,7 @@ def gather_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("GatherND")
 def gather_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x[index tuples];  ∂x = dy added at the index tuples"""
-    x, indices = node.inputs
-    assert x is not None
+    x, indices = operands(node, 2)
     batch = node.attributes.get_int("batch_dims", 0)
     if batch:
         return scatter_back(op, x, dy, lambda positions: op.GatherND(positions, indices, batch_dims=batch))
@@ -74,7 +71,7 @@ def gather_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("ScatterElements")
 def scatter_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with updates at the indices;  ∂x = dy, zero where replaced;  ∂updates = dy at the indices"""
-    _, indices, updates = node.inputs
+    _, indices, updates = operands(node, 3)
     axis = node.attributes.get_int("axis", 0)
     kept = lambda: op.ScatterElements(dy, indices, op.zeros_like(updates), axis=axis)  # noqa: E731
     return dy if _adds(node) else kept, None, lambda: op.GatherElements(dy, indices, axis=axis)
@@ -83,7 +80,7 @@ def scatter_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("ScatterND")
 def scatter_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with updates at the index tuples;  ∂x = dy, zero where replaced;  ∂updates = dy at the index tuples"""
-    _, indices, updates = node.inputs
+    _, indices, updates = operands(node, 3)
     kept = lambda: op.ScatterND(dy, indices, op.zeros_like(updates))  # noqa: E731
     return dy if _adds(node) else kept, None, lambda: op.GatherND(dy, indices)
 
@@ -98,10 +95,10 @@ def _adds(node: ir.Node) -> bool:
 @gradient("OneHot")
 def one_hot(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = off + (on - off)·hot;  ∂(off, on) = (Σdy·(1 - hot), Σdy·hot)"""
-    indices, depth = node.inputs[:2]
+    indices, depth, values = operands(node, 3)
 
     def dvalues() -> Any:
-        hot = op.OneHot(indices, depth, op.Cast(op.const([0, 1]), to=int(dy.dtype)), axis=node.attributes.get_int("axis", -1))
+        hot = op.OneHot(indices, depth, op.cast_like(op.const([0, 1]), values), axis=node.attributes.get_int("axis", -1))
         on, total = op.ReduceSum(op.Mul(dy, hot), keepdims=0), op.ReduceSum(dy, keepdims=0)
         return op.Concat(op.Unsqueeze(op.Sub(total, on), [0]), op.Unsqueeze(on, [0]), axis=0)
 

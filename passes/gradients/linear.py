@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient, zero_gradient
+from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, rank
 
@@ -21,7 +21,7 @@ zero_gradient("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", or
 @gradient("Gemm")
 def gemm(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = α·a'·b' + β·c;  ∂a' = α·dy·b'ᵀ,  ∂b' = α·a'ᵀ·dy,  ∂c = β·dy"""
-    a, b = node.inputs[:2]
+    a, b = operands(node, 2)
     alpha = node.attributes.get_float("alpha", 1.0)
     beta = node.attributes.get_float("beta", 1.0)
     ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
@@ -35,16 +35,14 @@ def gemm(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return da, db, lambda: op.Mul(dy, beta) if beta != 1 else dy
 
 
-def _gemm(op: Builder, a: ir.Value | None, b: ir.Value | None, ta: int, tb: int, alpha: float = 1.0) -> Any:
+def _gemm(op: Builder, a: ir.Value, b: ir.Value, ta: int, tb: int, alpha: float = 1.0) -> Any:
     return op.Gemm(a, b, transA=ta or None, transB=tb or None, alpha=alpha if alpha != 1 else None)
 
 
 @gradient("MatMul")
 def matmul(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = a·b;  ∂a = dz·bᵀ,  ∂b = aᵀ·dz, where a vector a is a row and a vector b a column"""
-    a, b = node.inputs
-    assert a is not None
-    assert b is not None
+    a, b = operands(node, 2)
     if rank(a) == 1 and rank(b) == 1:
         return lambda: op.Mul(dz, b), lambda: op.Mul(dz, a)
     if rank(b) == 2 and rank(a) >= 2:
@@ -79,30 +77,30 @@ def transpose(op: Builder, x: ir.Value) -> Any:
 @gradient("Einsum")
 def einsum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = einsum(a, b, …);  ∂a = einsum(dz, b, …), repeated along the labels that only a has"""
-    operands = [v for v in node.inputs if v is not None]
-    terms, result = _einsum_terms(node, operands)
+    inputs = operands(node, len(node.inputs))
+    terms, result = _einsum_terms(node, inputs)
 
     def make(k: int) -> Any:
         if len(set(terms[k])) != len(terms[k]):
             raise UnsupportedOpError(f"no gradient for Einsum with a repeated index in one operand: {describe(node)}")
-        others = [j for j in range(len(operands)) if j != k]
+        others = [j for j in range(len(inputs)) if j != k]
         known = set(result).union(*(terms[j] for j in others))
         kept = "".join(c for c in terms[k] if c in known)
         equation = ",".join([result, *(terms[j] for j in others)]) + "->" + kept
-        value = dz if equation == f"{kept}->{kept}" else op.Einsum(dz, *(operands[j] for j in others), equation=equation)
+        value = dz if equation == f"{kept}->{kept}" else op.Einsum(dz, *(inputs[j] for j in others), equation=equation)
         missing = [i for i, c in enumerate(terms[k]) if c not in known]
-        return op.expand_like(op.Unsqueeze(value, missing), operands[k]) if missing else value
+        return op.expand_like(op.Unsqueeze(value, missing), inputs[k]) if missing else value
 
-    return tuple((lambda k=k: make(k)) for k in range(len(operands)))
+    return tuple((lambda k=k: make(k)) for k in range(len(inputs)))
 
 
-def _einsum_terms(node: ir.Node, operands: list[ir.Value]) -> tuple[list[str], str]:
+def _einsum_terms(node: ir.Node, inputs: list[ir.Value]) -> tuple[list[str], str]:
     """Index letters of each operand and of the result, with the ellipsis and the implicit result written out."""
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     left, arrow, result = equation.partition("->")
     terms = left.split(",")
     free = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBAzyxwvutsrqponmlkjihgfedcba" if c not in equation]
-    widths = [rank(v) - len(t.replace("...", "")) if "..." in t else 0 for t, v in zip(terms, operands, strict=True)]
+    widths = [rank(v) - len(t.replace("...", "")) if "..." in t else 0 for t, v in zip(terms, inputs, strict=True)]
     batch = "".join(free[: max(widths)])
     terms = [t.replace("...", batch[len(batch) - w :]) for t, w in zip(terms, widths, strict=True)]
     if arrow:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from graphc.gradient import gradient, zero_gradient
+from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank, static_dims
 
@@ -44,17 +44,16 @@ def _reduce(op: Builder, node: ir.Node, value: ir.Value) -> Any:
 @gradient("ReduceSum")
 def reduce_sum(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = Σx;  ∂x = dy, repeated"""
-    return op.expand_like(_kept(op, node, dy), node.inputs[0])
+    return op.expand_like(_kept(op, node, dy), *operands(node, 1))
 
 
 @gradient("ReduceMean")
 def reduce_mean(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = Σx/n;  ∂x = dy/n, repeated"""
-    (x, *_), (y,) = node.inputs, node.outputs
-    assert x is not None
+    (x,), (y,) = operands(node, 1), node.outputs
     before, after = static_dims(x), static_dims(y)
     if before is not None and after is not None:
-        share = op.Mul(dy, float(np.prod(after) / max(np.prod(before), 1)))
+        share = op.Mul(dy, math.prod(after) / max(math.prod(before), 1))
     else:
         share = op.Div(dy, op.cast_like(op.Div(op.Size(x), op.Size(y)), dy))
     return op.expand_like(_kept(op, node, share), x)
@@ -108,7 +107,7 @@ def reduce_l2(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def reduce_log_sum(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = ln Σx;  ∂x = dy·e⁻ʸ, repeated"""
     scaled = op.Mul(dy, op.Exp(op.Neg(node.outputs[0])))
-    return op.expand_like(_kept(op, node, scaled), node.inputs[0])
+    return op.expand_like(_kept(op, node, scaled), *operands(node, 1))
 
 
 @gradient("ReduceLogSumExp")
@@ -142,8 +141,7 @@ def log_softmax(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("TopK")
 def top_k(op: Builder, node: ir.Node, dvalues: ir.Value | None, dindices: ir.Value | None) -> Any:
     """values = x[indices] along an axis;  ∂x = dvalues at the indices, else 0"""
-    x = node.inputs[0]
-    assert x is not None
+    (x,) = operands(node, 1)
     if dvalues is None:
         return None
     return op.ScatterElements(op.zeros_like(x), node.outputs[1], dvalues, axis=node.attributes.get_int("axis", -1) % rank(x))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.gradient import gradient, zero_gradient
+from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, rank
 
@@ -46,7 +46,7 @@ def scatter_back(op: Builder, x: ir.Value, dy: ir.Value, pick: Callable[[Any], A
 @gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def reshape(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x in another shape;  ∂x = dy in the shape of x"""
-    return op.reshape_like(dy, node.inputs[0])
+    return op.reshape_like(dy, *operands(node, 1))
 
 
 @gradient("Transpose")
@@ -65,15 +65,13 @@ def expand(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("graphc::ReduceSumTo")
 def reduce_sum_to(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x summed to a smaller shape;  ∂x = dy broadcast"""
-    return op.expand_like(dy, node.inputs[0])
+    return op.expand_like(dy, *operands(node, 1))
 
 
 @gradient("Tile")
 def tile(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x repeated r times along each axis;  ∂x = dy summed over the repeats"""
-    x, repeats = node.inputs
-    assert x is not None
-    assert repeats is not None
+    x, repeats = operands(node, 2)
     known = constant(repeats)
     if known is None:
         pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape(x), [1]), axis=1)
@@ -168,6 +166,7 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return op.Slice(dy, before, np.where(after > 0, -after, _END), axes)
 
     def filled() -> Any:
+        assert fill is not None
         return op.Reshape(op.Sub(op.ReduceSum(dy, keepdims=0), op.ReduceSum(inner(), keepdims=0)), op.shape(fill))
 
     return inner, None, filled
@@ -182,8 +181,7 @@ def space_to_depth(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("DepthToSpace")
 def depth_to_space(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = channels of x as blocks;  ∂x = blocks of dy as channels, in the order that ``mode`` says"""
-    x, size = node.inputs[0], node.attributes["blocksize"].as_int()
-    assert x is not None
+    (x,), size = operands(node, 1), node.attributes["blocksize"].as_int()
     if node.attributes.get_string("mode", "DCR") == "DCR":
         return op.SpaceToDepth(dy, blocksize=size)
     blocks = op.Reshape(dy, lengths(op, (dy, 0), (dy, 1), (x, 2), size, (x, 3), size))
@@ -205,6 +203,5 @@ def reverse_sequence(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("Compress")
 def compress(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = the slices of x that are selected;  ∂x = dy at the places they came from"""
-    x = node.inputs[0]
-    assert x is not None
+    (x,) = operands(node, 1)
     return scatter_back(op, x, dy, lambda positions: op.Compress(positions, node.inputs[1], **node.attributes))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from graphc.ir.builder import Builder
 from tests.gradient_check import (
     Operand,
+    Variable,
     check_gradient,
     check_op,
     distinct,
@@ -244,7 +245,7 @@ CASES = [*ELEMENTWISE, *ACTIVATIONS, *LINEAR, *REDUCTIONS, *SHAPES, *INDEXING, *
 
 def _label(case: Case) -> str:
     op_type, inputs, attributes = case
-    shapes = [x if x is None or isinstance(x, tuple) else np.shape(getattr(x, "value", x)) for x in inputs]
+    shapes = [x.value.shape if isinstance(x, Variable) else x.shape if isinstance(x, np.ndarray) else x for x in inputs]
     operands = ["-" if shape is None else "x".join(map(str, shape)) for shape in shapes]
     return f"{op_type}({','.join([*operands, *(f'{k}={v}' for k, v in attributes.items() if k not in SINGLE)])})"
 
@@ -266,7 +267,7 @@ def test_backward_graph_runs_on_onnxruntime(case: Case) -> None:
     op_type, inputs, attributes = case
     domain, _, name = op_type.rpartition("::")
     single = [x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x for x in inputs]
-    options = {**attributes, **SINGLE, "tolerance": 2e-2, "symbolic": 0, "compile_with": on_onnxruntime}
+    options: dict[str, Any] = {**attributes, **SINGLE, "tolerance": 2e-2, "symbolic": 0, "compile_with": on_onnxruntime}
     if name == "Cast":
         options["to"] = 1
     check_op(name, single, domain=domain, **options)
