@@ -70,6 +70,14 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]
     "1d stride leaves a remainder": ((2, 3, 10), (4, 3, 3), {"strides": [3], "pads": [1, 1]}),
     "2d": ((2, 3, 7, 6), (4, 3, 3, 2), {"pads": [1, 0, 1, 0]}),
     "stride and remainder": ((2, 3, 8, 9), (4, 3, 3, 3), {"strides": [2, 3], "pads": [1, 1, 1, 1]}),
+    "many channels": ((2, 8, 6, 7), (3, 8, 3, 2), {"pads": [1, 0, 1, 0]}),
+    "many channels, stride and dilation": (
+        (2, 9, 11, 12),
+        (4, 9, 3, 2),
+        {"strides": [2, 3], "dilations": [2, 1], "pads": [1, 2, 1, 2]},
+    ),
+    "many channels, 1d": ((2, 8, 10), (3, 8, 3), {"strides": [3], "pads": [1, 1]}),
+    "many channels, 3d": ((1, 8, 4, 5, 6), (2, 8, 2, 3, 2), {"strides": [1, 2, 3], "pads": [0, 1, 1, 0, 1, 1]}),
     "dilation": ((2, 3, 9, 10), (4, 3, 3, 2), {"dilations": [2, 3], "pads": [2, 1, 2, 1]}),
     "stride, dilation and groups": (
         (2, 4, 11, 10),

@@ -1,7 +1,7 @@
 """Gradients of convolution and pooling as ops of their own: a backend has kernels for them, every other runtime decomposes.
 
     dx = graphc.ConvGradInput(dy, w, shape(x); attributes of Conv)      ─►  ConvTranspose
-    dw = graphc.ConvGradWeight(x, dy, shape(w); attributes of Conv)     ─►  Conv of the samples with each other
+    dw = graphc.ConvGradWeight(x, dy, shape(w); attributes of Conv)     ─►  a MatMul per tap, or a Conv of x with dy
     dx = graphc.MaxPoolGrad(dy, x, y; attributes of MaxPool)            ─►  MaxPool's indices, ScatterElements(add)
     dx = graphc.AveragePoolGrad(dy, shape(x); attributes of AveragePool) ─► two small matrix products
 
@@ -41,6 +41,8 @@ POOL: Mapping[str, Any] = {
     "pads": None,
     "strides": None,
 }
+
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 FAR = np.iinfo(np.int64).max
 """An ``ends`` of Slice that means "to the end"."""
@@ -202,28 +204,57 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
 def conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = Conv(x, w)`` with respect to w: dw[m,c,t] = Σₙ Σₒ dy[n,m,o]·x[n,c,o·s + t·d - p].
 
-    ``x``: N × C × in, ``dy``: N × M × out, ``shape``: int64, the shape of w. It is a Conv in which channels are the batch,
-    samples are the channels, dy is the kernel, and stride and dilation change places. What the window never reached
-    gives extra taps at the end, which are cut off. A kernel of one tap is a matrix product.
+    ``x``: N × C × in, ``dy``: N × M × out, ``shape``: int64, the shape of w. Where it pays, one matrix product per tap of
+    the kernel. Else a Conv in which channels are the batch, samples are the channels, dy is the kernel, and stride and
+    dilation change places; what the window never reached gives extra taps at the end, which are cut off.
     """
     window = Window.of(attributes, spatial(x.shape), spatial(shape_of_result(shape)))
     group, n = attributes["group"], len(window.kernel)
+    channels, out = (dims(x) or (None, None))[1], spatial(dy.shape)
+    taps = int(np.prod(window.kernel))
+    pays = taps == 1 or (taps <= MOST_TAPS and isinstance(channels, int) and channels >= LEAST_CHANNELS)
+    if pays and group == 1 and isinstance(channels, int) and window.pads is not None and None not in out:
+        return _tap_by_tap(op, x, dy, shape, window, channels, [int(o or 0) for o in out])
     pads = window.pads
     if pads is None:
         begin, end = same_padding(op, window, op.Shape(x, start=2))
         none = np.zeros(2, dtype=np.int64)
         x = op.Pad(x, op.Concat(op.const(none), begin, op.const(none), end, axis=0))
         pads = [0] * (2 * n)
-    if group == 1 and all(k == 1 for k in window.kernel) and not any(pads):
-        return _one_tap(op, x, dy, shape, window)
     swap = [1, 0, *range(2, n + 2)]
     swapped = op.Transpose(x, perm=swap) if group == 1 else _samples_by_group(op, x, group)
-    taps = op.Conv(
+    dw = op.Conv(
         swapped, op.Transpose(dy, perm=swap), group=group, strides=window.dilations, dilations=window.strides, pads=pads
     )
-    if (dims(taps) or ())[2:] != window.kernel:
-        taps = op.Slice(taps, [0] * n, list(window.kernel), _axes(n))
-    return op.Transpose(taps, perm=swap)  # type: ignore[no-any-return]
+    if (dims(dw) or ())[2:] != window.kernel:
+        dw = op.Slice(dw, [0] * n, list(window.kernel), _axes(n))
+    return op.Transpose(dw, perm=swap)  # type: ignore[no-any-return]
+
+
+MOST_TAPS, LEAST_CHANNELS = 25, 8
+"""Limits of the matrix products per tap: within them onnxruntime needs 0.4 to 0.65 of the time of the Conv, whose kernel is
+as large as the image; a 7 × 7 stem on 3 channels is three times as slow (matrices too narrow)."""
+
+
+def _tap_by_tap(
+    op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, window: Window, channels: int, out: Sequence[int]
+) -> ir.Value:
+    """dw[:, :, t] = dy (M × N·out) · x seen through tap t (N·out × C), with channels last so that slices are long copies."""
+    n = len(window.kernel)
+    if any(window.pads or ()):
+        x = op.Pad(x, [0, 0, *(window.begin or ()), 0, 0, *(window.end or ())])
+    last = op.Transpose(x, perm=[0, *range(2, n + 2), 1])
+    rows = op.Reshape(op.Transpose(dy, perm=[1, 0, *range(2, n + 2)]), [0, -1])
+    products = []
+    for tap in np.ndindex(*window.kernel):
+        starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
+        ends = [b + (o - 1) * s + 1 for b, o, s in zip(starts, out, window.strides, strict=True)]
+        seen = op.Slice(last, starts, ends, list(range(1, n + 1)), list(window.strides))
+        products.append(op.MatMul(rows, op.Reshape(seen, [-1, channels])))
+    if len(products) == 1:
+        return op.Reshape(products[0], shape)  # type: ignore[no-any-return]
+    stacked = op.Reshape(op.Concat(*products, axis=0), [len(products), -1, channels])
+    return op.Reshape(op.Transpose(stacked, perm=[1, 2, 0]), shape)  # type: ignore[no-any-return]
 
 
 def _samples_by_group(op: Builder, x: ir.Value, group: int) -> ir.Value:
@@ -236,16 +267,6 @@ def _samples_by_group(op: Builder, x: ir.Value, group: int) -> ir.Value:
     return op.Reshape(split, target)  # type: ignore[no-any-return]
 
 
-def _one_tap(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, window: Window) -> ir.Value:
-    """dw = Σₙ dyₙ·xₙᵀ over the positions that a 1 × 1 window with stride visits."""
-    n = len(window.kernel)
-    if any(s > 1 for s in window.strides):
-        x = op.Slice(x, [0] * n, [FAR] * n, _axes(n), list(window.strides))
-    columns = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
-    product = op.MatMul(op.Reshape(dy, [0, 0, -1]), columns)
-    return op.Reshape(op.ReduceSum(product, [0], keepdims=0), shape)  # type: ignore[no-any-return]
-
-
 @declare("MaxPoolGrad", inputs="dy x y", outputs="dx", infer=same_as(1), attributes=POOL)
 def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = MaxPool(x)``: each dy goes to the first maximum of its window, in row-major order; overlaps add."""
@@ -253,9 +274,10 @@ def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attribu
     if window.pads is not None:
         attributes.update(window.attributes(), auto_pad=None)
     _, indices = op.MaxPool(x, **attributes, _outputs=2)
-    flat = op.Reshape(op.zeros_like(x), [-1])
-    dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add")
-    return op.Reshape(dx, op.shape(x))  # type: ignore[no-any-return]
+    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in HALVES else dy  # onnxruntime scatters no half precision
+    flat = op.Expand(op.scalar(0, wide), op.Reshape(op.Size(x), [1]))
+    dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(wide, [-1]), axis=0, reduction="add")
+    return op.Reshape(op.cast_like(dx, dy), op.shape(x))  # type: ignore[no-any-return]
 
 
 @declare(
