@@ -15,9 +15,11 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import math
+import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -83,8 +85,8 @@ def initialize(
             0.02), ``uniform`` (±1/√(fan in)) or ``zeros``.
         seed: with the parameter's name, the key of its generator.
         only: glob patterns of the parameters to fill; default all.
-        overwrite: fill also what looks trained. By default only weights whose elements are all equal are filled, and
-            constant biases, scales and statistics only when no weight of the file looks trained.
+        overwrite: fill also what looks trained. By default only weights whose elements are all equal are filled; but when
+            all weights of the file are such, everything is, for trained biases and statistics belong to trained weights.
 
     Raises:
         UsageError: an unknown method, or a pattern that matches no parameter.
@@ -95,17 +97,19 @@ def initialize(
     for pattern in only or ():
         if not fnmatch.filter(roles, pattern):
             raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, roles)}")
-    constant = {name: _is_constant(model.graph.initializers[name]) for name in roles}
-    untrained = all(constant[name] for name, role in roles.items() if role in (_WEIGHT, _EMBEDDING))
+    constant = {
+        name: _is_constant(model.graph.initializers[name]) for name, role in roles.items() if role in (_WEIGHT, _EMBEDDING)
+    }
+    untrained = bool(constant) and all(constant.values())
     counts: Counter[str] = Counter()
     for name, role in roles.items():
         if only and not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
             continue
-        if not overwrite and not (constant[name] and (untrained or role in (_WEIGHT, _EMBEDDING))):
+        if not overwrite and not untrained and not constant.get(name, False):
             continue
         value = model.graph.initializers[name]
         assert value.dtype is not None
-        array = _draw(value, role, method, _generator(seed, name))
+        array = _draw(value, role, method, seed)
         value.const_value = ir.tensor(array.astype(value.dtype.numpy(), copy=False), dtype=value.dtype, name=name)
         counts[role] += 1
     shown = ", ".join(f"{n} {role}" for role, n in sorted(counts.items())) or "nothing"
@@ -113,32 +117,68 @@ def initialize(
     return bool(counts)
 
 
-def _generator(seed: int, name: str) -> np.random.Generator:
-    key = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+_CHUNK = 1 << 21
+"""Elements drawn from one generator; larger tensors are drawn in parallel, chunk by chunk."""
 
 
-def _draw(value: ir.Value, role: str, method: str, random: np.random.Generator) -> np.ndarray[Any, np.dtype[Any]]:
-    shape = tuple(int(d) for d in value.shape or ())
+def _fill(shape: tuple[int, ...], seed: int, name: str, fill: Callable[[np.random.Generator, Array], None]) -> Array:
+    """A float32 tensor filled by ``fill(generator, part)``, in which chunk k has the generator (seed, name, k)."""
+    flat = np.empty(math.prod(shape), dtype=np.float32)
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
+
+    def chunk(start: int) -> None:
+        philox = np.random.Philox(key=int.from_bytes(digest, "little"), counter=[0, 0, start // _CHUNK, 0])
+        fill(np.random.Generator(philox), flat[start : start + _CHUNK])
+
+    if flat.size <= _CHUNK:
+        chunk(0)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with ThreadPoolExecutor(cores) as pool:
+            list(pool.map(chunk, range(0, flat.size, _CHUNK)))
+    return flat.reshape(shape)
+
+
+def _normal(std: float) -> Callable[[np.random.Generator, Array], None]:
+    def fill(random: np.random.Generator, part: Array) -> None:
+        random.standard_normal(out=part, dtype=np.float32)
+        part *= np.float32(std)
+
+    return fill
+
+
+def _uniform(bound: float) -> Callable[[np.random.Generator, Array], None]:
+    def fill(random: np.random.Generator, part: Array) -> None:
+        random.random(out=part, dtype=np.float32)
+        part *= np.float32(2 * bound)
+        part -= np.float32(bound)
+
+    return fill
+
+
+def _draw(value: ir.Value, role: str, method: str, seed: int) -> Array:
+    shape, name = tuple(int(d) for d in value.shape or ()), value.name or ""
     if role in (_ZERO, _ONE, _SLOPE):
         return np.full(shape, {_ZERO: 0.0, _ONE: 1.0, _SLOPE: 0.25}[role], dtype=np.float32)
     if method == "zeros":
         return np.zeros(shape, dtype=np.float32)
     if role == _EMBEDDING or method == "normal":
-        return random.standard_normal(shape, dtype=np.float32) * np.float32(EMBEDDING_STD)
+        return _fill(shape, seed, name, _normal(EMBEDDING_STD))
     fan_in, fan_out = fans(value)
     if method == "he":
-        return random.standard_normal(shape, dtype=np.float32) * np.float32(math.sqrt(2.0 / fan_in))
-    bound = math.sqrt(6.0 / (fan_in + fan_out)) if method == "glorot" else 1.0 / math.sqrt(fan_in)
-    return (random.random(shape, dtype=np.float32) * 2 - 1) * np.float32(bound)
+        return _fill(shape, seed, name, _normal(math.sqrt(2.0 / fan_in)))
+    return _fill(shape, seed, name, _uniform(math.sqrt(6.0 / (fan_in + fan_out)) if method == "glorot" else fan_in**-0.5))
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Whether all elements are equal; looks at a few first, for most weights differ there."""
-    if value.const_value is None:
+    """Whether there are several elements, all equal; looks at a few first, for most weights differ there."""
+    if value.const_value is None or value.const_value.size < 2:
         return False
     flat = np.asarray(value.const_value.numpy()).reshape(-1)
-    return not len(flat) or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
+    parts = (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
+    return bool((flat[:64] == flat[0]).all()) and all((part == flat[0]).all() for part in parts)
 
 
 def _uses(value: ir.Value) -> list[tuple[ir.Node, int, list[int] | None]]:

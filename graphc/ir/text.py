@@ -41,6 +41,9 @@ ELIDED_ABOVE = 16
 METADATA_PREFIX = "graphc."
 """Metadata of values and nodes that belongs to the graph's meaning; exporters' notes do not."""
 
+_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|#@[ \t]*([^\n]*)|#[^\n]*', flags=re.DOTALL)
+"""Strings (skipped, for they may hold anything), metadata, other comments."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BITS = {2: np.int16, 1: np.int8}
 _EXACT = frozenset({"f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"})
@@ -240,9 +243,13 @@ def graph_metadata(properties: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_metadata(graph: ir.Graph, text: str) -> None:
-    comments = [json.loads(found) for found in re.findall(r"[ \t]#@ (\{.*\})[ \t]*$", text, flags=re.MULTILINE)]
-    if not comments:
+    written = [match.group(1) for match in _COMMENT.finditer(text) if match.group(1)]
+    if not written:
         return
+    try:
+        comments = [json.loads(line) for line in written]
+    except json.JSONDecodeError as error:
+        raise ModelError(f"metadata after #@ is not JSON: {error.doc!r}") from None
     values: dict[str, ir.Value] = {v.name: v for v in graph.inputs if v.name}
     values.update(graph.initializers)
     nodes: dict[str, ir.Node] = {}

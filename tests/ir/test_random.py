@@ -88,7 +88,7 @@ def test_shares_of_a_batch_draw_the_rows_of_the_whole_batch(shares):
 
 def test_seed_step_and_tag_each_change_the_draw():
     base = philox_uniform((64,), seed=1, step=1, tag="a")
-    for other in (dict(seed=2, step=1, tag="a"), dict(seed=1, step=2, tag="a"), dict(seed=1, step=1, tag="b")):
+    for other in ({"seed": 2, "step": 1, "tag": "a"}, {"seed": 1, "step": 2, "tag": "a"}, {"seed": 1, "step": 1, "tag": "b"}):
         assert np.mean(philox_uniform((64,), **other) == base) < 0.05
     assert np.array_equal(philox_uniform((64,), seed=1, step=1, tag="a"), base)
 
