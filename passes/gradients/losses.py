@@ -18,14 +18,14 @@ def _attributes(node: ir.Node) -> dict[str, Any]:
     return declaration.attribute_values(node)
 
 
-def _class_weight(node: ir.Node, index: int) -> ir.Value | None:
+def _optional(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 @gradient("graphc::Mean")
 def mean(op: Builder, node: ir.Node, dloss: ir.Value) -> Any:
     """loss = total/weight;  ∂total = dloss/weight,  ∂weight = −dloss·loss/weight"""
-    weight = _class_weight(node, 1)
+    weight = _optional(node, 1)
     if weight is None:
         return (dloss,)
     return lambda: op.Div(dloss, weight), lambda: op.Neg(op.Div(op.Mul(dloss, node.outputs[0]), weight))
@@ -41,7 +41,7 @@ def softmax_cross_entropy(
     def dlogits() -> ir.Value | None:
         through_total = through_log_prob = None
         if dtotal is not None:
-            through_total = op.graphc.SoftmaxCrossEntropyGrad(dtotal, log_prob, label, _class_weight(node, 2), **values)
+            through_total = op.graphc.SoftmaxCrossEntropyGrad(dtotal, log_prob, label, _optional(node, 2), **values)
         if dlog_prob is not None:
             summed = op.ReduceSum(dlog_prob, [values["axis"]], keepdims=1)
             through_log_prob = op.Sub(dlog_prob, op.Mul(op.Exp(log_prob), summed))
@@ -56,7 +56,7 @@ def softmax_cross_entropy(
 def softmax_cross_entropy_grad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = dtotal·(softmax·Σr − r);  ∂dtotal = Σ dy·(softmax·Σr − r),  ∂log_prob = dy·dtotal·softmax·Σr"""
     dtotal, log_prob, label, *_ = node.inputs
-    class_weight, values = _class_weight(node, 3), _attributes(node)
+    class_weight, values = _optional(node, 3), _attributes(node)
 
     def ddtotal() -> ir.Value:
         assert dtotal is not None
@@ -83,7 +83,7 @@ def negative_log_likelihood(op: Builder, node: ir.Node, dtotal: ir.Value | None,
         assert log_prob is not None
         assert label is not None
         axis, ignore_index = _attributes(node)["axis"], _attributes(node)["ignore_index"]
-        at, counts, _ = picks(op, log_prob, label, _class_weight(node, 2), axis, ignore_index)
+        at, counts, _ = picks(op, log_prob, label, _optional(node, 2), axis, ignore_index)
         updates = op.Neg(op.Mul(counts, dtotal))
         return op.ScatterElements(op.zeros_like(log_prob), at, updates, axis=axis)  # type: ignore[no-any-return]
 
@@ -95,3 +95,51 @@ def binary_cross_entropy_with_logits(op: Builder, node: ir.Node, dy: ir.Value) -
     """∂logits = dy·(σ(logits) − label),  ∂label = −dy·logits"""
     logits, label = node.inputs
     return lambda: op.Mul(dy, op.Sub(op.Sigmoid(logits), label)), lambda: op.Neg(op.Mul(dy, logits))
+
+
+@gradient("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy_loss(op: Builder, node: ir.Node, dloss: ir.Value | None, dlog_prob: ir.Value | None = None) -> Any:
+    """ONNX's loss: ∂scores = d·weight_label·(softmax − onehot) + dlog_prob − softmax·Σ_c dlog_prob, d = dloss a position"""
+    scores = node.inputs[0]
+
+    def dscores() -> ir.Value:
+        assert scores is not None
+        softmax, parts = op.Softmax(scores, axis=1), []
+        if dloss is not None:
+            at, amount = _each_position(op, node, dloss)
+            dense = op.Mul(softmax, amount)
+            at_label = op.Sub(op.GatherElements(dense, at, axis=1), amount)
+            parts.append(op.ScatterElements(dense, at, at_label, axis=1))
+        if dlog_prob is not None:
+            parts.append(op.Sub(dlog_prob, op.Mul(softmax, op.ReduceSum(dlog_prob, [1], keepdims=1))))
+        return parts[0] if len(parts) == 1 else op.Add(*parts)  # type: ignore[no-any-return]
+
+    return dscores, None, None
+
+
+@gradient("NegativeLogLikelihoodLoss")
+def negative_log_likelihood_loss(op: Builder, node: ir.Node, dloss: ir.Value) -> Any:
+    """ONNX's loss: ∂log_prob = −d·weight_label at each label, 0 elsewhere, d = dloss a position"""
+    log_prob = node.inputs[0]
+
+    def dlog_prob() -> ir.Value:
+        assert log_prob is not None
+        at, amount = _each_position(op, node, dloss)
+        return op.ScatterElements(op.zeros_like(log_prob), at, op.Neg(amount), axis=1)  # type: ignore[no-any-return]
+
+    return dlog_prob, None, None
+
+
+def _each_position(op: Builder, node: ir.Node, dloss: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The label and dloss times its class weight at each position, by the ``reduction`` of an ONNX loss over classes."""
+    scores, label, *_ = node.inputs
+    assert scores is not None
+    assert label is not None
+    ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
+    reduction = node.attributes["reduction"].as_string() if "reduction" in node.attributes else "mean"
+    at, counts, _ = picks(op, scores, label, _optional(node, 2), 1, ignore)
+    if reduction == "none":
+        return at, op.Mul(counts, op.Unsqueeze(dloss, [1]))
+    if reduction == "mean":
+        dloss = op.Div(dloss, op.ReduceSum(counts, keepdims=0))
+    return at, op.Mul(counts, dloss)

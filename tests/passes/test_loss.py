@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.infer import propagate
+from graphc.ir.ops.losses import label_checks
 from graphc.passes.autodiff import autodiff
 from graphc.passes.decompose import decompose
 from graphc.passes.loss import loss
@@ -207,6 +208,35 @@ def test_the_marked_total_is_the_sum_and_the_loss_its_mean() -> None:
     got = run(scores("N,5"), {"x": x, "label": label})
     want, gradient = torch_loss(F.cross_entropy, x, label, reduction="sum")
     np.testing.assert_allclose(got["loss"] * 6, want, rtol=1e-12)
+    np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("function", ["cross_entropy", "nll_loss"])
+def test_onnx_own_losses_over_classes(function: str, reduction: str, weighted: bool) -> None:
+    """A model that computes its loss with a standard op trains with ``output``."""
+    head = {
+        "cross_entropy": "each, log_prob = SoftmaxCrossEntropyLoss",
+        "nll_loss": "log_prob = Identity(x) each = NegativeLogLikelihoodLoss",
+    }[function]
+    body = (
+        f'{head}<ignore_index=2, reduction="{reduction}">(x, t{", w" * weighted}) square = Mul(each, each)'
+        " a = ReduceSum<keepdims=0>(square) b = ReduceMean<keepdims=0>(log_prob) z = Add(a, b)"
+    )
+    model = graph_of("double[N,5,D] x, int64[N,D] t, double[5] w) => (double z", body)
+    x, label = data(3, 5, 2)
+    x /= 3
+    assert label_checks(model.graph) == {"t": (0, 5, 2)}
+    got = run(model, {"x": x, "t": label, "w": np.array(WEIGHTS)}, kind="output")
+
+    def scalar(leaf: Any, target: Any) -> Any:
+        weight = torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None
+        each = getattr(F, function)(leaf, target, weight=weight, ignore_index=2, reduction=reduction)
+        return (each**2).sum() + (F.log_softmax(leaf, 1) if function == "cross_entropy" else leaf).mean()
+
+    want, gradient = torch_loss(scalar, x, label)
+    np.testing.assert_allclose(got["loss"], want, rtol=1e-12)
     np.testing.assert_allclose(got["x::grad"], gradient, rtol=1e-10, atol=1e-14)
 
 

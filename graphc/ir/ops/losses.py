@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import Spec, declaration_of, declare, same_as, spec_of
+from graphc.ir.declare import Spec, declare, same_as, spec_of
 from graphc.ir.facts import FLOATS, dims
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
@@ -208,6 +209,16 @@ def class_count(op: Builder, scores: ir.Value, axis: int) -> ir.Value:
     return op.cast_like(op.Squeeze(op.Shape(scores, start=axis, end=axis + 1), [0]), scores)
 
 
+_OVER_CLASSES = frozenset(
+    {
+        (DOMAIN, "SoftmaxCrossEntropy"),
+        (DOMAIN, "NegativeLogLikelihood"),
+        ("", "SoftmaxCrossEntropyLoss"),
+        ("", "NegativeLogLikelihoodLoss"),
+    }
+)
+
+
 def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
     """The class indices that the losses of ``graph`` accept, read from its nodes.
 
@@ -216,16 +227,17 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
     """
     checks: dict[str, tuple[int, int, int | None]] = {}
     for node in graph:
-        declaration = declaration_of(node)
-        if declaration is None or node.op_type not in ("SoftmaxCrossEntropy", "NegativeLogLikelihood"):
+        if (node.domain, node.op_type) not in _OVER_CLASSES:
             continue
         scores, label = node.inputs[0], _behind_views(node.inputs[1])
         if scores is None or label is None or not label.is_graph_input() or label.name is None:
             continue
-        values = declaration.attribute_values(node)
-        size = (dims(scores) or (None,) * (values["axis"] + 1))[values["axis"]]
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+        ignore_index = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
+        sizes = dims(scores)
+        size = None if sizes is None else sizes[axis]
         if isinstance(size, int):
-            checks[label.name] = (0, size, values["ignore_index"])
+            checks[label.name] = (0, size, ignore_index)
     return checks
 
 
