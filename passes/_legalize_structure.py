@@ -55,7 +55,8 @@ def inline_functions(model: ir.Model) -> None:
         own = function.opset_imports.get("", version)
         if own != version:
             raise ModelError(
-                f"function {function.domain}::{function.name} is written for opset {own}, the model for {version}; export both for one"
+                f"function {function.domain}::{function.name} is written for opset {own}, the model for {version}; "
+                "export both for one opset"
             )
     try:
         onnx_ir.passes.common.InlinePass()(model)

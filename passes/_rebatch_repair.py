@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +26,7 @@ class Change:
         declared: the old batch size.
         before: dimensions that each value had for the old batch size.
         source: a graph input whose first dimension is the batch.
+        outer: for values whose batch shares an axis with something in front of it (time × batch): the size of that.
     """
 
     op: Builder
@@ -33,6 +34,7 @@ class Change:
     declared: int
     before: Mapping[ir.Value, tuple[Dim, ...] | None]
     source: ir.Value
+    outer: dict[ir.Value, int] = field(default_factory=dict)
 
     def axis(self, value: ir.Value | None) -> int | None:
         """The axis of ``value`` in which the batch is; None when there is none.
@@ -54,6 +56,15 @@ class Change:
             if found is None or not all(isinstance(d, int) for d in found)
             else [int(d) for d in found if isinstance(d, int)]
         )
+
+    def inherit(self, node: ir.Node) -> None:
+        """An output whose batch axis has the size of an input's has the same order inside that axis."""
+        for out in node.outputs:
+            axis = None if out in self.outer else self.axis(out)
+            for value in node.inputs if axis is not None else ():
+                place = self.axis(value) if value in self.outer else None
+                if value is not None and place is not None and (dims(value) or ())[place] == (dims(out) or ())[axis or 0]:
+                    self.outer[out] = self.outer[value]
 
     def repeated(self, value: ir.Value, axis: int) -> ir.Value:
         """``value``, which has one element (or the old batch) along ``axis``, repeated for the new batch."""
@@ -78,23 +89,26 @@ def _reshape(change: Change, node: ir.Node) -> None:
     source, result = change.old(x), change.old(node.outputs[0])
     if source is None or result is None:
         raise ModelError(f"the target shape {target.tolist()} is fixed while other dimensions are symbolic")
-    place = batch_place(source, axis, result, change.declared)
+    position = math.prod(source[:axis]) * change.outer.get(x, 1)
+    place = batch_place(position, result, change.declared)
     if place is None:
         raise ModelError(f"it is not clear where the batch (dimension {axis} of {source}) goes in {result}")
-    same = place == axis and result[place] == source[axis]
+    outer = position // math.prod(result[:place])
+    if outer > 1:
+        change.outer[node.outputs[0]] = outer
+    same = place == axis and result[place] == source[axis] and math.prod(result[:place]) == math.prod(source[:axis])
     new = [(0 if same else -1) if k == place else d for k, d in enumerate(result)]
     node.attributes.pop("allowzero", None)
     node.replace_input_with(1, change.op.const(np.array(new, dtype=np.int64)))
 
 
-def batch_place(source: Sequence[int], axis: int, result: Sequence[int], batch: int) -> int | None:
-    """The axis of ``result`` that takes up the batch when ``source`` with its batch in ``axis`` is reshaped.
+def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
+    """The axis of ``result`` that takes up a batch with ``position`` = product of the sizes in front of it.
 
-    Reshape keeps the order of elements, so the batch lies behind ``prod(source[:axis])`` positions in both shapes. With a
-    batch of 1 that leaves a choice: an axis of just the batch is taken first, then the axis behind the position, except
-    that the last axis (the features) is left alone where the one in front can take the batch.
+    Reshape keeps the order of elements, so the position is the same before and after. With a batch of 1 that leaves a
+    choice: an axis of just the batch is taken first, then the axis behind the position, except that the last axis (the
+    features) is left alone where the one in front can take the batch.
     """
-    position = math.prod(source[:axis])
     candidates = []
     for k, size in enumerate(result):
         start = math.prod(result[:k])

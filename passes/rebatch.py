@@ -115,6 +115,7 @@ def _walk(graph: ir.Graph, change: Change) -> None:
         except ModelError as error:
             raise ModelError(f"the batch size cannot change at {describe(node)}: {error}\n{_HELP}") from None
         fold(node)
+        change.inherit(node)
 
 
 def _check_outputs(graph: ir.Graph, before: Mapping[ir.Value, tuple[Dim, ...] | None], declared: Dim, symbol: str) -> None:
@@ -128,7 +129,8 @@ def _check_outputs(graph: ir.Graph, before: Mapping[ir.Value, tuple[Dim, ...] | 
         node = _first_loss(graph, value, symbol) or value.producer()
         where = describe(node) if node is not None else describe_value(value)
         raise ModelError(
-            f"the batch dimension is lost at {where}\nso that the output {describe_value(value)} does not start with the batch; {_HELP}"
+            f"the batch dimension is lost at {where}\n"
+            f"so that the output {describe_value(value)} does not start with the batch; {_HELP}"
         )
 
 
@@ -148,17 +150,13 @@ def carries(value: ir.Value | None, symbol: str) -> bool:
 
 
 def _first_loss(graph: ir.Graph, output: ir.Value, symbol: str) -> ir.Node | None:
-    """The first node in front of ``output`` with the batch in an input and in none of its outputs."""
-    wanted = {output}
+    """The first node with the batch in an input and in none of its outputs, from which no way to ``output`` has it again."""
+    without = {output} if not carries(output, symbol) else set()
+    found = None
     for node in reversed(list(graph)):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(v for v in node.inputs if v is not None)
-    for node in graph:
-        if (
-            node.op_type not in ("Shape", "Size")
-            and any(v in wanted for v in node.outputs)
-            and any(carries(v, symbol) for v in node.inputs)
-            and not any(carries(v, symbol) for v in node.outputs)
-        ):
-            return node
-    return None
+        if not any(v in without for v in node.outputs):
+            continue
+        if any(carries(v, symbol) for v in node.inputs):
+            found = node
+        without.update(v for v in node.inputs if v is not None and not carries(v, symbol))
+    return found

@@ -108,7 +108,8 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
     for opset in proto.opset_import:
         if opset.domain in ("", "ai.onnx") and opset.version > newest:
             raise ModelError(
-                f"{where} uses opset {opset.version}; the newest known here is {newest}. Export it with opset_version={newest} or less"
+                f"{where} uses opset {opset.version}; the newest known here is {newest}. "
+                f"Export it with opset_version={newest} or less"
             )
     for tensor in proto.graph.initializer:
         _check_inline(tensor, where)
@@ -166,7 +167,7 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) 
         raise ModelError(f"{where}: {name} has no folder to be found in; load the model from its path")
     base = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(base / location))
-    inside = not os.path.isabs(location) and not Path(os.path.normpath(location)).parts[:1] == ("..",)
+    inside = not os.path.isabs(location) and Path(os.path.normpath(location)).parts[:1] != ("..",)
     if not inside or not target.is_relative_to(base):
         raise ModelError(f"{where}: {name} lies outside the folder of the model, which is refused; copy it into {folder}")
     try:
@@ -184,7 +185,8 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) 
         )
     if offset + tensor.nbytes > status.st_size:
         raise ModelError(
-            f"{where}: {name} is too short: {offset + tensor.nbytes} bytes are needed, the file has {status.st_size}; copy it again"
+            f"{where}: {name} is too short: {offset + tensor.nbytes} bytes are needed, the file has {status.st_size}; "
+            "copy it again"
         )
     tensor.base_dir = str(base)
 
@@ -304,7 +306,8 @@ def to_inference(node: ir.Node) -> None:
         used = [v for v in node.outputs[1:] if v.uses() or v.is_graph_output()]
         if used:
             raise ModelError(
-                f"{used[0].name!r} is a batch statistic of {node.name or 'a BatchNormalization'}, which inference does not compute"
+                f"{used[0].name!r} is a batch statistic of {node.name or 'a BatchNormalization'}, "
+                "which inference does not compute"
             )
         node.resize_outputs(1)
 

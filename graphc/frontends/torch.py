@@ -185,7 +185,6 @@ def _with_dynamo(
         module,
         tuple(tensors),
         dynamo=True,
-        fallback=False,
         optimize=False,
         opset_version=_OPSET,
         verbose=False,
@@ -222,12 +221,15 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
         for node in nodes:
             to_inference(node)
     _share(graph, module)
-    for value in graph.initializers.values():
+    buffers = dict(module.named_buffers())
+    for name, value in graph.initializers.items():
         if value.const_value is not None:
-            array = np.array(value.const_value.numpy(), copy=True)
+            # Statistics come from the module: the exporter read them after its own forward pass had changed them.
+            source = buffers[name].detach().cpu() if name.endswith(_STATISTICS) and name in buffers else value.const_value
+            array = np.array(source.numpy(), copy=True)
             value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=value.name)
             value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
-    constants = {name for name, _ in module.named_buffers() if name.rpartition(".")[2] not in _STATISTICS}
+    constants = {name for name in buffers if not name.endswith(_STATISTICS)}
     found = [v for v in graph.initializers.values() if v.name in constants and is_parameter(v)]
     for value in found:
         del graph.initializers[value.name or ""]
@@ -252,6 +254,9 @@ def _share(graph: ir.Graph, module: torch.nn.Module) -> None:
             other = graph.initializers.pop(name, None) or computed.get(name)
             if other is not None:
                 other.replace_all_uses_with(graph.initializers[first])
+                other.name = f"{name}.shared"
+        if first is not None and first != names[0]:
+            graph.initializers[first].name = names[0]  # the name that named_parameters() gives it
 
 
 def _rename(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> None:
