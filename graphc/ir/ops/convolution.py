@@ -291,16 +291,12 @@ def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: 
     """Gradient of ``y = AveragePool(x)``; ``shape``: int64, the shape of x.
 
     Averaging is linear and works on each spatial axis by itself: y = A₁·x·A₂ᵀ with small matrices A (out × in), so
-    dx = A₁ᵀ·dy·A₂. That covers padding, dilation, ``ceil_mode`` and both ways to count. Windows that tile x exactly
-    only repeat dy.
+    dx = A₁ᵀ·dy·A₂. That covers padding, dilation, ``ceil_mode`` and both ways to count.
     """
     size = spatial(shape_of_result(shape))
     window = Window.of(attributes, size)
     n = len(window.kernel)
     out = spatial(dy.shape)
-    tiles = window.strides == window.kernel and window.pads == [0] * (2 * n) and set(window.dilations) == {1}
-    if tiles and all(i is not None and o is not None and i == o * k for i, o, k in zip(size, out, window.kernel, strict=True)):
-        return _repeat(op, dy, shape, window)
     begin = end = None
     if window.pads is None:
         begin, end = same_padding(op, window, _tail(op, shape))
@@ -316,15 +312,6 @@ def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: 
             matrix = _averaging_matrix_at_run_time(op, *args, *lengths, pads, dy)
         dx = _apply_transposed(op, matrix, dx, axis, n)
     return dx
-
-
-def _repeat(op: Builder, dy: ir.Value, shape: ir.Value, window: Window) -> ir.Value:
-    """dx of windows that tile x: every dy / count, repeated over its window."""
-    scaled = op.Mul(dy, 1.0 / float(np.prod(window.kernel)))
-    n = len(window.kernel)
-    column = op.Unsqueeze(scaled, np.arange(3, 3 + 2 * n, 2, dtype=np.int64))
-    repeats = [1, 1, *(r for k in window.kernel for r in (1, k))]
-    return op.Reshape(op.Expand(column, repeats), shape)  # type: ignore[no-any-return]
 
 
 def averaging_matrix(window: Window, axis: int, include_pad: bool, input_size: int, output_size: int) -> np.ndarray:
