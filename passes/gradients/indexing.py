@@ -11,7 +11,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, rank
-from graphc.passes.gradients.shape import lengths, scatter_back
+from graphc.passes.gradients.shape import lengths, pad_to, scatter_back
 
 zero_gradient("NonZero", "NonMaxSuppression", origin=__name__)
 
@@ -47,7 +47,7 @@ def _one_slice(op: Builder, x: ir.Value, axis: int, index: int, dy: ir.Value) ->
         pads = op.Concat(op.const([index]), op.Sub(size, op.const([index + 1])), axis=0)
     else:
         pads = op.Concat(op.Add(size, op.const([index])), op.const([-1 - index]), axis=0)
-    return op.Pad(piece, pads, None, op.const([axis]))
+    return pad_to(op, x, piece, pads, [axis])
 
 
 @gradient("GatherElements")

@@ -144,7 +144,14 @@ def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], start
     pads = op.Concat(*pieces, axis=0)
     if all(k is not None for k in known):
         pads = op.const(np.concatenate([k for k in known if k is not None]))
-    return op.Pad(dy, pads, None, op.const(list(axes)))
+    return pad_to(op, x, dy, pads, axes)
+
+
+def pad_to(op: Builder, x: ir.Value, dy: ir.Value, pads: Any, axes: Sequence[int]) -> Any:
+    """dy amid zeros, of the shape of x; with symbolic sizes the inference of ``Pad`` would not know that shape."""
+    padded = op.Pad(dy, pads, None, op.const(list(axes)))
+    padded.shape = ir.Shape(x.shape.dims) if x.shape is not None else None
+    return padded
 
 
 @gradient("Pad")
