@@ -7,11 +7,13 @@ table of that group. No module of the core imports a pass, a gradient or a backe
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import MissingExtraError, UsageError, nearest
 
 T = TypeVar("T")
 
@@ -24,16 +26,33 @@ class Registry(Mapping[str, T], Generic[T]):
         self.group = group
         self._items: dict[str, T] = {}
         self._origin: dict[str, str] = {}
+        self._missing: dict[str, MissingExtraError] = {}
         self._loaded = False
+        self._loading = False
+        self._lock = threading.RLock()
 
     def load(self) -> None:
         """Import every module of the group once, in name order, so that registration order is the same everywhere."""
         if self._loaded:
             return
-        self._loaded = True
-        points = importlib.metadata.entry_points(group=self.group)
-        for module in sorted({point.value.partition(":")[0] for point in points}):
+        with self._lock:
+            if self._loaded or self._loading:
+                return
+            self._loading = True
+            try:
+                points = importlib.metadata.entry_points(group=self.group)
+                for name, module in sorted({(point.name, point.value.partition(":")[0]) for point in points}):
+                    self._import(name, module)
+                self._loaded = True
+            finally:
+                self._loading = False
+
+    def _import(self, name: str, module: str) -> None:
+        try:
             importlib.import_module(module)
+        except MissingExtraError as error:
+            # The others stay usable; whoever asks for this one by name learns what to install.
+            self._missing[name] = error
 
     def register(self, name: str, item: T, *, origin: str, override: bool = False) -> None:
         """Add ``item``; a second registration from another module is refused unless ``override`` is set."""
@@ -52,6 +71,8 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             return self._items[name]
         except KeyError:
+            if name in self._missing:
+                raise self._missing[name] from None
             raise UsageError(f"unknown {self.kind} {name!r}{nearest(name, self._items)}") from None
 
     def get(self, name: str, default: T | None = None) -> T | None:  # type: ignore[override]

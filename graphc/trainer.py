@@ -36,7 +36,7 @@ def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
     if name == "auto":
         try:
             return BACKENDS["onnxruntime"](threads=threads, spin=spin)
-        except (MissingExtraError, UsageError):
+        except MissingExtraError:
             return BACKENDS["numpy"](threads=threads, spin=spin)
     return BACKENDS[name](threads=threads, spin=spin)
 
