@@ -1,1 +1,97 @@
-"""graphc/cli"""
+"""The ``graphc`` command line: one file per sub-command, each with a function ``command`` and nothing heavy at import.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 unsupported op, 130 interrupted. Results go to standard output; progress, notes and
+errors to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from graphc import __version__
+from graphc.cli import output
+from graphc.errors import GraphcError
+
+COMMANDS = (
+    "demo",
+    "check",
+    "inspect",
+    "compile",
+    "opt",
+    "train",
+    "run",
+    "launch",
+    "show",
+    "passes",
+    "backends",
+    "ops",
+    "doctor",
+)
+"""In the order of ``graphc --help``; ``graphc.cli.NAME`` holds each."""
+
+DEBUG = "GRAPHC_DEBUG"
+"""Environment variable: any value shows tracebacks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result = _app()(args=arguments, prog_name="graphc", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except GraphcError as error:
+        if os.environ.get(DEBUG):
+            raise
+        output.error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        output.error("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader of standard output has gone, as in 'graphc ops | head'; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        usage = getattr(error, "format_message", None)
+        if usage is not None:
+            output.error(f"{usage()}; 'graphc --help' lists the commands, 'graphc COMMAND --help' its options")
+            return int(getattr(error, "exit_code", 2))
+        if os.environ.get(DEBUG):
+            raise
+        text = " ".join(str(error).split()) or "no message"
+        output.error(f"unexpected {type(error).__name__}: {text} (run with {DEBUG}=1 for the traceback)")
+        return 1
+
+
+def _app() -> typer.Typer:
+    # Panels and colours are for people; piped help is plain text.
+    markup = "rich" if output.is_terminal("stdout") else None
+    app = typer.Typer(
+        rich_markup_mode=markup,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=True,
+        help="Train ONNX models: a dataflow-graph compiler with autodiff, AllReduce injection and data-parallel workers.",
+    )
+    app.callback()(_common)
+    for name in COMMANDS:
+        module = importlib.import_module(f"graphc.cli.{name}")
+        app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+    return app
+
+
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"graphc {__version__}")
+        raise typer.Exit
+
+
+__all__ = ["COMMANDS", "main"]

@@ -1,0 +1,7 @@
+"""``python -m graphc``: the command line."""
+
+import sys
+
+from graphc.cli import main
+
+sys.exit(main())

@@ -1,0 +1,140 @@
+"""Reading and checking the arrays a model is fed with."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Array
+from graphc.errors import FeedError, nearest
+from graphc.ir.facts import describe_value, dims
+from graphc.ir.ops.losses import label_checks
+
+
+def read_npz(path: str) -> dict[str, Array]:
+    """The arrays of an ``.npz`` file (``"-"``: standard input) by name.
+
+    Raises:
+        FeedError: no such file, no ``.npz``, damaged, or an array of Python objects.
+    """
+    where = "standard input" if path == "-" else path
+    try:
+        if path == "-":
+            return _read(io.BytesIO(sys.stdin.buffer.read()), where)
+        with Path(path).open("rb") as file:
+            return _read(file, where)
+    except FileNotFoundError:
+        folder = Path(path).parent
+        near = [p.name for p in folder.glob("*.npz")] if folder.is_dir() else []
+        raise FeedError(f"no such file: {path}{nearest(Path(path).name, near)}") from None
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise FeedError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _read(file: IO[bytes], where: str) -> dict[str, Array]:
+    if not zipfile.is_zipfile(file):
+        raise FeedError(f"{where} is no .npz file, or a damaged one; write it with numpy.savez(file, name=array, …)")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as archive:
+        return {name: _member(archive, name, where) for name in archive.files}
+
+
+def _member(archive: Mapping[str, Array], name: str, where: str) -> Array:
+    try:
+        array = archive[name]
+    except ValueError as error:
+        if "pickle" in str(error) or "object" in str(error).lower():
+            raise FeedError(f"array {name!r} of {where} holds Python objects; store numbers of one type") from None
+        raise FeedError(f"array {name!r} of {where} is damaged: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise FeedError(f"{name!r} of {where} is not a numpy array")
+    return array
+
+
+def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note: Callable[[str], None]) -> dict[str, Array]:
+    """The arrays in the order and element types of the graph's inputs, checked against names, shapes and labels.
+
+    Args:
+        where: name of the file, for messages.
+        note: called with a line for every array that is converted.
+
+    Raises:
+        FeedError: a key too few or too many, an element type that does not convert, a shape that does not fit, a label
+            outside the classes.
+    """
+    wanted = {value.name or "": value for value in graph.inputs}
+    for name in arrays:
+        if name not in wanted:
+            raise FeedError(f"{where}: the model has no input {name!r}{nearest(name, wanted)}; its inputs are {_names(wanted)}")
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise FeedError(
+            f"{where}: no array {', '.join(map(repr, missing))}; one is needed for each of {_names(wanted)}, "
+            f"and the file has {_names(arrays) or 'none'}"
+        )
+    found: dict[str, Array] = {}
+    for name, value in wanted.items():
+        assert value.dtype is not None
+        array = _convert(arrays[name], np.dtype(value.dtype.numpy()), name, where, note)
+        _check_shape(array, value, where)
+        found[name] = array
+    check_labels(graph, found, where)
+    return found
+
+
+def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> None:
+    """Raise FeedError for a class index outside the classes of the loss."""
+    for name, (low, high, ignore) in label_checks(graph).items():
+        labels = arrays.get(name)
+        if labels is None or labels.size == 0:
+            continue
+        wrong = (labels < low) | (labels >= high)
+        if ignore is not None:
+            wrong &= labels != ignore
+        if wrong.any():
+            place = [int(i) for i in np.argwhere(wrong)[0]]
+            raise FeedError(f"{where}: label {int(labels[tuple(place)])} at {name}{place} is outside {low} … {high - 1}")
+
+
+def _convert(array: Array, dtype: np.dtype[np.generic], name: str, where: str, note: Callable[[str], None]) -> Array:
+    if array.dtype == dtype:
+        return array
+    same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")
+    narrowed = (array.dtype, dtype) == (np.dtype(np.float64), np.dtype(np.float32))
+    if not narrowed and not (same_kind and np.can_cast(array.dtype, dtype, "safe")):
+        raise FeedError(
+            f"{where}: array {name!r} is {array.dtype}, the model wants {dtype}; convert it with .astype({str(dtype)!r}) "
+            "if its values allow"
+        )
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if narrowed and bool(np.isinf(converted).any()) and not bool(np.isinf(array).any()):
+        raise FeedError(f"{where}: array {name!r} has values too large for float32")
+    note(f"{where}: array {name!r} converted from {array.dtype} to {dtype}")
+    return converted
+
+
+def _check_shape(array: Array, value: ir.Value, where: str) -> None:
+    declared = dims(value)
+    if declared is None:
+        return
+    rest: Sequence[object] = declared[1:]
+    fits = array.ndim == len(declared) and all(
+        not isinstance(want, int) or want == have for have, want in zip(array.shape[1:], rest, strict=True)
+    )
+    if not fits or not declared:
+        hint = "" if declared else "; an input without a sample axis cannot be fed from a file"
+        raise FeedError(
+            f"{where}: array {value.name!r} has shape {list(array.shape)}, the model wants {describe_value(value)}{hint}"
+        )
+
+
+def _names(values: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, values))

@@ -1,0 +1,118 @@
+"""``graphc check``: can this model be trained, and if not, which ops stand in the way?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def command(
+    model: options.Model,
+    loss: Annotated[
+        str | None, typer.Option("--loss", metavar="LOSS", help="Check the path to this loss; default: to all float outputs.")
+    ] = None,
+    freeze: options.Freeze = None,
+    train: options.Train = None,
+    form: options.Format = Format.text,
+) -> None:
+    """Say whether MODEL can be trained; exit code 3 names every op that cannot."""
+    from graphc import frontends
+    from graphc.errors import UnsupportedOpError
+    from graphc.pipeline import Context, Step, run
+
+    original = frontends.load(model)
+    working, ctx = original.clone(), Context()
+    run(working, [Step("legalize")], ctx)
+    if loss is not None:
+        run(working, [options.loss_of(loss).step()], ctx)
+    run(working, [Step("check", {"train": train, "freeze": freeze})], ctx)
+    report = _report(original, working, ctx.values["check"])
+    if form is Format.json:
+        output.document(report)
+    else:
+        _print(model, report)
+    if report["missing"]:
+        names = ", ".join(f"{entry['op']} ({entry['count']}×)" for entry in report["missing"])
+        raise UnsupportedOpError(
+            f"no gradient for {names} on the path from a parameter to the loss; freeze the parameters in front of it with "
+            "--freeze GLOB, or register a rule"
+        )
+
+
+def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[str, Any]:
+    from graphc.cli.summary import elements, op_counts
+    from graphc.ir.facts import describe_value
+
+    trains = {p["name"] for p in found["parameters"] if p["trains"]}
+    values = legal.graph.initializers
+    return {
+        "trainable": bool(trains) and not found["missing"],
+        "opset": original.opset_imports.get("", original.opset_imports.get("ai.onnx")),
+        "nodes": len(original.graph),
+        "inputs": [describe_value(v) for v in legal.graph.inputs],
+        "outputs": [describe_value(v) for v in legal.graph.outputs],
+        "ops": op_counts(legal.graph),
+        "parameters": len(values),
+        "elements": sum(map(elements, values.values())),
+        "trained_parameters": len(trains),
+        "trained_elements": sum(elements(values[name]) for name in trains),
+        "missing": found["missing"],
+        "warnings": _warnings(legal, trains),
+    }
+
+
+def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
+    """What the user should know before training."""
+    import numpy as np
+
+    from graphc.ir.facts import dims
+
+    warnings = []
+    if not trains:
+        warnings.append("nothing to train: no float initializer of rank ≥ 1 lies on a differentiable path to the loss")
+    constant = []
+    for name in sorted(trains):
+        tensor = model.graph.initializers[name].const_value
+        array = None if tensor is None else np.asarray(tensor.numpy())
+        if array is None or (array.ndim >= 2 and array.size > 1 and bool((array == array.flat[0]).all())):
+            constant.append(name)
+    if constant:
+        warnings.append(
+            f"{output.count(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved "
+            "without trained weights; train with --initialize he"
+        )
+    for value in model.graph.inputs:
+        found = dims(value)
+        if found and isinstance(found[0], int):
+            warnings.append(
+                f"input {value.name!r} has the fixed batch size {found[0]}; 'train' makes it dynamic, 'compile' with --batch N"
+            )
+    return warnings
+
+
+def _print(name: str, report: dict[str, Any]) -> None:
+    shown = {
+        "model": name,
+        "opset": report["opset"],
+        "nodes": f"{report['nodes']:,}",
+        "inputs": ", ".join(report["inputs"]),
+        "outputs": ", ".join(report["outputs"]),
+        "ops": ", ".join(f"{op} {number}" for op, number in report["ops"].items()),
+        "parameters": f"{report['parameters']:,} initializers, {report['elements']:,} elements",
+        "trains": f"{report['trained_parameters']:,} of them, {report['trained_elements']:,} elements",
+    }
+    output.pairs(shown)
+    for text in report["warnings"]:
+        output.say(f"warning: {text}")
+    if report["missing"]:
+        rows = [(e["op"], e["count"], " → ".join(e["path"])) for e in report["missing"]]
+        output.table(("op without gradient", "count", "path from a parameter"), rows)
+    elif report["trainable"]:
+        output.say("can be trained: every op on the way to the loss has a gradient")

@@ -1,0 +1,91 @@
+"""``graphc compile``: write the whole training graph of a model as an ONNX file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphc.pipeline import Step
+
+
+def command(
+    model: options.Model,
+    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="'-' writes standard output.", show_default=False)],
+    loss: options.LossText,
+    optimizer: options.OptimizerText,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Replicas along the data axis.", min=1)] = 1,
+    standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
+    freeze: options.Freeze = None,
+    train: options.Train = None,
+    batch: options.Batch = None,
+    initialize: options.Initialize = None,
+    seed: options.Seed = 0,
+    bucket_mb: options.BucketMB = 25.0,
+    passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
+    dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
+    time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
+    form: options.Format = Format.text,
+) -> None:
+    """Compile MODEL into a training graph: forward, loss, backward, AllReduces and updates in one file."""
+    from graphc import compiler, frontends, optim
+    from graphc.cli.summary import print_training_graph, training_graph
+    from graphc.mesh import Mesh
+
+    times = PassTimes()
+    program = compiler.compile(
+        model if model == "-" else Path(model),
+        loss=options.loss_of(loss),
+        optimizer=optim.parse(optimizer),
+        mesh=Mesh(data=workers),
+        passes=passes,
+        freeze=freeze,
+        train=train,
+        batch=options.batch_of(batch),
+        initialize=initialize,
+        seed=seed,
+        bucket_mb=bucket_mb,
+        dump_dir=dump_dir,
+        after=times.add,
+    )
+    found = training_graph(program.model)
+    written = compiler.standard_model(program.model) if standard else program.model
+    frontends.save(written, out)
+    if time_passes:
+        times.print()
+    for line in program.log:
+        output.note(line)
+    if form is Format.json:
+        result = {"output": out, "pipeline": program.pipeline, "passes": times.rows, **found}
+        if standard:
+            result["standard_nodes"] = len(written.graph)
+        if out != "-":
+            output.document(result)
+    else:
+        print_training_graph(found, to_stderr=out == "-")
+        if out != "-":
+            output.say(f"wrote {out}" + (f": {len(written.graph):,} standard nodes" if standard else ""))
+
+
+class PassTimes:
+    """Collects what ``after=`` reports."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, step: Step, model: ir.Model, seconds: float) -> None:
+        """Note that ``step`` took ``seconds`` and left ``model``."""
+        self.rows.append({"pass": step.name, "ms": round(seconds * 1e3, 2), "nodes": len(model.graph)})
+
+    def print(self) -> None:
+        """One line a pass on standard error."""
+        for row in self.rows:
+            output.note(f"{row['pass']:<16} {row['ms']:>10.2f} ms {row['nodes']:>8,} nodes")
+        output.note(f"{'total':<16} {sum(r['ms'] for r in self.rows):>10.2f} ms")

@@ -1,0 +1,168 @@
+"""``graphc doctor``: is everything here that graphc needs?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graphc import __version__
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+CORE = ("numpy", "onnx", "onnx_ir", "ml_dtypes", "typer", "rich")
+EXTRAS = {
+    "cpu": ("onnxruntime", "numba", "scipy", "threadpoolctl"),
+    "mpi": ("mpi4py",),
+    "torch": ("torch", "onnxscript"),
+    "demo": ("sklearn",),
+    "gpu": ("cupy", "nvmath", "triton"),
+}
+"""Extra → modules it brings; the first missing one stands for the extra."""
+
+DISTRIBUTIONS = {"onnx_ir": "onnx-ir", "sklearn": "scikit-learn", "cupy": "cupy-cuda13x", "nvmath": "nvmath-python"}
+TIMEOUT = 60.0  # seconds that starting two workers may take
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``state`` is ``ok``, ``missing`` (of something optional) or ``broken`` (of the core)."""
+
+    what: str
+    state: str
+    detail: str
+
+
+def command(form: options.Format = Format.text) -> int:
+    """Check the installation; exit code 1 when graphc cannot work here."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (_core, _extras, _registries, _cores, _workers, _gpu, _cache)
+    findings = [finding for check in checks for finding in check()]
+    usable = all(f.state != "broken" for f in findings)
+    if form is Format.json:
+        output.document({"usable": usable, "findings": [asdict(f) for f in findings]})
+    else:
+        output.table(("what", "state", "detail"), [(f.what, f.state, f.detail) for f in findings])
+        output.say("graphc can be used here" if usable else "graphc cannot be used here")
+    return 0 if usable else 1
+
+
+def _core() -> Iterator[Finding]:
+    yield Finding("graphc", "ok", __version__)
+    version = platform.python_version()
+    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "broken", f"{version}, {sys.executable}")
+    for name in CORE:
+        yield _module(name, "broken", "pip install graphc")
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, names in EXTRAS.items():
+        for name in names:
+            yield _module(name, "missing", f"pip install 'graphc[{extra}]'")
+
+
+def _module(name: str, absent: str, remedy: str) -> Finding:
+    distribution = DISTRIBUTIONS.get(name, name)
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "version unknown" if importlib.util.find_spec(name) else ""
+    return Finding(distribution, "ok", version) if version else Finding(distribution, absent, f"not installed; {remedy}")
+
+
+def _registries() -> Iterator[Finding]:
+    """Every pass, op, gradient and backend can be imported."""
+    from graphc.backend import BACKENDS
+    from graphc.gradient import GRADIENTS
+    from graphc.ir.declare import OPS
+    from graphc.pipeline import PASSES
+    from graphc.registry import Registry
+
+    registries: tuple[Registry[object], ...] = (PASSES, OPS, GRADIENTS, BACKENDS)  # type: ignore[assignment]
+    for registry in registries:
+        try:
+            number = len(registry)
+        except Exception as error:
+            yield Finding(registry.group, "broken", f"{type(error).__name__}: {error}")
+        else:
+            yield Finding(registry.group, "ok" if number else "broken", f"{number} registered")
+
+
+def _cores() -> Iterator[Finding]:
+    from graphc.runtime.world import available_cores
+
+    yield Finding("cores", "ok", f"{available_cores()} usable of {os.cpu_count()}, affinity {sorted(os.sched_getaffinity(0))}")
+
+
+def _workers() -> Iterator[Finding]:
+    """Two real MPI processes meet at a barrier."""
+    from graphc.errors import GraphcError
+    from graphc.runtime.launch import find_mpiexec
+
+    try:
+        mpiexec = find_mpiexec()
+    except GraphcError as error:
+        yield Finding("workers over MPI", "missing", str(error))
+        return
+    text = (
+        "from graphc.runtime.world import find_world\n"
+        "from graphc.runtime.communicator import open_communicator\n"
+        "comm = open_communicator(find_world())\n"
+        "comm.barrier()\n"
+        "print('met', comm.size, flush=True) if comm.rank == 0 else None\n"
+        "comm.close()\n"
+    )
+    # In a process of its own, so that this command's own output stays clean whatever MPI says.
+    start = [sys.executable, "-m", "graphc", "launch", "-n", "2", "-c", text]
+    try:
+        done = subprocess.run(start, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding("workers over MPI", "missing", f"two processes did not meet within {TIMEOUT:.0f} s ({mpiexec})")
+        return
+    if done.returncode == 0 and "met 2" in done.stdout:
+        yield Finding("workers over MPI", "ok", f"two processes met at a barrier ({mpiexec})")
+    else:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("workers over MPI", "missing", f"{reason} ({mpiexec}); 'pip install graphc[mpi]' brings a working one")
+
+
+def _gpu() -> Iterator[Finding]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield Finding("GPU", "missing", "no GPU (nvidia-smi is not there)")
+        return
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding("GPU", "missing", "nvidia-smi does not answer")
+        return
+    found = [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    for line in found:
+        yield Finding("GPU", "ok", line)
+    if not found:
+        yield Finding("GPU", "missing", "no GPU (nvidia-smi lists none)")
+
+
+def _cache() -> Iterator[Finding]:
+    """Where Numba keeps compiled kernels: what NUMBA_CACHE_DIR says, beside the package, or in the user's cache."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    places = [Path(named)] if named else [Path(__file__).parent.parent, user, Path(tempfile.gettempdir())]
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError:
+            continue
+        yield Finding("kernel cache", "ok", str(place))
+        return
+    yield Finding("kernel cache", "missing", f"{places[0]} cannot be written to; set NUMBA_CACHE_DIR to a folder that can")

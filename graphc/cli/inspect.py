@@ -1,0 +1,157 @@
+"""``graphc inspect``: what is in a model: nodes, parameters with the reason why they train or not, collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+PARTS = ("nodes", "params", "collectives")
+
+
+def command(
+    model: options.Model,
+    show: Annotated[
+        str | None, typer.Option("--show", metavar="LIST", help="Comma-separated: nodes, params, collectives.")
+    ] = None,
+    freeze: options.Freeze = None,
+    train: options.Train = None,
+    form: options.Format = Format.text,
+) -> None:
+    """Show what MODEL holds: a model, or a training graph that 'compile' wrote."""
+    from graphc import frontends
+    from graphc.errors import UsageError, nearest
+
+    parts = [part.strip() for part in (show or "").split(",") if part.strip()]
+    for part in parts:
+        if part not in PARTS:
+            raise UsageError(f"--show {part!r}{nearest(part, PARTS)}; it takes {', '.join(PARTS)}")
+    loaded = frontends.load(model)
+    found: dict[str, Any] = {}
+    if not parts:
+        found["summary"] = _summary(loaded)
+    if "nodes" in parts:
+        found["nodes"] = _nodes(loaded)
+    if "params" in parts:
+        found["params"] = _parameters(loaded, freeze, train)
+    if "collectives" in parts:
+        from graphc.cli.summary import collectives
+
+        found["collectives"] = collectives(loaded.graph)
+    if form is Format.json:
+        output.document(found["summary"] if not parts else found)
+        return
+    if "summary" in found:
+        _print_summary(found["summary"])
+    for part in parts:
+        rows = found[part]
+        columns = list(rows[0]) if rows else ["name"]
+        cells = [[_cell(row[column]) for column in columns] for row in rows]
+        output.table(columns, cells, title=part if len(parts) > 1 else "")
+        if not rows:
+            output.say(f"no {part}")
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+
+
+def is_training_graph(model: ir.Model) -> bool:
+    """Whether the model was written by ``compile``: it has nodes of the graphc domain that update state."""
+    from graphc.ir.declare import is_update
+
+    return any(is_update(node) for node in model.graph)
+
+
+def _summary(model: ir.Model) -> dict[str, Any]:
+    from graphc.cli.summary import elements, op_counts, training_graph
+    from graphc.ir.facts import describe_value
+
+    found: dict[str, Any] = {
+        "name": model.graph.name,
+        "producer": " ".join(filter(None, (model.producer_name, model.producer_version))),
+        "ir_version": model.ir_version,
+        "opsets": dict(model.opset_imports),
+        "nodes": len(model.graph),
+        "functions": len(model.functions),
+        "inputs": [describe_value(v) for v in model.graph.inputs if not v.is_initializer()],
+        "outputs": [describe_value(v) for v in model.graph.outputs],
+        "initializers": len(model.graph.initializers),
+        "elements": sum(elements(v) for v in model.graph.initializers.values()),
+        "ops": op_counts(model.graph),
+    }
+    if is_training_graph(model):
+        found["training"] = training_graph(model)
+    return found
+
+
+def _print_summary(found: dict[str, Any]) -> None:
+    shown = {
+        "name": found["name"],
+        "producer": found["producer"],
+        "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in found["opsets"].items()),
+        "nodes": f"{found['nodes']:,}",
+        "inputs": ", ".join(found["inputs"]),
+        "outputs": ", ".join(found["outputs"]),
+        "initializers": f"{found['initializers']:,}, {found['elements']:,} elements",
+        "ops": ", ".join(f"{op} {number}" for op, number in found["ops"].items()),
+    }
+    training = found.get("training")
+    if training is not None:
+        shown["training"] = (
+            f"{training['trained_parameters']:,} parameters ({training['trained_elements']:,} elements), "
+            f"{training['allreduces']} AllReduces of {output.size(training['allreduce_bytes'])}"
+        )
+    output.pairs(shown)
+
+
+def _nodes(model: ir.Model) -> list[dict[str, Any]]:
+    from graphc.gradient import key_of
+    from graphc.ir.facts import describe_value
+
+    return [
+        {
+            "name": node.name or "",
+            "op": key_of(node.domain, node.op_type),
+            "inputs": ", ".join("-" if v is None else str(v.name) for v in node.inputs),
+            "outputs": ", ".join(describe_value(v) if v.dtype is not None else str(v.name) for v in node.outputs),
+        }
+        for node in model.graph
+    ]
+
+
+def _parameters(model: ir.Model, freeze: list[str] | None, train: list[str] | None) -> list[dict[str, Any]]:
+    if is_training_graph(model):
+        return _state(model)
+    from graphc.pipeline import Context, Step, run
+
+    working, ctx = model.clone(), Context()
+    run(working, [Step("legalize"), Step("check", {"train": train, "freeze": freeze})], ctx)
+    rows: list[dict[str, Any]] = ctx.values["check"]["parameters"]
+    return rows
+
+
+def _state(model: ir.Model) -> list[dict[str, Any]]:
+    """The initializers of a training graph with the op that updates each."""
+    from graphc.cli.summary import is_trained
+    from graphc.ir.facts import dims, state_updates
+
+    by = {state.name: (node, state) for node, state, _ in state_updates(model.graph)}
+    return [
+        {
+            "name": name,
+            "shape": list(dims(value) or ()),
+            "dtype": value.dtype.name.lower() if value.dtype is not None else "?",
+            "trains": name in by and is_trained(*by[name]),
+            "reason": f"updated by {by[name][0].op_type}" if name in by else "not updated",
+        }
+        for name, value in model.graph.initializers.items()
+    ]

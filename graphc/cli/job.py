@@ -1,0 +1,225 @@
+"""One training run: what the command line asks for, compiled, checked, and executed by every worker.
+
+The command checks everything once before any worker starts, so that a wrong file or option is one message; the workers
+then repeat the same deterministic compilation and check that they agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc import compiler, frontends, optim
+from graphc.backend import BACKENDS, Array
+from graphc.cli import options, output
+from graphc.cli.arrays import check_labels, match_inputs, read_npz
+from graphc.cli.report import Reporter
+from graphc.compiler import Program
+from graphc.data import ArrayBatches
+from graphc.errors import ModelError, NonFiniteError, UsageError
+from graphc.ir.facts import dims
+from graphc.mesh import Mesh
+from graphc.pipeline import Step
+from graphc.runtime.communicator import Communicator
+from graphc.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of ``graphc train``; see its help for each."""
+
+    model: str
+    data: str
+    loss: str
+    optimizer: str
+    epochs: int
+    batch_size: int
+    workers: int
+    backend: str = "auto"
+    initialize: str | None = None
+    seed: int = 0
+    shuffle: bool = True
+    log_every: int = 0
+    batch: str | None = None
+    bucket_mb: float = 25.0
+    freeze: list[str] | None = None
+    train: list[str] | None = None
+    eval_data: str | None = None
+    checkpoint: str | None = None
+    resume: str | None = None
+    output: str | None = None
+    form: str = "text"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job ready to run: the program and its checked data."""
+
+    program: Program
+    arrays: Mapping[str, Array]
+    evaluation: Mapping[str, Array] | None
+
+
+def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, float], None] | None = None) -> Prepared:
+    """Compile the model and read the data.
+
+    Args:
+        quiet: leave out the remarks, which the command that started the workers has made.
+        after: called with (step, model, seconds) after each pass.
+
+    Raises:
+        GraphcError: whatever is wrong with model, options, data or output places.
+    """
+    note = (lambda text: None) if quiet else output.note
+    optimizer, loss, batch = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), options.batch_of(job.batch)
+    if job.backend != "auto":
+        BACKENDS[job.backend]
+    _check_places(job)
+    model = frontends.load(job.model)
+    if batch is None:
+        fixed = fixed_batch(model)
+        if fixed is not None:
+            batch = "batch"
+            note(f"rebatch: the model was exported for batches of {fixed}; trained with a dynamic batch dimension")
+    program = compiler.compile(
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        mesh=Mesh(data=job.workers),
+        backend=job.backend,
+        freeze=job.freeze,
+        train=job.train,
+        batch=batch,
+        initialize=job.initialize,
+        seed=job.seed,
+        bucket_mb=job.bucket_mb,
+        after=after,
+    )
+    graph = program.model.graph
+    arrays = match_inputs(read_npz(job.data), graph, job.data, note)
+    _batches(job, arrays, 0)
+    evaluation = None
+    if job.eval_data is not None:
+        evaluation = match_inputs(read_npz(job.eval_data), program.inference.graph, job.eval_data, note)
+        check_labels(graph, evaluation, job.eval_data)
+        _batches(job, evaluation, 0)
+    return Prepared(program, arrays, evaluation)
+
+
+def fixed_batch(model: ir.Model) -> int | None:
+    """The batch size that all inputs of a model have baked in, or None."""
+    sizes = set()
+    for value in model.graph.inputs:
+        if not value.is_initializer():
+            found = dims(value)
+            sizes.add(found[0] if found else None)
+    size = next(iter(sizes)) if len(sizes) == 1 else None
+    return size if isinstance(size, int) else None
+
+
+def _check_places(job: Job) -> None:
+    """Find out before training, not after it, that a result has no place to go."""
+    for what, place in (("--output", job.output), ("--checkpoint", job.checkpoint)):
+        if place is None:
+            continue
+        if place == "-":
+            raise UsageError(f"{what}: standard output carries the events of the training; name a file")
+        folder = Path(place).absolute().parent
+        if not folder.is_dir():
+            raise ModelError(f"{what} {place}: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise ModelError(f"{what} {place}: the folder {folder} cannot be written to")
+    if job.output is not None and Path(job.output).is_dir():
+        raise ModelError(f"--output {job.output} is a folder; name a file in it")
+    if job.resume is not None and not Path(job.resume).exists():
+        raise UsageError(f"--resume {job.resume}: there is no such checkpoint")
+
+
+def _batches(job: Job, arrays: Mapping[str, Array], rank: int, *, shuffle: bool = False) -> ArrayBatches:
+    return ArrayBatches(arrays, job.batch_size, rank=rank, size=job.workers, shuffle=shuffle, seed=job.seed)
+
+
+def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> None:
+    """Train as one worker: the one that ``comm`` says, or that the environment says.
+
+    Raises:
+        NonFiniteError: on every rank, after the last good state was exported.
+    """
+    start = time.perf_counter()
+    failure: NonFiniteError | None = None
+    program = prepared.program
+    with Trainer(program, comm=comm, seed=job.seed) as trainer:
+        if job.resume is not None:
+            trainer.restore(job.resume)
+        batches = _batches(job, prepared.arrays, trainer.rank, shuffle=job.shuffle)
+        with Reporter(job.form, job.epochs * len(batches), job.log_every, done=trainer.steps_done) as reporter:
+            try:
+                _epochs(job, prepared, trainer, batches, reporter)
+            except NonFiniteError as error:
+                failure = _keep_last_good(job, trainer, error)
+        if failure is None:
+            if job.output is not None:
+                trainer.export(job.output)
+            collectives = compiler.nodes_by_kind(program.model)["collectives"] if trainer.size > 1 else 0
+            reporter.end(
+                {
+                    "event": "end",
+                    "steps": trainer.steps_done,
+                    "state_sha256": trainer.state_sha256(),
+                    "world_size": trainer.size,
+                    "allreduces_per_step": collectives,
+                    "seconds": round(time.perf_counter() - start, 3),
+                    **({"output": job.output} if job.output else {}),
+                }
+            )
+    if failure is not None:
+        raise failure
+
+
+def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: ArrayBatches, reporter: Reporter) -> None:
+    """Train up to ``job.epochs`` epochs in total, from where the trainer stands."""
+    first, skipped = divmod(trainer.steps_done, len(batches))
+    for epoch in range(first, job.epochs):
+        start = time.perf_counter()
+        sums: dict[str, float] = {}
+        samples = 0
+        for batch in itertools.islice(batches.epoch(epoch), skipped if epoch == first else 0, None):
+            metrics = trainer.step(batch.feeds, offset=batch.offset)
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value * batch.global_size
+            samples += batch.global_size
+            reporter.step(trainer.steps_done, metrics)
+        event: dict[str, Any] = {"event": "epoch", "epoch": epoch + 1}
+        event |= {name: total / samples for name, total in sums.items()}
+        if prepared.evaluation is not None:
+            found = trainer.evaluate(_batches(job, prepared.evaluation, trainer.rank))
+            event |= {f"eval_{name}": value for name, value in found.items()}
+        event["seconds"] = round(time.perf_counter() - start, 3)
+        reporter.epoch(event)
+        if job.checkpoint is not None:
+            trainer.save(job.checkpoint)
+
+
+def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFiniteError:
+    """Export the state of the last good step beside the file that is not written."""
+    if job.output is None:
+        return error
+    target = Path(job.output)
+    kept = target.with_name(f"{target.stem}.last-good{target.suffix or '.onnx'}")
+    trainer.export(kept)
+    return NonFiniteError(
+        f"{error}; {job.output} was not written, {kept} holds the last good state", step=error.step, tensor=error.tensor
+    )
+
+
+def job_fields(job: Job) -> dict[str, Any]:
+    """The job as JSON holds it."""
+    return dataclasses.asdict(job)

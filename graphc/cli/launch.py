@@ -1,0 +1,23 @@
+"""``graphc launch``: run a Python script as several workers of one machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
+"""What follows SCRIPT belongs to the script."""
+
+
+def command(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]…", help="As for 'python': a file, or -m MODULE.")],
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", show_default=False)],
+    transport: Annotated[
+        str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process, for tests.")
+    ] = "mpi",
+) -> int:
+    """Run SCRIPT as N workers; inside, graphc.Trainer finds its rank."""
+    from graphc.runtime.launch import launch
+
+    return launch(workers, script, transport=transport)

@@ -1,0 +1,95 @@
+"""``graphc opt``: run a pipeline of passes over a model; the tool for writing and testing passes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.compile import PassTimes
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphc.pipeline import Step
+
+TEXT = ".onnxtxt"
+"""Ending of files in ONNX text syntax."""
+
+
+def command(
+    model: options.Model,
+    pipeline: Annotated[
+        str,
+        typer.Option(
+            "-p", "--passes", metavar="PIPELINE", show_default=False, help="e.g. 'legalize,autodiff{of=loss},simplify'"
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="'-' writes the model to standard output, a name in .onnxtxt its text. Default: print the text.",
+        ),
+    ] = None,
+    print_after: Annotated[
+        list[str] | None, typer.Option("--print-after", metavar="PASS", help="Print the text after this pass (repeatable).")
+    ] = None,
+    time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
+    verify_each: Annotated[bool, typer.Option("--verify-each", help="Verify the graph after every pass.")] = False,
+    dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
+    form: options.Format = Format.text,
+) -> None:
+    """Run PIPELINE over MODEL ('graphc passes' lists the passes)."""
+    from graphc import frontends
+    from graphc.errors import UsageError, nearest
+    from graphc.frontends.onnx import atomic_write
+    from graphc.ir.text import from_text, to_text
+    from graphc.pipeline import parse, run
+
+    steps = parse(pipeline)
+    names = [step.name for step in steps]
+    for name in print_after or ():
+        if name not in names:
+            raise UsageError(f"--print-after {name!r}: the pipeline has no such pass{nearest(name, names)}")
+    times = PassTimes()
+
+    def after(step: Step, current: ir.Model, seconds: float) -> None:
+        times.add(step, current, seconds)
+        if step.name in (print_after or ()):
+            print(f"// after {step}\n{to_text(current)}", file=sys.stderr, flush=True)
+
+    working = from_text(_read(model)) if model.endswith(TEXT) else frontends.load(model)
+    ctx = run(working, steps, verify_each=verify_each, dump_dir=dump_dir, after=after)
+    if time_passes:
+        times.print()
+    for line in ctx.log:
+        output.note(line)
+    if out is None:
+        if form is Format.json:
+            output.document({"pipeline": ",".join(map(str, steps)), "passes": times.rows, "text": to_text(working)})
+        else:
+            output.say(to_text(working).rstrip("\n"))
+    else:
+        if out.endswith(TEXT):
+            with atomic_write(out) as file:
+                file.write(to_text(working).encode())
+        else:
+            frontends.save(working, out)
+        if form is Format.json and out != "-":
+            output.document({"output": out, "pipeline": ",".join(map(str, steps)), "passes": times.rows})
+
+
+def _read(path: str) -> str:
+    from graphc.errors import ModelError
+
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None

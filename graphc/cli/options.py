@@ -1,0 +1,80 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphc.cli.output import Format as Formats
+
+if TYPE_CHECKING:
+    from graphc.losses import Loss
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="An ONNX file; '-' reads standard input.", show_default=False)]
+Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or JSON.")]
+LossText = Annotated[
+    str,
+    typer.Option(
+        "--loss",
+        metavar="LOSS",
+        show_default=False,
+        help="KIND:option=value,…  e.g. softmax_cross_entropy:logits=L,label=Y; kinds: softmax_cross_entropy, nll, "
+        "bce_with_logits, mse, l1, huber, output, model.",
+    ),
+]
+OptimizerText = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="OPTIMIZER",
+        show_default=False,
+        help="NAME:option=value,…  e.g. adam:lr=1e-3; names: sgd, adam, adamw, adagrad, rmsprop.",
+    ),
+]
+Freeze = Annotated[
+    list[str] | None, typer.Option("--freeze", metavar="GLOB", help="Parameters that do not train (repeatable).")
+]
+Train = Annotated[list[str] | None, typer.Option("--train", metavar="GLOB", help="Parameters that train even so (repeatable).")]
+Batch = Annotated[
+    str | None,
+    typer.Option("--batch", metavar="N|SYMBOL", help="New batch dimension of a model exported with a fixed one."),
+]
+Initialize = Annotated[
+    str | None,
+    typer.Option(
+        "--initialize",
+        metavar="METHOD",
+        help="Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and Dropout.")]
+BucketMB = Annotated[float, typer.Option("--bucket-mb", help="Size of a gradient bucket in megabytes.")]
+Backend = Annotated[str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists.")]
+
+
+def batch_of(text: str | None) -> int | str | None:
+    """``"8"`` → 8, ``"N"`` → ``"N"``.
+
+    Raises:
+        UsageError: neither a positive number nor an identifier.
+    """
+    from graphc.errors import UsageError
+
+    if text is None or text.isidentifier():
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"--batch {text!r} is neither a positive whole number nor the name of a symbol")
+
+
+def loss_of(text: str, *, metrics: bool = False) -> Loss:
+    """The loss; with ``metrics`` it also reports the accuracy where it has one."""
+    import dataclasses
+
+    from graphc import losses
+
+    loss = losses.parse(text)
+    if metrics and any(f.name == "metrics" for f in dataclasses.fields(loss)):
+        loss = dataclasses.replace(loss, metrics=True)  # type: ignore[call-arg]
+    return loss

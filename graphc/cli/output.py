@@ -1,0 +1,128 @@
+"""What the commands print, and where: results on standard output, everything else on standard error, on rank 0 only.
+
+Tables have lines and colours on a terminal, are plain aligned text in a pipe, and JSON on demand.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TERMINALS = "GRAPHC_TERMINALS"
+"""Environment variable set for worker processes: which of the launching command's streams are terminals."""
+
+
+class Format(enum.StrEnum):
+    """How results are printed."""
+
+    text = "text"
+    json = "json"
+
+
+def is_terminal(stream: str) -> bool:
+    """Whether ``stdout`` or ``stderr`` is a terminal, seen through the pipes of a launcher."""
+    inherited = os.environ.get(TERMINALS)
+    if inherited is not None:
+        return stream in inherited.split(",")
+    return bool(getattr(sys, stream).isatty())
+
+
+def terminals() -> str:
+    """The value of :data:`TERMINALS` for child processes."""
+    return ",".join(stream for stream in ("stdout", "stderr") if is_terminal(stream))
+
+
+def is_main() -> bool:
+    """Whether this worker speaks for all: rank 0, or no worker at all."""
+    from graphc.errors import GraphcError
+    from graphc.runtime.world import find_world
+
+    try:
+        return find_world().rank == 0
+    except GraphcError:
+        return True
+
+
+def say(text: str = "") -> None:
+    """A result, on standard output."""
+    if is_main():
+        print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """A remark on the way, on standard error."""
+    if is_main():
+        print(f"graphc: {text}", file=sys.stderr, flush=True)
+
+
+def error(text: str) -> None:
+    """The reason why the command fails."""
+    if is_main():
+        print(f"graphc: error: {text}", file=sys.stderr, flush=True)
+
+
+def document(value: Any) -> None:
+    """A result as one JSON document."""
+    say(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def event(value: Mapping[str, Any]) -> None:
+    """A result as one line of JSON."""
+    say(json.dumps(value, ensure_ascii=False))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> None:
+    """A table; numbers are aligned to the right."""
+    if not is_main():
+        return
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    numeric = [bool(rows) and all(isinstance(row[k], int | float) for row in rows) for k in range(len(columns))]
+    if is_terminal("stdout"):
+        _rich_table(columns, cells, numeric, title)
+        return
+    widths = [max(len(c) for c in column) for column in zip(columns, *cells, strict=True)]
+    if title:
+        print(title)
+    for line in (columns, *cells):
+        padded = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True)]
+        print("  ".join(padded).rstrip())
+    sys.stdout.flush()
+
+
+def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], title: str) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(title=escape(title) or None, title_justify="left", box=SIMPLE_HEAD)
+    for name, right in zip(columns, numeric, strict=True):
+        shown.add_column(name, justify="right" if right else "left", overflow="fold")
+    for line in cells:
+        shown.add_row(*(escape(c) for c in line))
+    Console(file=sys.stdout, force_terminal=True).print(shown)
+
+
+def pairs(entries: Mapping[str, Any]) -> None:
+    """Name and value, a line each."""
+    width = max((len(name) for name in entries), default=0)
+    for name, value in entries.items():
+        say(f"{name:<{width}}  {value}")
+
+
+def count(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that reads best: ``41.2 kB``, powers of 1000."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} GB"

@@ -1,0 +1,77 @@
+"""``graphc passes``: the passes and their options."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    from graphc.pipeline import Pass
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this pass, with its whole documentation.")] = None,
+    form: options.Format = Format.text,
+) -> None:
+    """List the passes that pipelines are made of, with their options and defaults."""
+    from graphc.pipeline import PASSES
+
+    if name is not None:
+        entry = PASSES[name]
+        if form is Format.json:
+            output.document({**_row(entry), "documentation": entry.doc})
+            return
+        output.say(f"{entry.name}  ({PASSES.origin(entry.name)})")
+        output.say(f"requires {', '.join(entry.requires)}" if entry.requires else "requires nothing")
+        output.say("\n" + entry.doc + "\n")
+        rows = [(o["name"], o["type"], o["default"]) for o in _options(entry)]
+        if rows:
+            output.table(("option", "type", "default"), rows)
+        return
+    rows_of_all = [_row(PASSES[n]) for n in PASSES]
+    if form is Format.json:
+        output.document(rows_of_all)
+        return
+    output.table(
+        ("pass", "what it does", "options"),
+        [
+            (row["name"], row["doc"], " ".join(f"{o['name']}={_shown(o['default'])}" for o in row["options"]))
+            for row in rows_of_all
+        ],
+    )
+
+
+def _shown(default: Any) -> str:
+    return "…" if default is None or default == "required" else str(default)
+
+
+def _row(entry: Pass) -> dict[str, Any]:
+    from graphc.pipeline import PASSES
+
+    return {
+        "name": entry.name,
+        "doc": entry.doc.partition("\n")[0],
+        "requires": list(entry.requires),
+        "options": _options(entry),
+        "origin": PASSES.origin(entry.name),
+    }
+
+
+def _options(entry: Pass) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": key,
+            "type": _type(entry.types.get(key, str)),
+            "default": "required" if parameter.default is inspect.Parameter.empty else parameter.default,
+        }
+        for key, parameter in entry.options.items()
+    ]
+
+
+def _type(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("collections.abc.", "").replace("typing.", "")

@@ -1,0 +1,116 @@
+"""Telling how a training run goes: JSON events, or a table of epochs and a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from graphc.cli import output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+JSON_LOG_EVERY = 10
+"""Steps between ``step`` events when ``--log-every`` is not given; text then has none."""
+
+
+class Reporter:
+    """Prints events on rank 0.
+
+    Args:
+        form: ``"json"`` for a line an event, ``"text"`` for people.
+        steps: steps of the whole run.
+        log_every: steps between ``step`` events; 0 takes the default of the form.
+        done: steps that a resumed run has behind it.
+    """
+
+    def __init__(self, form: str, steps: int, log_every: int, *, done: int = 0) -> None:
+        self._json = form == Format.json
+        self._every = log_every or (JSON_LOG_EVERY if self._json else 0)
+        self._main = output.is_main()
+        self._stack = contextlib.ExitStack()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._columns: list[str] | None = None
+        self._steps, self._done = steps, done
+
+    def __enter__(self) -> Self:
+        if self._main and not self._json and output.is_terminal("stderr"):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = self._stack.enter_context(
+                Progress(
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TextColumn("steps"),
+                    TimeRemainingColumn(),
+                    console=Console(file=sys.stderr, force_terminal=True),
+                    transient=True,
+                    redirect_stdout=output.is_terminal("stdout"),
+                )
+            )
+            self._task = self._progress.add_task("training", total=self._steps, completed=self._done)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step ``step`` is finished."""
+        if not self._main:
+            return
+        if self._progress is not None and self._task is not None:
+            loss = metrics.get("loss")
+            description = "training" if loss is None else f"loss {loss:.4f}"
+            self._progress.update(self._task, completed=step, description=description)
+        if self._every and step % self._every == 0:
+            if self._json:
+                output.event({"event": "step", "step": step, **metrics})
+            else:
+                output.say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+
+    def epoch(self, event: Mapping[str, Any]) -> None:
+        """An epoch is finished."""
+        if not self._main:
+            return
+        if self._json:
+            output.event(event)
+            return
+        if self._columns is None:
+            self._columns = [name for name in event if name != "event"]
+            output.say("  ".join(f"{name.replace('_', ' '):>{_width(name)}}" for name in self._columns))
+        output.say("  ".join(f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns))
+
+    def end(self, event: Mapping[str, Any]) -> None:
+        """The run is finished."""
+        if not self._main:
+            return
+        if self._json:
+            output.event(event)
+            return
+        steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"], "worker")
+        reductions = output.count(event["allreduces_per_step"], "AllReduce")
+        output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step")
+        output.say(f"state sha256 {event['state_sha256']}, the same on every worker")
+        if "output" in event:
+            output.say(f"wrote {event['output']}")
+
+
+def _width(name: str) -> int:
+    return max(len(name), 8)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "epoch":
+        return str(value)
+    if name == "seconds":
+        return f"{value:.2f}"
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.5f}"

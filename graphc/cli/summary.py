@@ -1,0 +1,85 @@
+"""What a training graph consists of, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.cli import output
+from graphc.gradient import key_of
+from graphc.ir.facts import describe_value, is_parameter, state_updates, static_dims
+
+
+def nbytes(value: ir.Value) -> int:
+    """Bytes of a value of static shape; 0 where the shape is not known."""
+    shape = static_dims(value)
+    if shape is None or value.dtype is None:
+        return 0
+    return int(np.prod(shape, dtype=np.int64)) * int(np.ceil(value.dtype.itemsize))
+
+
+def elements(value: ir.Value) -> int:
+    """Elements of a value of static shape; 0 where the shape is not known."""
+    shape = static_dims(value)
+    return int(np.prod(shape, dtype=np.int64)) if shape is not None else 0
+
+
+def op_counts(graph: ir.Graph) -> dict[str, int]:
+    """Op → number of nodes, constants left out, the most frequent first."""
+    counts = Counter(key_of(node.domain, node.op_type) for node in graph if node.op_type != "Constant")
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
+    """The AllReduces of a graph in order: tag, group, reduction, number of tensors, bytes."""
+    rows = []
+    for node in graph:
+        if node.domain != "graphc" or node.op_type not in ("AllReduce", "AllReduceStart"):
+            continue
+        text = {name: node.attributes[name].as_string() for name in ("tag", "group", "reduce") if name in node.attributes}
+        values = [v for v in node.inputs if v is not None]
+        rows.append({"op": node.op_type, **text, "tensors": len(values), "bytes": sum(map(nbytes, values))})
+    return rows
+
+
+def training_graph(model: ir.Model) -> dict[str, Any]:
+    """Counts over a training graph."""
+    from graphc.compiler import nodes_by_kind
+
+    trained = {state.name: state for node, state, _ in state_updates(model.graph) if is_trained(node, state)}
+    reductions = collectives(model.graph)
+    return {
+        "nodes": len(model.graph),
+        **nodes_by_kind(model),
+        "trained_parameters": len(trained),
+        "trained_elements": sum(map(elements, trained.values())),
+        "allreduces": len(reductions),
+        "allreduce_bytes": sum(r["bytes"] for r in reductions),
+        "inputs": [describe_value(v) for v in model.graph.inputs],
+        "outputs": [describe_value(v) for v in model.graph.outputs],
+    }
+
+
+def is_trained(node: ir.Node, state: ir.Value) -> bool:
+    """Whether ``node`` updates ``state`` as a parameter, and not as state of the optimizer, a statistic or a counter."""
+    return node.op_type not in ("RunningAverage", "Increment") and node.inputs[0] is state and is_parameter(state)
+
+
+def print_training_graph(found: dict[str, Any], *, to_stderr: bool = False) -> None:
+    """The counts as a few lines."""
+    lines = {
+        "nodes": f"{found['nodes']:,}: {found['compute']:,} compute, {found['collectives']:,} collectives, "
+        f"{found['updates']:,} updates",
+        "trained": f"{output.count(found['trained_parameters'], 'parameter')}, {found['trained_elements']:,} elements",
+        "AllReduces": f"{found['allreduces']} per step, {output.size(found['allreduce_bytes'])}",
+        "inputs": ", ".join(found["inputs"]),
+        "outputs": ", ".join(found["outputs"]),
+    }
+    if to_stderr:
+        for name, text in lines.items():
+            output.note(f"{name}: {text}")
+    else:
+        output.pairs(lines)

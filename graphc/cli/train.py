@@ -1,0 +1,142 @@
+"""``graphc train``: train an ONNX model on arrays from a file, on one or several workers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    from graphc.cli.job import Job, Prepared
+
+
+def command(
+    model: options.Model,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data", metavar="D.npz", show_default=False, help="One array per graph input plus the label; axis 0 = sample."
+        ),
+    ],
+    loss: options.LossText,
+    optimizer: options.OptimizerText,
+    epochs: Annotated[int, typer.Option("--epochs", help="In total, those before --resume included.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of one step over all workers.", min=1)] = 32,
+    workers: Annotated[
+        int | None, typer.Option("-n", "--workers", help="Default: 1, or the world this process was started in.", min=1)
+    ] = None,
+    transport: Annotated[
+        str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process.")
+    ] = "mpi",
+    backend: options.Backend = "auto",
+    initialize: options.Initialize = None,
+    seed: options.Seed = 0,
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False,
+    log_every: Annotated[
+        int, typer.Option("--log-every", metavar="K", help="Report every K steps; 0: every 10 in JSON, never in text.", min=0)
+    ] = 0,
+    batch: options.Batch = None,
+    bucket_mb: options.BucketMB = 25.0,
+    eval_data: Annotated[
+        str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", metavar="DIR", help="Save all state after each epoch.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="DIR", help="Go on from this checkpoint.")] = None,
+    out: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="The trained model: your file with new weights.")
+    ] = None,
+    freeze: options.Freeze = None,
+    train: options.Train = None,
+    form: options.Format = Format.text,
+) -> int:
+    """Train MODEL on DATA."""
+    from graphc.cli.job import Job
+    from graphc.errors import UsageError
+    from graphc.runtime.world import find_world
+
+    world = find_world()
+    if transport not in ("mpi", "threads"):
+        raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
+    if world.size > 1 and workers is not None and workers != world.size:
+        raise UsageError(f"-n {workers} inside a world of {world.size} workers; leave -n out, or start without mpiexec")
+    job = Job(
+        model=model,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        epochs=epochs,
+        batch_size=batch_size,
+        workers=world.size if world.size > 1 else workers or 1,
+        backend=backend,
+        initialize=initialize,
+        seed=seed,
+        shuffle=not no_shuffle,
+        log_every=log_every,
+        batch=batch,
+        bucket_mb=bucket_mb,
+        freeze=freeze,
+        train=train,
+        eval_data=eval_data,
+        checkpoint=checkpoint,
+        resume=resume,
+        output=out,
+        form=form.value,
+    )
+    return run_job(job, transport=transport, alone=world.size == 1)
+
+
+def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: Prepared | None = None) -> int:
+    """Run ``job`` on as many workers as it says; returns the exit code.
+
+    Args:
+        alone: this process is no worker yet, so that it has to start them.
+        prepared: the job's program and data, when they are at hand.
+    """
+    from graphc.cli.job import execute, prepare
+    from graphc.runtime.threads import run_threads
+
+    with tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
+        if job.workers > 1 and alone and transport == "mpi":
+            job = _on_disk(job, Path(name))
+        if job.workers > 1 and alone and transport == "mpi":
+            if prepared is None:
+                prepare(job)  # every error in the arguments shows here, once, and before any worker starts
+            return _launch(job, Path(name))
+        ready = prepared or prepare(job)
+        if job.workers > 1 and alone:
+            run_threads(job.workers, lambda comm: execute(job, ready, comm))
+        else:
+            execute(job, ready)
+        return 0
+
+
+def _on_disk(job: Job, folder: Path) -> Job:
+    """Standard input is read once, here; the workers get a file."""
+    import dataclasses
+
+    if job.model != "-":
+        return job
+    target = folder / "model.onnx"
+    target.write_bytes(sys.stdin.buffer.read())
+    return dataclasses.replace(job, model=str(target))
+
+
+def _launch(job: Job, folder: Path) -> int:
+    from graphc.cli.job import job_fields
+    from graphc.runtime.launch import launch
+
+    path = folder / "job.json"
+    path.write_text(json.dumps(job_fields(job)))
+    # The workers write into pipes; what they look like on the user's terminal is decided by what this process has.
+    environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
+    return launch(job.workers, ["-m", "graphc.cli.worker", str(path)], transport="mpi", env=environment)
