@@ -30,8 +30,10 @@ def relu_grad(k: Binding) -> Run:
 
 @exact
 def _relu_grad(dy, y, dx, start, stop):  # type: ignore[no-untyped-def]
-    for i in range(start, stop):
-        dx[i] = dy[i] if y[i] > np.float32(0.0) else np.float32(0.0)
+    dy, y, dx = dy[start:stop], y[start:stop], dx[start:stop]
+    for i in range(y.size):
+        slope = dy[i]  # read in any case, so that there is no branch
+        dx[i] = slope if y[i] > np.float32(0.0) else np.float32(0.0)
 
 
 @kernel("onnxruntime", "graphc::GeluGrad")
@@ -49,8 +51,9 @@ def _gelu_grad(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
 
     Φ comes from erf by formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions (error below 1.5e-7).
     """
+    dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
     one, half = np.float32(1.0), np.float32(0.5)
-    for i in range(start, stop):
+    for i in range(x.size):
         v = x[i]
         e = exp(-half * v * v)
         t = one / (one + np.float32(0.3275911) * _HALF_ROOT * abs(v))
@@ -64,8 +67,9 @@ def _gelu_grad(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
 @jit
 def _gelu_grad_tanh(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
     """½(1 + t) + ½x(1 - t²)u' with t = tanh(u) from e = exp(-2|u|)."""
+    dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
     one, half, two, three = np.float32(1.0), np.float32(0.5), np.float32(2.0), np.float32(3.0)
-    for i in range(start, stop):
+    for i in range(x.size):
         v = x[i]
         square = v * v
         u = _TANH_SCALE * v * (one + _TANH_CUBIC * square)

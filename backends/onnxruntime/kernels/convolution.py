@@ -174,8 +174,9 @@ def _unfold(x, out, geometry, patches):  # type: ignore[no-untyped-def]
 
 @jit
 def _add_parts(parts, total, start, stop):  # type: ignore[no-untyped-def]
-    for k in range(start, stop):
-        total[k] = parts[0, k]
+    target = total[start:stop]
+    target[:] = parts[0, start:stop]
     for p in range(1, parts.shape[0]):
-        for k in range(start, stop):
-            total[k] += parts[p, k]
+        source = parts[p, start:stop]
+        for k in range(target.size):
+            target[k] += source[k]

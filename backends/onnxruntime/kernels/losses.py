@@ -13,10 +13,12 @@ from graphc.backends.onnxruntime.kernels.mathematics import exp
 
 
 def _by_position(array: Array, axis: int) -> Array:
-    """Scores as (before, classes, behind)."""
+    """Scores as (before, behind, classes): contiguous, and then compiled to vector code, when classes come last."""
     axis %= array.ndim
     behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
-    return array.reshape(-1, array.shape[axis], behind)
+    if behind == 1:
+        return array.reshape(-1, 1, array.shape[axis])
+    return array.reshape(-1, array.shape[axis], behind).transpose(0, 2, 1)
 
 
 def _label_arguments(k: Binding, label: Array, weight: Array | None) -> tuple[Array, Array, np.bool_, np.int64, np.float32]:
@@ -36,7 +38,7 @@ def softmax_cross_entropy(k: Binding) -> Run:
     """Two sums and the log-softmax."""
     (logits, label), (total, weight, log_prob) = given(k.inputs, 2), given(k.outputs, 3)
     scores = _by_position(logits, k.attributes["axis"])
-    positions, classes = scores.shape[0] * scores.shape[2], scores.shape[1]
+    positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
     grain = max(1, 8192 // max(1, classes))
     parts = max(1, min(k.pool.threads, positions // grain))
     sums = np.zeros((parts, 2), dtype=np.float64)
@@ -52,16 +54,25 @@ def softmax_cross_entropy(k: Binding) -> Run:
 
 
 @jit
+def _highest(row):  # type: ignore[no-untyped-def]
+    """The maximum, taken on bit patterns put in the order of their numbers: integers are compared in vectors."""
+    rest = np.int32(0x7FFFFFFF)
+    best = np.int32(-0x80000000)
+    for c in range(row.size):
+        bits = np.float32(row[c]).view(np.int32)
+        best = max(best, bits ^ ((bits >> np.int32(31)) & rest))
+    return np.int32(best ^ ((best >> np.int32(31)) & rest)).view(np.float32)
+
+
+@jit
 def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):  # type: ignore[no-untyped-def]
-    classes, behind = scores.shape[1], scores.shape[2]
+    behind, classes = scores.shape[1], scores.shape[2]
     positions, parts = scores.shape[0] * behind, sums.shape[0]
     for part in range(start, stop):
         loss, weight = 0.0, 0.0
         for position in range(positions * part // parts, positions * (part + 1) // parts):
-            row, target = scores[position // behind, :, position % behind], log_prob[position // behind, :, position % behind]
-            highest = np.float32(-np.inf)
-            for c in range(classes):
-                highest = row[c] if row[c] > highest else highest
+            row, target = scores[position // behind, position % behind], log_prob[position // behind, position % behind]
+            highest = _highest(row)
             mass = np.float32(0.0)
             for c in range(classes):
                 mass += exp(row[c] - highest)
@@ -91,7 +102,7 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     (dtotal, log_prob, label), (dlogits,) = given(k.inputs, 3), given(k.outputs, 1)
     weights = optional(k.inputs, 3)
     scores = _by_position(log_prob, k.attributes["axis"])
-    positions, classes = scores.shape[0] * scores.shape[2], scores.shape[1]
+    positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
     mean_weight: Array = np.ones(1, dtype=np.float32)
     labels = _label_arguments(k, label, weights)
     arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
@@ -109,9 +120,9 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
 def _softmax_cross_entropy_grad(
     dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, start, stop
 ):  # type: ignore[no-untyped-def]
-    classes, behind = log_prob.shape[1], log_prob.shape[2]
+    behind, classes = log_prob.shape[1], log_prob.shape[2]
     for position in range(start, stop):
-        row, target = log_prob[position // behind, :, position % behind], dlogits[position // behind, :, position % behind]
+        row, target = log_prob[position // behind, position % behind], dlogits[position // behind, position % behind]
         wanted = label[position]
         if ignores and wanted == ignored:
             for c in range(classes):

@@ -199,4 +199,13 @@ def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):  # type: 
                         dx[n, c, first + i] += crossed[other, i]
                 for i in range(width):
                     across = np.float32(2.0) * alpha * beta * x[n, c, first + i] * dx[n, c, first + i]
-                    dx[n, c, first + i] = dy[n, c, first + i] * norms[c, i] ** -beta - across
+                    dx[n, c, first + i] = dy[n, c, first + i] * _negative_power(norms[c, i], beta) - across
+
+
+@jit
+def _negative_power(base, exponent):  # type: ignore[no-untyped-def]
+    """base^-exponent; by roots for the exponent of all published networks, a call to libm for any other."""
+    if exponent == np.float32(0.75):
+        root = np.sqrt(base)
+        return np.float32(1.0) / (root * np.sqrt(root))
+    return base**-exponent

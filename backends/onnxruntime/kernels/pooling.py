@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import numba
 import numpy as np
 import onnx_ir as ir
 
@@ -11,26 +13,9 @@ from graphc.backend import Array, Binding, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.ir.facts import shape_of_result
-from graphc.ir.ops.convolution import Window
+from graphc.ir.ops.convolution import Window, averaging_matrix
 
-
-def _axis(window: Window, axis: int, size: int, out: int, include_pad: bool) -> tuple[Array, Array]:
-    """Where the windows of one spatial axis lie.
-
-    Returns:
-        int64 (out, 3): position of the first tap inside x, how many taps are inside, distance between taps;
-        float32 (out,): one over the number of taps that an average counts.
-    """
-    assert window.begin is not None
-    assert window.end is not None
-    step = window.dilations[axis]
-    starts = np.arange(out) * window.strides[axis] - window.begin[axis]
-    covered = starts[:, None] + np.arange(window.kernel[axis])[None, :] * step
-    inside = (covered >= 0) & (covered < size)
-    counted = covered < size + window.end[axis] if include_pad else inside
-    first = np.where(inside.any(axis=1), starts + inside.argmax(axis=1) * step, 0)
-    places = np.stack([first, inside.sum(axis=1), np.full(out, step)], axis=1)
-    return places.astype(np.int64), (1.0 / np.maximum(counted.sum(axis=1), 1)).astype(np.float32)
+Geometry: TypeAlias = "tuple[Array, Array]"
 
 
 def _planes(array: Array) -> Array:
@@ -39,46 +24,77 @@ def _planes(array: Array) -> Array:
     return array.reshape(-1, height, array.shape[-1])
 
 
-def _windows(k: Binding, size: Sequence[int], out: Sequence[int]) -> tuple[Array, Array, Array, Array]:
-    """Places of rows and columns, shares of rows and columns."""
-    window = Window.of(k.attributes, tuple(size))
-    include_pad = bool(k.attributes.get("count_include_pad", 0))
-    made = [_axis(window, a, size[a], out[a], include_pad) for a in range(len(size))]
-    if len(made) == 1:
-        made.insert(0, (np.array([[0, 1, 1]], dtype=np.int64), np.ones(1, dtype=np.float32)))
-    (rows, row_share), (columns, column_share) = made
-    return rows, columns, row_share, column_share
+def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> Geometry:
+    """Where the windows lie.
+
+    Returns:
+        rows, int64 (taps, out): the row of x under each tap of each window, -1 in the padding;
+        columns, int64 (taps, 3): for each tap the column of x under window 0, and the first and last + 1 window for which
+        the tap is inside x.
+    """
+    assert window.begin is not None
+    lift = [1] * (2 - len(size))
+    taps, strides, dilations = [*lift, *window.kernel], [*lift, *window.strides], [*lift, *window.dilations]
+    begin = [*[0] * len(lift), *window.begin]
+    (height, width), (rows, columns) = [*lift, *size], [*lift, *out]
+    under = np.arange(taps[0])[:, None] * dilations[0] - begin[0] + np.arange(rows)[None, :] * strides[0]
+    shift = np.arange(taps[1]) * dilations[1] - begin[1]
+    first = np.clip(-(shift // strides[1]), 0, columns)
+    last = np.clip((width - 1 - shift) // strides[1] + 1, first, columns)
+    inside = np.where((under >= 0) & (under < height), under, -1)
+    return inside.astype(np.int64), np.stack([shift, first, last], axis=1).astype(np.int64)
 
 
 @kernel("onnxruntime", "graphc::MaxPoolGrad", when=lambda node: have_spatial_axes(node, (0, 1, 2), 2))
 def max_pool_grad(k: Binding) -> Run:
     """Each dy goes to the first element of its window that equals the maximum y."""
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
-    rows, columns, _, _ = _windows(k, x.shape[2:], y.shape[2:])
-    arguments = (_planes(dy), _planes(x), _planes(y), rows, columns, _planes(dx))
-    pool, planes = k.pool, x.shape[0] * x.shape[1]
-    grain = max(1, 4096 // max(1, int(np.prod(y.shape[2:]))))
-    return lambda: pool.run(_max_pool_grad, arguments, planes, grain)
+    window = Window.of(k.attributes, x.shape[2:])
+    planes = x.shape[0] * x.shape[1]
+    parts = max(1, min(k.pool.threads, planes, y.size // 1024))
+    found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
+    geometry = _geometry(window, x.shape[2:], y.shape[2:])
+    arguments = (_planes(dy), _planes(x), _planes(y), *geometry, window.strides[-1], found, _planes(dx))
+    pool = k.pool
+    return lambda: pool.run(_max_pool_grad, arguments, parts)
 
 
 @exact
-def _max_pool_grad(dy, x, y, rows, columns, dx, start, stop):  # type: ignore[no-untyped-def]
-    for plane in range(start, stop):
-        source, target = x[plane], dx[plane]
-        target[:] = 0.0
-        for r in range(rows.shape[0]):
-            row, height, row_step = rows[r]
-            for q in range(columns.shape[0]):
-                column, width, column_step = columns[q]
-                wanted = y[plane, r, q]
-                at, found = column, row
-                # From the last tap to the first, so that the first maximum is what remains; no branch to guess wrong.
-                for i in range(height - 1, -1, -1):
-                    for j in range(width - 1, -1, -1):
-                        hit = source[row + i * row_step, column + j * column_step] == wanted
-                        found = row + i * row_step if hit else found
-                        at = column + j * column_step if hit else at
-                target[found, at] += dy[plane, r, q]
+def _max_pool_grad(dy, x, y, rows, columns, stride, found, dx, start, stop):  # type: ignore[no-untyped-def]
+    """A row of windows at a time: all of them look at the same tap, from the last tap to the first."""
+    parts, planes = found.shape[0], x.shape[0]
+    for part in range(start, stop):
+        at = found[part]
+        for plane in range(planes * part // parts, planes * (part + 1) // parts):
+            dx[plane] = 0.0
+            for r in range(rows.shape[1]):
+                at[:] = -1
+                for i in range(rows.shape[0] - 1, -1, -1):
+                    row = rows[i, r]
+                    if row < 0:
+                        continue
+                    for j in range(columns.shape[0] - 1, -1, -1):
+                        shift, first, last = columns[j]
+                        wanted, places = y[plane, r, first:last], at[first:last]
+                        source = x[plane, row, shift + first * stride :]
+                        base = np.int32(row * x.shape[2] + shift + first * stride)
+                        if stride == 1:  # known strides become plain vector loads and shuffles
+                            _look(source, wanted, places, base, 1)
+                        elif stride == 2:
+                            _look(source, wanted, places, base, 2)
+                        else:
+                            _look(source, wanted, places, base, stride)
+                target, slopes = dx[plane].reshape(-1), dy[plane, r]
+                for q in range(at.size):
+                    if at[q] >= 0:
+                        target[at[q]] += slopes[q]
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _look(source, wanted, places, base, stride):  # type: ignore[no-untyped-def]
+    for q in range(wanted.size):
+        place = places[q]
+        places[q] = np.int32(base + q * stride) if source[q * stride] == wanted[q] else place
 
 
 def _average_is_native(node: ir.Node) -> bool:
@@ -91,22 +107,35 @@ def _average_is_native(node: ir.Node) -> bool:
 def average_pool_grad(k: Binding) -> Run:
     """Each dy is shared out equally over its window."""
     (dy,), (dx,) = given(k.inputs, 1), given(k.outputs, 1)
-    arguments = (_planes(dy), *_windows(k, dx.shape[2:], dy.shape[2:]), _planes(dx))
+    window = Window.of(k.attributes, dx.shape[2:])
+    include_pad = bool(k.attributes["count_include_pad"])
+    shares = [_shares(window, a, dx.shape[2 + a], dy.shape[2 + a], include_pad) for a in range(dx.ndim - 2)]
+    if len(shares) == 1:
+        shares.insert(0, np.ones(1, dtype=np.float32))
+    geometry = _geometry(window, dx.shape[2:], dy.shape[2:])
+    arguments = (_planes(dy), *geometry, window.strides[-1], *shares, _planes(dx))
     pool, planes = k.pool, dx.shape[0] * dx.shape[1]
     grain = max(1, 16384 // max(1, int(np.prod(dx.shape[2:]))))
     return lambda: pool.run(_average_pool_grad, arguments, planes, grain)
 
 
+def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -> Array:
+    """One over the number of taps that the average of each window counts along one axis."""
+    return averaging_matrix(window, axis, include_pad, size, out).max(axis=1).astype(np.float32)
+
+
 @jit
-def _average_pool_grad(dy, rows, columns, row_share, column_share, dx, start, stop):  # type: ignore[no-untyped-def]
+def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, start, stop):  # type: ignore[no-untyped-def]
     for plane in range(start, stop):
-        target = dx[plane]
-        target[:] = 0.0
-        for r in range(rows.shape[0]):
-            row, height, row_step = rows[r]
-            for q in range(columns.shape[0]):
-                column, width, column_step = columns[q]
-                share = dy[plane, r, q] * (row_share[r] * column_share[q])
-                for i in range(height):
-                    for j in range(width):
-                        target[row + i * row_step, column + j * column_step] += share
+        dx[plane] = 0.0
+        for r in range(rows.shape[1]):
+            for i in range(rows.shape[0]):
+                row = rows[i, r]
+                if row < 0:
+                    continue
+                for j in range(columns.shape[0]):
+                    shift, first, last = columns[j]
+                    target = dx[plane, row, shift + first * stride :]
+                    slopes, shares = dy[plane, r, first:last], column_share[first:last]
+                    for q in range(slopes.size):
+                        target[q * stride] += slopes[q] * (row_share[r] * shares[q])

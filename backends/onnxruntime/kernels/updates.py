@@ -2,6 +2,7 @@
 
 Formulas and their sources stand at the declarations in ``graphc/ir/ops/updates.py``. What depends only on the step, the
 learning rate and the divisor is computed once a step in float64 and handed to the loops as a few float32 coefficients.
+Loops run from 0 over slices: an index that might be negative would be wrapped around, and that is never vectorised.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def sgd(k: Binding) -> Run:
 
 @jit
 def _sgd(param, grad, c, start, stop):  # type: ignore[no-untyped-def]
+    param, grad = param[start:stop], grad[start:stop]
     scale, decay, lr = c[0], c[1], c[2]
-    for i in range(start, stop):
+    for i in range(param.size):
         param[i] -= lr * (grad[i] * scale + decay * param[i])
 
 
@@ -109,8 +111,9 @@ def momentum_sgd(k: Binding) -> Run:
 
 @jit
 def _momentum(param, grad, buffer, c, start, stop):  # type: ignore[no-untyped-def]
+    param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
     scale, decay, keep, take, of_gradient, of_buffer = c[0], c[1], c[2], c[3], c[4], c[5]
-    for i in range(start, stop):
+    for i in range(param.size):
         g = grad[i] * scale + decay * param[i]
         b = keep * buffer[i] + take * g
         buffer[i] = b
@@ -145,8 +148,9 @@ def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
 
 @jit
 def _adam(param, grad, first, second, c, start, stop):  # type: ignore[no-untyped-def]
+    param, grad, first, second = param[start:stop], grad[start:stop], first[start:stop], second[start:stop]
     scale, decay, step1, keep2, step2, size, correction, eps, shrink = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
-    for i in range(start, stop):
+    for i in range(param.size):
         p = param[i]
         g = grad[i] * scale + decay * p
         m = first[i] + (g - first[i]) * step1
@@ -170,8 +174,9 @@ def adagrad(k: Binding) -> Run:
 
 @jit
 def _adagrad(param, grad, total, c, start, stop):  # type: ignore[no-untyped-def]
+    param, grad, total = param[start:stop], grad[start:stop], total[start:stop]
     scale, decay, size, eps = c[0], c[1], c[2], c[3]
-    for i in range(start, stop):
+    for i in range(param.size):
         g = grad[i] * scale + decay * param[i]
         s = total[i] + g * g
         total[i] = s
@@ -195,7 +200,9 @@ def rmsprop(k: Binding) -> Run:
 def _rmsprop(param, grad, square, average, buffer, c, start, stop):  # type: ignore[no-untyped-def]
     scale, decay, keep, take, eps, momentum, lr = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
     centered, heavy = average.size > 0, buffer.size > 0
-    for i in range(start, stop):
+    param, grad, square = param[start:stop], grad[start:stop], square[start:stop]
+    average, buffer = average[start:stop], buffer[start:stop]
+    for i in range(param.size):
         g = grad[i] * scale + decay * param[i]
         s = square[i] * keep + g * g * take
         square[i] = s
@@ -223,8 +230,9 @@ def running_average(k: Binding) -> Run:
 
 @jit
 def _running_average(running, batch, c, start, stop):  # type: ignore[no-untyped-def]
+    running, batch = running[start:stop], batch[start:stop]
     keep, take = c[0], c[1]
-    for i in range(start, stop):
+    for i in range(running.size):
         running[i] = running[i] * keep + batch[i] * take
 
 
