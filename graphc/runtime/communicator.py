@@ -33,7 +33,8 @@ class Communicator(Protocol):
     """What the runtime needs from a transport.
 
     Arrays are one-dimensional, contiguous, writable and of dtype float32, float64 or int64 (``broadcast`` takes any), with
-    the same length and dtype on every rank. ``op`` is sum, mean, min, max or prod. ``mean`` is the sum divided by ``size``, on floats only. Results are bit-identical on all ranks.
+    the same length and dtype on every rank. ``op`` is sum, mean, min, max or prod; ``mean`` is the sum divided by ``size``,
+    on floats only. Results are bit-identical on all ranks.
 
     Raises (all calls):
         UsageError: an array or reduction that is not supported.

@@ -32,6 +32,7 @@ from graphc.runtime.communicator import Communicator
 from graphc.runtime.supervise import Supervisor
 from graphc.runtime.threads import run_threads
 from graphc.runtime.watch import BOARD_FILE, LAUNCHER, RUN_DIRECTORY
+from graphc.runtime.worker import describe_error, describe_exit
 from graphc.runtime.world import available_cores
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -164,29 +165,30 @@ def _launch_threads(workers: int, argv: list[str]) -> int:
     before_argv, before_path = sys.argv, list(sys.path)
     sys.argv, sys.path = arguments, [path, *sys.path]
 
+    failed: list[tuple[int, str, int]] = []
+
     def work(communicator: Communicator) -> None:
         try:
             exec(code, {"__name__": "__main__", "__file__": arguments[0], "__builtins__": __builtins__})
         except SystemExit as end:
             if end.code not in (None, 0):
+                failed.append((communicator.rank, *describe_exit(end)))
                 raise
-        except Exception as error:
-            error.add_note(f"graphc rank {communicator.rank}")
+        except BaseException as error:
+            failed.append((communicator.rank, *describe_error(error)))
             raise
 
     try:
         run_threads(workers, work)
-    except SystemExit as end:
-        print(f"graphc: a worker thread ended with {end.code!r}; the others were stopped", file=sys.stderr)
-        return end.code if isinstance(end.code, int) else 1
-    except GraphcError as error:
-        print(f"graphc: {''.join(getattr(error, '__notes__', []))} failed: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        traceback.print_exception(error)
-        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BaseException as error:
+        rank, text, exit_code = failed[0] if failed else (0, *describe_error(error))
+        if not isinstance(error, (GraphcError, SystemExit)):
+            traceback.print_exception(error)
+        others = "; the other workers were stopped" if workers > 1 else ""
+        print(f"graphc: rank {rank} failed: {text}{others}", file=sys.stderr)
+        return exit_code
     finally:
         sys.argv, sys.path = before_argv, before_path
     return 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from signal import Signals
 
 from graphc.runtime.board import Board, Notice, State
 from graphc.runtime.watch import is_alive
@@ -22,7 +25,10 @@ PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
 TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
 
 # Open MPI's own words about the first process that ended badly; the text is wrapped, so blanks are normalised before.
-ENDED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ (?:exited on signal (\d+)|exiting)")
+ENDED = (
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ (?:exited on signal (?P<signal>\d+)|exiting)"),
+    re.compile(r"Process name: \[[^],]*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)"),
+)
 
 
 class Stream:
@@ -75,12 +81,14 @@ class Supervisor:
     def run(self) -> int:
         """Wait for the end; returns the exit code."""
         try:
-            while self.process.poll() is None:
-                self._forward()
-                self._look()
-        except KeyboardInterrupt:
+            with _termination_interrupts():
+                while self.process.poll() is None:
+                    self._forward()
+                    self._look()
+        except KeyboardInterrupt as end:
+            number = end.args[0] if end.args else signal.SIGINT
             print("graphc: interrupted; the workers were stopped", file=sys.stderr)
-            return 128 + signal.SIGINT
+            return int(128 + number)
         finally:
             self._end_all()
             self._forward()
@@ -148,11 +156,12 @@ class Supervisor:
         notices = self.board.notices()
         failed = [rank for rank, notice in enumerate(notices) if notice.state is State.FAILED]
         text = self._mpiexec_text.decode("utf-8", "replace")
-        ended = ENDED.search(" ".join(text.split()))
-        if ended is not None and notices[int(ended[1])].state in (State.RUNNING, State.STOPPED):
-            rank = int(ended[1])
-            self._say(f"rank {rank} (pid {notices[rank].pid}) is gone: {_reason(ended[2])}")
-            return 1
+        for pattern in ENDED:
+            ended = pattern.search(" ".join(text.split()))
+            rank = int(ended["rank"]) if ended is not None else 0
+            if ended is not None and notices[rank].state is State.RUNNING:
+                self._say(f"rank {rank} (pid {notices[rank].pid}) is gone: {_reason(**ended.groupdict())}")
+                return 1
         if failed:
             first = min(failed, key=lambda rank: notices[rank].time)
             self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
@@ -178,12 +187,29 @@ class Supervisor:
         print(f"graphc: {message}{others}", file=sys.stderr, flush=True)
 
 
-def _reason(number: str | None) -> str:
-    if number is None:
-        return "it ended without leaving the run in order (os._exit, or a crash)"
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does; only the main thread may set handlers."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        name = signal.Signals(int(number)).name
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _reason(rank: str, signal: str | None = None, code: str | None = None) -> str:
+    if signal is None:
+        return f"it ended{f' with exit code {code}' if code else ''} without leaving the run in order (os._exit, or a crash)"
+    try:
+        name = Signals(int(signal)).name
     except ValueError:
-        name = f"signal {number}"
+        name = f"signal {signal}"
     hint = " (by someone, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"

@@ -117,7 +117,7 @@ class Watch:
         if notice.state is State.LEFT:
             return
         reason = f"failed: {notice.text}" if notice.text else "ended without a word; it was killed or crashed"
-        self._end(State.STOPPED, f"rank {rank} (pid {notice.pid}) is gone: {reason}")
+        self._end(f"rank {rank} (pid {notice.pid}) is gone: {reason}")
 
     def _look_for_desertion(self) -> None:
         now = time.monotonic()
@@ -129,10 +129,10 @@ class Watch:
                 notice = self.board.read(rank)
                 if notice.state is State.LEFT and now - max(notice.time, current.since) > PATIENCE:
                     what = current.what.strip()
-                    self._end(State.FAILED, f"rank {rank} ended its program while rank {self.rank} waits for it in {what!r}")
+                    self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {what!r}")
 
-    def _end(self, state: State, message: str) -> None:
-        self.board.write(self.rank, state, text=message, code=1)
+    def _end(self, message: str) -> None:
+        self.board.write(self.rank, State.STOPPED, text=message, code=1)
         if not self.launched:  # the launcher reads the board and says it once
             print(f"graphc: {message}", file=sys.stderr, flush=True)
         time.sleep(GRACE)

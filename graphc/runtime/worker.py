@@ -33,13 +33,23 @@ def main(argv: list[str]) -> None:
         run_program(argv)
     except SystemExit as end:
         if end.code not in (None, 0):
-            code = end.code if isinstance(end.code, int) else 1
-            _fail(watch, f"exit code {code}" if isinstance(end.code, int) else str(end.code), code)
-    except GraphcError as error:
-        _fail(watch, str(error), error.exit_code)
+            _fail(watch, *describe_exit(end))
     except BaseException as error:
-        _print_traceback(error)
-        _fail(watch, f"{type(error).__name__}: {error}", 1)
+        if not isinstance(error, GraphcError):
+            _print_traceback(error)
+        _fail(watch, *describe_error(error))
+
+
+def describe_exit(end: SystemExit) -> tuple[str, int]:
+    """Words and exit code for a ``sys.exit`` that tells of a failure."""
+    return (f"exit code {end.code}", end.code) if isinstance(end.code, int) else (str(end.code), 1)
+
+
+def describe_error(error: BaseException) -> tuple[str, int]:
+    """Words and exit code for an exception: a message meant for the user stands alone, any other with its type."""
+    if isinstance(error, GraphcError):
+        return str(error), error.exit_code
+    return f"{type(error).__name__}: {error}", 1
 
 
 def run_program(argv: list[str]) -> None:

@@ -1,0 +1,207 @@
+"""A worker that dies ends the run within 15 s, and the message names it. Nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphc.runtime.launch import find_mpiexec
+from graphc.runtime.watch import is_alive
+from tests.runtime.mpi_run import ROOT, Done, finish, run_mpi, start_mpi
+
+pytestmark = pytest.mark.mpi
+
+LIMIT = 15.0
+
+START = """
+import os, signal, sys, threading, time
+import numpy as np
+from graphc.errors import FeedError, UnsupportedOpError
+from graphc.runtime.communicator import open_communicator
+comm = open_communicator()
+print("pid", comm.rank, os.getpid())
+comm.barrier()
+buffer = np.ones(4_000_000, np.float32)
+def steps(n=100_000):
+    for k in range(n):
+        comm.wait(comm.start(buffer, "mean", f"bucket{k % 2}"))
+def shoot(number, after=0.3):
+    threading.Timer(after, os.kill, (os.getpid(), number)).start()
+"""
+
+
+def ended_well(done: Done) -> None:
+    """Every worker of the run is gone."""
+    pids = [int(pid) for pid in re.findall(r"^pid \d+ (\d+)$", done.out, re.MULTILINE)]
+    assert len(pids) >= 2, done.text
+    limit = time.monotonic() + 2
+    while any(map(is_alive, pids)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not any(map(is_alive, pids)), done.text
+    assert done.seconds < LIMIT, done.text
+
+
+FULL = pytest.mark.full
+
+CASES = [
+    pytest.param(
+        "if comm.rank == 1: shoot(9)\nsteps()", r"rank 1 \(pid \d+\) is gone: killed by SIGKILL", 1, id="killed-in-allreduce"
+    ),
+    pytest.param(
+        "if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone: killed by SIGKILL", 1, id="rank-0", marks=FULL
+    ),
+    pytest.param(
+        "if comm.rank == 1: shoot(9)\ntime.sleep(60)",
+        r"rank 1 \(pid \d+\) is gone: killed by SIGKILL",
+        1,
+        id="killed-while-others-sleep",
+        marks=FULL,
+    ),
+    pytest.param(
+        "x = np.ones((2000, 2000))\nif comm.rank == 1: shoot(9)\nwhile True: x = np.tanh(x @ x)",
+        r"rank 1 \(pid \d+\) is gone: killed by SIGKILL",
+        1,
+        id="killed-in-computation",
+    ),
+    pytest.param(
+        "if comm.rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\nsteps()",
+        r"rank 1 \(pid \d+\) is gone: killed by SIGSEGV",
+        1,
+        id="crash",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 1: os._exit(7)\nsteps()",
+        r"rank 1 \(pid \d+\) is gone: it ended with exit code 7 without",
+        1,
+        id="os._exit",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 0: raise ValueError('bad sample 7')\nsteps()", "rank 0 failed: ValueError: bad sample 7", 1, id="error"
+    ),
+    pytest.param(
+        "if comm.rank == 1: raise FeedError('feed x is missing')\nsteps()",
+        "rank 1 failed: feed x is missing",
+        1,
+        id="feed",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 1: raise UnsupportedOpError('no rule for Foo')\nsteps()",
+        "rank 1 failed: no rule for Foo",
+        3,
+        id="op",
+        marks=FULL,
+    ),
+    pytest.param("raise UnsupportedOpError('no rule for Foo')", "ranks 0, 1 failed: no rule for Foo", 3, id="same-error"),
+    pytest.param("if comm.rank == 1: sys.exit(5)\nsteps()", "rank 1 failed: exit code 5", 5, id="sys.exit"),
+    pytest.param(
+        "if comm.rank == 1: sys.exit('out of data')\nsteps()", "rank 1 failed: out of data", 1, id="sys.exit-text", marks=FULL
+    ),
+    pytest.param(
+        "if comm.rank == 1: comm.abort('the disk is full')\nsteps()",
+        "rank 1 failed: the disk is full",
+        1,
+        id="abort",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 1: sys.exit()\nsteps()",
+        "rank 1 ended its program while rank 0 waits for it in 'allreduce bucket",
+        1,
+        id="left-early",
+        marks=FULL,
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "message", "code"), CASES)
+def test_the_message_names_the_rank(program: str, message: str, code: int) -> None:
+    done = run_mpi(2, START + program, timeout=LIMIT + 15)
+    assert done.code == code, done.text
+    assert re.search(f"^graphc: {message}", done.err, re.MULTILINE), done.text
+    assert done.err.count("graphc: ") == 1, done.text
+    assert "prterun" not in done.err, done.text
+    # The traceback of a program's own mistake is shown; a message meant for the user comes without one.
+    assert ("Traceback" in done.err) == ("ValueError" in program), done.text
+    ended_well(done)
+
+
+@pytest.mark.full
+def test_killed_before_it_opened_a_communicator() -> None:
+    program = "import os\nprint('pid', 0, os.getpid())\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\n"
+    done = run_mpi(2, program + START, timeout=LIMIT + 15)
+    assert done.code == 1, done.text
+    assert "rank 1 (pid" in done.err, done.text
+    assert "killed by SIGKILL" in done.err, done.text
+    assert done.seconds < LIMIT
+
+
+@pytest.mark.full
+def test_killed_from_outside_among_four() -> None:
+    process = start_mpi(4, START + "steps()")
+    assert process.stdout is not None
+    pids = dict(line.split()[1:] for line in (process.stdout.readline() for _ in range(4)))
+    time.sleep(0.5)
+    os.kill(int(pids["2"]), signal.SIGKILL)
+    done = finish(process, LIMIT + 15)
+    assert f"graphc: rank 2 (pid {pids['2']}) is gone: killed by SIGKILL" in done.err, done.text
+    assert done.code == 1
+    assert done.seconds < LIMIT
+    assert not any(is_alive(int(pid)) for pid in pids.values())
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=FULL), pytest.param(signal.SIGKILL, marks=FULL)]
+)
+def test_ending_the_launcher_ends_all_workers(number: int) -> None:
+    process = start_mpi(2, START + "steps()")
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
+    time.sleep(0.3)
+    os.kill(process.pid, number)
+    done = finish(process, LIMIT)
+    limit = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids)), done.text
+    assert "Traceback" not in done.err, done.text
+    if number != signal.SIGKILL:
+        assert done.code == 128 + number, done.text
+        assert "the workers were stopped" in done.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("if comm.rank == 1: shoot(9)\nsteps()", "rank 1"),
+        ("if comm.rank == 0: raise ValueError('bad sample 7')\nsteps()", "graphc: rank 0 failed: ValueError: bad sample 7"),
+        ("if comm.rank == 1: sys.exit(3)\nsteps()", "graphc: rank 1 ended its program while rank 0 waits for it"),
+    ],
+)
+def test_without_our_launcher(program: str, message: str, tmp_path: Path) -> None:
+    """Started by mpiexec itself, the workers watch each other."""
+    script = tmp_path / "script.py"
+    script.write_text(START + program)
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [str(find_mpiexec()), "-n", "2", "--bind-to", "none", "--oversubscribe", sys.executable, str(script)],
+        env={**os.environ, **allowed, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT + 15,
+        check=False,
+    )
+    ended_well(Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start))
+    assert done.returncode != 0
+    assert message in done.stderr, done.stderr

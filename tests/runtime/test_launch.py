@@ -1,0 +1,109 @@
+"""The launcher: arguments, environment, output, the threads transport."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from graphc.errors import MissingExtraError, UsageError
+from graphc.runtime.launch import find_mpiexec, launch, worker_environment
+from graphc.runtime.world import available_cores
+from tests.runtime.mpi_run import run_mpi
+
+OPEN = "from graphc.runtime.communicator import open_communicator\ncomm = open_communicator()\n"
+
+
+@pytest.mark.parametrize(
+    ("workers", "argv", "transport", "message"),
+    [
+        (0, ["x.py"], "mpi", "at least 1"),
+        (2, [], "mpi", "nothing to launch"),
+        (2, ["no_such_script.py"], "mpi", "there is no script 'no_such_script.py'"),
+        (2, ["-m"], "mpi", "-m needs a module"),
+        (2, ["-c", "0"], "smoke", "unknown transport 'smoke'"),
+        (2, ["-m", "no_such_module"], "threads", "there is no module 'no_such_module'"),
+    ],
+)
+def test_bad_arguments(workers: int, argv: list[str], transport: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        launch(workers, argv, transport)
+
+
+def test_no_mpiexec_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingExtraError, match=r"pip install 'graphc\[mpi\]'"):
+        find_mpiexec()
+
+
+def test_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = available_cores()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    found = worker_environment(2, {"MINE": "1"}, tmp_path)
+    assert found["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert found["MKL_NUM_THREADS"] == "7"
+    assert found["MINE"] == "1"
+    assert not {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & found.keys()
+
+
+@pytest.mark.mpi
+def test_module_and_environment(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("import os, sys\nprint(os.environ['MINE'], sys.argv[1:], __name__)")
+    text = "from graphc.runtime.launch import launch; print(launch(2, ['-m', 'tool', 'a', '--b'], env={'MINE': 'here'}))"
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(done.stdout.splitlines()) == ["0", *["here ['a', '--b'] __main__"] * 2]
+
+
+@pytest.mark.mpi
+def test_a_program_without_collectives_and_partial_lines() -> None:
+    done = run_mpi(2, "import sys\nsys.stdout.write('no newline')\nsys.stderr.write('10%\\r')")
+    assert done.code == 0, done.text
+    assert done.out == "no newline" * 2
+    assert done.err.count("10%") == 2
+
+
+@pytest.mark.mpi
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    done = run_mpi(2, OPEN + "import os; print(os.environ['GRAPHC_RUN_DIR'])", env={"TMPDIR": str(tmp_path)})
+    assert done.code == 0, done.text
+    assert not any(Path(line).exists() for line in done.out.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_run_a_script_once_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        OPEN + "import sys\nimport numpy as np\na = np.full(3, comm.rank + 1.0)\ncomm.allreduce(a)\n"
+        "print(f'{__name__} {comm.size} {a[0]} {sys.argv[1:]}\\n', end='')"
+    )
+    before = list(sys.argv), list(sys.path)
+    assert launch(3, [str(script), "--lr"], "threads") == 0
+    assert capsys.readouterr().out.splitlines() == ["__main__ 3 6.0 ['--lr']"] * 3
+    assert (sys.argv, sys.path) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("raise ValueError('bad sample')", 1, "rank 1 failed: ValueError: bad sample"),
+        ("sys.exit(4)", 4, "rank 1 failed: exit code 4"),
+        ("raise graphc.errors.UnsupportedOpError('no rule for Foo')", 3, "rank 1 failed: no rule for Foo"),
+    ],
+)
+def test_threads_name_the_rank_that_failed(line: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = OPEN + f"import sys, graphc.errors\nif comm.rank == 1: {line}\ncomm.barrier()"
+    assert launch(2, ["-c", program], "threads") == code
+    text = capsys.readouterr().err
+    assert f"graphc: {message}; the other workers were stopped" in text
+    assert ("Traceback" in text) == ("ValueError" in line)

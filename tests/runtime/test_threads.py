@@ -1,0 +1,191 @@
+"""Collectives between worker threads."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphc.errors import UsageError, WorldError
+from graphc.runtime.communicator import NullCommunicator, agree, open_communicator
+from graphc.runtime.threads import ThreadCommunicator, run_threads
+from graphc.runtime.world import World, find_world
+
+NUMPY: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max, "prod": np.prod, "mean": np.mean}
+
+
+def share(rank: int, size: int, dtype: str) -> Any:
+    values = np.random.default_rng(rank).normal(scale=3, size=size)
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+@pytest.mark.parametrize("op", ["sum", "min", "max", "prod", "mean"])
+@pytest.mark.parametrize("size", [1, 5, 4099])
+def test_allreduce(op: str, dtype: str, size: int) -> None:
+    ranks = 3
+    if op == "mean" and dtype == "int64":
+        pytest.skip("not an integer")
+
+    def work(comm: ThreadCommunicator) -> Any:
+        array = share(comm.rank, size, dtype)
+        comm.allreduce(array, op)
+        return array
+
+    results = run_threads(ranks, work)
+    expected = NUMPY[op](np.stack([share(rank, size, dtype) for rank in range(ranks)]), axis=0)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-6)
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    def work(comm: ThreadCommunicator) -> bytes:
+        array = share(comm.rank, 10_001, "float32")
+        comm.allreduce(array, "mean")
+        return bytes(array)
+
+    assert len({*run_threads(4, work), *run_threads(4, work)}) == 1
+
+
+def test_started_collectives_run_in_order_and_end_in_any_order() -> None:
+    def work(comm: ThreadCommunicator) -> list[float]:
+        arrays = [np.full(100, comm.rank + k, np.float32) for k in range(8)]
+        handles = [comm.start(array, "sum", f"b{k}") for k, array in enumerate(arrays)]
+        for handle in reversed(handles):
+            comm.wait(handle)
+        return [float(array[0]) for array in arrays]
+
+    for result in run_threads(2, work):
+        assert result == [2 * k + 1 for k in range(8)]
+
+
+def test_broadcast_gather_and_barrier() -> None:
+    def work(comm: ThreadCommunicator) -> Any:
+        array = np.full(4, comm.rank, np.int32)
+        comm.broadcast(array, root=2)
+        comm.barrier()
+        return array.tolist(), comm.allgather_object({"rank": comm.rank})
+
+    for array, items in run_threads(3, work):
+        assert array == [2] * 4
+        assert items == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_a_worker_thread_knows_its_world() -> None:
+    def work(comm: ThreadCommunicator) -> World:
+        assert open_communicator() is comm
+        return find_world()
+
+    assert run_threads(2, work) == [World(0, 2, 0, 2, "threads"), World(1, 2, 1, 2, "threads")]
+    assert find_world(environment={}) == World()
+
+
+def test_a_rank_that_raises_sets_the_others_free() -> None:
+    seen: list[str] = []
+
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("bad sample")
+        try:
+            comm.allreduce(np.ones(3), tag="b0")
+        except WorldError as error:
+            seen.append(str(error))
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="bad sample"):
+        run_threads(3, work)
+    assert time.monotonic() - start < 5
+    assert len(seen) == 2
+    assert all("rank 1 failed: ValueError: bad sample" in text for text in seen)
+
+
+def test_a_rank_that_leaves_early_is_named() -> None:
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 0:
+            comm.wait(comm.start(np.ones(3), tag="b7"))
+
+    with pytest.raises(WorldError, match="rank 1 ended its program while rank 0 waits for it in 'allreduce b7"):
+        run_threads(2, work)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            time.sleep(1)
+        else:
+            comm.barrier()
+
+    with pytest.raises(WorldError, match=r"rank 1 did not come to 'barrier' within 0.2 s"):
+        run_threads(2, work, deadline=0.2)
+
+
+def test_abort_names_the_rank_and_the_reason() -> None:
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            comm.abort("the disk is full")
+        else:
+            comm.barrier()
+
+    with pytest.raises(WorldError, match="rank 1 stopped: the disk is full"):
+        run_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("array", "op", "message"),
+    [
+        (np.ones(3, np.float16), "sum", "float16"),
+        (np.ones((2, 2)), "sum", "one-dimensional"),
+        (np.ones(6)[::2], "sum", "contiguous"),
+        (np.ones(3, np.int64), "mean", "mean of int64"),
+        (np.ones(3), "summ", "did you mean 'sum'"),
+    ],
+)
+def test_what_cannot_be_reduced(array: Any, op: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        NullCommunicator().allreduce(array, op)
+
+
+def test_ranks_that_call_different_collectives() -> None:
+    def work(comm: ThreadCommunicator) -> None:
+        comm.allreduce(np.ones(3 + comm.rank), tag="w")
+
+    with pytest.raises(WorldError, match=r"rank 0 is in 'allreduce w .*\[3\].* and rank 1 in 'allreduce w .*\[4\]"):
+        run_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ((["a", "b"], ["a", "c"]), "collectives: entry 1 is 'b' on rank 0 and 'c' on rank 1"),
+        ((["a"], ["a", "c"]), "entry 1 is nothing on rank 0 and 'c' on rank 1"),
+        ((["a", "b"], ["a", "b"]), ""),
+    ],
+)
+def test_agree(lists: tuple[list[str], list[str]], message: str) -> None:
+    def work(comm: ThreadCommunicator) -> str:
+        try:
+            agree(comm, lists[comm.rank], "collectives")
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    for text in run_threads(2, work):
+        assert text.endswith(message)
+        assert bool(text) == bool(message)
+
+
+def test_alone_everything_is_the_identity() -> None:
+    comm = open_communicator(World())
+    array = np.arange(4.0)
+    comm.allreduce(array, "mean")
+    comm.wait(comm.start(array, "sum", "b"))
+    comm.broadcast(array)
+    comm.barrier()
+    agree(comm, ["a"], "collectives")
+    np.testing.assert_array_equal(array, np.arange(4.0))
+    assert comm.allgather_object(5) == [5]
+    comm.close()

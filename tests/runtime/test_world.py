@@ -1,0 +1,103 @@
+"""The mesh, and finding the world from the environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from graphc.errors import UsageError
+from graphc.mesh import Mesh
+from graphc.runtime.world import World, available_cores, find_world, threads_for
+
+
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World()),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(3, 8, 1, 2, "mpi")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 1, 2, "mpi")),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, World(5, 8, 1, 4, "mpi")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, World()),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            World(2, 4, 0, 2, "mpi"),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}, World(1, 2, 1, 2, "mpi")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, World(1, 2, 1, 2, "mpi")),
+        (
+            {
+                "SLURM_PROCID": "4",
+                "SLURM_STEP_NUM_TASKS": "5",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+            },
+            World(4, 5, 0, 1, "mpi"),
+        ),
+        # The shell of a batch script sees how many tasks the job may start, but is one process.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World()),
+    ],
+)
+def test_finds_the_world(environment: dict[str, str], world: World) -> None:
+    assert find_world(environment=environment) == world
+
+
+def test_what_the_caller_says_comes_first() -> None:
+    assert find_world(World(1, 3, 1, 3, "mpi"), {"RANK": "0", "WORLD_SIZE": "2"}).size == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "sets RANK but not WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not fit a world of 2"),
+    ],
+)
+def test_bad_environment(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_world(environment=environment)
+
+
+def test_workers_share_the_cores() -> None:
+    cores = available_cores()
+    assert 1 <= cores <= len(os.sched_getaffinity(0))
+    assert threads_for(World()) == cores
+    assert threads_for(World(0, 2 * cores, 0, 2 * cores, "mpi")) == 1
+
+
+def test_mesh_text() -> None:
+    assert str(Mesh(data=2)) == "data=2"
+    assert Mesh.parse("data=2") == Mesh(data=2)
+    assert Mesh.parse(" data = 4 , tensor=1").size == 4
+    assert str(Mesh()) == "data=1"
+    assert Mesh.parse(str(Mesh(data=3))) == Mesh(data=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pipe=2", "pipe=2 is not supported yet"),
+        ("data=2,tensor=4", "tensor=4 is not supported yet"),
+        ("date=2", "unknown mesh axis 'date'; did you mean 'data'"),
+        ("data=two", "cannot read the mesh axis 'data=two'"),
+        ("data=0", "at least 1"),
+        ("data=1,data=2", "given twice"),
+        ("", "empty"),
+    ],
+)
+def test_bad_mesh(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Mesh.parse(text)
+
+
+def test_mesh_and_world_disagree() -> None:
+    Mesh(data=2).check(2)
+    with pytest.raises(UsageError, match=r"needs 4 worker.*2 are running.*launch -n 4"):
+        Mesh(data=4).check(2)
