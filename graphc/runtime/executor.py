@@ -104,7 +104,7 @@ class Executor:
                 known = constant(value)
                 if known is None:
                     raise ModelError(f"value {value.name!r} has no place in the plan")
-                view = np.ascontiguousarray(known)
+                view = np.ascontiguousarray(known).reshape(known.shape)
             self._views[value] = view
         return view
 
@@ -241,7 +241,7 @@ def segment_model(step: Step) -> onnx.ModelProto:
     for name, value in constants.items():
         known = constant(value)
         assert known is not None
-        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(known), name))
+        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(known).reshape(known.shape), name))
     graph.input.extend(_value_info(v) for v in step.inputs)
     graph.output.extend(_value_info(v) for v in step.outputs)
     return onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=[onnx.helper.make_opsetid("", OPSET)])
