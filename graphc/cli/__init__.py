@@ -35,9 +35,6 @@ COMMANDS = (
 )
 """In the order of ``graphc --help``; ``graphc.cli.NAME`` holds each."""
 
-DEBUG = "GRAPHC_DEBUG"
-"""Environment variable: any value shows tracebacks."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -46,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except GraphcError as error:
-        if os.environ.get(DEBUG):
+        if os.environ.get(output.DEBUG):
             raise
         output.error(str(error))
         return error.exit_code
@@ -62,10 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if usage is not None:
             output.error(f"{usage()}; 'graphc --help' lists the commands, 'graphc COMMAND --help' its options")
             return int(getattr(error, "exit_code", 2))
-        if os.environ.get(DEBUG):
+        if os.environ.get(output.DEBUG):
             raise
-        text = " ".join(str(error).split()) or "no message"
-        output.error(f"unexpected {type(error).__name__}: {text} (run with {DEBUG}=1 for the traceback)")
+        output.error(output.unexpected(error))
         return 1
 
 

@@ -6,11 +6,12 @@ then repeat the same deterministic compilation and check that they agree.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from graphc.cli.arrays import check_labels, match_inputs, read_npz
 from graphc.cli.report import Reporter
 from graphc.compiler import Program
 from graphc.data import ArrayBatches
-from graphc.errors import ModelError, NonFiniteError, UsageError
+from graphc.errors import GraphcError, ModelError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.mesh import Mesh
 from graphc.pipeline import Step
@@ -156,7 +157,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     start = time.perf_counter()
     failure: NonFiniteError | None = None
     program = prepared.program
-    with Trainer(program, comm=comm, seed=job.seed) as trainer:
+    with Trainer(program, comm=comm, seed=job.seed) as trainer, without_tracebacks():
         if job.resume is not None:
             trainer.restore(job.resume)
         batches = _batches(job, prepared.arrays, trainer.rank, shuffle=job.shuffle)
@@ -182,6 +183,19 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
             )
     if failure is not None:
         raise failure
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Turn an unexpected exception into one line, before the runtime prints it for every worker."""
+    try:
+        yield
+    except GraphcError:
+        raise
+    except Exception as error:
+        if os.environ.get(output.DEBUG):
+            raise
+        raise GraphcError(output.unexpected(error)) from None
 
 
 def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: ArrayBatches, reporter: Reporter) -> None:

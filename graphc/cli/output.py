@@ -15,6 +15,9 @@ from typing import Any
 TERMINALS = "GRAPHC_TERMINALS"
 """Environment variable set for worker processes: which of the launching command's streams are terminals."""
 
+DEBUG = "GRAPHC_DEBUG"
+"""Environment variable: any value shows tracebacks."""
+
 
 class Format(enum.StrEnum):
     """How results are printed."""
@@ -63,6 +66,12 @@ def error(text: str) -> None:
     """The reason why the command fails."""
     if is_main():
         print(f"graphc: error: {text}", file=sys.stderr, flush=True)
+
+
+def unexpected(problem: Exception) -> str:
+    """One line for an exception that is nobody's message."""
+    text = " ".join(str(problem).split()) or "no message"
+    return f"unexpected {type(problem).__name__}: {text} (run with {DEBUG}=1 for the traceback)"
 
 
 def document(value: Any) -> None:

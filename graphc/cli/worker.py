@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from graphc.cli import DEBUG
-from graphc.cli.job import Job, execute, prepare
-from graphc.errors import GraphcError
+from graphc.cli.job import Job, execute, prepare, without_tracebacks
 
 
 def main(path: str) -> None:
     """Run the job stored at ``path`` as the rank the environment says."""
     job = Job(**json.loads(Path(path).read_text()))
-    try:
+    with without_tracebacks():
         execute(job, prepare(job, quiet=True))
-    except GraphcError:
-        raise
-    except Exception as error:
-        if os.environ.get(DEBUG):
-            raise
-        text = " ".join(str(error).split()) or "no message"
-        raise GraphcError(f"unexpected {type(error).__name__}: {text} (run with {DEBUG}=1 for the traceback)") from None
 
 
 if __name__ == "__main__":
