@@ -97,7 +97,7 @@ def common_subexpressions(graph: ir.Graph) -> bool:
         if key is None:
             continue
         first = seen.setdefault(key, node)
-        if first is node:
+        if first is node or not any(out.uses() or out.is_graph_output() or out.metadata_props for out in node.outputs):
             continue
         op = op or Builder(graph)
         for old, new in zip(node.outputs, first.outputs, strict=True):
