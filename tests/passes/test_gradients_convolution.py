@@ -313,3 +313,28 @@ def test_first_layer_gets_no_input_gradient() -> None:
     y = Builder(model.graph).Conv(x, w)
     differentiate(model.graph, [y], [w])
     assert [n.op_type for n in model.graph if n.domain == "graphc"] == ["ConvGradWeight"]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "weights", "attributes"),
+    [
+        ("Conv", [(4, 2, 3, 3), (4,)], {"group": 2, "strides": [2, 2]}),
+        ("Conv", [(3, 4, 1, 1)], {}),
+        ("ConvTranspose", [(4, 2, 3, 3)], {"strides": [2, 2]}),
+        ("MaxPool", [], {"kernel_shape": [3, 3]}),
+        ("AveragePool", [], {"kernel_shape": [3, 2]}),
+        ("GlobalMaxPool", [], {}),
+    ],
+)
+def test_half_precision(op_type: str, weights: list[tuple[int, ...]], attributes: dict[str, Any]) -> None:
+    arrays = [distinct(2, 4, 7, 7).value / 20, *(normal(*shape) for shape in weights)]
+    exact = {f"x{k}": a.astype(np.float32) for k, a in enumerate(arrays)}
+    results = []
+    for feeds in (exact, {k: a.astype(np.float16) for k, a in exact.items()}):
+        model, values = new_model(feeds)
+        y = Builder(model.graph).emit(op_type, values, attributes)[0]
+        model.graph.outputs.extend(differentiate(model.graph, [y], values).values())
+        results.append(on_onnxruntime(model)(feeds))
+    for single, half in zip(results[0].values(), results[1].values(), strict=True):
+        assert half.dtype == np.float16
+        np.testing.assert_allclose(half, single, rtol=1e-2, atol=1e-2 * float(np.abs(single).max()))

@@ -327,3 +327,30 @@ def test_lrn_with_an_even_window(size: int) -> None:
     (dx,) = on_onnxruntime(model)(feeds).values()
     assert x.grad is not None
     np.testing.assert_allclose(dx, x.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "weights", "attributes"),
+    [
+        ("graphc::BatchNormalizationTraining", [(4,), (4,)], {}),
+        ("LayerNormalization", [(5,), (5,)], {}),
+        ("RMSNormalization", [(5,)], {}),
+        ("InstanceNormalization", [(4,), (4,)], {}),
+        ("GroupNormalization", [(4,), (4,)], {"num_groups": 2}),
+    ],
+)
+def test_half_precision(op_type: str, weights: list[tuple[int, ...]], attributes: dict[str, Any]) -> None:
+    domain, _, name = op_type.rpartition("::")
+    arrays = [sample(3, 4, 5), *(sample(*shape, seed=1) for shape in weights), sample(3, 4, 5, seed=2)]
+    exact = {f"x{k}": a.astype(np.float16).astype(np.float32) for k, a in enumerate(arrays)}
+    results = []
+    for feeds in (exact, {k: a.astype(np.float16) for k, a in exact.items()}):
+        model, values = new_model(feeds)
+        op = Builder(model.graph)
+        y = op.emit(name, values[:-1], attributes, domain=domain)[0]
+        found = differentiate(model.graph, [op.Mul(y, values[-1])], values[:-1])
+        model.graph.outputs.extend(found.values())
+        results.append(on_onnxruntime(model)(feeds))
+    for single, half in zip(results[0].values(), results[1].values(), strict=True):
+        assert half.dtype == np.float16
+        np.testing.assert_allclose(half, single, rtol=2e-2, atol=2e-2 * float(np.abs(single).max()))
