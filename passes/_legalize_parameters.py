@@ -106,7 +106,7 @@ def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
 def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol) -> None:
     """Replace a node output by an initializer of the same name; the node goes when nothing else needs it."""
     node, name = out.producer(), out.name or ""
-    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
     new.metadata_props.update(out.metadata_props)
     out.replace_all_uses_with(new, replace_graph_outputs=True)
     if node is not None:

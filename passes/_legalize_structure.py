@@ -154,7 +154,7 @@ def initializers_are_no_inputs(graph: ir.Graph) -> None:
             raise ModelError(f"initializer {name!r} has no data")
         if value.dtype is not None and value.dtype != tensor.dtype:
             raise ModelError(f"initializer {name!r} is declared as {value.dtype.name} but holds {tensor.dtype.name}")
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
     kept = [v for v in graph.inputs if not v.is_initializer()]
     if len(kept) != len(graph.inputs):
         graph.inputs.clear()

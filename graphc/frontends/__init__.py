@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,26 +13,27 @@ from graphc.frontends.onnx import save, write_back
 __all__ = ["export", "load", "save", "write_back"]
 
 
-def load(source: Any, *, example_inputs: Sequence[Any] | None = None) -> ir.Model:
+def load(source: Any, *, example_inputs: Any = None) -> ir.Model:
     """The model behind ``source``: a path, ``-``, ``onnx.ModelProto``, ``onnx_ir.Model`` or ``torch.nn.Module``.
 
     Args:
-        example_inputs: the arguments with which a PyTorch module is exported; required for one, refused otherwise.
+        example_inputs: what a PyTorch module is exported with: a tensor, a sequence of tensors, or a mapping from names of
+            its ``forward``'s parameters; required for a module, refused otherwise.
     """
     if _is_torch_module(source):
         if example_inputs is None:
             raise UsageError("a torch.nn.Module needs example_inputs=(…): the tensors its forward takes")
-        return export(source, tuple(example_inputs))
+        return export(source, example_inputs)
     if example_inputs is not None:
         raise UsageError("example_inputs is for a torch.nn.Module; an ONNX model says itself what it takes")
     return _onnx.load(source)
 
 
-def export(module: Any, example_inputs: Sequence[Any], **options: Any) -> ir.Model:
+def export(module: Any, example_inputs: Any, **options: Any) -> ir.Model:
     """Export a PyTorch module; see :func:`graphc.frontends.torch.export`."""
-    from graphc.frontends import torch
+    from graphc.frontends.torch import export as export_module
 
-    return torch.export(module, tuple(example_inputs), **options)
+    return export_module(module, example_inputs, **options)
 
 
 def _is_torch_module(source: Any) -> bool:

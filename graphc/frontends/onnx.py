@@ -7,14 +7,12 @@ save(trained, "trained.onnx")
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import google.protobuf.message
 import numpy as np
@@ -22,17 +20,9 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError, nearest
+from graphc.frontends.writing import atomic_write, save
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
-
-EXTERNAL_ABOVE = 1 << 30
-"""Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
-
-_SMALL = 1024
-"""Tensors of fewer bytes stay inside the ``.onnx`` file even when there is a data file: shapes must be readable there."""
-
-_ALIGNMENT = 4096
-"""Tensors in a data file start at multiples of this, so that they can be memory-mapped."""
 
 _SIGNATURES = (
     (b"PK\x03\x04", "a zip archive, perhaps a PyTorch or Keras checkpoint; export the model to ONNX first"),
@@ -233,7 +223,7 @@ def _set_initializer(value: ir.Value, array: np.ndarray[Any, Any]) -> None:
     value.const_value = _tensor(array, dtype, value.name or "")
 
 
-def _tensor(array: np.ndarray[Any, Any], dtype: ir.DataType | None, name: str) -> ir.Tensor:
+def _tensor(array: np.ndarray[Any, Any], dtype: ir.DataType | None, name: str) -> ir.TensorProtocol:
     if dtype is not None:
         array = np.asarray(array).astype(dtype.numpy(), copy=False)
     return ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=dtype, name=name)
@@ -250,7 +240,7 @@ def _replace_producer(model: ir.Model, old: ir.Value, array: np.ndarray[Any, Any
         raise ModelError(f"{name!r} is computed by the file ({kind}), so it cannot carry a trained value")
     dtype = old.dtype or _filled_dtype(producer)
     tensor = _tensor(array, dtype, name)
-    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     _remove_unused(graph, producer)
     graph.register_initializer(new)
@@ -312,104 +302,4 @@ def to_inference(node: ir.Node) -> None:
         node.resize_outputs(1)
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file that appears under ``path``, complete, when the block ends without an error, and not at all otherwise.
-
-    Raises:
-        ModelError: the folder does not exist or cannot be written to, or the disk is full.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ModelError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Write ``model`` to ``path`` (``"-"``: standard output), whole or not at all.
-
-    More than 1 GiB of tensors go to ``<name>.data`` beside it. Tensors that are memory-mapped from elsewhere are copied
-    into the new files.
-
-    Raises:
-        ModelError: the file cannot be written, or the model is too large for standard output.
-    """
-    copy = model.clone()
-    total = sum(t.nbytes for t in _owned_tensors(copy))
-    if os.fspath(path) == "-":
-        if total > EXTERNAL_ABOVE:
-            raise ModelError(f"a model with {total:,} bytes of tensors cannot go to standard output; name a file")
-        sys.stdout.buffer.write(_internal(copy).SerializeToString(deterministic=True))
-        sys.stdout.buffer.flush()
-        return
-    path = Path(path)
-    with contextlib.ExitStack() as stack:
-        # The data file is renamed last-in first-out, that is after the model file is complete but before it appears.
-        file = stack.enter_context(atomic_write(path))
-        if total > EXTERNAL_ABOVE:
-            data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
-            _move_out(copy, data, f"{path.name}.data")
-            file.write(ir.to_proto(copy).SerializeToString(deterministic=True))
-        else:
-            file.write(_internal(copy).SerializeToString(deterministic=True))
-
-
-def _owned_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
-        yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
-        for node in graph:
-            yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref())
-
-
-def _internal(model: ir.Model) -> onnx.ModelProto:
-    """The model as one message; tensors that were external are written into it."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = _inside(value.const_value)
-        _take_in_attributes(graph)
-    return ir.to_proto(model)
-
-
-def _take_in_attributes(graph: ir.Graph) -> None:
-    for node in graph:
-        for name, attr in list(node.attributes.items()):
-            if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
-                node.attributes[name] = ir.AttrTensor(name, _inside(attr.value))
-
-
-def _inside(tensor: ir.ExternalTensor) -> ir.Tensor:
-    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
-
-
-def _move_out(model: ir.Model, file: IO[bytes], location: str) -> None:
-    """Write the large initializers of ``model`` to ``file`` and let them refer to ``location``."""
-    for graph in model.graphs():
-        _take_in_attributes(graph)
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if tensor is None or tensor.nbytes < _SMALL:
-                if isinstance(tensor, ir.ExternalTensor):
-                    value.const_value = _inside(tensor)
-                continue
-            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-            file.seek(offset)
-            if isinstance(tensor, ir.ExternalTensor):
-                tensor.tofile(file)
-            else:
-                file.write(tensor.tobytes())
-            value.const_value = ir.ExternalTensor(
-                location, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=value.name or ""
-            )
+__all__ = ["Source", "atomic_write", "load", "save", "to_inference", "write_back"]

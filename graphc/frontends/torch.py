@@ -203,7 +203,7 @@ def _with_torchscript(
     torch.onnx.export(
         module,
         tuple(tensors),
-        buffer,
+        buffer,  # type: ignore[arg-type]
         dynamo=False,
         do_constant_folding=False,
         training=torch.onnx.TrainingMode.PRESERVE,

@@ -1,0 +1,125 @@
+"""Writing files: whole or not at all, with the weights of large models in a file of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+
+EXTERNAL_ABOVE = 1 << 30
+"""Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
+
+_SMALL = 1024
+"""Tensors of fewer bytes stay inside the ``.onnx`` file even when there is a data file: shapes must be readable there."""
+
+_ALIGNMENT = 4096
+"""Tensors in a data file start at multiples of this, so that they can be memory-mapped."""
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a file that appears under ``path``, complete, when the block ends without an error, and not at all otherwise.
+
+    Raises:
+        ModelError: the folder does not exist or cannot be written to, or the disk is full.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ModelError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Write ``model`` to ``path`` (``"-"``: standard output), whole or not at all.
+
+    More than 1 GiB of tensors go to ``<name>.data`` beside it. Tensors that are memory-mapped from elsewhere are copied
+    into the new files.
+
+    Raises:
+        ModelError: the file cannot be written, or the model is too large for standard output.
+    """
+    copy = model.clone()
+    total = sum(t.nbytes for t in _owned_tensors(copy))
+    if os.fspath(path) == "-":
+        if total > EXTERNAL_ABOVE:
+            raise ModelError(f"a model with {total:,} bytes of tensors cannot go to standard output; name a file")
+        sys.stdout.buffer.write(_internal(copy).SerializeToString(deterministic=True))
+        sys.stdout.buffer.flush()
+        return
+    path = Path(path)
+    with contextlib.ExitStack() as stack:
+        # The data file is renamed last-in first-out, that is after the model file is complete but before it appears.
+        file = stack.enter_context(atomic_write(path))
+        if total > EXTERNAL_ABOVE:
+            data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
+            _move_out(copy, data, f"{path.name}.data")
+            file.write(ir.to_proto(copy).SerializeToString(deterministic=True))
+        else:
+            file.write(_internal(copy).SerializeToString(deterministic=True))
+
+
+def _owned_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    for graph in model.graphs():
+        yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
+        for node in graph:
+            yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref())
+
+
+def _internal(model: ir.Model) -> onnx.ModelProto:
+    """The model as one message; tensors that were external are written into it."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _inside(value.const_value)
+        _take_in_attributes(graph)
+    return ir.to_proto(model)
+
+
+def _take_in_attributes(graph: ir.Graph) -> None:
+    for node in graph:
+        for name, attr in list(node.attributes.items()):
+            if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
+                node.attributes[name] = ir.AttrTensor(name, _inside(attr.value))
+
+
+def _inside(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+
+
+def _move_out(model: ir.Model, file: IO[bytes], location: str) -> None:
+    """Write the large initializers of ``model`` to ``file`` and let them refer to ``location``."""
+    for graph in model.graphs():
+        _take_in_attributes(graph)
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < _SMALL:
+                if isinstance(tensor, ir.ExternalTensor):
+                    value.const_value = _inside(tensor)
+                continue
+            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+            file.seek(offset)
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor.tofile(file)
+            else:
+                file.write(tensor.tobytes())
+            value.const_value = ir.ExternalTensor(
+                location, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=value.name or ""
+            )
