@@ -106,7 +106,7 @@ class QueuedCommunicator(ABC):
     """Common part of the real transports: checks, order, and the thread that runs what ``start`` queued.
 
     Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. Mostly that is the communication thread; a
-    caller that waits while the runner is free runs the entry itself, which saves the two thread switches (about 17 µs).
+    caller that waits while the runner is free runs the entry itself: a blocking call saves two thread switches (about 15 µs).
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -37,6 +37,9 @@ from graphc.runtime.world import available_cores
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
+SHARED_SEGMENT = 32 << 20
+"""Bytes of shared memory set aside per worker: Open MPI maps 16 MiB for each and fails with a bus error when they run out."""
+
 # What another launcher left in the environment: the new workers are a world of their own on this machine.
 OTHER_WORLDS = ("OMPI_COMM_WORLD_", "OMPI_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIRECTORY, LAUNCHER)
@@ -123,9 +126,19 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
     }
     if not _can_read_other_processes():
         defaults["OMPI_MCA_smsc"] = "^cma"
+    if _free_shared_memory() < workers * SHARED_SEGMENT:
+        defaults["OMPI_MCA_btl_sm_backing_directory"] = str(directory)
     for key, value in defaults.items():
         result.setdefault(key, value)
     return result | dict(env) | {RUN_DIRECTORY: str(directory), LAUNCHER: str(os.getpid())}
+
+
+def _free_shared_memory() -> int:
+    """Free bytes in /dev/shm, which containers often keep at 64 MiB."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
 
 
 def _mpiexec_options(mpiexec: Path) -> list[str]:

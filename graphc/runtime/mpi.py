@@ -5,8 +5,8 @@ Choices, measured on a 2-core machine (32 MiB level-3 cache), 2 ranks, Open MPI 
 * Buffers go in slices of 2 MiB. Open MPI's own ring over one large message leaves the cache; milliseconds for 64 MiB by
   slice size: 64 MiB (plain MPI) 27, 16 MiB 10.6, 4 MiB 7.0, **2 MiB 7.2**, 1 MiB 7.3, 256 KiB 10.9. For 16 MiB: 2 MiB 1.6,
   plain 2.2-6.6.
-* A blocking call with nothing queued runs on the caller's thread: 1 µs (40 bytes) and 2 µs (4 KiB) instead of 18 and 19 µs
-  through the communication thread.
+* A blocking call with nothing queued runs on the caller's thread: 40 bytes take 3.6 µs and 4 KiB 7 µs (plain MPI, yielding:
+  1.3 and 4.2); through the communication thread 19 and 24 µs. 1 MiB: 113, plain 111, through the thread 132 µs.
 * Open MPI polls while it waits. The launcher sets ``mpi_yield_when_idle``, which costs 1-2 µs on tiny messages and nothing
   from 64 KiB on. Ten steps of 15 ms of computation, each followed by an AllReduce of 4 MiB, one compute thread a rank, so
   that the communication threads have no core of their own: one after the other 162-166 ms, overlapped 171-217 ms without

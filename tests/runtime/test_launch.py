@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -55,6 +56,18 @@ def test_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found["MKL_NUM_THREADS"] == "7"
     assert found["MINE"] == "1"
     assert not {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & found.keys()
+
+
+@pytest.mark.mpi
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where /dev/shm is too small, the workers' segments go to the run's own folder."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 20}))
+    found = worker_environment(2, {}, tmp_path)
+    assert found["OMPI_MCA_btl_sm_backing_directory"] == str(tmp_path)
+    program = OPEN + "import os\ncomm.barrier()\nprint(len([f for f in os.listdir(os.environ['WHERE']) if 'sm_segment' in f]))"
+    program += "\ncomm.barrier()"
+    done = run_mpi(2, program, env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "WHERE": str(tmp_path)})
+    assert done.out.split() == ["2", "2"], done.text
 
 
 @pytest.mark.mpi
