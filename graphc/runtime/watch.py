@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import sys
 import tempfile
 import threading
@@ -95,7 +96,7 @@ class Watch:
         self._peers: list[int] = []
         board.write(rank, State.RUNNING)
         if launched:
-            self.processes.add(int(os.environ[LAUNCHER]), lambda: os._exit(1))
+            self.processes.add(int(os.environ[LAUNCHER]), _launcher_gone)
 
     def follow(self, ranks: list[int]) -> None:
         """Watch these ranks of this machine; each has written its process id on the board."""
@@ -137,6 +138,12 @@ class Watch:
             print(f"graphc: {message}", file=sys.stderr, flush=True)
         time.sleep(GRACE)
         os._exit(1)
+
+
+def _launcher_gone() -> None:
+    """A killed launcher cannot clean up after itself."""
+    shutil.rmtree(os.environ[RUN_DIRECTORY], ignore_errors=True)
+    os._exit(1)
 
 
 _watch: Watch | None = None
