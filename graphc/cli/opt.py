@@ -79,7 +79,7 @@ def command(
     else:
         if out.endswith(TEXT):
             with atomic_write(out) as file:
-                file.write(to_text(working).encode())
+                file.write(to_text(working, weights=True).encode())  # a file must not lose the weights
         else:
             frontends.save(working, out)
         if form is Format.json and out != "-":
