@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
@@ -62,56 +62,6 @@ def inline_functions(model: ir.Model) -> None:
         onnx_ir.passes.common.InlinePass()(model)
     except (ir.passes.PassError, ValueError, KeyError) as error:
         raise ModelError(f"the functions of the model cannot be inlined: {error.__cause__ or error}") from None
-
-
-def sort_and_link(graph: ir.Graph) -> None:
-    """Check that every value has a source, and put nodes in topological order.
-
-    Raises:
-        ModelError: a node reads a value that nothing produces, or the graph has a cycle.
-    """
-    _check_links(graph, set())
-    try:
-        graph.sort()
-    except ValueError:
-        raise ModelError(f"the graph has a cycle: {' → '.join(_cycle(graph))}") from None
-
-
-def _check_links(graph: ir.Graph, outer: set[ir.Value]) -> None:
-    known = outer | set(graph.inputs) | set(graph.initializers.values())
-    known.update(v for node in graph for v in node.outputs)
-    for node in graph:
-        for value in node.inputs:
-            if value is not None and value not in known:
-                raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r}, which nothing produces")
-        for attr in node.attributes.values():
-            for inner in _graphs_of(attr):
-                _check_links(inner, known)
-    for value in graph.outputs:
-        if value not in known:
-            raise ModelError(f"nothing produces the graph output {value.name!r}")
-
-
-def _graphs_of(attr: ir.Attr) -> Iterable[ir.Graph]:
-    if attr.type == ir.AttributeType.GRAPH:
-        return [attr.as_graph()]
-    return attr.as_graphs() if attr.type == ir.AttributeType.GRAPHS else ()
-
-
-def _cycle(graph: ir.Graph) -> list[str]:
-    """Names of the nodes of one cycle."""
-    done: set[ir.Node] = set()
-    for start in graph:
-        path: list[ir.Node] = []
-        node: ir.Node | None = start
-        while node is not None and node not in done and node not in path:
-            path.append(node)
-            later = [v.producer() for v in node.inputs if v is not None and v.producer() is not None]
-            node = next((n for n in later if n not in done), None)
-        if node in path and node is not None:
-            return [n.name or n.op_type for n in [*path[path.index(node) :], node]][::-1]
-        done.update(path[-1:])
-    return ["(not found)"]
 
 
 def name_everything(graph: ir.Graph) -> None:

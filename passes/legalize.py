@@ -20,6 +20,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
 from graphc.ir.facts import describe, dims
 from graphc.ir.infer import apply, fold
+from graphc.ir.links import sort_and_link
 from graphc.passes._legalize_canonical import canonicalise, explicit_pads
 from graphc.passes._legalize_parameters import filler_nodes, promote, small_initializers_to_constants
 from graphc.passes._legalize_structure import (
@@ -29,7 +30,6 @@ from graphc.passes._legalize_structure import (
     normalise_domains,
     opset_of,
     remove_dead,
-    sort_and_link,
     untyped,
 )
 from graphc.passes._legalize_versions import adapt, adapt_contributed

@@ -7,6 +7,7 @@ save(trained, "trained.onnx")
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError, nearest
 from graphc.frontends.writing import atomic_write, save
+from graphc.ir.links import sort_and_link
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
@@ -46,6 +48,7 @@ def load(source: Source) -> ir.Model:
             missing, too short or outside the model's folder.
     """
     if isinstance(source, ir.Model):
+        sort_and_link(source.graph)
         return source
     if isinstance(source, onnx.ModelProto):
         return _from_proto(source, "the given ModelProto", None)
@@ -103,11 +106,20 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
             )
     for tensor in proto.graph.initializer:
         _check_inline(tensor, where)
+    logger = logging.getLogger("onnx_ir.serde")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of what sort_and_link refuses
     try:
         model = ir.serde.deserialize_model(proto)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
         cause = error.__cause__ or error
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
+    finally:
+        logger.setLevel(level)
+    try:
+        sort_and_link(model.graph)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
     for external in _external_tensors(model):
         _check_external(external, where, folder)
     return model

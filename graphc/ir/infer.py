@@ -166,6 +166,10 @@ def _from_proto(proto: onnx.TypeProto | None) -> Inferred:
     )
 
 
+_LIKE_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
+"""The ops for which ONNX has no inference: their output is like their input."""
+
+
 def apply(node: ir.Node, *, version: int = OPSET) -> None:
     """Infer the outputs of ``node`` from its inputs and store what was found in its output values."""
     try:
@@ -176,6 +180,8 @@ def apply(node: ir.Node, *, version: int = OPSET) -> None:
         raise ModelError(f"{error}\n{neighbourhood(node)}") from None
     except (ValueError, IndexError, TypeError) as error:
         raise ModelError(f"inference of {describe(node)} failed: {error}") from error
+    if node.op_type in _LIKE_INPUT and node.domain == "" and node.inputs[0] is not None:
+        found = ((node.inputs[0].type, node.inputs[0].shape),)
     for value, (type_, shape) in zip(node.outputs, found, strict=False):
         if type_ is not None:
             value.type = type_
