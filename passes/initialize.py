@@ -25,7 +25,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
-from graphc.ir.facts import is_parameter
+from graphc.ir.facts import is_parameter, static_dims
 from graphc.pipeline import Context, graph_pass
 
 METHODS = ("he", "glorot", "normal", "uniform", "zeros")
@@ -159,7 +159,7 @@ def _uniform(bound: float) -> Callable[[np.random.Generator, Array], None]:
 
 
 def _draw(value: ir.Value, role: str, method: str, seed: int) -> Array:
-    shape, name = tuple(int(d) for d in value.shape or ()), value.name or ""
+    shape, name = static_dims(value) or (), value.name or ""
     if role in (_ZERO, _ONE, _SLOPE):
         return np.full(shape, {_ZERO: 0.0, _ONE: 1.0, _SLOPE: 0.25}[role], dtype=np.float32)
     if method == "zeros":
@@ -220,7 +220,7 @@ def fans(value: ir.Value) -> tuple[int, int]:
     From the use as a Conv (O × I/groups × window), Gemm or MatMul operand; else by the convention that axis 0 counts
     outputs.
     """
-    shape = [int(d) for d in value.shape or ()]
+    shape = static_dims(value) or ()
     for node, index, axes in _uses(value):
         seen = [shape[k] for k in axes] if axes is not None else None
         if seen is None or len(seen) < 2:

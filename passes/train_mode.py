@@ -212,6 +212,6 @@ def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
         return offset
     if isinstance(rows, int) and isinstance(samples, int):
         each = rows // samples if samples and rows % samples == 0 else 1
-        return op.Mul(offset, np.int64(each)) if each != 1 else offset  # type: ignore[no-any-return]
+        return op.Mul(offset, np.int64(each)) if each != 1 else offset
     first = [op.Squeeze(op.Shape(v, start=0, end=1), [0]) for v in (x, batch)]
     return op.Mul(offset, op.Div(*first))  # type: ignore[no-any-return]

@@ -62,8 +62,8 @@ class _Comparison:
         for left, right in zip(a, b, strict=True):
             if what == "graph inputs":
                 self.pair(left, right)
-            if found := _types(left, right):
-                return f"{what}: {found}"
+            if found := _types(left, right) or self.metadata(left.metadata_props, right.metadata_props):
+                return f"{what}: {left.name!r}: {found}"
         return None
 
     def initializers(self, a: ir.Graph, b: ir.Graph) -> str | None:
@@ -72,7 +72,12 @@ class _Comparison:
         for name, left in a.initializers.items():
             right = b.initializers[name]
             self.pair(left, right)
-            if found := _types(left, right) or self.tensors(left.const_value, right.const_value):
+            found = (
+                _types(left, right)
+                or self.metadata(left.metadata_props, right.metadata_props)
+                or self.tensors(left.const_value, right.const_value)
+            )
+            if found is not None:
                 return f"initializer {name!r}: {found}"
         return None
 

@@ -312,6 +312,8 @@ class _Checker:
                 start = tags.get(("begin", tag))
                 if start is None or start.op_type != node.op_type.removesuffix("Wait") + "Start":
                     self.fail(node, f"the collective with tag {tag!r} is waited for but never started")
+                if _attribute_values(node) != _attribute_values(start):
+                    self.fail(node, f"the start and the wait with tag {tag!r} differ in their attributes")
                 if list(node.inputs) != list(start.outputs):
                     self.fail(node, f"the wait with tag {tag!r} does not take the outputs of its start, in order")
             elif node.op_type.endswith("Start"):
@@ -344,6 +346,12 @@ class _Checker:
         if node is None:
             raise ModelError(message)
         raise ModelError(f"{message}\n{neighbourhood(node)}\n{excerpt(node)}")
+
+
+def _attribute_values(node: ir.Node) -> dict[str, Any]:
+    """The attributes of a ``graphc`` node, defaults filled in."""
+    declaration = declaration_of(node)
+    return declaration.attribute_values(node) if declaration is not None else {}
 
 
 def excerpt(node: ir.Node) -> str:

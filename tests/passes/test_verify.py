@@ -167,6 +167,10 @@ def no_start(m):
     m.graph.remove(start, safe=True)
 
 
+def wait_of_another_group(m):
+    nodes(m)["AllReduceWait"].attributes["group"] = ir.AttrString("group", "model")
+
+
 def used_in_flight(m):
     raw_node(m, "Relu", [nodes(m)["AllReduceStart"].outputs[0]]).outputs[0].shape = ir.Shape([3, 2])
 
@@ -220,6 +224,7 @@ def data_of_another_shape(m):
         (tag_twice, "two collectives have the tag 'dw'"),
         (no_wait, "tag 'dw' is started but never waited for"),
         (no_start, "tag 'dw' is waited for but never started"),
+        (wait_of_another_group, "the start and the wait with tag 'dw' differ in their attributes"),
         (used_in_flight, "'start' is in flight and may only be used by 'wait'"),
         (updated_twice, "'w' is updated twice, first by 'next'"),
         (updated_no_state, "'dw' is updated but is no initializer"),
