@@ -13,8 +13,6 @@ from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, constant, dims
 
-_END = np.iinfo(np.int64).max
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -20,6 +20,9 @@ import onnx_ir as ir
 from graphc.ir.facts import HELD, Dim, constant, dims
 
 _LIMIT = 64
+_HUGE = 2**31 - 1
+"""Exporters write this or more for the end of a slice that has none."""
+
 _FACTOR = re.compile(r"\d+|[^\d\W][\w.\-]*")
 
 
@@ -149,6 +152,25 @@ def _constant_of_shape(node: ir.Node) -> Sequence[Dim] | None:
     return held(node.inputs[0])
 
 
+def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
+    """Axes that are not sliced, or sliced from the first element to the last, keep their size."""
+    source, starts, ends = _dims_of(node.inputs[0]), held(node.inputs[1]), held(node.inputs[2])
+    if source is None or starts is None or ends is None:
+        return None
+    axes = held(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else tuple(range(len(starts)))
+    steps = held(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else (1,) * len(starts)
+    if axes is None or steps is None:
+        return None
+    result = list(source)
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        if not isinstance(axis, int):
+            return None
+        size = result[axis]
+        whole = start == 0 and step == 1 and size is not None and (end == size or (isinstance(end, int) and end >= _HUGE))
+        result[axis] = size if whole else None
+    return result
+
+
 def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
     return dims(value) if value is not None else None
 
@@ -157,6 +179,7 @@ _SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
     "ConstantOfShape": _constant_of_shape,
     "Expand": _expand,
     "Reshape": _reshape,
+    "Slice": _slice_shape,
 }
 
 

@@ -276,7 +276,9 @@ def test_ops_of_onnxruntime_become_standard(op: str) -> None:
 
 
 def test_an_unknown_op_is_named() -> None:
-    model = build([helper.make_node("Frob", ["x"], ["y"], name="f", domain="acme")], {"x": [2]}, ["y"], opset=17, domains={"acme": 1})
+    model = build(
+        [helper.make_node("Frob", ["x"], ["y"], name="f", domain="acme")], {"x": [2]}, ["y"], opset=17, domains={"acme": 1}
+    )
     with pytest.raises(UnsupportedOpError, match=r"unknown operator acme::Frob: f"):
         legal(load(model))
 
