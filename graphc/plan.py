@@ -217,7 +217,7 @@ def make_plan(
     """
     ready = prepare(model, shapes, native, world_size)
     _privatise(ready.graph)
-    groups = _update_groups(ready.graph)
+    groups = update_groups(ready.graph)
     steps = list(_steps(ready.graph, native, groups))
     _add_check(steps)
     _connect(ready.graph, steps)
@@ -251,7 +251,8 @@ def _privatise(graph: ir.Graph) -> None:
             node.replace_input_with(index, op.Identity(value))
 
 
-def _update_groups(graph: ir.Graph) -> list[UpdateGroup]:
+def update_groups(graph: ir.Graph) -> list[UpdateGroup]:
+    """The update groups of a training graph; they depend on its state, not on the shapes of feeds."""
     buckets: dict[tuple[Any, ...], list[ir.Node]] = {}
     for node in graph:
         declaration = declaration_of(node)

