@@ -82,12 +82,18 @@ def _app() -> typer.Typer:
     return app
 
 
-def _common(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"graphc {__version__}")
         raise typer.Exit
+
+
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options before the command; each acts by itself."""
 
 
 __all__ = ["COMMANDS", "main"]

@@ -1,0 +1,228 @@
+"""Every bad input is one line that names it, with the right exit code, and no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from graphc.cli import main
+from tests.cli.models import BLOCKED, blobs, parse, write_blobs, write_mlp
+
+LOSS = ("--loss", "softmax_cross_entropy:logits=logits,label=label")
+SGD = ("--optimizer", "sgd:lr=0.1")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_mlp(tmp_path)
+    write_blobs(tmp_path)
+    return tmp_path
+
+
+def train(*arguments: str, data: str = "d.npz", model: str = "mlp.onnx") -> list[str]:
+    return ["train", model, "--data", data, *LOSS, *SGD, "--epochs", "1", "--batch-size", "16", *arguments]
+
+
+def save(name: str, **changes: Any) -> None:
+    np.savez(name, **{key: value for key, value in {**blobs(), **changes}.items() if value is not None})
+
+
+def text_file(here: Path) -> list[str]:
+    (here / "no.onnx").write_text("this is no model")
+    return ["check", "no.onnx"]
+
+
+def truncated(here: Path) -> list[str]:
+    data = (here / "mlp.onnx").read_bytes()
+    (here / "cut.onnx").write_bytes(data[: len(data) // 2])
+    return ["check", "cut.onnx"]
+
+
+def external_missing(here: Path) -> list[str]:
+    onnx.save(
+        parse("<float".join(BLOCKED.split("<float"))),
+        here / "e.onnx",
+        save_as_external_data=True,
+        location="e.data",
+        size_threshold=0,
+    )
+    (here / "e.data").unlink()
+    return ["check", "e.onnx"]
+
+
+def external_outside(here: Path) -> list[str]:
+    (here / "sub").mkdir()
+    model = parse(BLOCKED)
+    onnx.save(model, here / "sub" / "e.onnx", save_as_external_data=True, location="e.data", size_threshold=0)
+    loaded = onnx.load(here / "sub" / "e.onnx", load_external_data=False)
+    for tensor in loaded.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../e.data"
+    (here / "e.data").write_bytes((here / "sub" / "e.data").read_bytes())
+    (here / "sub" / "e.onnx").write_bytes(loaded.SerializeToString())
+    return ["check", "sub/e.onnx"]
+
+
+def blocked(here: Path) -> list[str]:
+    onnx.save(parse(BLOCKED), here / "blocked.onnx")
+    return ["check", "blocked.onnx"]
+
+
+def blocked_compile(here: Path) -> list[str]:
+    onnx.save(parse(BLOCKED), here / "blocked.onnx")
+    return ["compile", "blocked.onnx", "-o", "t.onnx", "--loss", "mse", *SGD]
+
+
+def missing_key(here: Path) -> list[str]:
+    save("bad.npz", label=None)
+    return train(data="bad.npz")
+
+
+def extra_key(here: Path) -> list[str]:
+    save("bad.npz", lable=np.zeros(96))
+    return train(data="bad.npz")
+
+
+def wrong_dtype(here: Path) -> list[str]:
+    save("bad.npz", x=np.zeros((96, 4), dtype=np.complex64))
+    return train(data="bad.npz")
+
+
+def integer_features(here: Path) -> list[str]:
+    save("bad.npz", x=np.zeros((96, 4), dtype=np.uint8))
+    return train(data="bad.npz")
+
+
+def wrong_shape(here: Path) -> list[str]:
+    save("bad.npz", x=np.zeros((96, 5), dtype=np.float32))
+    return train(data="bad.npz")
+
+
+def unequal_lengths(here: Path) -> list[str]:
+    save("bad.npz", label=np.zeros(95, dtype=np.int64))
+    return train(data="bad.npz")
+
+
+def label_out_of_range(here: Path) -> list[str]:
+    label = blobs()["label"].copy()
+    label[7] = 3
+    save("bad.npz", label=label)
+    return train(data="bad.npz")
+
+
+def not_npz(here: Path) -> list[str]:
+    (here / "bad.npz").write_text("no zip archive")
+    return train(data="bad.npz")
+
+
+def objects(here: Path) -> list[str]:
+    save("bad.npz", x=np.array([{"a": 1}] * 96, dtype=object))
+    return train(data="bad.npz")
+
+
+def array_file(here: Path) -> list[str]:
+    np.save("bad.npy", np.zeros(4))
+    return train(data="bad.npy")
+
+
+CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
+    "text file": (text_file, 1, "no.onnx is no ONNX model"),
+    "truncated": (truncated, 1, "cut.onnx"),
+    "no such model": (lambda _: ["check", "mpl.onnx"], 1, "did you mean 'mlp.onnx'"),
+    "external data missing": (external_missing, 1, "is missing"),
+    "external data outside": (external_outside, 1, "outside the folder"),
+    "no gradient": (blocked, 3, "Det (1×)"),
+    "no gradient at compile": (blocked_compile, 3, "no gradient for Det"),
+    "key missing": (missing_key, 1, "no array 'label'"),
+    "key too many": (extra_key, 1, "no input 'lable'; did you mean 'label'"),
+    "dtype": (wrong_dtype, 1, "array 'x' is complex64, the model wants float32"),
+    "integers for floats": (integer_features, 1, "array 'x' is uint8"),
+    "shape": (wrong_shape, 1, "shape [96, 5]"),
+    "lengths": (unequal_lengths, 1, "one entry per sample"),
+    "label out of range": (label_out_of_range, 1, "label 3 at label[7] is outside 0 … 2"),
+    "not an npz": (not_npz, 1, "bad.npz is no .npz file"),
+    "objects": (objects, 1, "'x' of bad.npz holds Python objects"),
+    "an npy": (array_file, 1, "bad.npy is no .npz file"),
+    "no such data": (lambda _: train(data="e.npz"), 1, "no such file: e.npz"),
+    "batch smaller than the world": (
+        lambda _: [*train("-n", "20"), "--transport", "threads"],
+        2,
+        "smaller than the 20 workers",
+    ),
+    "unknown loss": (
+        lambda _: ["compile", "mlp.onnx", "-o", "t.onnx", "--loss", "softmax_crossentropy", *SGD],
+        2,
+        "softmax_cross_entropy",
+    ),
+    "unknown loss option": (
+        lambda _: ["compile", "mlp.onnx", "-o", "t.onnx", "--loss", "mse:labels=y", *SGD],
+        2,
+        "no option 'labels'",
+    ),
+    "unknown optimizer": (
+        lambda _: ["compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adan"],
+        2,
+        "did you mean 'adam'",
+    ),
+    "no such value": (
+        lambda _: ["compile", "mlp.onnx", "-o", "t.onnx", "--loss", "nll:logits=logit", *SGD],
+        2,
+        "did you mean 'logits'",
+    ),
+    "unknown backend": (lambda _: train("--backend", "onnxruntme"), 2, "did you mean 'onnxruntime'"),
+    "unknown pass": (lambda _: ["opt", "mlp.onnx", "-p", "legalise"], 2, "did you mean 'legalize'"),
+    "unknown pass option": (lambda _: ["opt", "mlp.onnx", "-p", "initialize{metod=he}"], 2, "did you mean 'method'"),
+    "prerequisite": (lambda _: ["opt", "mlp.onnx", "-p", "autodiff"], 2, "needs legalize before it"),
+    "pipeline syntax": (lambda _: ["opt", "mlp.onnx", "-p", "legalize{"], 2, "cannot read the pipeline"),
+    "print after": (lambda _: ["opt", "mlp.onnx", "-p", "legalize", "--print-after", "verify"], 2, "no such pass"),
+    "pass name": (lambda _: ["passes", "buckets"], 2, "did you mean 'bucket'"),
+    "freeze nothing": (lambda _: train("--freeze", "encoder.*"), 2, "no parameter matches 'encoder.*'"),
+    "initialize": (lambda _: train("--initialize", "hee"), 2, "hee"),
+    "batch option": (lambda _: train("--batch", "-3"), 2, "--batch '-3'"),
+    "transport": (lambda _: train("-n", "2", "--transport", "mpy"), 2, "unknown transport 'mpy'"),
+    "command": (lambda _: ["trian"], 2, "trian"),
+    "option": (lambda _: train("--epoch-count", "3"), 2, "--epoch-count"),
+    "option value": (lambda _: ["train", "mlp.onnx", "--epochs", "many"], 2, "--epochs"),
+    "option missing": (lambda _: ["train", "mlp.onnx"], 2, "--data"),
+    "output folder": (lambda _: train("-o", "nowhere/t.onnx"), 1, "there is no folder"),
+    "output stdout": (lambda _: train("-o", "-"), 2, "name a file"),
+    "resume": (lambda _: train("--resume", "nothing"), 2, "no such checkpoint"),
+    "show a model": (lambda _: ["show", "mlp.onnx"], 2, "no training graph"),
+    "inspect part": (lambda _: ["inspect", "mlp.onnx", "--show", "parms"], 2, "did you mean 'params'"),
+    "script": (lambda _: ["launch", "-n", "2", "none.py"], 2, "no script 'none.py'"),
+    "run feeds": (lambda _: ["run", "mlp.onnx", "--inputs", "d.npz"], 1, "no input 'label'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, code, fragment = CASES[name]
+    arguments = make(here)
+    before = sorted(p.name for p in here.rglob("*"))
+    assert main(arguments) == code
+    out, err = capfd.readouterr()
+    assert fragment in err
+    assert [line for line in err.splitlines() if line.startswith("graphc: error: ")]
+    assert "Traceback" not in err + out
+    assert sorted(p.name for p in here.rglob("*")) == before, "nothing is written"
+
+
+def test_unexpected_errors_are_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("graphc.frontends.load", fail)
+    assert main(["inspect", "mlp.onnx"]) == 1
+    assert capfd.readouterr().err == (
+        "graphc: error: unexpected RuntimeError: first second (run with GRAPHC_DEBUG=1 for the traceback)\n"
+    )
+    monkeypatch.setenv("GRAPHC_DEBUG", "1")
+    with pytest.raises(RuntimeError):
+        main(["inspect", "mlp.onnx"])
