@@ -171,6 +171,15 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     return result
 
 
+def _resize(node: ir.Node) -> Sequence[Dim] | None:
+    """Axes that are not resized keep their size."""
+    source = _dims_of(node.inputs[0])
+    if source is None or "axes" not in node.attributes:
+        return None
+    resized = {a % len(source) for a in node.attributes["axes"].as_ints()}
+    return [None if k in resized else d for k, d in enumerate(source)]
+
+
 def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
     return dims(value) if value is not None else None
 
@@ -179,6 +188,7 @@ _SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
     "ConstantOfShape": _constant_of_shape,
     "Expand": _expand,
     "Reshape": _reshape,
+    "Resize": _resize,
     "Slice": _slice_shape,
 }
 

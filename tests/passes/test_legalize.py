@@ -27,7 +27,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 def build(
     nodes: Sequence[onnx.NodeProto],
     inputs: dict[str, Sequence[int | str]],
-    outputs: Sequence[str],
+    outputs: Sequence[str] | dict[str, Sequence[int | str]],
     weights: dict[str, np.ndarray] | None = None,
     *,
     opset: int,
@@ -37,11 +37,12 @@ def build(
     types: dict[str, int] | None = None,
 ) -> onnx.ModelProto:
     types = types or {}
+    shapes = outputs if isinstance(outputs, dict) else {}
     graph = helper.make_graph(
         list(nodes),
         "test",
         [helper.make_tensor_value_info(n, types.get(n, TensorProto.FLOAT), s) for n, s in inputs.items()],
-        [helper.make_tensor_value_info(n, types.get(n, TensorProto.FLOAT), None) for n in outputs],
+        [helper.make_tensor_value_info(n, types.get(n, TensorProto.FLOAT), shapes.get(n)) for n in outputs],
         [numpy_helper.from_array(a, n) for n, a in (weights or {}).items()],
     )
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
