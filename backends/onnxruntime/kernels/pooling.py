@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numba
 import numpy as np
 import onnx_ir as ir
 
@@ -16,6 +16,7 @@ from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window, averaging_matrix
 
 Geometry: TypeAlias = "tuple[Array, Array]"
+Pair: TypeAlias = "tuple[int, ...]"
 
 
 def _planes(array: Array) -> Array:
@@ -50,51 +51,73 @@ def max_pool_grad(k: Binding) -> Run:
     """Each dy goes to the first element of its window that equals the maximum y."""
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
+    assert window.begin is not None
+    lift = (1,) * (4 - x.ndim)
+    begin = (*(0,) * len(lift), *window.begin)
+    taps, strides, dilations = (*lift, *window.kernel), (*lift, *window.strides), (*lift, *window.dilations)
     planes = x.shape[0] * x.shape[1]
     parts = max(1, min(k.pool.threads, planes, y.size // 1024))
     found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
-    geometry = _geometry(window, x.shape[2:], y.shape[2:])
-    arguments = (_planes(dy), _planes(x), _planes(y), *geometry, window.strides[-1], found, _planes(dx))
-    pool = k.pool
-    return lambda: pool.run(_max_pool_grad, arguments, parts)
+    arguments = (_planes(dy), _planes(x), _planes(y), *begin, found, _planes(dx))
+    pool, loop = k.pool, _max_pool_grad(taps, strides, dilations)
+    return lambda: pool.run(loop, arguments, parts)
 
 
 @exact
-def _max_pool_grad(dy, x, y, rows, columns, stride, found, dx, start, stop):  # type: ignore[no-untyped-def]
-    """A row of windows at a time: all of them look at the same tap, from the last tap to the first."""
-    parts, planes = found.shape[0], x.shape[0]
-    for part in range(start, stop):
-        at = found[part]
-        for plane in range(planes * part // parts, planes * (part + 1) // parts):
-            dx[plane] = 0.0
-            for r in range(rows.shape[1]):
-                at[:] = -1
-                for i in range(rows.shape[0] - 1, -1, -1):
-                    row = rows[i, r]
-                    if row < 0:
-                        continue
-                    for j in range(columns.shape[0] - 1, -1, -1):
-                        shift, first, last = columns[j]
-                        wanted, places = y[plane, r, first:last], at[first:last]
-                        source = x[plane, row, shift + first * stride :]
-                        base = np.int32(row * x.shape[2] + shift + first * stride)
-                        if stride == 1:  # known strides become plain vector loads and shuffles
-                            _look(source, wanted, places, base, 1)
-                        elif stride == 2:
-                            _look(source, wanted, places, base, 2)
-                        else:
-                            _look(source, wanted, places, base, stride)
-                target, slopes = dx[plane].reshape(-1), dy[plane, r]
-                for q in range(at.size):
-                    if at[q] >= 0:
-                        target[at[q]] += slopes[q]
+def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):  # type: ignore[no-untyped-def]
+    """Place of the first tap inside x that equals ``wanted``, else -1."""
+    for i in range(taps_h):
+        for j in range(taps_w):
+            h, w = row + i * dilation_h, column + j * dilation_w
+            if 0 <= h < x.shape[0] and 0 <= w < x.shape[1] and x[h, w] == wanted:
+                return h * x.shape[1] + w
+    return -1
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _look(source, wanted, places, base, stride):  # type: ignore[no-untyped-def]
-    for q in range(wanted.size):
-        place = places[q]
-        places[q] = np.int32(base + q * stride) if source[q * stride] == wanted[q] else place
+@functools.lru_cache(maxsize=64)
+def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., None]:
+    """The loop for one window: its sizes are constants, so that the taps are unrolled and windows searched in vectors."""
+    taps_h, taps_w = taps
+    stride_h, stride_w = strides
+    dilation_h, dilation_w = dilations
+
+    @exact
+    def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):  # type: ignore[no-untyped-def]
+        parts, planes, height, width = found.shape[0], x.shape[0], x.shape[1], x.shape[2]
+        first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # windows from here on have no tap in front of x
+        after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # and those before this, none behind
+        last = np.uint64(max(np.int64(first), min(y.shape[2], after)))
+        for part in range(start, stop):
+            at = found[part]
+            for plane in range(planes * part // parts, planes * (part + 1) // parts):
+                source, target = x[plane].reshape(-1), dx[plane].reshape(-1)
+                target[:] = 0.0
+                for r in range(y.shape[1]):
+                    wanted, slopes, row = y[plane, r], dy[plane, r], r * stride_h - begin_h
+                    whole = row >= 0 and row + (taps_h - 1) * dilation_h < height
+                    for q in range(np.int64(first) if whole else at.size):
+                        at[q] = _clipped(
+                            x[plane], wanted[q], row, q * stride_w - begin_w, taps_h, taps_w, dilation_h, dilation_w
+                        )
+                    for q in range(np.int64(last) if whole else at.size, at.size):
+                        at[q] = _clipped(
+                            x[plane], wanted[q], row, q * stride_w - begin_w, taps_h, taps_w, dilation_h, dilation_w
+                        )
+                    # Unsigned indices need no test for negative ones, which would keep this from becoming vector code.
+                    for step in range(last - first if whole else np.uint64(0)):
+                        q = first + step
+                        corner = np.uint64(row * width - begin_w + np.int64(q) * stride_w)
+                        value, place = wanted[q], corner
+                        for i in range(taps_h - 1, -1, -1):  # backwards, so that the first maximum is what remains
+                            for j in range(taps_w - 1, -1, -1):
+                                tap = corner + np.uint64(i * dilation_h) * np.uint64(width) + np.uint64(j * dilation_w)
+                                place = tap if source[tap] == value else place
+                        at[q] = np.int32(place)
+                    for q in range(at.size):
+                        if at[q] >= 0:
+                            target[at[q]] += slopes[q]
+
+    return max_pool_grad  # type: ignore[no-any-return]
 
 
 def _average_is_native(node: ir.Node) -> bool:
