@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _app() -> typer.Typer:
     # Panels and colours are for people; piped help is plain text.
-    markup = "rich" if output.is_terminal("stdout") else None
+    markup: Literal["rich"] | None = "rich" if output.is_terminal("stdout") else None
     app = typer.Typer(
         rich_markup_mode=markup,
         pretty_exceptions_enable=False,

@@ -103,7 +103,7 @@ def _show_compilation(job: Job, digits: Digits, form: Format) -> Prepared:
     output.say(f"{demo.MODEL.name}: {found['trained_parameters']} parameters, {found['trained_elements']:,} elements")
     output.say(f"digits: {samples} images of 8×8 to train on, {tests} to test with\n")
     before = [nodes, *(row["nodes"] for row in times.rows)]
-    rows = [(row["pass"], b, row["nodes"], f"{row['ms']:.1f}") for b, row in zip(before, times.rows, strict=False)]
+    rows = [(row["pass"], b, row["nodes"], round(row["ms"], 1)) for b, row in zip(before, times.rows, strict=False)]
     output.table(("pass", "nodes before", "nodes after", "ms"), rows)
     output.say(
         f"\n{nodes} nodes became {found['nodes']}: {found['compute']} compute, {found['collectives']} collectives, "

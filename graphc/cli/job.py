@@ -166,23 +166,28 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
                 _epochs(job, prepared, trainer, batches, reporter)
             except NonFiniteError as error:
                 failure = _keep_last_good(job, trainer, error)
-        if failure is None:
-            if job.output is not None:
-                trainer.export(job.output)
-            collectives = compiler.nodes_by_kind(program.model)["collectives"] if trainer.size > 1 else 0
-            reporter.end(
-                {
-                    "event": "end",
-                    "steps": trainer.steps_done,
-                    "state_sha256": trainer.state_sha256(),
-                    "world_size": trainer.size,
-                    "allreduces_per_step": collectives,
-                    "seconds": round(time.perf_counter() - start, 3),
-                    **({"output": job.output} if job.output else {}),
-                }
-            )
+            else:
+                event = _end_event(job, trainer, time.perf_counter() - start)
+                if job.output is not None:
+                    trainer.export(job.output)
+                # Inside the block: on a terminal these lines and the progress bar take one way, and so keep their order.
+                reporter.end(event)
     if failure is not None:
         raise failure
+
+
+def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
+    """The last event; making it checks that all ranks hold the same state."""
+    collectives = compiler.nodes_by_kind(trainer.program.model)["collectives"] if trainer.size > 1 else 0
+    return {
+        "event": "end",
+        "steps": trainer.steps_done,
+        "state_sha256": trainer.state_sha256(),
+        "world_size": trainer.size,
+        "allreduces_per_step": collectives,
+        "seconds": round(seconds, 3),
+        **({"output": job.output} if job.output else {}),
+    }
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ class Reporter:
             return
         steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"], "worker")
         reductions = output.count(event["allreduces_per_step"], "AllReduce")
-        output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step")
-        output.say(f"state sha256 {event['state_sha256']}, the same on every worker")
+        output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
+        output.say(f"state {event['state_sha256']}")
         if "output" in event:
             output.say(f"wrote {event['output']}")
 
