@@ -73,9 +73,13 @@ def test_a_bad_step_keeps_the_last_good_state_and_names_the_tensor(trainer: grap
 def test_an_overflow_in_the_middle_is_found(exported: Callable[[str], str]) -> None:
     trainer = make(exported("mlp"), "sgd:lr=1e20")
     trainer.step(feeds())
-    with pytest.raises(NonFiniteError) as caught:
+
+    def train() -> None:
         for _ in range(5):
             trainer.step(feeds())
+
+    with pytest.raises(NonFiniteError) as caught:
+        train()
     assert caught.value.tensor is not None
     assert all(np.isfinite(a).all() for a in trainer.state.arrays.values())
 
