@@ -7,6 +7,7 @@ so they are cached under that key: a model of 50 equal blocks pays for one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,9 +80,7 @@ def _key(
             parts.append(None)
             continue
         known = constant(value)
-        if known is not None and known.size <= _CONSTANT_LIMIT and known.dtype.kind in "iub":
-            parts.append((value.dtype, known.shape, known.tobytes()))
-        elif known is not None and known.size <= 16:
+        if known is not None and known.size <= (_CONSTANT_LIMIT if known.dtype.kind in "iub" else 16):
             parts.append((value.dtype, known.shape, known.tobytes()))
         else:
             parts.append((str(value.type), dims(value)))
@@ -212,12 +211,10 @@ def fold(node: ir.Node) -> bool:
     if out.const_value is not None:
         return False
     result: np.ndarray | None = None
-    if node.op_type in ("Shape", "Size"):
+    if out.dtype is not None and _is_integral(out.dtype):
         result = follow(node)
-    elif out.dtype is not None and _is_integral(out.dtype):
-        result = evaluate(node, limit=_CONSTANT_LIMIT)
         if result is None:
-            result = follow(node)
+            result = evaluate(node, limit=_CONSTANT_LIMIT)
     if result is None:
         return False
     out.const_value = ir.tensor(result, name=out.name)
@@ -252,9 +249,9 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
         names.append(f"i{k}")
         feeds[f"i{k}"] = known
     found = dims(node.outputs[0])
-    if found is not None and all(isinstance(d, int) for d in found):
-        if int(np.prod([d for d in found if isinstance(d, int)], dtype=np.int64)) > limit:
-            return None
+    static = [d for d in found or () if isinstance(d, int)]
+    if found is not None and len(static) == len(found) and math.prod(static) > limit:
+        return None
     from onnx.reference import ReferenceEvaluator
 
     proto = onnx.NodeProto(op_type=node.op_type, domain="", input=names, output=["o"])
@@ -270,6 +267,7 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     try:
-        return np.asarray(ReferenceEvaluator(model).run(None, feeds)[0])
+        outputs: Any = ReferenceEvaluator(model).run(None, feeds)
+        return np.asarray(outputs[0])
     except Exception:
         return None  # not evaluable here (an op the reference lacks): it simply stays in the graph

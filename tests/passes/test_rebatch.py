@@ -35,7 +35,7 @@ def check_like_single_samples(model: ir.Model, feeds: dict[str, np.ndarray], par
     want = [np.concatenate(part) for part in zip(*each, strict=True)]
     for batch in (size, "batch"):
         for have, expected in zip(run(rebatch(model, batch), feeds), want, strict=True):
-            np.testing.assert_allclose(have, expected, rtol=1e-4, atol=atol)
+            np.testing.assert_allclose(have, expected, rtol=1e-4, atol=atol * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", [*SMALL, *LARGE])
@@ -54,7 +54,7 @@ def test_zoo_models_take_another_batch(name: str, batch: int | str) -> None:
 def test_zoo_models_compute_the_same_for_each_sample(name: str) -> None:
     _, model = with_random_weights(name)
     (x,) = model.graph.inputs
-    check_like_single_samples(model, {x.name: normal(2, *dims(x)[1:])}, 2, atol=1e-6)
+    check_like_single_samples(model, {x.name: normal(2, *dims(x)[1:])}, 2)
 
 
 def shapes(*targets: Sequence[int]) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
