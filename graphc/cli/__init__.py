@@ -32,6 +32,7 @@ COMMANDS = (
     "backends",
     "ops",
     "doctor",
+    "bench",
 )
 """In the order of ``graphc --help``; ``graphc.cli.NAME`` holds each."""
 

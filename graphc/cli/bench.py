@@ -1,0 +1,52 @@
+"""``graphc bench``: step and compile times beside PyTorch's, as ratios of one run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphc.cli import options, output
+from graphc.cli.output import Format
+
+
+def command(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]…", help="Which models; all by default.")] = None,
+    destination: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows as JSON to this file.")] = None,
+    rounds: Annotated[int, typer.Option(help="graphc and PyTorch are measured in turn this often; the median counts.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Time of one measurement.")] = 3.0,
+    workers: Annotated[bool, typer.Option(help="Also measure two workers against DistributedDataParallel.")] = True,
+    zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
+    form: options.Format = Format.text,
+) -> None:
+    """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""
+    from graphc.bench.run import run_suite, write
+    from graphc.bench.specs import TIMED
+    from graphc.errors import UsageError, nearest
+
+    for model in models or ():
+        if model not in TIMED:
+            raise UsageError(f"there is no benchmark model {model!r}{nearest(model, TIMED)}; there are {', '.join(TIMED)}")
+    rows = run_suite(models or TIMED, workers=workers, zoo=zoo, rounds=rounds, seconds=seconds, say=output.note)
+    if destination is not None:
+        write(rows, destination)
+    if form is Format.json:
+        output.document([asdict(row) for row in rows])
+        return
+    output.table(
+        ("what", "graphc ms", "beside", "ms", "times as fast", "goal", ""),
+        [
+            (
+                row.name,
+                f"{row.ours_ms:.2f}",
+                row.peer,
+                f"{row.peer_ms:.2f}",
+                f"{row.ratio:.2f}",
+                f"{row.goal:.1f}",
+                "" if row.ratio >= row.goal else "missed",
+            )
+            for row in rows
+        ],
+    )
