@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import FLOATS
+from graphc.ir.facts import FLOATS, is_state
 from graphc.ir.names import BUFFER
 
 _WEIGHT_INPUTS: dict[str, frozenset[int]] = {
@@ -178,7 +178,7 @@ def small_initializers_to_constants(graph: ir.Graph) -> None:
 def _constants(graph: ir.Graph) -> Iterator[ir.Value]:
     for value in graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or value.is_graph_output() or (value.name or "").startswith("graphc."):
+        if tensor is None or value.is_graph_output() or is_state(value) or (value.name or "").startswith("graphc."):
             continue
         if (tensor.dtype not in FLOATS or not tensor.shape) and tensor.size <= _CONSTANT_LIMIT:
             yield value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphc.errors import ModelError, UnsupportedOpError
 from graphc.frontends.onnx import load, write_back
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.facts import dims
+from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import LARGE, SMALL, legal, path_of, run, with_random_weights
 
 F32 = np.float32
@@ -447,3 +449,12 @@ def test_branches_of_an_if_are_converted_too() -> None:
     model = build([node], {"x": [2, 3], "flag": []}, ["y"], opset=11, types={"flag": TensorProto.BOOL})
     for flag in (True, False):
         check_same(model, {"x": normal(2, 3), "flag": np.array(flag)})
+
+
+def test_a_saved_training_graph_stays_as_it_is() -> None:
+    """State, collectives and updates survive when a stage is saved, loaded and legalised again."""
+    model = load(conv_net(17))
+    run_pipeline(model, "legalize,train_mode,loss,autodiff,optimizer{name=adam},allreduce,bucket,schedule,simplify")
+    again = legal(load(ir.to_proto(model)))
+    assert Counter(n.op_type for n in again.graph) == Counter(n.op_type for n in model.graph)
+    assert set(again.graph.initializers) == set(model.graph.initializers)
