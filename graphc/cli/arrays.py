@@ -7,7 +7,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -82,7 +82,7 @@ def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note:
     found: dict[str, Array] = {}
     for name, value in wanted.items():
         assert value.dtype is not None
-        array = _convert(arrays[name], np.dtype(value.dtype.numpy()), name, where, note)
+        array = convert(arrays[name], np.dtype(value.dtype.numpy()), name, where, note)
         _check_shape(array, value, where)
         found[name] = array
     check_labels(graph, found, where)
@@ -103,7 +103,12 @@ def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> No
             raise FeedError(f"{where}: label {int(labels[tuple(place)])} at {name}{place} is outside {low} … {high - 1}")
 
 
-def _convert(array: Array, dtype: np.dtype[np.generic], name: str, where: str, note: Callable[[str], None]) -> Array:
+def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Callable[[str], None]) -> Array:
+    """``array`` as ``dtype``, where that loses nothing but float64's extra digits.
+
+    Raises:
+        FeedError: any other conversion, or values that float32 cannot hold.
+    """
     if array.dtype == dtype:
         return array
     same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")

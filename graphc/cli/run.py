@@ -29,14 +29,18 @@ def command(
     import numpy as np
 
     from graphc import frontends
-    from graphc.cli.arrays import read_npz
+    from graphc.cli.arrays import convert, read_npz
     from graphc.errors import UsageError
     from graphc.frontends.onnx import atomic_write
     from graphc.inference import run_model
 
     if model == "-" and inputs == "-":
         raise UsageError("MODEL and --inputs cannot both come from standard input")
-    results = run_model(frontends.load(model), read_npz(inputs), backend)
+    loaded, feeds = frontends.load(model), read_npz(inputs)
+    for value in loaded.graph.inputs:
+        if value.name in feeds and value.dtype is not None:
+            feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)
+    results = run_model(loaded, feeds, backend)
     if out == "-":
         # Written at once: numpy seeks while it writes, which standard output may not do.
         buffer = io.BytesIO()

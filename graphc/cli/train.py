@@ -113,10 +113,14 @@ def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: P
                 prepare(job)  # every error in the arguments shows here, once, and before any worker starts
             return _launch(job, Path(name))
         ready = prepared or prepare(job)
-        if job.workers > 1 and alone:
-            run_threads(job.workers, lambda comm: execute(job, ready, comm))
-        else:
-            execute(job, ready)
+        try:
+            if job.workers > 1 and alone:
+                run_threads(job.workers, lambda comm: execute(job, ready, comm))
+            else:
+                execute(job, ready)
+        except KeyboardInterrupt:
+            output.note("interrupted")
+            return 130
         return 0
 
 
