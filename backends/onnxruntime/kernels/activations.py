@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import no_type_check
 
 import numpy as np
 
@@ -29,7 +30,8 @@ def relu_grad(k: Binding) -> Run:
 
 
 @exact
-def _relu_grad(dy, y, dx, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _relu_grad(dy, y, dx, start, stop):
     dy, y, dx = dy[start:stop], y[start:stop], dx[start:stop]
     for i in range(y.size):
         slope = dy[i]  # read in any case, so that there is no branch
@@ -46,7 +48,8 @@ def gelu_grad(k: Binding) -> Run:
 
 
 @jit
-def _gelu_grad(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _gelu_grad(dy, x, dx, start, stop):
     """Φ(x) + x·φ(x); both share exp(-x²/2).
 
     Φ comes from erf by formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions (error below 1.5e-7).
@@ -65,7 +68,8 @@ def _gelu_grad(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gelu_grad_tanh(dy, x, dx, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _gelu_grad_tanh(dy, x, dx, start, stop):
     """½(1 + t) + ½x(1 - t²)u' with t = tanh(u) from e = exp(-2|u|)."""
     dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
     one, half, two, three = np.float32(1.0), np.float32(0.5), np.float32(2.0), np.float32(3.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -95,8 +96,8 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     assert window.begin is not None
     lift = [1] * (4 - x.ndim)  # one spatial axis is two with a height of one
     samples, channels = x.shape[:2]
-    height, width = [*lift, *x.shape[2:]]
-    rows, columns = [*lift, *dy.shape[2:]]
+    height, width = lift + list(x.shape[2:])
+    rows, columns = lift + list(dy.shape[2:])
     taps = [*lift, *window.kernel]
     per_group, outs, positions = channels // group, dw.shape[0] // group, rows * columns
     patch = per_group * taps[0] * taps[1]
@@ -127,7 +128,8 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
 
 
 @jit
-def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
     """Each part sums the gradient over its own samples."""
     parts = sums.shape[0]
     samples, groups = x.shape[0], x.shape[1]
@@ -143,7 +145,8 @@ def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):  # 
 
 
 @jit
-def _unfold(x, out, geometry, patches):  # type: ignore[no-untyped-def]
+@no_type_check
+def _unfold(x, out, geometry, patches):
     """patches[c, tap, position] = x[c] under that tap of the window at that position, 0 in the padding."""
     taps_h, taps_w, stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
     channels, height, width = x.shape
@@ -173,7 +176,8 @@ def _unfold(x, out, geometry, patches):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_parts(parts, total, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _add_parts(parts, total, start, stop):
     target = total[start:stop]
     target[:] = parts[0, start:stop]
     for p in range(1, parts.shape[0]):

@@ -41,7 +41,7 @@ def _cache_is_usable() -> bool:
         return False
     if not os.access(fallback, os.W_OK):
         return False
-    numba.config.CACHE_DIR = str(fallback)
+    numba.config.CACHE_DIR = str(fallback)  # type: ignore[attr-defined]
     return True
 
 

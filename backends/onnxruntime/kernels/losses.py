@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import no_type_check
 
 import numpy as np
 
@@ -54,7 +55,8 @@ def softmax_cross_entropy(k: Binding) -> Run:
 
 
 @jit
-def _highest(row):  # type: ignore[no-untyped-def]
+@no_type_check
+def _highest(row):
     """The maximum, taken on bit patterns put in the order of their numbers: integers are compared in vectors."""
     rest = np.int32(0x7FFFFFFF)
     best = np.int32(-0x80000000)
@@ -65,7 +67,8 @@ def _highest(row):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):
     behind, classes = scores.shape[1], scores.shape[2]
     positions, parts = scores.shape[0] * behind, sums.shape[0]
     for part in range(start, stop):
@@ -117,9 +120,10 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
 
 
 @jit
+@no_type_check
 def _softmax_cross_entropy_grad(
     dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, start, stop
-):  # type: ignore[no-untyped-def]
+):
     behind, classes = log_prob.shape[1], log_prob.shape[2]
     for position in range(start, stop):
         row, target = log_prob[position // behind, position % behind], dlogits[position // behind, position % behind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import numba
 import numpy as np
 
@@ -10,8 +12,9 @@ _LN2_HIGH = np.float32(0.693359375)  # few bits, so that n · _LN2_HIGH is exact
 _LN2_LOW = np.float32(-2.12194440e-4)
 
 
-@numba.njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def exp(x):  # type: ignore[no-untyped-def]
+@numba.njit(inline="always", error_model="numpy")
+@no_type_check
+def exp(x):
     """eˣ of a float32 to about one unit in the last place; 0 below -87.3 and e⁸⁸ above 88; NaN stays NaN.
 
     x = n·ln 2 + r, then a polynomial in r (Cephes' expf, S. Moshier) and 2ⁿ by its bit pattern.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import numpy as np
 import onnx_ir as ir
 
@@ -31,7 +33,8 @@ def batch_normalization_training(k: Binding) -> Run:
 
 
 @jit
-def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     count = samples * positions
     for c in range(start, stop):
@@ -68,7 +71,8 @@ def batch_normalization_training_grad(k: Binding) -> Run:
 
 
 @jit
-def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     count = samples * positions
     for c in range(start, stop):
@@ -130,7 +134,8 @@ def layer_normalization_grad(k: Binding) -> Run:
 
 
 @jit
-def _layer_normalization_grad(dy, x, scale, mean, inv_std, dx, sums, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _layer_normalization_grad(dy, x, scale, mean, inv_std, dx, sums, start, stop):
     rows, size = x.shape
     parts = sums.shape[0]
     for part in range(start, stop):
@@ -171,7 +176,8 @@ def lrn_grad(k: Binding) -> Run:
 
 
 @jit
-def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):
     alpha, beta, bias = coefficients[0], coefficients[1], coefficients[2]
     before, after = (size - 1) // 2, size // 2
     samples, channels, positions = x.shape
@@ -203,7 +209,8 @@ def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):  # type: 
 
 
 @jit
-def _negative_power(base, exponent):  # type: ignore[no-untyped-def]
+@no_type_check
+def _negative_power(base, exponent):
     """base^-exponent; by roots for the exponent of all published networks, a call to libm for any other."""
     if exponent == np.float32(0.75):
         root = np.sqrt(base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -64,7 +64,8 @@ def max_pool_grad(k: Binding) -> Run:
 
 
 @exact
-def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):  # type: ignore[no-untyped-def]
+@no_type_check
+def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
     """Place of the first tap inside x that equals ``wanted``, else -1."""
     for i in range(taps_h):
         for j in range(taps_w):
@@ -82,7 +83,8 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
     dilation_h, dilation_w = dilations
 
     @exact
-    def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):
         parts, planes, height, width = found.shape[0], x.shape[0], x.shape[1], x.shape[2]
         first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # windows from here on have no tap in front of x
         after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # and those before this, none behind
@@ -144,11 +146,12 @@ def average_pool_grad(k: Binding) -> Run:
 
 def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -> Array:
     """One over the number of taps that the average of each window counts along one axis."""
-    return averaging_matrix(window, axis, include_pad, size, out).max(axis=1).astype(np.float32)
+    return np.asarray(averaging_matrix(window, axis, include_pad, size, out).max(axis=1), dtype=np.float32)
 
 
 @jit
-def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, start, stop):
     for plane in range(start, stop):
         dx[plane] = 0.0
         for r in range(rows.shape[1]):

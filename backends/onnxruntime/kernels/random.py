@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -42,7 +43,8 @@ def dropout_mask(k: Binding) -> Run:
 
 
 @exact
-def _dropout_mask(words, kept, mask, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _dropout_mask(words, kept, mask, start, stop):
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     begin, threshold, size = words[4], words[5], mask.size
     first, skip = begin // np.uint64(4), np.int64(begin % np.uint64(4))

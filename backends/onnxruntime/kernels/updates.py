@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import no_type_check
 
 import numpy as np
 
@@ -84,7 +85,8 @@ def sgd(k: Binding) -> Run:
 
 
 @jit
-def _sgd(param, grad, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _sgd(param, grad, c, start, stop):
     param, grad = param[start:stop], grad[start:stop]
     scale, decay, lr = c[0], c[1], c[2]
     for i in range(param.size):
@@ -110,7 +112,8 @@ def momentum_sgd(k: Binding) -> Run:
 
 
 @jit
-def _momentum(param, grad, buffer, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _momentum(param, grad, buffer, c, start, stop):
     param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
     scale, decay, keep, take, of_gradient, of_buffer = c[0], c[1], c[2], c[3], c[4], c[5]
     for i in range(param.size):
@@ -147,7 +150,8 @@ def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
 
 
 @jit
-def _adam(param, grad, first, second, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _adam(param, grad, first, second, c, start, stop):
     param, grad, first, second = param[start:stop], grad[start:stop], first[start:stop], second[start:stop]
     scale, decay, step1, keep2, step2, size, correction, eps, shrink = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
     for i in range(param.size):
@@ -173,7 +177,8 @@ def adagrad(k: Binding) -> Run:
 
 
 @jit
-def _adagrad(param, grad, total, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _adagrad(param, grad, total, c, start, stop):
     param, grad, total = param[start:stop], grad[start:stop], total[start:stop]
     scale, decay, size, eps = c[0], c[1], c[2], c[3]
     for i in range(param.size):
@@ -197,7 +202,8 @@ def rmsprop(k: Binding) -> Run:
 
 
 @jit
-def _rmsprop(param, grad, square, average, buffer, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _rmsprop(param, grad, square, average, buffer, c, start, stop):
     scale, decay, keep, take, eps, momentum, lr = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
     centered, heavy = average.size > 0, buffer.size > 0
     param, grad, square = param[start:stop], grad[start:stop], square[start:stop]
@@ -229,7 +235,8 @@ def running_average(k: Binding) -> Run:
 
 
 @jit
-def _running_average(running, batch, c, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _running_average(running, batch, c, start, stop):
     running, batch = running[start:stop], batch[start:stop]
     keep, take = c[0], c[1]
     for i in range(running.size):
@@ -262,7 +269,8 @@ def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
 
 
 @exact
-def _count_nonfinite(bits):  # type: ignore[no-untyped-def]
+@no_type_check
+def _count_nonfinite(bits):
     exponent = np.int32(0x7F800000)
     count = 0
     for i in range(bits.size):
@@ -271,7 +279,8 @@ def _count_nonfinite(bits):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _count_nonfinite_parts(bits, counts, start, stop):  # type: ignore[no-untyped-def]
+@no_type_check
+def _count_nonfinite_parts(bits, counts, start, stop):
     parts = counts.size
     for part in range(start, stop):
         counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts])
