@@ -13,7 +13,9 @@ import ctypes
 import functools
 import importlib.metadata
 import os
+import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +32,13 @@ _SRC_LAYOUT, _WEIGHTS_LAYOUT, _DST_LAYOUT = 129, 131, 133
 _DIFF_SRC_LAYOUT, _DIFF_WEIGHTS_LAYOUT, _DIFF_DST_LAYOUT = 130, 132, 134
 _SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41
 _DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS = 129, 145, 161
+
+_DESTROYERS = (
+    (r"dnnl_memory_desc_create\w*", "dnnl_memory_desc_destroy"),
+    (r"dnnl_\w+_primitive_desc_create", "dnnl_primitive_desc_destroy"),
+    (r"dnnl_primitive_create", "dnnl_primitive_destroy"),
+    (r"dnnl_memory_create", "dnnl_memory_destroy"),
+)
 
 _Dims = ctypes.c_int64 * 12
 
@@ -56,11 +65,13 @@ class Library:
             ("dnnl_primitive_execute", integer, (pointer, pointer, integer, pointer)),
             ("dnnl_memory_set_data_handle", integer, (pointer, pointer)),
             ("omp_set_num_threads", None, (integer,)),
+            ("omp_get_max_threads", integer, ()),
         ):
             function = getattr(self._lib, name)
             function.restype, function.argtypes = result, arguments
         self.execute = self._lib.dnnl_primitive_execute
         self.use_threads = self._lib.omp_set_num_threads
+        self.threads_in_use = self._lib.omp_get_max_threads
         self.query = self._lib.dnnl_primitive_desc_query_md
         self.size = self._lib.dnnl_memory_desc_get_size
         self.equal = self._lib.dnnl_memory_desc_equal
@@ -77,17 +88,11 @@ class Library:
             raise OneDnnError(f"{function} failed with status {status}")
         return handle
 
-    def destroy(self, function: str, handle: Handle) -> None:
-        getattr(self._lib, function)(handle)
-
-    def plain(self, shape: Sequence[int]) -> Handle:
-        """Layout of a C-contiguous float32 array."""
-        strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
-        return self.create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
-
-    def free_choice(self, shape: Sequence[int]) -> Handle:
-        """A layout that the primitive may choose."""
-        return self.create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
+    def destroy(self, objects: list[tuple[str, Handle]]) -> None:
+        """Destroy (function, object) pairs, the newest first."""
+        while objects:
+            function, handle = objects.pop()
+            getattr(self._lib, function)(handle)
 
 
 @functools.lru_cache(maxsize=1)
@@ -123,7 +128,7 @@ def _resting_threads() -> Iterator[None]:
     if any(name in os.environ for name in names):
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = "5000"
+    os.environ["GOMP_SPINCOUNT"] = "1000"
     try:
         yield
     finally:
@@ -181,6 +186,8 @@ class Convolution:
     ) -> None:
         self._lib, self._threads, self._scratch = lib, threads, scratch
         self._alive: list[Any] = [x, w, y, bias]
+        self._objects: list[tuple[str, Handle]] = []
+        weakref.finalize(self, lib.destroy, self._objects)
         self._moves: list[tuple[Handle, int]] = []
         self._calls: list[tuple[Handle, Handle, int, int]] = []
         self._used = 0
@@ -188,25 +195,26 @@ class Convolution:
         taps = (group, w.shape[0] // group, *w.shape[1:]) if group > 1 else w.shape
         n = len(pads) // 2
         geometry = [_Dims(*strides), _Dims(*(d - 1 for d in dilations)), _Dims(*pads[:n]), _Dims(*pads[n:])]
+        before = lib.threads_in_use()
         lib.use_threads(threads)
-        layout = lib.free_choice if blocked else lib.plain
+        layout = self._free_choice if blocked else self._plain
         shapes = x.shape, taps, y.shape
-        src, weights, dst = layout(x.shape), lib.free_choice(taps) if blocked else lib.plain(taps), layout(y.shape)
-        bias_layout = lib.plain(bias.shape) if bias is not None else None
-        forward = lib.create(
+        src, weights, dst = layout(x.shape), self._free_choice(taps) if blocked else self._plain(taps), layout(y.shape)
+        bias_layout = self._plain(bias.shape) if bias is not None else None
+        forward = self._create(
             "dnnl_convolution_forward_primitive_desc_create",
             *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, None),
         )
         if kind == "forward":
             chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
         elif kind == "input":
-            chosen = lib.create(
+            chosen = self._create(
                 "dnnl_convolution_backward_data_primitive_desc_create",
                 *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, None),
             )
             roles = (_DIFF_SRC, _DIFF_SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
         else:
-            chosen = lib.create(
+            chosen = self._create(
                 "dnnl_convolution_backward_weights_primitive_desc_create",
                 *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, None),
             )
@@ -215,7 +223,7 @@ class Convolution:
         arguments: list[tuple[int, Handle]] = []
         after: list[tuple[Handle, Handle, Handle, Handle]] = []
         for index, (array, shape, (role, query)) in enumerate(zip((x, w, y), shapes, roles, strict=True)):
-            own, wanted = lib.plain(shape), ctypes.c_void_p(lib.query(chosen, query, 0))
+            own, wanted = self._plain(shape), ctypes.c_void_p(lib.query(chosen, query, 0))
             memory = self._memory(own, array.ctypes.data)
             if not lib.equal(own, wanted):
                 copy = self._scratch_memory(wanted)
@@ -227,13 +235,30 @@ class Convolution:
             arguments.append((role, memory))
         if bias is not None and bias_layout is not None:
             arguments.append((_BIAS, self._memory(bias_layout, bias.ctypes.data)))
-        self._call(lib.create("dnnl_primitive_create", chosen), arguments)
+        self._call(self._create("dnnl_primitive_create", chosen), arguments)
         for source, source_memory, target, target_memory in after:
             self._copy(source, source_memory, target, target_memory)
         scratch.reserve(self._used)
+        lib.use_threads(before)
+
+    def _create(self, function: str, *arguments: Any) -> Handle:
+        """Create an object that is destroyed with this convolution."""
+        handle = self._lib.create(function, *arguments)
+        destroyer = next(d for pattern, d in _DESTROYERS if re.fullmatch(pattern, function))
+        self._objects.append((destroyer, handle))
+        return handle
+
+    def _plain(self, shape: Sequence[int]) -> Handle:
+        """Layout of a C-contiguous float32 array."""
+        strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
+        return self._create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
+
+    def _free_choice(self, shape: Sequence[int]) -> Handle:
+        """A layout that the primitive may choose."""
+        return self._create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
 
     def _memory(self, layout: Handle, address: int | None) -> Handle:
-        return self._lib.create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
+        return self._create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
 
     def _scratch_memory(self, layout: Handle) -> Handle:
         memory = self._memory(layout, None)
@@ -243,8 +268,8 @@ class Convolution:
 
     def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
         lib = self._lib
-        description = lib.create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
-        primitive = lib.create("dnnl_primitive_create", description)
+        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
+        primitive = self._create("dnnl_primitive_create", description)
         self._call(primitive, [(_SRC, source_memory), (_DST, target_memory)])
 
     def _call(self, primitive: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
@@ -254,21 +279,18 @@ class Convolution:
 
     def runner(self) -> Callable[[], None]:
         """A closure that runs the primitive and its layout copies, in ``threads`` OpenMP threads."""
-        execute, use_threads, threads, calls, scratch = (
-            self._lib.execute,
-            self._lib.use_threads,
-            self._threads,
-            tuple(self._calls),
-            self._scratch,
-        )
+        lib, threads, calls, scratch = self._lib, self._threads, tuple(self._calls), self._scratch
+        execute, use_threads, threads_in_use = lib.execute, lib.use_threads, lib.threads_in_use
 
         def run() -> None:
             if self._generation != scratch.generation:
                 self._place()
+            before = threads_in_use()  # a setting of this thread, which other users of OpenMP in the process share
             use_threads(threads)
             status = 0
             for call in calls:
                 status |= execute(*call)
+            use_threads(before)
             if status:
                 raise OneDnnError(f"a convolution failed with status {status}")
 
