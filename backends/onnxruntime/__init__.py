@@ -75,7 +75,7 @@ class OnnxRuntimeBackend:
 
     def all_finite(self, array: Array) -> bool:
         if array.dtype == np.float32:
-            return int(kernels.nonfinite_count(array)) == 0
+            return int(kernels.nonfinite_count(array, self.pool)) == 0
         return bool(np.isfinite(array).all())
 
     def close(self) -> None:
