@@ -101,7 +101,63 @@ def neutral_operand(op: Builder, node: ir.Node) -> ir.Value | None:
                 source = expanded.inputs[0]
                 operands = (source, x) if k == 0 else (x, source)
                 return op.emit(node.op_type, operands)[0]
-    return None
+    return joined_pads(op, node) if node.op_type == "Add" else None
+
+
+def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Pad(a, behind) + Pad(b, in front) → Concat(a, b), when the parts fill an axis without overlap.
+
+    Autodiff leaves such sums where a tensor was taken apart by Gather, Slice or Split.
+    """
+    if any(user.op_type == "Add" for user in node.outputs[0].consumers()):
+        return None  # a longer sum of parts may end further down
+    parts = [_padded_part(leaf) for leaf in _summands(node)]
+    found = [part for part in parts if part is not None]
+    if len(found) != len(parts) or len({axis for axis, _, _ in found}) != 1:
+        return None
+    axis, size = found[0][0], static_dims(node.outputs[0])
+    if size is None:
+        return None
+    position = 0
+    for _, start, source in sorted(found, key=lambda part: part[1]):
+        extent = static_dims(source)
+        if start != position or extent is None:
+            return None
+        position += extent[axis]
+    if position != size[axis]:
+        return None
+    return op.Concat(*(source for _, _, source in sorted(found, key=lambda part: part[1])), axis=axis)  # type: ignore[no-any-return]
+
+
+def _summands(node: ir.Node) -> list[ir.Value]:
+    """What a tree of additions adds up; an inner sum that others use too is one summand."""
+    leaves: list[ir.Value] = []
+    for value in node.inputs:
+        inner = _producer(value, "Add")
+        if inner is not None and len(list(inner.outputs[0].uses())) == 1 and not inner.outputs[0].is_graph_output():
+            leaves.extend(_summands(inner))
+        elif value is not None:
+            leaves.append(value)
+    return leaves
+
+
+def _padded_part(value: ir.Value) -> tuple[int, int, ir.Value] | None:
+    """(axis, start, part) of a value that is ``part`` with zeros around it along one axis."""
+    pad = _producer(value, "Pad")
+    if pad is None or pad.attributes.get_string("mode", "constant") != "constant":
+        return None
+    given = [*pad.inputs, None, None][:4]
+    source, amounts = given[0], constant(given[1])
+    if source is None or amounts is None or source.shape is None or (given[2] is not None and filled(given[2]) != 0):
+        return None
+    axes = constant(given[3]) if given[3] is not None else np.arange(len(source.shape))
+    if axes is None or (amounts < 0).any():
+        return None
+    before, after = np.split(amounts.reshape(-1), 2)
+    padded = [k for k in range(len(axes)) if before[k] or after[k]]
+    if len(padded) != 1:
+        return None
+    return int(axes.reshape(-1)[padded[0]]) % len(source.shape), int(before[padded[0]]), source
 
 
 @rule("Identity", "Sum", "Mean", "Max", "Min", "Concat")

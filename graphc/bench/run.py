@@ -132,7 +132,7 @@ def _python(*arguments: str) -> None:
 
 
 def _launch_graphc(command: list[str]) -> dict[str, Any]:
-    return _last_json(_run([sys.executable, "-m", "graphc.cli", "launch", "-n", "2", *command[1:]], dict(os.environ)))
+    return _last_json(_run([sys.executable, "-m", "graphc", "launch", "-n", "2", *command[1:]], dict(os.environ)))
 
 
 def _launch_torch(command: list[str]) -> dict[str, Any]:

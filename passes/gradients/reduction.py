@@ -126,9 +126,7 @@ def cum_sum(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("Softmax")
 def softmax(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = eˣ/Σeˣ;  ∂x = y·(dy - Σ(dy·y))"""
-    (y,) = node.outputs
-    axis = node.attributes.get_int("axis", -1)
-    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)))
+    return op.graphc.SoftmaxGrad(dy, node.outputs[0], axis=node.attributes.get_int("axis", -1))
 
 
 @gradient("LogSoftmax")

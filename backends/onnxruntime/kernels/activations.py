@@ -6,6 +6,7 @@ import math
 from typing import no_type_check
 
 import numpy as np
+import onnx_ir as ir
 
 from graphc.backend import Binding, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
@@ -84,3 +85,30 @@ def _gelu_grad_tanh(dy, x, dx, start, stop):
         bend = np.float32(4.0) * e * inverse * inverse  # 1 - t², without the cancellation
         inner = _TANH_SCALE * (one + three * _TANH_CUBIC * square)
         dx[i] = dy[i] * (half * (one + t) + half * v * bend * inner)
+
+
+def _last_axis(node: ir.Node) -> bool:
+    axis, rank = node.attributes.get_int("axis", -1), len(node.outputs[0].shape or ())
+    return axis in (-1, rank - 1)
+
+
+@kernel("onnxruntime", "graphc::SoftmaxGrad", when=_last_axis)
+def softmax_grad(k: Binding) -> Run:
+    """dx = y·(dy − Σ dy·y) over the last axis"""
+    (dy, y), (dx,) = given(k.inputs, 2), given(k.outputs, 1)
+    width = dy.shape[-1]
+    arguments = tuple(a.reshape(-1, width) for a in (dy, y, dx))
+    pool, rows, grain = k.pool, dy.size // max(width, 1), max(1, GRAIN // max(width, 1))
+    return lambda: pool.run(_softmax_grad, arguments, rows, grain)
+
+
+@jit
+@no_type_check
+def _softmax_grad(dy, y, dx, start, stop):
+    for row in range(start, stop):
+        slope, share, out = dy[row], y[row], dx[row]
+        total = np.float32(0.0)
+        for i in range(share.size):
+            total += slope[i] * share[i]
+        for i in range(share.size):
+            out[i] = share[i] * (slope[i] - total)

@@ -39,3 +39,9 @@ def gelu_grad(op: Builder, dy: ir.Value, x: ir.Value, *, approximate: str) -> ir
     else:
         raise ModelError(f"Gelu's approximate is 'none' or 'tanh', not {approximate!r}")
     return op.Mul(dy, slope)  # type: ignore[no-any-return]
+
+
+@declare("SoftmaxGrad", inputs="dy y", outputs="dx", infer=same_as(0), attributes={"axis": -1})
+def softmax_grad(op: Builder, dy: ir.Value, y: ir.Value, *, axis: int) -> ir.Value:
+    """dx = y·(dy − Σ dy·y) over ``axis``; ``y`` is Softmax's output."""
+    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)))  # type: ignore[no-any-return]
