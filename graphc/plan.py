@@ -11,7 +11,7 @@ A plan holds no arrays: :mod:`graphc.runtime.executor` allocates and binds it. I
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,73 +25,9 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, describe, dims, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.names import BUCKET
+from graphc.layout import lay_out
 from graphc.pipeline import PASSES, Context
-
-ALIGNMENT = 64
-"""Bytes to which every slice of a flat buffer and of the arena is aligned: a cache line, and an AVX-512 register."""
-
-
-@dataclass(slots=True)
-class Slice:
-    """Where a value lives: ``count`` elements at byte ``offset`` of buffer ``buffer``."""
-
-    buffer: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
-@dataclass(slots=True)
-class Step:
-    """One entry of the plan.
-
-    Attributes:
-        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``check`` or ``update``.
-        name: what it is called in prints and traces.
-        nodes: the graph's nodes it executes.
-        inputs: values read from buffers (for a segment: its graph inputs).
-        outputs: values written.
-        tag, reduce: of a collective.
-        group: the update group of an ``update`` step.
-    """
-
-    kind: str
-    name: str
-    nodes: list[ir.Node]
-    inputs: list[ir.Value] = field(default_factory=list)
-    outputs: list[ir.Value] = field(default_factory=list)
-    tag: str = ""
-    reduce: str = ""
-    group: UpdateGroup | None = None
-
-
-@dataclass(slots=True)
-class UpdateGroup:
-    """Update nodes of one bucket with equal op and attributes: one call over flat buffers.
-
-    Attributes:
-        name: the bucket, or the state's name for an update of its own.
-        nodes: the update nodes in layout order.
-        offsets: element offset of each node's slice in every flat buffer of the group.
-        elements: length of the flat buffers in elements, padding included.
-        flat: input indices that are per-parameter (state and gradient); the others are shared scalars.
-    """
-
-    name: str
-    nodes: list[ir.Node]
-    offsets: list[int]
-    elements: int
-    flat: tuple[int, ...]
-
-    def buffer(self, index: int) -> str:
-        """The flat buffer of input ``index``."""
-        declaration = declaration_of(self.nodes[0])
-        assert declaration is not None
-        return f"{self.name}/{declaration.inputs[index].name}"
+from graphc.steps import ALIGNMENT, Slice, Step, UpdateGroup
 
 
 @dataclass(slots=True)
@@ -103,6 +39,7 @@ class Plan:
         places: where each value that crosses steps lives.
         buffers: name → bytes of every flat buffer and of the ``arena``.
         groups: the update groups, which own the flat state buffers.
+        views: value → the value whose memory it shares under another shape.
         collectives: one text line per collective in order, equal on all ranks.
     """
 
@@ -111,6 +48,7 @@ class Plan:
     places: dict[ir.Value, Slice]
     buffers: dict[str, int]
     groups: list[UpdateGroup]
+    views: dict[ir.Value, ir.Value]
     world_size: int
 
     @property
@@ -220,10 +158,10 @@ def make_plan(
     groups = update_groups(ready.graph)
     steps = list(_steps(ready.graph, native, groups))
     _add_check(steps)
-    _connect(ready.graph, steps)
-    plan = Plan(ready, steps, {}, {}, groups, world_size)
-    _layout(plan)
-    return plan
+    steps, views = _take_out_views(steps, groups)
+    _connect(ready.graph, steps, views)
+    places, buffers = lay_out(ready.graph, steps, groups, views)
+    return Plan(ready, steps, places, buffers, groups, views, world_size)
 
 
 def _privatise(graph: ir.Graph) -> None:
@@ -348,7 +286,42 @@ def _add_check(steps: list[Step]) -> None:
         steps.insert(first, Step("check", "finite?", []))
 
 
-def _connect(graph: ir.Graph, steps: Sequence[Step]) -> None:
+VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+"""Ops whose result is the same memory under another shape."""
+
+
+def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tuple[list[Step], dict[ir.Value, ir.Value]]:
+    """Let values that only change shape between steps share memory, where a runtime would copy from buffer to buffer.
+
+    Returns the steps without those nodes, and value → the value whose memory it shares. A view stays in its segment where
+    other nodes of the segment read it (inside one run it costs nothing), and where it is a result of the graph.
+    """
+    home = {node: k for k, step in enumerate(steps) for node in step.nodes}
+    operands = {v for step in steps if step.kind == "start" for v in step.inputs}
+    operands |= {v for group in groups for node in group.nodes for i in group.flat if (v := node.inputs[i]) is not None}
+    views: dict[ir.Value, ir.Value] = {}
+    for k, step in enumerate(steps):
+        if step.kind != "segment":
+            continue
+        for node in list(step.nodes):
+            source, view = node.inputs[0] if node.inputs else None, node.outputs[0]
+            if node.op_type not in VIEWS or node.domain or source is None or view.is_graph_output() or _inlined(source):
+                continue
+            producer = source.producer()
+            if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
+                continue  # a bucket is overwritten by its reduction: whoever else reads the source needs it intact
+            users = [home.get(user) for user in view.consumers()]
+            if producer is not None and home.get(producer) == k and k in users:
+                if any(user != k for user in users):
+                    views[view] = views.get(source, source)
+                continue
+            views[view] = views.get(source, source)
+            step.nodes.remove(node)
+            del home[node]
+    return [step for step in steps if step.nodes or step.kind == "check"], views
+
+
+def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir.Value]) -> None:
     """Fill in what segments and kernels read from and write to buffers."""
     home: dict[ir.Node, int] = {}
     for k, step in enumerate(steps):
@@ -371,7 +344,9 @@ def _connect(graph: ir.Graph, steps: Sequence[Step]) -> None:
             for out in node.outputs:
                 users = [u for u in out.consumers() if home.get(u) != k]
                 if users or out in outputs or step.kind != "segment":
-                    step.outputs.append(out)
+                    written = views.get(out, out)
+                    if written not in step.outputs:
+                        step.outputs.append(written)
 
 
 def _captured(node: ir.Node) -> list[ir.Value]:
@@ -388,133 +363,3 @@ def _captured(node: ir.Node) -> list[ir.Value]:
 def _inlined(value: ir.Value) -> bool:
     """Whether the value is a constant, which each step that reads it holds itself."""
     return constant(value) is not None
-
-
-# Layout ---------------------------------------------------------------------------------------------------------------
-
-
-def _layout(plan: Plan) -> None:
-    places, buffers = plan.places, plan.buffers
-    for group in plan.groups:
-        _place_group(group, places, buffers)
-    for step in plan.steps:
-        if step.kind == "start":
-            _place_collective(step, places, buffers)
-    for step in plan.steps:
-        if step.kind == "start":
-            for source, flying in zip(step.inputs, step.outputs, strict=True):
-                places[flying] = places[source]
-        elif step.kind == "wait":
-            for source, landed in zip(step.inputs, step.outputs, strict=True):
-                places[landed] = places[source]
-    _place_activations(plan)
-
-
-def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
-    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place."""
-    declaration = declaration_of(group.nodes[0])
-    assert declaration is not None
-    for index in group.flat:
-        first = group.nodes[0].inputs[index]
-        assert first is not None
-        assert first.dtype is not None
-        dtype = np.dtype(first.dtype.numpy())
-        name = group.buffer(index)
-        buffers[name] = group.elements * dtype.itemsize
-        for node, offset in zip(group.nodes, group.offsets, strict=True):
-            value = node.inputs[index]
-            assert value is not None
-            shape = static_dims(value)
-            assert shape is not None
-            place = Slice(name, offset * dtype.itemsize, shape, dtype)
-            producer = value.producer()
-            if producer is not None and producer.op_type == "AllReduceWait":
-                wait_index = value.index()
-                assert wait_index is not None
-                start_out = producer.inputs[wait_index]
-                assert start_out is not None
-                start = start_out.producer()
-                assert start is not None
-                operand = start.inputs[start_out.index() or 0]
-                assert operand is not None
-                value = operand
-            places.setdefault(value, place)
-    for output, index in declaration.next_value.items():
-        for node in group.nodes:
-            state = node.inputs[index] if index < len(node.inputs) else None
-            if state is not None and output < len(node.outputs):
-                places[node.outputs[output]] = places[state]
-
-
-def _place_collective(step: Step, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
-    """Operands of a collective are one contiguous range: the gradient buffer of their group, or a buffer of their own."""
-    if all(v in places for v in step.inputs) and len({places[v].buffer for v in step.inputs}) == 1:
-        return
-    if any(v in places for v in step.inputs):
-        raise ModelError(f"the operands of {step.tag} lie in several buffers")
-    name = f"collective/{step.tag}"
-    position = 0
-    for value in step.inputs:
-        assert value.dtype is not None
-        shape = static_dims(value)
-        assert shape is not None
-        dtype = np.dtype(value.dtype.numpy())
-        places[value] = Slice(name, position, shape, dtype)
-        # Scalars pack densely: a padded buffer would send 64 bytes for each.
-        position += places[value].nbytes
-    buffers[name] = position
-
-
-def _place_activations(plan: Plan) -> None:
-    """Arena offsets by liveness: first fit over the values still alive, largest lifetime conflicts first in step order."""
-    last_use: dict[ir.Value, int] = {}
-    for k, step in enumerate(plan.steps):
-        for value in step.inputs:
-            last_use[value] = k
-    end = len(plan.steps)
-    kept = set(plan.model.graph.outputs)
-    free: list[tuple[int, int]] = []
-    size = 0
-    expiring: dict[int, list[Slice]] = {}
-    for k, step in enumerate(plan.steps):
-        for value in step.outputs:
-            if value in plan.places or value.dtype is None:
-                continue
-            shape = static_dims(value)
-            assert shape is not None
-            dtype = np.dtype(value.dtype.numpy())
-            needed = _aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-            offset, size = _allocate(free, needed, size)
-            place = Slice("arena", offset, shape, dtype)
-            plan.places[value] = place
-            dies = end if value in kept else last_use.get(value, k)
-            expiring.setdefault(dies, []).append(place)
-        for place in expiring.pop(k, []):
-            _release(free, place.offset, _aligned(place.nbytes))
-    plan.buffers["arena"] = size
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def _allocate(free: list[tuple[int, int]], needed: int, size: int) -> tuple[int, int]:
-    """Best fit: the smallest free range that holds ``needed`` bytes, else grow the arena."""
-    best = min((r for r in free if r[1] >= needed), key=lambda r: r[1], default=None)
-    if best is not None:
-        free.remove(best)
-        if best[1] > needed:
-            free.append((best[0] + needed, best[1] - needed))
-        return best[0], size
-    tail = next((r for r in free if r[0] + r[1] == size), None)
-    if tail is not None:
-        free.remove(tail)
-        return tail[0], tail[0] + needed
-    return size, size + needed
-
-
-def _release(free: list[tuple[int, int]], offset: int, count: int) -> None:
-    for neighbour in [r for r in free if r[0] + r[1] == offset or r[0] == offset + count]:
-        free.remove(neighbour)
-        offset, count = min(offset, neighbour[0]), count + neighbour[1]
-    free.append((offset, count))

@@ -10,9 +10,10 @@ import onnx_ir as ir
 from graphc.backend import Array, Backend
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
-from graphc.plan import Step, prepare
+from graphc.plan import prepare
 from graphc.runtime.executor import Executor, segment_model
 from graphc.runtime.state import State
+from graphc.steps import Step
 
 
 def first_nonfinite(

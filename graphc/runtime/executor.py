@@ -19,8 +19,9 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, is_float, static_dims
-from graphc.plan import Plan, Slice, Step, UpdateGroup
+from graphc.plan import Plan
 from graphc.runtime.state import State, aligned_zeros
+from graphc.steps import Slice, Step, UpdateGroup
 
 
 class Collectives(Protocol):
@@ -97,6 +98,8 @@ class Executor:
             place = self.plan.places.get(value)
             if place is not None:
                 view = self._view(place)
+            elif value in self.plan.views:
+                view = self._array(self.plan.views[value]).reshape(static_dims(value) or ())
             elif value.is_initializer():
                 view = self._state.arrays[value.name or ""]
             else:

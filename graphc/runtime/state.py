@@ -12,7 +12,8 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates
 from graphc.ir.names import SAMPLE_OFFSET
-from graphc.plan import ALIGNMENT, UpdateGroup, update_groups
+from graphc.plan import update_groups
+from graphc.steps import ALIGNMENT, UpdateGroup
 
 
 def aligned_zeros(nbytes: int) -> Array:
