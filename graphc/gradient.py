@@ -10,6 +10,9 @@ A rule gets a :class:`~graphc.ir.builder.Builder`, the forward node and one adjo
 back through that output; a rule is called only if at least one is there). It returns one entry per input: a value, None
 (no gradient), or a function without arguments that makes the value, called only when that gradient is needed. The
 engine sums broadcast gradients back to the input's shape, accumulates and prunes; a rule does none of that.
+
+A rule for an op with bodies returns further entries, one for each value that :func:`graphc.ir.bodies.captured` lists. One
+that is registered as ``selective`` is told by ``needs=``, a set of values, which gradients are wanted.
 """
 
 from __future__ import annotations
@@ -32,17 +35,18 @@ class GradientRule:
     op: str
     function: Rule | None
     doc: str
+    selective: bool = False
 
 
 GRADIENTS: Registry[GradientRule] = Registry("gradient", "graphc.gradients")
 
 
-def gradient(*ops: str, override: bool = False) -> Callable[[Rule], Rule]:
+def gradient(*ops: str, override: bool = False, selective: bool = False) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ``ops``: ``"Mul"``, or ``"domain::Op"`` outside ``ai.onnx``."""
 
     def register(function: Rule) -> Rule:
         for op in ops:
-            entry = GradientRule(op, function, (function.__doc__ or "").strip())
+            entry = GradientRule(op, function, (function.__doc__ or "").strip(), selective)
             GRADIENTS.register(op, entry, origin=function.__module__, override=override)
         return function
 

@@ -12,13 +12,14 @@ its decomposition.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError, UsageError
 from graphc.gradient import GRADIENTS, key_of
+from graphc.ir.bodies import captured, finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
@@ -92,10 +93,10 @@ def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequenc
     """
     op = Builder(graph, scope="grad/seed")
     nodes = list(graph)
-    return _backpropagate(op, nodes, [(target, op.ones_like(target)) for target in targets], sources)
+    return backpropagate(op, nodes, [(target, op.ones_like(target)) for target in targets], sources)
 
 
-def _backpropagate(
+def backpropagate(
     op: Builder, nodes: Sequence[ir.Node], seeds: Sequence[tuple[ir.Value, ir.Value]], sources: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Push ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
@@ -114,7 +115,7 @@ def _backpropagate(
         dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
         if all(dy is None for dy in dys):
             continue
-        for value, result in zip(node.inputs, _apply_rule(op, node, dys, needs), strict=False):
+        for value, result in zip((*node.inputs, *captured(node)), _apply_rule(op, node, dys, needs), strict=False):
             if value is None or value not in needs or result is None or not is_float(value):
                 continue
             made = result() if callable(result) else result
@@ -132,24 +133,35 @@ def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], need
         return _through_decomposition(op, node, dys, needs)
     if rule.function is None:
         return ()
-    results = rule.function(op, node, *dys)
+    results = rule.function(op, node, *dys, needs=needs) if rule.selective else rule.function(op, node, *dys)
     return results if isinstance(results, tuple) else (results,)
 
 
 def _through_decomposition(
     op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
 ) -> Sequence[ir.Value | None]:
-    """Differentiate a ``graphc`` op without a rule: its decomposition is emitted here once more and differentiated.
+    """Differentiate a ``graphc`` op without a rule through its decomposition. Gradients of gradients mostly come this way."""
+    return through(op, node, dys, needs, lambda: decompose_node(op, node))
 
-    The node itself stays, so that a backend still finds its kernel. Gradients of gradients mostly come this way.
+
+def through(
+    op: Builder,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    needs: set[ir.Value],
+    same: Callable[[], Sequence[ir.Value | None]],
+) -> Sequence[ir.Value | None]:
+    """The gradients of ``node`` by way of ``same``, which emits other nodes that compute the same outputs.
+
+    The node itself stays, so that a backend still finds its kernel; of the others only what the backward pass reads stays.
     """
     graph = op.graph
-    last = graph[-1]
-    outputs = decompose_node(op, node)
+    last = graph[-1] if len(graph) else None
+    outputs = same()
     emitted = list(itertools.takewhile(lambda n: n is not last, reversed(graph)))[::-1]
     seeds = [(out, dy) for out, dy in zip(outputs, dys, strict=False) if out is not None and dy is not None]
     inputs = list(dict.fromkeys(v for v in node.inputs if v is not None and v in needs))
-    found = _backpropagate(op, emitted, seeds, inputs)
+    found = backpropagate(op, emitted, seeds, inputs)
     kept = set(found.values())
     for made in reversed(emitted):
         if not any(out.uses() or out in kept for out in made.outputs):
@@ -169,13 +181,24 @@ def _take(
         return None
     total = parts[0]
     for part in parts[1:]:
-        total = op.Add(total, part)
+        total = add(op, total, part)
     adjoints[value] = total
     return total
 
 
+def add(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a + b, element by element for sequences of tensors."""
+    if not isinstance(a.type, ir.SequenceType):
+        return op.Add(a, b)  # type: ignore[no-any-return]
+    body, inner, (x, y) = new_body(op, [("a", a.type.elem_type, None), ("b", a.type.elem_type, None)])
+    finish_body(inner, [inner.Add(x, y)])
+    return op.SequenceMap(a, b, body=body)  # type: ignore[no-any-return]
+
+
 def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
     """Sum ``gradient`` over the axes along which ``like`` was broadcast; nothing is emitted when shapes agree."""
+    if not isinstance(like.type, ir.TensorType):
+        return gradient  # sequences are not broadcast
     have, want = dims(gradient), dims(like)
     if same_dims(have, want):
         return gradient
@@ -203,11 +226,7 @@ def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str
 def _operands(node: ir.Node) -> Iterator[ir.Value]:
     """The values that a node reads, those captured by its subgraphs included."""
     yield from (v for v in node.inputs if v is not None)
-    for attr in node.attributes.values():
-        for inner in [attr.as_graph()] if attr.type == ir.AttributeType.GRAPH else []:
-            yield from inner.outputs
-            for captured in inner:
-                yield from _operands(captured)
+    yield from captured(node)
 
 
 def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
@@ -273,4 +292,15 @@ def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]
     return path if len(path) <= 12 else [*path[:5], "…", *path[-6:]]
 
 
-__all__ = ["ancestors", "autodiff", "descendants", "differentiate", "has_no_gradient", "path_from_source", "sum_to_shape"]
+__all__ = [
+    "add",
+    "ancestors",
+    "autodiff",
+    "backpropagate",
+    "descendants",
+    "differentiate",
+    "has_no_gradient",
+    "path_from_source",
+    "sum_to_shape",
+    "through",
+]

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
+from graphc.ir.bodies import bodies
 from graphc.ir.declare import OPS, REQUIRED
 from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
@@ -51,8 +52,21 @@ class Builder:
         self.scope = scope
         self.graphc = _Domain(self, DOMAIN)
         self._names, self._node_names = used_names(graph)
+        self._imports = graph.opset_imports
         self._counters: dict[str, int] = {}
         self._constants: dict[Any, ir.Value] = {}
+
+    def inside(self, body: ir.Graph) -> Builder:
+        """A builder for a subgraph, which gives out names that are free in the outer graph too.
+
+        ``body`` belongs to a node of this builder's graph, or to one that it is about to emit.
+        """
+        inner = Builder(body, scope=self.scope)
+        self._names.update(inner._names)
+        self._node_names.update(inner._node_names)
+        inner._names, inner._node_names, inner._counters = self._names, self._node_names, self._counters
+        inner._imports = self._imports
+        return inner
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if op_type.startswith("_"):
@@ -109,8 +123,8 @@ class Builder:
             if value.type is None:
                 raise ModelError(f"the type of {value.name!r} cannot be inferred\n{neighbourhood(node)}")
         fold(node)
-        if domain and domain not in self.graph.opset_imports:
-            self.graph.opset_imports[domain] = version
+        if domain and domain not in self._imports:
+            self._imports[domain] = version
         if self.before is None:
             self.graph.append(node)
         else:
@@ -222,10 +236,14 @@ def used_names(graph: ir.Graph) -> tuple[set[str], set[str]]:
     """The names that values of the graph have, and those that nodes have, subgraphs included."""
     values: set[str] = {v.name for v in graph.inputs if v.name} | set(graph.initializers)
     nodes: set[str] = set()
-    for node in graph.all_nodes():
+    for node in graph:
         values.update(v.name for v in node.outputs if v.name)
         if node.name:
             nodes.add(node.name)
+        for body in bodies(node):
+            inner_values, inner_nodes = used_names(body)
+            values |= inner_values
+            nodes |= inner_nodes
     return values, nodes
 
 

@@ -8,14 +8,30 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir import DOMAIN
+from graphc.ir.bodies import bodies
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe
 
 
 def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
-    """Replace each ``graphc`` node for which ``keep(node)`` is false; outputs keep their names."""
-    op = Builder(graph)
+    """Replace each ``graphc`` node for which ``keep(node)`` is false; outputs keep their names.
+
+    In bodies every one is replaced, for what runs a body knows standard ops only.
+    """
+    changed = _decompose(Builder(graph), graph, keep)
+    if not any(n.domain == DOMAIN for n in graph.all_nodes()):
+        graph.opset_imports.pop(DOMAIN, None)
+    return changed
+
+
+def is_decomposed(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
+    """Whether :func:`decompose_graph` has nothing left to do."""
+    inner = (n for node in graph for body in bodies(node) for n in body.all_nodes())
+    return not any(n.domain == DOMAIN and not keep(n) for n in graph) and not any(n.domain == DOMAIN for n in inner)
+
+
+def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
     changed = False
     while pending := [n for n in graph if n.domain == DOMAIN and not keep(n)]:
         for node in pending:
@@ -28,8 +44,10 @@ def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
                     _replace(graph, op, out, new)
             graph.remove(node, safe=True)
         changed = True
-    if not any(n.domain == DOMAIN for n in graph):
-        graph.opset_imports.pop(DOMAIN, None)
+    for node in graph:
+        for body in bodies(node):
+            if any(n.domain == DOMAIN for n in body.all_nodes()):
+                changed |= _decompose(op.inside(body), body, lambda _: False)
     return changed
 
 

@@ -7,6 +7,7 @@ so they are cached under that key: a model of 50 equal blocks pays for one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir.bodies import CONTROL, infer_control
 from graphc.ir.declare import OPS
 from graphc.ir.facts import constant, describe, dims, neighbourhood
 from graphc.ir.symbols import follow, refine
@@ -45,6 +47,8 @@ def infer_outputs(
     """
     if domain == DOMAIN:
         return _infer_declared(op_type, inputs, attributes)
+    if domain == "" and op_type in CONTROL:
+        return tuple(infer_control(op_type, inputs, attributes, functools.partial(propagate, version=version)))
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
