@@ -184,6 +184,13 @@ def inactive_dropout(op: Builder, node: ir.Node) -> ir.Value | None:
     return node.inputs[0] if off else None
 
 
+@rule("CastLike")
+def cast_to_known_type(op: Builder, node: ir.Node) -> ir.Value | None:
+    """CastLike(x, like) → Cast(x), which a constant x can be folded with"""
+    x, like = node.inputs
+    return None if x is None or like is None or like.dtype is None else op.cast_like(x, like)
+
+
 @rule("Cast")
 def cast_to_own_type(op: Builder, node: ir.Node) -> ir.Value | None:
     """Cast to the type it has → x"""
