@@ -1,8 +1,12 @@
-"""The reference backend: slow, obviously right. Segments run in ``onnx.reference``; there are no native kernels."""
+"""The reference backend: slow, obviously right. Segments run in ``onnx.reference``; there are no native kernels.
+
+Where the evaluator of ``onnx.reference`` is wrong, ours stands in for it: :mod:`graphc.backends.numpy.operators`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,7 +14,8 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from graphc.backend import BACKENDS, Array, Run
-from graphc.errors import UnsupportedOpError
+from graphc.backends.numpy.operators import REPAIRED
+from graphc.errors import ModelError, UnsupportedOpError
 
 
 class NumpyBackend:
@@ -24,18 +29,24 @@ class NumpyBackend:
     def prefers_native(self, node: ir.Node) -> bool:
         return False
 
+    def computes_halves(self, node: ir.Node) -> bool:
+        return False
+
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        try:
-            evaluator = ReferenceEvaluator(model)
-        except Exception as error:
-            raise UnsupportedOpError(f"the numpy backend cannot run this segment: {error}") from error
-        names = list(outputs)
+        evaluator, names = _evaluator(model), list(outputs)
 
         def run() -> None:
             for name, value in zip(names, evaluator.run(names, dict(inputs)), strict=True):
+                if np.shape(value) != outputs[name].shape:
+                    raise ModelError(f"{name!r} has shape {list(np.shape(value))}, {list(outputs[name].shape)} was planned")
                 np.copyto(outputs[name], value)
 
         return run
+
+    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        names = [value.name for value in model.graph.output]
+        results = _evaluator(model).run(names, dict(feeds))
+        return dict(zip(names, results, strict=True))
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
@@ -50,6 +61,13 @@ class NumpyBackend:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
+    try:
+        return ReferenceEvaluator(model, new_ops=list(REPAIRED))
+    except Exception as error:
+        raise UnsupportedOpError(f"the numpy backend cannot run this model: {error}") from error
 
 
 BACKENDS.register("numpy", NumpyBackend, origin=__name__)

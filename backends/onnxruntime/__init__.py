@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -42,20 +43,35 @@ class OnnxRuntimeBackend:
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
 
+    def computes_halves(self, node: ir.Node) -> bool:
+        return False  # the CPU provider has few such kernels, and none for bfloat16
+
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+        session = self._session(model)
+        binding = session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, _element_type(array), array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, _element_type(array), array.shape, array.ctypes.data)
+        return functools.partial(session.run_with_iobinding, binding)
+
+    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._session(model)
+        names = [value.name for value in session.get_outputs()]
+        wanted = {value.name for value in session.get_inputs()}  # inputs that nothing uses are gone
         try:
-            session = ort.InferenceSession(
+            results = session.run(names, {name: feed for name, feed in feeds.items() if name in wanted})
+        except Exception as error:
+            raise UnsupportedOpError(f"onnxruntime cannot run {_ops(model)}: {error}") from error
+        return dict(zip(names, results, strict=True))
+
+    def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
+        try:
+            return ort.InferenceSession(
                 model.SerializeToString(), sess_options=self._options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:
-            ops = sorted({n.op_type for n in model.graph.node})
-            raise UnsupportedOpError(f"onnxruntime cannot run a segment of {', '.join(ops)}: {error}") from error
-        binding = session.io_binding()
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        return functools.partial(session.run_with_iobinding, binding)
+            raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
@@ -80,6 +96,15 @@ class OnnxRuntimeBackend:
 
     def close(self) -> None:
         self.pool.close()
+
+
+def _ops(model: onnx.ModelProto) -> str:
+    return ", ".join(sorted({node.op_type for node in model.graph.node}))
+
+
+def _element_type(array: Array) -> Any:
+    """What io_binding takes: a numpy type, or ONNX's number for a type that numpy has not."""
+    return array.dtype if array.dtype.kind in "fiub" else int(ir.DataType.from_numpy(array.dtype))
 
 
 def _session_options(threads: int, spin: bool) -> ort.SessionOptions:

@@ -218,6 +218,23 @@ def test_gradients_of_activations(pool: ThreadPool) -> None:
         close(dx, exact.grad.numpy())
 
 
+@pytest.mark.parametrize("shape", [(40, 8, 7, 130), (3, 1), (5, 2000)])
+def test_softmax(shape: tuple[int, ...], pool: ThreadPool) -> None:
+    x = normal(*shape) * 5
+    x[0, ..., : shape[-1] // 2] = -np.inf
+    compare("Softmax", [x], {"axis": -1}, pool)
+    y = torch.softmax(torch.tensor(x), -1).numpy()
+    compare("graphc::SoftmaxGrad", [normal(*shape), y], {"axis": len(shape) - 1}, pool)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
+def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
+    size = shape[axis:] if axis > 0 else shape[-1:]
+    arrays = [normal(*shape) + 3, normal(*size), normal(*size)]
+    compare("LayerNormalization", arrays, {"axis": axis, "epsilon": 1e-3}, pool)
+    compare("LayerNormalization", arrays[:2], {"axis": axis}, pool)
+
+
 def test_nan_survives(pool: ThreadPool) -> None:
     x = np.array([np.nan, 1.0], dtype=np.float32)
     ones = np.ones(2, dtype=np.float32)

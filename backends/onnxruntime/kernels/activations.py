@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
-from graphc.backends.onnxruntime.kernels.mathematics import exp
+from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 
 GRAIN = 16384
 """Elements of a range worth handing to another thread."""
@@ -90,6 +90,32 @@ def _gelu_grad_tanh(dy, x, dx, start, stop):
 def _last_axis(node: ir.Node) -> bool:
     axis, rank = node.attributes.get_int("axis", -1), len(node.outputs[0].shape or ())
     return axis in (-1, rank - 1)
+
+
+@kernel("onnxruntime", "Softmax", when=_last_axis)
+def softmax(k: Binding) -> Run:
+    """y = eˣ⁻ᵐ / Σ eˣ⁻ᵐ over the last axis, m its maximum"""
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    width = x.shape[-1]
+    arguments = (x.reshape(-1, width), y.reshape(-1, width))
+    pool, rows, grain = k.pool, x.size // max(width, 1), max(1, GRAIN // 4 // max(width, 1))
+    return lambda: pool.run(_softmax, arguments, rows, grain)
+
+
+@jit
+@no_type_check
+def _softmax(x, y, start, stop):
+    for r in range(start, stop):
+        row, out = x[r], y[r]
+        top = highest_of(row)
+        total = np.float32(0.0)
+        for i in range(row.size):
+            share = exp(row[i] - top)
+            out[i] = share
+            total += share
+        inverse = np.float32(1.0) / total
+        for i in range(row.size):
+            out[i] *= inverse
 
 
 @kernel("onnxruntime", "graphc::SoftmaxGrad", when=_last_axis)

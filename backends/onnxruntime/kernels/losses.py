@@ -10,7 +10,7 @@ import numpy as np
 from graphc.backend import Array, Binding, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.mathematics import exp
+from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 
 
 def _by_position(array: Array, axis: int) -> Array:
@@ -56,18 +56,6 @@ def softmax_cross_entropy(k: Binding) -> Run:
 
 @jit
 @no_type_check
-def _highest(row):
-    """The maximum, taken on bit patterns put in the order of their numbers: integers are compared in vectors."""
-    rest = np.int32(0x7FFFFFFF)
-    best = np.int32(-0x80000000)
-    for c in range(row.size):
-        bits = np.float32(row[c]).view(np.int32)
-        best = max(best, bits ^ ((bits >> np.int32(31)) & rest))
-    return np.int32(best ^ ((best >> np.int32(31)) & rest)).view(np.float32)
-
-
-@jit
-@no_type_check
 def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):
     behind, classes = scores.shape[1], scores.shape[2]
     positions, parts = scores.shape[0] * behind, sums.shape[0]
@@ -75,7 +63,7 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
         loss, weight = 0.0, 0.0
         for position in range(positions * part // parts, positions * (part + 1) // parts):
             row, target = scores[position // behind, position % behind], log_prob[position // behind, position % behind]
-            highest = _highest(row)
+            highest = highest_of(row)
             mass = np.float32(0.0)
             for c in range(classes):
                 mass += exp(row[c] - highest)

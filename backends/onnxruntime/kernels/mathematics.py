@@ -7,6 +7,8 @@ from typing import no_type_check
 import numba
 import numpy as np
 
+from graphc.backends.onnxruntime.kernels.jit import jit
+
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # few bits, so that n · _LN2_HIGH is exact
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -32,3 +34,15 @@ def exp(x):
     exponent = np.int32(n) + np.int32(127)
     power = np.int32(exponent << np.int32(23)).view(np.float32)
     return np.float32(0.0) if bounded < np.float32(-87.3) else p * power
+
+
+@jit
+@no_type_check
+def highest_of(row):
+    """The maximum, taken on bit patterns put in the order of their numbers: integers are compared in vectors."""
+    rest = np.int32(0x7FFFFFFF)
+    best = np.int32(-0x80000000)
+    for c in range(row.size):
+        bits = np.float32(row[c]).view(np.int32)
+        best = max(best, bits ^ ((bits >> np.int32(31)) & rest))
+    return np.int32(best ^ ((best >> np.int32(31)) & rest)).view(np.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array, Binding, Run, kernel
-from graphc.backends.onnxruntime.kernels.arrays import given
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.ir.facts import static_dims
 
@@ -95,18 +96,65 @@ def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, st
                 dx[n, c, i] = dy[n, c, i] * factor + x[n, c, i] * bend + shift
 
 
-def _scale_is_a_row(node: ir.Node) -> bool:
-    """Whether scale and bias have the shape of the normalised axes, which are then one contiguous row."""
-    x, scale = node.inputs[1], node.inputs[2]
-    shape = static_dims(x) if x is not None else None
-    own = static_dims(scale) if scale is not None else None
-    if shape is None or own is None:
-        return False
-    axis = node.attributes.get_int("axis", -1) % len(shape)
-    return own == shape[axis:] and 0 not in shape
+def _scale_is_a_row(of: int) -> Callable[[ir.Node], bool]:
+    """Whether scale, the input behind input ``of``, has the shape of its normalised axes: then those are one contiguous row."""
+
+    def check(node: ir.Node) -> bool:
+        x, scale = node.inputs[of], node.inputs[of + 1]
+        shape = static_dims(x) if x is not None else None
+        own = static_dims(scale) if scale is not None else None
+        if shape is None or own is None:
+            return False
+        axis = node.attributes.get_int("axis", -1) % len(shape)
+        return own == shape[axis:] and 0 not in shape
+
+    return check
 
 
-@kernel("onnxruntime", "graphc::LayerNormalizationGrad", when=_scale_is_a_row)
+@kernel("onnxruntime", "LayerNormalization", when=_scale_is_a_row(0))
+def layer_normalization(k: Binding) -> Run:
+    """y = (x - mean) / √(variance + ε) · scale + bias, a row at a time: mean, then variance, then the result."""
+    (x, scale), (y,) = given(k.inputs, 2), given(k.outputs, 1)
+    size = scale.size
+    rows = x.size // size
+    bias = optional(k.inputs, 2)
+    # The mean and inverse deviation are results only where the backward pass asks for them.
+    sides = [a if (a := optional(k.outputs, i)) is not None else np.empty(rows, dtype=np.float32) for i in (1, 2)]
+    arguments = (
+        x.reshape(rows, size),
+        scale.reshape(-1),
+        np.zeros(size, dtype=np.float32) if bias is None else bias.reshape(-1),
+        y.reshape(rows, size),
+        sides[0].reshape(-1),
+        sides[1].reshape(-1),
+        np.float32(k.attributes.get("epsilon", 1e-5)),
+    )
+    pool, grain = k.pool, max(1, 8192 // size)
+    return lambda: pool.run(_layer_normalization, arguments, rows, grain)
+
+
+@jit
+@no_type_check
+def _layer_normalization(x, scale, bias, y, mean, inv_std, epsilon, start, stop):
+    size = scale.size
+    for r in range(start, stop):
+        row, out = x[r], y[r]
+        total = np.float32(0.0)
+        for i in range(size):
+            total += row[i]
+        centre = total / np.float32(size)
+        spread = np.float32(0.0)
+        for i in range(size):
+            distance = row[i] - centre
+            spread += distance * distance
+        inverse = np.float32(1.0) / np.sqrt(spread / np.float32(size) + epsilon)
+        for i in range(size):
+            out[i] = (row[i] - centre) * inverse * scale[i] + bias[i]
+        mean[r] = centre
+        inv_std[r] = inverse
+
+
+@kernel("onnxruntime", "graphc::LayerNormalizationGrad", when=_scale_is_a_row(1))
 def layer_normalization_grad(k: Binding) -> Run:
     """A row at a time; sums for scale and bias gather in one accumulator a part and are added at the end."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)

@@ -56,6 +56,13 @@ def _number(k: Binding, index: int) -> Callable[[], float]:
     return (lambda: 1.0) if array is None else array.reshape(1).item
 
 
+def _skipped(k: Binding) -> Callable[[], bool]:
+    """Reads the flag that leaves everything as it is; never, where the node has none."""
+    index = next(i for i, formal in enumerate(OPS[k.node.op_type].inputs) if formal.name == "skip")
+    array = optional(k.inputs, index)
+    return (lambda: False) if array is None else array.reshape(1).item
+
+
 def _inverse(value: float) -> float:
     return 1.0 / value if value else math.inf
 
@@ -63,10 +70,12 @@ def _inverse(value: float) -> float:
 def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: Run, write: Callable[[Array], None]) -> Run:
     """A run: fill the coefficients, then sweep."""
     coefficients = np.zeros(9, dtype=np.float32)
-    arguments, size, pool = (*arrays, coefficients), arrays[0].size, k.pool
+    arguments, size, pool, skipped = (*arrays, coefficients), arrays[0].size, k.pool, _skipped(k)
 
     def run() -> None:
         settle()
+        if skipped():
+            return
         write(coefficients)
         pool.run(loop, arguments, size, GRAIN)
 
@@ -247,8 +256,21 @@ def _running_average(running, batch, c, start, stop):
 def increment(k: Binding) -> Run:
     (step,), (next_step,) = given(k.inputs, 1), given(k.outputs, 1)
 
+    skipped = _skipped(k)
+
     def run() -> None:
-        np.add(step, 1, out=next_step)
+        np.add(step, 0 if skipped() else 1, out=next_step)
+
+    return run
+
+
+@kernel("onnxruntime", "graphc::AnyNonFinite")
+def any_non_finite(k: Binding) -> Run:
+    (skip,) = given(k.outputs, 1)
+    arrays, pool = given(k.inputs, len(k.inputs)), k.pool
+
+    def run() -> None:
+        skip[...] = any(nonfinite_count(array, pool) for array in arrays)
 
     return run
 

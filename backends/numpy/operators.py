@@ -1,0 +1,3 @@
+"""Ops."""
+
+REPAIRED: tuple[type, ...] = ()
