@@ -24,6 +24,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
+from graphc.passes._functions import emit_body, has_body
 from graphc.pipeline import Context, graph_pass
 
 
@@ -116,7 +117,7 @@ def backpropagate(
         if all(dy is None for dy in dys):
             continue
         for value, result in zip((*node.inputs, *captured(node)), _apply_rule(op, node, dys, needs), strict=False):
-            if value is None or value not in needs or result is None or not is_float(value):
+            if value is None or value not in needs or result is None:
                 continue
             made = result() if callable(result) else result
             if made is not None:
@@ -140,8 +141,15 @@ def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], need
 def _through_decomposition(
     op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
 ) -> Sequence[ir.Value | None]:
-    """Differentiate a ``graphc`` op without a rule through its decomposition. Gradients of gradients mostly come this way."""
-    return through(op, node, dys, needs, lambda: decompose_node(op, node))
+    """Differentiate an op without a rule through its decomposition or its ONNX function body; second orders mostly come so."""
+
+    def same() -> Sequence[ir.Value | None]:
+        found = decompose_node(op, node) if declaration_of(node) is not None else emit_body(op, node)
+        if found is None:
+            raise UnsupportedOpError(f"no gradient for {node.op_type}, nor a body to differentiate: {describe(node)}")
+        return found
+
+    return through(op, node, dys, needs, same)
 
 
 def through(
@@ -240,8 +248,21 @@ def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir
         if rule is not None and rule.function is None:
             continue
         if any(v in needs for v in _operands(node)):
-            needs.update(out for out in node.outputs if out.dtype is None or is_float(out))
+            needs.update(out for out in node.outputs if out.dtype is None or is_float(out) or _is_quantised(node, out, needs))
     return needs
+
+
+_QUANTISES = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+_MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Expand", "Concat"})
+
+
+def _is_quantised(node: ir.Node, out: ir.Value, needs: set[ir.Value]) -> bool:
+    """Whether a tensor of another type stands for a float one: quantised, and at most moved since. Its adjoint is a float."""
+    if node.domain or out.dtype in (ir.DataType.INT64, ir.DataType.BOOL):
+        return False
+    if node.op_type in _QUANTISES:
+        return out is node.outputs[0]
+    return node.op_type in _MOVES and any(v in needs and v.dtype == out.dtype for v in node.inputs if v is not None)
 
 
 def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
@@ -254,11 +275,13 @@ def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.V
 
 
 def has_no_gradient(node: ir.Node) -> bool:
-    """Whether the node has neither a rule nor a decomposition through which it could be differentiated."""
+    """Whether the node has neither a rule nor a decomposition or body through which it could be differentiated."""
     if key_of(node.domain, node.op_type) in GRADIENTS:
         return False
     declaration = declaration_of(node)
-    return declaration is None or declaration.effect or declaration.decompose is None
+    if declaration is None:
+        return not has_body(node.op_type, node.domain)
+    return declaration.effect or declaration.decompose is None
 
 
 def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], sources: set[ir.Value]) -> None:

@@ -115,6 +115,8 @@ def _infer_standard(
     outputs = [f"o{k}" for k in range(num_outputs)]
     node = onnx.NodeProto(op_type=op_type, domain=domain, input=names, output=outputs)
     node.attribute.extend(ir.to_proto(attr) for attr in attributes.values())
+    if op_type == "STFT" and "onesided" not in attributes:
+        node.attribute.append(onnx.helper.make_attribute("onesided", 1))  # the default, which ONNX's inference forgets
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
     for name, value in zip(names, inputs, strict=True):
@@ -130,7 +132,7 @@ def _infer_standard(
         found = onnx.shape_inference.infer_node_outputs(
             schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(domain, version)], ir_version=IR_VERSION
         )
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError) as error:
         operands = ", ".join("-" if v is None else f"{v.name}:{v.dtype}{dims(v)}" for v in inputs)
         raise ModelError(f"{op_type} rejects its inputs ({operands}): {error}") from None
     return tuple(_from_proto(found.get(name)) for name in outputs)
@@ -240,6 +242,8 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     if node.domain != "" or node.op_type in NOT_DETERMINED or len(node.outputs) != 1:
         return None
     if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+        return None
+    if node.outputs[0].type is not None and not isinstance(node.outputs[0].type, ir.TensorType):
         return None
     feeds: dict[str, np.ndarray] = {}
     names: list[str] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
@@ -17,22 +19,29 @@ from graphc.passes.gradients.shape import lengths
 
 
 @gradient("Attention")
-def attention(op: Builder, node: ir.Node, dy: ir.Value | None, *others: ir.Value | None) -> Any:
-    """y = p·v, p = softmax(s), s = α·q·kᵀ + mask;  ∂v = pᵀ·dy,  ∂s = p·(dp - Σp·dp) with dp = dy·vᵀ
+def attention(
+    op: Builder,
+    node: ir.Node,
+    dy: ir.Value | None,
+    dkeys: ir.Value | None = None,
+    dvalues: ir.Value | None = None,
+    dqk: ir.Value | None = None,
+) -> Any:
+    """y = p·v, p = softmax(s), s = α·q·kᵀ + bias;  ∂v = pᵀ·dy,  ∂s = p·(dp - Σp·dp) with dp = dy·vᵀ
 
     ∂q = α·∂s·k,  ∂k = α·∂sᵀ·q,  ∂mask = ∂s. Heads may be axis 1 of four or part of axis 2 of three, key heads may serve
-    groups of query heads, and the scores may be capped.
+    groups of query heads, keys and values may be cached in part, the scores may be capped; the adjoint of the fourth
+    output enters at the stage that ``qk_matmul_output_mode`` names: 0 product, 1 capped, 2 biased, 3 softmax.
     """
-    _refuse(node, others)
-    assert dy is not None
     attributes = node.attributes
     query, key, value = operands(node, 3)
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
     q_heads, kv_heads = attributes.get_int("q_num_heads", 0), attributes.get_int("kv_num_heads", 0)
-    q, dz = _heads(op, query, q_heads), _heads(op, dy, q_heads)
+    q, dz = _heads(op, query, q_heads), _heads(op, dy, q_heads) if dy is not None else None
+    new_k, new_v = _heads(op, key, kv_heads), _heads(op, value, kv_heads)
     group = _group(node, q_heads, kv_heads)
-    k = _repeat(op, _heads(op, key, kv_heads), group)
-    v = _repeat(op, _heads(op, value, kv_heads), group)
+    k = _repeat(op, _with_past(op, past_key, new_k), group)
+    v = _repeat(op, _with_past(op, past_value, new_v), group)
     scale = attributes.get_float("scale", 0.0) or _default_scale(op, q)
     scaled = op.Mul(q, scale)
     scores, slope = op.MatMul(scaled, transpose(op, k)), None
@@ -40,39 +49,79 @@ def attention(op: Builder, node: ir.Node, dy: ir.Value | None, *others: ir.Value
     if cap > 0:
         bent = op.Tanh(op.Mul(scores, 1 / cap))
         scores, slope = op.Mul(bent, cap), functools.partial(op.Sub, 1.0, op.Mul(bent, bent))
-    p = _probabilities(op, node, scores, mask)
+    p = _probabilities(op, node, scores, mask, past_key)
+    mode = attributes.get_int("qk_matmul_output_mode", 0)
+
+    def at_stage(stage: int, found: Any) -> Any:
+        """``found`` and, if the fourth output shows this stage, its adjoint; None when there is neither."""
+        here = dqk if mode == stage else None
+        return found if here is None else here if found is None else op.Add(found, here)
 
     @functools.cache
-    def dscores() -> Any:
-        dp = op.MatMul(dz, transpose(op, v))
-        return op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(p, dp), [-1], keepdims=1)))
+    def dbiased() -> Any:
+        dp = at_stage(3, op.MatMul(dz, transpose(op, v)) if dz is not None else None)
+        if dp is None:
+            return at_stage(2, None)
+        return at_stage(2, op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(p, dp), [-1], keepdims=1))))
 
     @functools.cache
     def dproduct() -> Any:
-        return op.Mul(dscores(), slope()) if slope is not None else dscores()
+        capped = at_stage(1, dbiased())
+        return at_stage(0, op.Mul(capped, slope()) if slope is not None and capped is not None else capped)
 
     def dq() -> Any:
-        return _merge(op, op.Mul(op.MatMul(dproduct(), k), scale), query)
+        flow = dproduct()
+        return None if flow is None else _merge(op, op.Mul(op.MatMul(flow, k), scale), query)
+
+    @functools.cache
+    def all_keys() -> Any:
+        flow = dproduct()
+        found = None if flow is None else _sum_groups(op, op.MatMul(transpose(op, flow), scaled), group)
+        return found if dkeys is None else dkeys if found is None else op.Add(found, dkeys)
+
+    @functools.cache
+    def all_values() -> Any:
+        found = None if dz is None else _sum_groups(op, op.MatMul(transpose(op, p), dz), group)
+        return found if dvalues is None else dvalues if found is None else op.Add(found, dvalues)
+
+    def part(whole: Callable[[], Any], past: ir.Value | None, new: Any, index: int) -> Any:
+        """The gradient of the cached (0) or of the new (1) keys or values."""
+        if whole() is None or past is None:
+            return whole()
+        return op.Split(whole(), lengths(op, (past, 2), (new, 2)), axis=2, _outputs=2)[index]
 
     def dk() -> Any:
-        return _merge(op, _sum_groups(op, op.MatMul(transpose(op, dproduct()), scaled), group), key)
+        found = part(all_keys, past_key, new_k, 1)
+        return found if found is None else _merge(op, found, key)
 
     def dv() -> Any:
-        return _merge(op, _sum_groups(op, op.MatMul(transpose(op, p), dz), group), value)
+        found = part(all_values, past_value, new_v, 1)
+        return found if found is None else _merge(op, found, value)
 
-    return dq, dk, dv, dscores
+    def dmask() -> Any:
+        assert mask is not None
+        return None if dbiased() is None else _first_keys(op, dbiased(), mask)
+
+    return (
+        dq,
+        dk,
+        dv,
+        dmask,
+        lambda: part(all_keys, past_key, new_k, 0),
+        lambda: part(all_values, past_value, new_v, 0),
+    )
 
 
-def _refuse(node: ir.Node, others: tuple[ir.Value | None, ...]) -> None:
-    problems = [name for k, name in ((4, "past_key"), (5, "past_value"), (6, "nonpad_kv_seqlen")) if _has(node, k)]
-    problems += [name for name in ("left_window_size", "right_window_size") if node.attributes.get_int(name, -1) >= 0]
-    problems += ["a gradient of its further outputs"] if any(dy is not None for dy in others) else []
-    if problems:
-        raise UnsupportedOpError(f"no gradient for Attention with {', '.join(problems)}: {describe(node)}")
+def _with_past(op: Builder, past: ir.Value | None, new: Any) -> Any:
+    return new if past is None else op.Concat(past, new, axis=2)
 
 
-def _has(node: ir.Node, index: int) -> bool:
-    return index < len(node.inputs) and node.inputs[index] is not None
+def _first_keys(op: Builder, flow: Any, mask: ir.Value) -> Any:
+    """The part of the scores' gradient that a mask for the first keys only sees."""
+    short, full = (dims(mask) or (None,))[-1], (dims(flow) or (None,))[-1]
+    if short is not None and short in (full, 1):
+        return flow
+    return op.Slice(flow, [0], lengths(op, (mask, rank(mask) - 1)), [-1])
 
 
 def _heads(op: Builder, x: Any, count: int) -> Any:
@@ -121,20 +170,11 @@ def _default_scale(op: Builder, q: Any) -> Any:
     return op.Reciprocal(op.Sqrt(op.cast_like(op.Squeeze(lengths(op, (q, 3)), [0]), q)))
 
 
-def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None) -> Any:
+def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: ir.Value | None) -> Any:
     """Softmax of the masked scores; a row that is masked as a whole is zero."""
+    bias, partial = _bias(op, node, scores, mask, past)
     low = op.scalar(-math.inf, scores)
-    bias: Any = None
-    if mask is not None:
-        short, full = (dims(mask) or (None,))[-1], (dims(scores) or (None,))[-1]
-        if isinstance(short, int) and isinstance(full, int) and short < full:
-            raise UnsupportedOpError(f"no gradient for Attention with a mask shorter than the keys: {describe(node)}")
-        bias = mask if mask.dtype == scores.dtype else op.Where(mask, op.scalar(0, scores), low)
-    if node.attributes.get_int("is_causal", 0):
-        ones = op.Expand(op.const(1, ir.DataType.INT64), lengths(op, (scores, 2), (scores, 3)))
-        allowed = op.Cast(op.Trilu(ones, upper=0), to=int(ir.DataType.BOOL))
-        bias = op.Where(allowed, bias if bias is not None else op.scalar(0, scores), low)
-    hidden = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), low) if mask is not None else None
+    hidden = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), low) if partial else None
     if hidden is not None:
         bias = op.Where(hidden, op.scalar(0, scores), bias)
     masked = scores if bias is None else op.Add(scores, bias)
@@ -142,3 +182,44 @@ def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | Non
     wide = op.Cast(masked, to=precision) if precision != int(scores.dtype) else masked
     p = op.cast_like(op.Softmax(wide, axis=-1), scores)
     return p if hidden is None else op.Where(hidden, op.scalar(0, scores), p)
+
+
+def _bias(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: ir.Value | None) -> tuple[Any, bool]:
+    """What is added to the scores, or None, and whether it may hide a whole row.
+
+    Query i stands at the position i + offset among the keys: behind the cached ones, or with the last queries on the last
+    valid keys when ``nonpad_kv_seqlen`` counts those, else at i.
+    """
+    bias: Any = None
+    if mask is not None:
+        bias = mask if mask.dtype == scores.dtype else op.Where(mask, op.scalar(0, scores), op.scalar(-math.inf, scores))
+        bias = _for_all_keys(op, bias, scores)
+    valid = node.inputs[6] if len(node.inputs) > 6 else None
+    keys = op.Range(np.int64(0), op.Squeeze(lengths(op, (scores, 3)), [0]), np.int64(1))
+    left, right = (node.attributes.get_int(name, -1) for name in ("left_window_size", "right_window_size"))
+    tests: list[Any] = []
+    if node.attributes.get_int("is_causal", 0) or left >= 0 or right >= 0:
+        queries = op.Unsqueeze(op.Range(np.int64(0), op.Squeeze(lengths(op, (scores, 2)), [0]), np.int64(1)), [1])
+        if valid is not None and past is None:
+            offset = op.Sub(op.Unsqueeze(op.Cast(valid, to=7), [1, 2, 3]), lengths(op, (scores, 2)))
+        else:
+            offset = lengths(op, (past, 2)) if past is not None else op.const([0])
+        ahead = op.Sub(keys, op.Add(queries, offset))  # how far a key lies behind the place of its query
+        tests += [op.LessOrEqual(ahead, [0])] if node.attributes.get_int("is_causal", 0) else []
+        tests += [op.GreaterOrEqual(ahead, [-left])] if left >= 0 else []
+        tests += [op.LessOrEqual(ahead, [right])] if right >= 0 else []
+    if valid is not None:
+        tests.append(op.Less(keys, op.Unsqueeze(op.Cast(valid, to=7), [1, 2, 3])))
+    for test in tests:
+        open_ = bias if bias is not None else op.scalar(0, scores)
+        bias = op.Where(test, open_, op.scalar(-math.inf, scores))
+    return bias, mask is not None or valid is not None or left >= 0 or right >= 0
+
+
+def _for_all_keys(op: Builder, bias: Any, scores: Any) -> Any:
+    """A mask for the first keys only hides the others."""
+    short, full = (dims(bias) or (None,))[-1], (dims(scores) or (None,))[-1]
+    if isinstance(short, int) and isinstance(full, int) and short < full:
+        pads = op.const([0, full - short])
+        return op.Pad(bias, pads, op.scalar(-math.inf, scores), op.const([-1]))
+    return bias

@@ -18,7 +18,7 @@ from graphc.ir.facts import constant, describe
 zero_gradient("Sign", "Floor", "Ceil", "Round", origin=__name__)
 zero_gradient("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN", origin=__name__)
 zero_gradient("And", "Or", "Xor", "Not", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", origin=__name__)
-zero_gradient("QuantizeLinear", "DynamicQuantizeLinear", "BitCast", origin=__name__)
+zero_gradient("BitCast", origin=__name__)
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,9 @@ def identity(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 @gradient("Cast", "CastLike")
 def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
-    """z = x in another float type;  ∂x = dz in the type of x"""
-    return op.cast_like(dz, *operands(node, 1))
+    """z = x in another float type;  ∂x = dz in the type of x, or as it is where x is a quantised tensor"""
+    (x,) = operands(node, 1)
+    return op.cast_like(dz, x) if op.is_float(x) else dz
 
 
 @gradient("Dropout")
@@ -240,8 +241,8 @@ def tan(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
 
 @unary("Asin")
 def asin(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arcsin x;  ∂x = dy/√(1 - x²)"""
-    return op.Div(dy, op.Sqrt(op.Sub(1.0, op.Mul(x, x))))
+    """y = arcsin x;  ∂x = dy/√(1 - x²), factored, for x² loses the digits that count near the ends"""
+    return op.Div(dy, op.Sqrt(op.Mul(op.Sub(1.0, x), op.Add(x, 1.0))))
 
 
 @unary("Acos")
@@ -277,10 +278,10 @@ def asinh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
 @unary("Acosh")
 def acosh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
     """y = arcosh x;  ∂x = dy/√(x² - 1)"""
-    return op.Div(dy, op.Sqrt(op.Sub(op.Mul(x, x), 1.0)))
+    return op.Div(dy, op.Sqrt(op.Mul(op.Sub(x, 1.0), op.Add(x, 1.0))))
 
 
 @unary("Atanh")
 def atanh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
     """y = artanh x;  ∂x = dy/(1 - x²)"""
-    return op.Div(dy, op.Sub(1.0, op.Mul(x, x)))
+    return op.Div(dy, op.Mul(op.Sub(1.0, x), op.Add(x, 1.0)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, rank
+from graphc.ir.facts import constant, rank
 from graphc.passes.gradients.shape import lengths, pad_to, scatter_back
 
 zero_gradient("NonZero", "NonMaxSuppression", origin=__name__)
@@ -70,26 +71,105 @@ def gather_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 @gradient("ScatterElements")
 def scatter_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = x with updates at the indices;  ∂x = dy, zero where replaced;  ∂updates = dy at the indices"""
-    _, indices, updates = operands(node, 3)
+    """y = x with updates at the indices, which replace, or are added, multiplied or compared; see :func:`_scattered`"""
     axis = node.attributes.get_int("axis", 0)
-    kept = lambda: op.ScatterElements(dy, indices, op.zeros_like(updates), axis=axis)  # noqa: E731
-    return dy if _adds(node) else kept, None, lambda: op.GatherElements(dy, indices, axis=axis)
+
+    def scatter(x: Any, indices: Any, updates: Any, reduction: str) -> Any:
+        return op.ScatterElements(x, indices, updates, axis=axis, reduction=reduction)
+
+    return _scattered(op, node, dy, scatter, lambda x, indices: op.GatherElements(x, indices, axis=axis))
 
 
 @gradient("ScatterND")
 def scatter_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = x with updates at the index tuples;  ∂x = dy, zero where replaced;  ∂updates = dy at the index tuples"""
-    _, indices, updates = operands(node, 3)
-    kept = lambda: op.ScatterND(dy, indices, op.zeros_like(updates))  # noqa: E731
-    return dy if _adds(node) else kept, None, lambda: op.GatherND(dy, indices)
+    """y = x with updates at the index tuples, which replace, or are added, multiplied or compared; see :func:`_scattered`"""
+
+    def scatter(x: Any, indices: Any, updates: Any, reduction: str) -> Any:
+        return op.ScatterND(x, indices, updates, reduction=reduction)
+
+    return _scattered(op, node, dy, scatter, op.GatherND)
 
 
-def _adds(node: ir.Node) -> bool:
+def _scattered(op: Builder, node: ir.Node, dy: ir.Value, scatter: Callable[..., Any], gather: Callable[..., Any]) -> Any:
+    """The gradients of x and of the updates u of a scatter.
+
+    none: ∂x = dy, zero where replaced;  ∂u = dy at the indices.  add: ∂x = dy,  ∂u = dy at the indices.
+    mul: ∂x = dy·Πu,  ∂u = dy·x·Π of the other updates of that place, by division but for zeros.
+    max, min: dy goes to x and to the updates that equal y, in equal shares.
+    """
+    x, indices, updates = operands(node, 3)
     reduction = node.attributes.get_string("reduction", "none")
-    if reduction not in ("none", "add"):
-        raise UnsupportedOpError(f"no gradient for {node.op_type} with reduction={reduction!r}: {describe(node)}")
-    return reduction == "add"
+    at_places = functools.partial(gather, dy, indices)
+    if reduction == "none":
+        return lambda: scatter(dy, indices, op.zeros_like(updates), "none"), None, at_places
+    if reduction == "add":
+        return dy, None, at_places
+    if reduction == "mul":
+        return (
+            lambda: op.Mul(dy, scatter(op.ones_like(x), indices, updates, "mul")),
+            None,
+            lambda: _factors(op, dy, x, indices, updates, scatter, gather),
+        )
+
+    @functools.cache
+    def shares() -> tuple[Any, Any, Any]:
+        (y,) = node.outputs
+        kept = op.cast_like(op.Equal(x, y), dy)
+        taken = op.cast_like(op.Equal(updates, gather(y, indices)), dy)
+        return kept, taken, op.Div(dy, scatter(kept, indices, taken, "add"))
+
+    return (
+        lambda: op.Mul(shares()[0], shares()[2]),
+        None,
+        lambda: op.Mul(shares()[1], gather(shares()[2], indices)),
+    )
+
+
+def _factors(op: Builder, dy: Any, x: Any, indices: Any, updates: Any, scatter: Any, gather: Any) -> Any:
+    """∂u of a product: a single zero update of a place gets the product of the rest, two make all of them zero."""
+    zero = op.Equal(updates, 0.0)
+    others = op.Where(zero, op.scalar(1, updates), updates)
+    product = gather(op.Mul(dy, scatter(x, indices, others, "mul")), indices)
+    zeros = gather(scatter(op.zeros_like(x), indices, op.cast_like(zero, x), "add"), indices)
+    alone = op.Equal(zeros, op.cast_like(zero, x))  # no zero among the other updates of the place
+    return op.Where(alone, op.Div(product, others), op.scalar(0, dy))
+
+
+@gradient("TensorScatter")
+def tensor_scatter(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = a cache with an update written from some index on;  ∂cache = dy, zero where written;  ∂update = dy from there"""
+    cache, update = operands(node, 2)
+    starts = node.inputs[2] if len(node.inputs) > 2 else None
+    axis = node.attributes.get_int("axis", -2) % rank(cache)
+
+    def dcache() -> Any:
+        return op.TensorScatter(dy, op.zeros_like(update), starts, **node.attributes)
+
+    def dupdate() -> Any:
+        size = lengths(op, (update, axis))
+        places = op.Range(np.int64(0), op.Squeeze(size, [0]), np.int64(1))
+        if starts is not None:
+            places = op.Add(op.Unsqueeze(starts, [1]), places)
+            places = op.Mod(places, lengths(op, (cache, axis)))
+            places = op.Unsqueeze(places, [k for k in range(rank(cache)) if k not in (0, axis)])
+        else:
+            places = op.Unsqueeze(places, [k for k in range(rank(cache)) if k != axis])
+        return op.GatherElements(dy, op.Expand(places, op.shape(update)), axis=axis)
+
+    return dcache, dupdate
+
+
+@gradient("Unique")
+def unique(op: Builder, node: ir.Node, dy: ir.Value | None, *others: ir.Value | None) -> Any:
+    """y = the distinct slices of x;  ∂x = dy at their first occurrences, which output 1 lists"""
+    (x,) = operands(node, 1)
+    if dy is None:
+        return None
+    first = op.Unique(x, _outputs=2, **node.attributes)[1]
+    if "axis" not in node.attributes:
+        return scatter_back(op, x, dy, lambda positions: op.Gather(op.Reshape(positions, [-1]), first))
+    axis = node.attributes["axis"].as_int() % rank(x)
+    return scatter_back(op, x, dy, lambda positions: op.Gather(positions, first, axis=axis))
 
 
 @gradient("OneHot")

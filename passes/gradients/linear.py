@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, rank
+from graphc.ir.facts import rank
+from graphc.passes.gradients.shape import lengths
 
 zero_gradient("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", origin=__name__)
 
@@ -76,22 +77,44 @@ def transpose(op: Builder, x: ir.Value) -> Any:
 
 @gradient("Einsum")
 def einsum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
-    """z = einsum(a, b, …);  ∂a = einsum(dz, b, …), repeated along the labels that only a has"""
+    """z = einsum(a, b, …);  ∂a = einsum(dz, b, …), repeated along labels that only a has, on the diagonal of a double one"""
     inputs = operands(node, len(node.inputs))
     terms, result = _einsum_terms(node, inputs)
 
     def make(k: int) -> Any:
-        if len(set(terms[k])) != len(terms[k]):
-            raise UnsupportedOpError(f"no gradient for Einsum with a repeated index in one operand: {describe(node)}")
+        own = "".join(dict.fromkeys(terms[k]))
         others = [j for j in range(len(inputs)) if j != k]
         known = set(result).union(*(terms[j] for j in others))
-        kept = "".join(c for c in terms[k] if c in known)
+        kept = "".join(c for c in own if c in known)
         equation = ",".join([result, *(terms[j] for j in others)]) + "->" + kept
         value = dz if equation == f"{kept}->{kept}" else op.Einsum(dz, *(inputs[j] for j in others), equation=equation)
-        missing = [i for i, c in enumerate(terms[k]) if c not in known]
-        return op.expand_like(op.Unsqueeze(value, missing), inputs[k]) if missing else value
+        missing = [i for i, c in enumerate(own) if c not in known]
+        value = op.Unsqueeze(value, missing) if missing else value
+        if len(own) < len(terms[k]):
+            return _onto_diagonal(op, value, own, terms[k], inputs[k])
+        return op.expand_like(value, inputs[k]) if missing else value
 
     return tuple((lambda k=k: make(k)) for k in range(len(inputs)))
+
+
+def _onto_diagonal(op: Builder, value: Any, own: str, term: str, like: ir.Value) -> Any:
+    """``value``, whose axes are the labels ``own``, where all axes of ``term`` with the same label agree, else 0."""
+    first = [term.index(c) for c in own]
+    spread = op.Unsqueeze(value, [i for i in range(len(term)) if i not in first])
+    mask: Any = None
+    for i, c in enumerate(term):
+        if i in first:
+            continue
+        a, b = (_positions(op, like, axis, len(term)) for axis in (term.index(c), i))
+        same = op.Equal(a, b)
+        mask = same if mask is None else op.And(mask, same)
+    return op.expand_like(op.Where(mask, spread, op.scalar(0, value)), like)
+
+
+def _positions(op: Builder, like: ir.Value, axis: int, width: int) -> Any:
+    """0, 1, 2 … along one axis."""
+    numbers = op.Range(np.int64(0), op.Squeeze(lengths(op, (like, axis)), [0]), np.int64(1))
+    return op.Unsqueeze(numbers, [k for k in range(width) if k != axis])
 
 
 def _einsum_terms(node: ir.Node, inputs: list[ir.Value]) -> tuple[list[str], str]:
