@@ -124,3 +124,24 @@ def test_workers_with_different_programs_are_told_apart(exported: Callable[[str]
     path = exported("mlp")
     with pytest.raises(graphc.GraphcError, match=r"disagree on program.*rank 0.*rank 1"):
         run_threads(2, lambda comm: disagreeing(comm, path))
+
+
+def poisoned(comm: Any, path: str) -> tuple[str, str]:
+    program = graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
+    x, y = SPECS["mlp"].batch(4, comm.rank)
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        trainer.step({"input": x, "label": y})
+        before = trainer.state_sha256()
+        if comm.rank == 1:
+            x[2, 7] = np.nan
+        with pytest.raises(graphc.errors.NonFiniteError) as caught:
+            trainer.step({"input": x, "label": y})
+        assert trainer.state_sha256() == before
+        return before, str(caught.value)
+
+
+def test_a_nan_on_one_worker_stops_all_and_is_traced_to_its_rank(exported: Callable[[str], str]) -> None:
+    path = exported("mlp")
+    first, second = run_threads(2, lambda comm: poisoned(comm, path))
+    assert first == second
+    assert "in step 1, first in tensor 'input' on rank 1" in first[1]
