@@ -64,7 +64,7 @@ def autodiff(
     op = Builder(graph, scope="grad")  # one for all: a builder looks at the whole graph when it is made
     for source in sources:
         if source not in gradients and wrt is not None:
-            gradients[source] = op.zeros_like(source)
+            gradients[source] = zeros(op, source)
     for source, value in gradients.items():
         _name_gradient(op, source, value)
     ctx.note(f"autodiff: gradients of {len(gradients)} values, {len(graph)} nodes")
@@ -94,7 +94,7 @@ def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequenc
     """
     op = Builder(graph, scope="grad/seed")
     nodes = list(graph)
-    return backpropagate(op, nodes, [(target, op.ones_like(target)) for target in targets], sources)
+    return backpropagate(op, nodes, [(target, _filled(op, target, 1)) for target in targets], sources)
 
 
 def backpropagate(
@@ -201,6 +201,19 @@ def add(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
     body, inner, (x, y) = new_body(op, [("a", a.type.elem_type, None), ("b", a.type.elem_type, None)])
     finish_body(inner, [inner.Add(x, y)])
     return op.SequenceMap(a, b, body=body)  # type: ignore[no-any-return]
+
+
+def zeros(op: Builder, value: ir.Value) -> ir.Value:
+    """Zeros like a tensor, or like each tensor of a sequence."""
+    return _filled(op, value, 0)
+
+
+def _filled(op: Builder, value: ir.Value, number: float) -> ir.Value:
+    if not isinstance(value.type, ir.SequenceType):
+        return op.expand_like(op.scalar(number, value), value)
+    body, inner, (x,) = new_body(op, [("x", value.type.elem_type, None)])
+    finish_body(inner, [inner.Expand(inner.scalar(number, x), inner.Shape(x))])
+    return op.SequenceMap(value, body=body)  # type: ignore[no-any-return]
 
 
 def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
@@ -326,4 +339,5 @@ __all__ = [
     "path_from_source",
     "sum_to_shape",
     "through",
+    "zeros",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.pipeline import Context, graph_pass
@@ -20,12 +21,14 @@ from graphc.pipeline import Context, graph_pass
 @graph_pass("schedule")
 def schedule(model: ir.Model, ctx: Context) -> bool:
     """Split every AllReduce into Start and Wait and reorder the graph."""
-    graph = model.graph
-    pairs = [_split(graph, node) for node in list(graph) if node.op_type == "AllReduce" and node.domain == "graphc"]
+    graph, op = model.graph, Builder(model.graph)
+    pairs = [_split(graph, op, node) for node in list(graph) if node.op_type == "AllReduce" and node.domain == "graphc"]
     waits = {wait for _, wait in pairs}
     late: set[ir.Node] = set()
     for node in graph:
-        if node in waits or is_update(node) or any(v is not None and v.producer() in late for v in node.inputs):
+        if node in waits or is_update(node) or any(
+            v is not None and v.producer() in late for v in (*node.inputs, *captured(node))
+        ):
             late.add(node)
     early = [n for n in graph if n not in late]
     starts = {start for start, _ in pairs}
@@ -44,8 +47,8 @@ def schedule(model: ir.Model, ctx: Context) -> bool:
     return changed
 
 
-def _split(graph: ir.Graph, node: ir.Node) -> tuple[ir.Node, ir.Node]:
-    op = Builder(graph, before=node)
+def _split(graph: ir.Graph, op: Builder, node: ir.Node) -> tuple[ir.Node, ir.Node]:
+    op.before = node
     attributes = {k: a.value for k, a in node.attributes.items()}
     name = node.name or "allreduce"
     flying = op.emit("AllReduceStart", node.inputs, attributes, domain="graphc", name=f"{name}/start")

@@ -14,8 +14,12 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from graphc.backend import BACKENDS, Array, Run
+from graphc.backends.numpy import control_flow, sequences
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.errors import ModelError, UnsupportedOpError
+from graphc.ir import OPSET
+from graphc.ir.infer import propagate
+from graphc.ir.recurrent import RECURRENT, expand_recurrent
 
 
 class NumpyBackend:
@@ -65,9 +69,20 @@ class NumpyBackend:
 
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     try:
-        return ReferenceEvaluator(model, new_ops=list(REPAIRED))
+        return ReferenceEvaluator(_with_scans(model), new_ops=[*REPAIRED, *control_flow.OPS, *sequences.OPS])
     except Exception as error:
         raise UnsupportedOpError(f"the numpy backend cannot run this model: {error}") from error
+
+
+def _with_scans(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with RNN, GRU and LSTM as Scans: those of ``onnx.reference`` pass over lengths, activations and clipping."""
+    version = next((o.version for o in model.opset_import if o.domain == ""), None)
+    if version != OPSET or not any(node.op_type in RECURRENT for node in model.graph.node):
+        return model
+    copy = ir.from_proto(model)
+    propagate(copy.graph)
+    expand_recurrent(copy.graph)
+    return ir.to_proto(copy)
 
 
 BACKENDS.register("numpy", NumpyBackend, origin=__name__)

@@ -23,7 +23,7 @@ from graphc.ir.bodies import bound, captured, finish_body, inline, int_list, new
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims, is_float
 from graphc.ir.infer import apply
-from graphc.passes.autodiff import backpropagate, descendants
+from graphc.passes.autodiff import backpropagate, descendants, zeros
 
 Adjoint = ir.Value | None
 Typed = tuple[str, ir.TypeProtocol | None, ir.Shape | None]
@@ -42,7 +42,7 @@ def if_(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> Any:
         outputs = inline(inner, node.attributes[name].as_graph(), {})
         seeds = [(y, dy) for y, dy in zip(outputs, dys, strict=False) if dy is not None]
         found = backpropagate(inner, list(graph), seeds, wanted)
-        finish_body(inner, [found[v] if v in found else inner.zeros_like(v) for v in wanted])
+        finish_body(inner, [found[v] if v in found else zeros(inner, v) for v in wanted])
         branches[name] = graph
     made = op.emit("If", [node.inputs[0]], branches, outputs=len(wanted))
     for value, like in zip(made, wanted, strict=True):
