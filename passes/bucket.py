@@ -48,13 +48,14 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
         filled[key] = filled[key] + size if len(open_buckets[key]) > 1 else size
     closed.extend(open_buckets.items())
     closed.sort(key=lambda item: _produced(item[1][-1], position))
+    op = Builder(graph)
     for k, (_, nodes) in enumerate(closed):
         for node in nodes:
             node.attributes[BUCKET] = ir.AttrString(BUCKET, f"b{k}")
-        _merge(graph, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
+        _merge(graph, op, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
     scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
     for k, group in enumerate(_alike(scalars)):
-        _merge(graph, group, "metrics" if k == 0 else f"metrics{k}")
+        _merge(graph, op, group, "metrics" if k == 0 else f"metrics{k}")
     ctx.note(f"bucket: {len(updates)} updates in {len(closed)} buckets")
     return bool(updates)
 
@@ -119,7 +120,7 @@ def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
     return list(groups.values())
 
 
-def _merge(graph: ir.Graph, reductions: Sequence[ir.Node], name: str) -> None:
+def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: str) -> None:
     """Replace single-operand AllReduces by one of all their operands, in front of the first consumer of any of them."""
     if not reductions:
         return
@@ -129,7 +130,7 @@ def _merge(graph: ir.Graph, reductions: Sequence[ir.Node], name: str) -> None:
     first_use = min(consumers, key=lambda n: position[n], default=None)
     if first_use is not None and position[first_use] < position[last]:
         _sink(graph, reductions, position)
-    op = Builder(graph, before=last, scope=f"allreduce/{name}")
+    op.before, op.scope = last, f"allreduce/{name}"
     attributes = {k: reductions[0].attributes[k].value for k in ("group", "reduce") if k in reductions[0].attributes}
     group = reductions[0].attributes["group"].as_string()
     results = op.emit(
@@ -147,9 +148,10 @@ def _merge(graph: ir.Graph, reductions: Sequence[ir.Node], name: str) -> None:
 def _sink(graph: ir.Graph, reductions: Sequence[ir.Node], position: dict[ir.Node, int]) -> None:
     """Move everything that depends on ``reductions`` behind the last of them, keeping its order."""
     last = max(reductions, key=lambda n: position[n])
-    dependent: set[ir.Node] = set()
+    sources, dependent = set(reductions), set[ir.Node]()
     for node in graph:
-        if any(v is not None and (p := v.producer()) is not None and (p in dependent or p in reductions) for v in node.inputs):
+        producers = {v.producer() for v in node.inputs if v is not None}
+        if not sources.isdisjoint(producers) or not dependent.isdisjoint(producers):
             dependent.add(node)
     moving = [n for n in graph if n in dependent and position[n] < position[last]]
     graph.remove(moving)
