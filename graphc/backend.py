@@ -127,8 +127,18 @@ class Backend(Protocol):
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel instead of inside a segment."""
 
+    def computes_halves(self, node: ir.Node) -> bool:
+        """Whether the node runs in half precision as it stands; otherwise the plan lets it work in float32."""
+
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
         """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name."""
+
+    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run ``model`` once, with memory that the backend allocates itself.
+
+        For what no plan can hold: shapes that depend on data, sequences (lists of arrays), optionals (None when empty) and
+        strings (arrays of ``object``).
+        """
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]

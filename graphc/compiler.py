@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphc import frontends
-from graphc.errors import UsageError
+from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
@@ -64,22 +64,61 @@ def training_pipeline(
     initialize: str | None = None,
     seed: int = 0,
     bucket_mb: float = 25.0,
+    precision: str | None = None,
+    recompute: str | None = None,
 ) -> list[Step]:
     """The default pipeline: each line one pass, in order."""
+    low, again = precision_options(precision), recompute_options(recompute)
     return [
         Step("legalize"),  # one opset, parameters as initializers, everything typed
         *([Step("rebatch", {"batch": batch})] if batch is not None else []),  # a baked batch size becomes another, or a symbol
         *([Step("initialize", {"method": initialize, "seed": seed})] if initialize else []),  # files without trained weights
         Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
         loss.step(),  # Σ loss and Σ weight
+        *([Step("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
+        *([Step("recompute", again)] if again else []),  # fewer activations wait for the backward pass
         optimizer.step(),  # one update node a parameter
         Step("allreduce"),  # between every gradient and its update
+        *([Step("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
         Step("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
         Step("schedule"),  # start early, wait late
         Step("simplify"),
         Step("verify"),
     ]
+
+
+def precision_options(text: str | None) -> dict[str, Any]:
+    """``"bf16:deny=Conv"`` as options of ``mixed_precision``; nothing for None and ``fp32``.
+
+    Raises:
+        UsageError: an unknown precision or option.
+    """
+    name, _, rest = (text or "fp32").partition(":")
+    if name == "fp32" and not rest:
+        return {}
+    if name not in ("bf16", "fp16"):
+        raise UsageError(f"precision {text!r}{nearest(name, ('fp32', 'bf16', 'fp16'))}; it is fp32, bf16 or fp16")
+    return {"dtype": name, **_options("mixed_precision", rest)}
+
+
+def recompute_options(text: str | None) -> dict[str, Any]:
+    """``"all"`` or ``"budget_mb=64,batch=32"`` as options of ``recompute``; nothing for None and ``none``.
+
+    Raises:
+        UsageError: an unknown mode or option.
+    """
+    if text is None or text == "none":
+        return {}
+    mode, _, rest = text.partition(",")
+    found = _options("recompute", text if "=" in mode else rest)
+    return found if "=" in mode else {"mode": mode, **found}
+
+
+def _options(name: str, text: str) -> dict[str, Any]:
+    """``"key=value,key=value"`` as the bound options of a pass."""
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
+    return PASSES[name].bind({key.strip(): value.strip() for key, _, value in pairs})
 
 
 def compile(
@@ -96,6 +135,8 @@ def compile(
     initialize: str | None = None,
     seed: int = 0,
     bucket_mb: float = 25.0,
+    precision: str | None = None,
+    recompute: str | None = None,
     example_inputs: Sequence[Any] | None = None,
     dump_dir: str | Path | None = None,
     after: Callable[[Step, ir.Model, float], None] | None = None,
@@ -114,6 +155,9 @@ def compile(
         initialize: ``he``, ``glorot``, ``normal``, ``uniform`` or ``zeros`` for a file without trained weights.
         seed: of initialisation and random ops.
         bucket_mb: size of a gradient bucket in megabytes.
+        precision: ``bf16`` or ``fp16`` (``fp32`` and None: as the file has it), with options of the ``mixed_precision`` pass:
+            ``"bf16:deny=Conv|head/*"``.
+        recompute: ``cheap``, ``all`` or options of the ``recompute`` pass: ``"budget_mb=64,batch=32"``.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
 
@@ -125,7 +169,16 @@ def compile(
         steps = parse(passes) if isinstance(passes, str) else list(passes)
     else:
         steps = training_pipeline(
-            loss, optimizer, freeze=freeze, train=train, batch=batch, initialize=initialize, seed=seed, bucket_mb=bucket_mb
+            loss,
+            optimizer,
+            freeze=freeze,
+            train=train,
+            batch=batch,
+            initialize=initialize,
+            seed=seed,
+            bucket_mb=bucket_mb,
+            precision=precision,
+            recompute=recompute,
         )
     ctx = Context()
     dump = Path(dump_dir) if dump_dir is not None else None

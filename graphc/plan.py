@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import FeedError, ModelError
+from graphc.emulation import emulate_halves, narrow_storage
+from graphc.errors import DataDependentShapeError, FeedError, ModelError
 from graphc.ir import DOMAIN
+from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, is_update
-from graphc.ir.decomposition import decompose_graph
+from graphc.ir.decomposition import decompose_graph, is_decomposed
 from graphc.ir.facts import constant, describe, dims, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.names import BUCKET
@@ -113,29 +115,41 @@ def _show(declared: Sequence[Any]) -> str:
 
 
 def prepare(
-    model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool], world_size: int
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    native: Callable[[ir.Node], bool],
+    world_size: int,
+    *,
+    halves: Callable[[ir.Node], bool] = lambda node: False,
+    regions: bool = False,
 ) -> ir.Model:
-    """Specialise, decompose what the backend has no kernel for, and simplify."""
+    """Specialise, decompose what the backend has no kernel for, and simplify.
+
+    Args:
+        halves: whether the backend computes a node in half precision; others run in float32 (:mod:`graphc.emulation`).
+        regions: keep the marks in front of recomputed regions, without which these would be merged away.
+    """
     copy = specialise(model, shapes)
     ctx = Context()
     simplify = PASSES["simplify"].function
     simplify(copy, ctx)
+    emulated = emulate_halves(copy.graph, halves)
 
     def keep(node: ir.Node) -> bool:
-        if is_update(node):
+        if is_update(node) or (regions and node.op_type == "Recompute"):
             return True
         declaration = declaration_of(node)
         if declaration is not None and declaration.effect:
             return world_size > 1
         return native(node)
 
-    while any(n.domain == DOMAIN and not keep(n) for n in copy.graph):
+    while not is_decomposed(copy.graph, keep):
         decompose_graph(copy.graph, keep)
+        emulated |= emulate_halves(copy.graph, halves)
         simplify(copy, ctx)
-    for node in copy.graph:
-        for out in node.outputs:
-            if out.dtype is not None and static_dims(out) is None:
-                raise ModelError(f"the shape of {out.name!r} depends on data, which a plan cannot hold: {describe(node)}")
+    if emulated:
+        simplify(copy, ctx)
+        narrow_storage(copy.graph)
     return copy
 
 
@@ -143,7 +157,12 @@ def prepare(
 
 
 def make_plan(
-    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, native: Callable[[ir.Node], bool], world_size: int = 1
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    native: Callable[[ir.Node], bool],
+    world_size: int = 1,
+    halves: Callable[[ir.Node], bool] = lambda node: False,
 ) -> Plan:
     """Plan one rank's steps.
 
@@ -152,14 +171,17 @@ def make_plan(
         shapes: concrete shape of every graph input.
         native: whether the backend runs a node as a kernel of its own.
         world_size: ranks on the data axis; on one rank collectives vanish.
+        halves: whether the backend computes a node in half precision.
     """
-    ready = prepare(model, shapes, native, world_size)
+    ready = prepare(model, shapes, native, world_size, halves=halves, regions=True)
     _privatise(ready.graph)
     groups = update_groups(ready.graph)
     steps = list(_steps(ready.graph, native, groups))
+    _dissolve_regions(ready.graph)
     _add_check(steps)
     steps, views = _take_out_views(steps, groups)
     _connect(ready.graph, steps, views)
+    _refuse_unknown_sizes(steps)
     places, buffers = lay_out(ready.graph, steps, groups, views)
     return Plan(ready, steps, places, buffers, groups, views, world_size)
 
@@ -184,7 +206,8 @@ def _privatise(graph: ir.Graph) -> None:
         if producer is not None and producer.op_type == "AllReduceWait":
             continue
         fixed = producer is None or producer.op_type == "Constant"
-        if fixed or len(list(value.uses())) > 1 or value.is_graph_output():
+        uses = sum(user.op_type != "AnyNonFinite" for user, _ in value.uses())  # which reads the bucket itself
+        if fixed or uses > 1 or value.is_graph_output():
             op = Builder(graph, before=node, scope=f"copy/{value.name}")
             node.replace_input_with(index, op.Identity(value))
 
@@ -272,12 +295,24 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
                 tag=node.attributes["tag"].as_string(),
                 reduce=declaration.attribute_values(node)["reduce"],
             )
+        elif node.op_type == "Recompute" and node.domain == DOMAIN:
+            yield from close()  # a runtime orders and merges the nodes of one segment as it likes
         elif native(node):
             yield from close()
             yield Step("kernel", node.name or node.op_type, [node])
         else:
             segment.append(node)
     yield from close()
+
+
+def _dissolve_regions(graph: ir.Graph) -> None:
+    """Let recomputed regions read the saved values themselves: their place in the order of steps is settled."""
+    for node in list(graph):
+        if node.op_type == "Recompute" and node.domain == DOMAIN:
+            for saved, again in zip(node.inputs, node.outputs, strict=True):
+                assert saved is not None
+                again.replace_all_uses_with(saved)
+            graph.remove(node, safe=True)
 
 
 def _add_check(steps: list[Step]) -> None:
@@ -296,7 +331,7 @@ def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tup
     Returns the steps without those nodes, and value → the value whose memory it shares. A view stays in its segment where
     other nodes of the segment read it (inside one run it costs nothing), and where it is a result of the graph.
     """
-    home = {node: k for k, step in enumerate(steps) for node in step.nodes}
+    home = _homes(steps)
     operands = {v for step in steps if step.kind == "start" for v in step.inputs}
     operands |= {v for group in groups for node in group.nodes for i in group.flat if (v := node.inputs[i]) is not None}
     views: dict[ir.Value, ir.Value] = {}
@@ -323,17 +358,14 @@ def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tup
 
 def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir.Value]) -> None:
     """Fill in what segments and kernels read from and write to buffers."""
-    home: dict[ir.Node, int] = {}
-    for k, step in enumerate(steps):
-        for node in step.nodes:
-            home[node] = k
+    home = _homes(steps)
     outputs = set(graph.outputs)
     for k, step in enumerate(steps):
         if step.kind not in ("segment", "kernel", "update"):
             continue
         reads: dict[ir.Value, None] = {}
         for node in step.nodes:
-            for value in [*node.inputs, *_captured(node)]:
+            for value in [*node.inputs, *captured(node)]:
                 if value is None or _inlined(value):
                     continue
                 producer = value.producer()
@@ -349,15 +381,33 @@ def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir
                         step.outputs.append(written)
 
 
-def _captured(node: ir.Node) -> list[ir.Value]:
-    """Outer values that the node's subgraphs read."""
-    found: list[ir.Value] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            inner = attribute.as_graph()
-            own = {v for n in inner.all_nodes() for v in n.outputs} | set(inner.inputs) | set(inner.initializers.values())
-            found.extend(v for n in inner.all_nodes() for v in n.inputs if v is not None and v not in own)
-    return found
+def _refuse_unknown_sizes(steps: Sequence[Step]) -> None:
+    """Inside a segment a shape may depend on data; what crosses steps lives in memory that was planned.
+
+    Raises:
+        DataDependentShapeError: a value that crosses steps, or is an output, has no shape before it is computed.
+    """
+    for step in steps:
+        for value in step.outputs:
+            producer = value.producer()
+            if value.dtype is None:
+                continue  # an optional output that is left out
+            if static_dims(value) is None or not isinstance(value.type, ir.TensorType):
+                where = describe(producer) if producer is not None else ""
+                hint = "; give the Loop a constant trip count" if producer is not None and producer.op_type == "Loop" else ""
+                raise DataDependentShapeError(
+                    f"the shape of {value.name!r} depends on data, which a plan cannot hold: {where}{hint}"
+                )
+
+
+def _homes(steps: Sequence[Step]) -> dict[ir.Node, int]:
+    """The step that each node runs in; the nodes of a body run where their owner does."""
+    home: dict[ir.Node, int] = {}
+    for k, step in enumerate(steps):
+        for node in step.nodes:
+            home[node] = k
+            home.update((inner, k) for body in bodies(node) for inner in body.all_nodes())
+    return home
 
 
 def _inlined(value: ir.Value) -> bool:

@@ -262,7 +262,8 @@ class Trainer:
 
     def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
         shapes = self._check_names(feeds, model)
-        plan = make_plan(model, shapes, native=self.backend.prefers_native, world_size=self.size)
+        backend = self.backend
+        plan = make_plan(model, shapes, native=backend.prefers_native, world_size=self.size, halves=backend.computes_halves)
         if model is self.program.model:
             self._compare_collectives(plan)
         executor = Executor(

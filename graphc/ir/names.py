@@ -23,7 +23,13 @@ LEARNING_RATE = "graphc.lr"
 SAMPLE_OFFSET = "graphc.sample_offset"
 """int64 scalar initializer, the only one that differs between ranks: index of this rank's first sample in the global batch."""
 
-RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET)
+LOSS_SCALE = "graphc.loss_scale"
+"""float32 scalar initializer: what the differentiated loss is multiplied by in float16 training."""
+
+GOOD_STEPS = "graphc.good_steps"
+"""int64 scalar initializer: how many steps in a row did not overflow."""
+
+RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LOSS_SCALE, GOOD_STEPS)
 
 LOSS_TOTAL = "graphc.loss_total"
 """Metadata key on the value that autodiff differentiates: the sum over this rank's samples, before any division."""

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphc.backend import Array, Backend, Run
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
+from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.decomposition import decompose_graph
@@ -151,7 +152,20 @@ class Executor:
         return start
 
     def _bind_check(self) -> Run:
-        """Test all gradients of parameters, and the scalars reported, before the first update."""
+        """Test all gradients of parameters, and the scalars reported, before the first update.
+
+        Where updates can skip a step (a scaled loss), the graph has done so; what stops the run is an overflow that no smaller
+        scale can cure.
+        """
+        skip = self._skip_flag()
+        if skip is not None:
+            flag, scale, least = skip
+
+            def check_scale() -> None:
+                if flag and scale <= least:
+                    raise NonFiniteStepError
+
+            return check_scale
         watched: list[Array] = [a.reshape(-1) for v, a in self._outputs() if is_float(v)]
         for group in self.plan.groups:
             gradient = group.buffer(1) if 1 in group.flat else None
@@ -168,6 +182,17 @@ class Executor:
                     raise NonFiniteStepError
 
         return check
+
+    def _skip_flag(self) -> tuple[Array, Array, float] | None:
+        """The flag that makes updates skip the step, the loss scale, and the least that this may become."""
+        for group in self.plan.groups:
+            node = group.nodes[0]
+            if node.op_type == "LossScale" and node.inputs[2] is not None and node.inputs[0] is not None:
+                declaration = declaration_of(node)
+                assert declaration is not None
+                least = float(declaration.attribute_values(node)["minimum"])
+                return self._array(node.inputs[2]), self._array(node.inputs[0]), least
+        return None
 
     def _outputs(self) -> list[tuple[ir.Value, Array]]:
         return [(v, self._array(v)) for v in self.plan.model.graph.outputs]
@@ -238,27 +263,21 @@ def segment_model(step: Step) -> onnx.ModelProto:
         for value in node.inputs:
             if value is not None and value not in bound and constant(value) is not None:
                 constants[value.name or ""] = value
-        for inner in _outer_constants(node):
-            constants[inner.name or ""] = inner
+        for inner in captured(node):
+            if inner not in bound and constant(inner) is not None:
+                constants[inner.name or ""] = inner
     for name, value in constants.items():
         known = constant(value)
         assert known is not None
         graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(known).reshape(known.shape), name))
     graph.input.extend(_value_info(v) for v in step.inputs)
     graph.output.extend(_value_info(v) for v in step.outputs)
-    return onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=[onnx.helper.make_opsetid("", OPSET)])
-
-
-def _outer_constants(node: ir.Node) -> list[ir.Value]:
-    found: list[ir.Value] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            inner = attribute.as_graph()
-            own = {v for n in inner.all_nodes() for v in n.outputs}
-            found.extend(
-                v for n in inner.all_nodes() for v in n.inputs if v is not None and v not in own and constant(v) is not None
-            )
-    return found
+    domains = {"": OPSET}
+    for node in step.nodes:
+        if node.domain != "" and node.graph is not None:
+            domains[node.domain] = node.graph.opset_imports[node.domain]
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in sorted(domains.items())]
+    return onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
 
 
 def _value_info(value: ir.Value) -> onnx.ValueInfoProto:

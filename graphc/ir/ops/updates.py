@@ -3,7 +3,8 @@
 Common to all optimizers: ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is grad / divisor;
 ``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters, gradients and
 state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it).
-Scalars that depend on the step are computed in float64, as PyTorch does in Python.
+Scalars that depend on the step are computed in float64, as PyTorch does in Python. Where the rank-0 bool ``skip`` is given
+and true, parameters and state stay as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _like_parameter(outputs: int, *same: int) -> InferFunction:
 
 @declare(
     "SGD",
-    inputs="param grad lr divisor?",
+    inputs="param grad lr divisor? skip?",
     outputs="next_param",
     attributes={"weight_decay": 0.0, "bucket": ""},
     infer=_like_parameter(1, 1),
@@ -54,18 +55,19 @@ def sgd(
     grad: ir.Value,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     weight_decay: float,
     bucket: str,
 ) -> ir.Value:
     """g = grad/divisor + weight_decay·param;  param' = param − lr·g"""
     g = _gradient(op, param, grad, divisor, weight_decay)
-    return op.Sub(param, op.Mul(op.cast_like(lr, param), g))  # type: ignore[no-any-return]
+    return _unless(op, skip, param, op.Sub(param, op.Mul(op.cast_like(lr, param), g)))
 
 
 @declare(
     "Momentum",
-    inputs="param grad momentum_buffer step lr divisor?",
+    inputs="param grad momentum_buffer step lr divisor? skip?",
     outputs="next_param next_momentum_buffer",
     attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "bucket": ""},
     infer=_like_parameter(2, 1, 2),
@@ -80,6 +82,7 @@ def momentum_sgd(
     step: ir.Value,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     momentum: float,
     dampening: float,
@@ -97,7 +100,8 @@ def momentum_sgd(
     if dampening:  # without it a buffer of zeros already gives g at step 1
         buffer = op.Where(op.Equal(step, 1), g, buffer)
     direction = op.Add(g, op.Mul(buffer, momentum)) if nesterov else buffer
-    return op.Sub(param, op.Mul(op.cast_like(lr, param), direction)), buffer
+    following = op.Sub(param, op.Mul(op.cast_like(lr, param), direction))
+    return _unless(op, skip, param, following), _unless(op, skip, momentum_buffer, buffer)
 
 
 def _adam(
@@ -123,7 +127,7 @@ def _adam(
 
 @declare(
     "Adam",
-    inputs="param grad exp_avg exp_avg_sq step lr divisor?",
+    inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "bucket": ""},
     infer=_like_parameter(3, 1, 2, 3),
@@ -139,6 +143,7 @@ def adam(
     step: ir.Value,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     beta1: float,
     beta2: float,
@@ -152,12 +157,13 @@ def adam(
     param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
     """
     g = _gradient(op, param, grad, divisor, weight_decay)
-    return _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+    found = _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+    return _unless(op, skip, param, found[0]), _unless(op, skip, exp_avg, found[1]), _unless(op, skip, exp_avg_sq, found[2])
 
 
 @declare(
     "AdamW",
-    inputs="param grad exp_avg exp_avg_sq step lr divisor?",
+    inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "bucket": ""},
     infer=_like_parameter(3, 1, 2, 3),
@@ -173,6 +179,7 @@ def adamw(
     step: ir.Value,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     beta1: float,
     beta2: float,
@@ -181,16 +188,17 @@ def adamw(
     bucket: str,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
-    g = _gradient(op, param, grad, divisor, 0.0)
+    g, decayed = _gradient(op, param, grad, divisor, 0.0), param
     if weight_decay:
         keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
-        param = op.Mul(param, op.cast_like(keep, param))
-    return _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+        decayed = op.Mul(param, op.cast_like(keep, param))
+    found = _adam(op, decayed, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
+    return _unless(op, skip, param, found[0]), _unless(op, skip, exp_avg, found[1]), _unless(op, skip, exp_avg_sq, found[2])
 
 
 @declare(
     "Adagrad",
-    inputs="param grad sum step lr divisor?",
+    inputs="param grad sum step lr divisor? skip?",
     outputs="next_param next_sum",
     attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "bucket": ""},
     infer=_like_parameter(2, 1, 2),
@@ -205,6 +213,7 @@ def adagrad(
     step: ir.Value,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     lr_decay: float,
     eps: float,
@@ -221,7 +230,8 @@ def adagrad(
     if lr_decay:
         size = op.Div(size, op.Add(op.Mul(op.Sub(_double(op, step), 1.0), lr_decay), 1.0))
     change = op.Div(g, op.Add(op.Sqrt(total), eps))
-    return op.Sub(param, op.Mul(op.cast_like(size, param), change)), total
+    following = op.Sub(param, op.Mul(op.cast_like(size, param), change))
+    return _unless(op, skip, param, following), _unless(op, skip, sum, total)
 
 
 def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -235,7 +245,7 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
 
 @declare(
     "RMSprop",
-    inputs="param grad square_avg grad_avg? momentum_buffer? lr divisor?",
+    inputs="param grad square_avg grad_avg? momentum_buffer? lr divisor? skip?",
     outputs="next_param next_square_avg next_grad_avg? next_momentum_buffer?",
     attributes={"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": 0, "weight_decay": 0.0, "bucket": ""},
     infer=_infer_rmsprop,
@@ -251,6 +261,7 @@ def rmsprop(
     momentum_buffer: ir.Value | None,
     lr: ir.Value,
     divisor: ir.Value | None = None,
+    skip: ir.Value | None = None,
     *,
     alpha: float,
     eps: float,
@@ -268,48 +279,58 @@ def rmsprop(
     """
     g = _gradient(op, param, grad, divisor, weight_decay)
     square = op.Add(op.Mul(square_avg, alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
-    average, variance = None, square
+    next_average, variance = None, square
     if grad_avg is not None:
         average = op.Add(grad_avg, op.Mul(op.Sub(g, grad_avg), 1.0 - alpha))
         variance = op.Sub(square, op.Mul(average, average))
+        next_average = _unless(op, skip, grad_avg, average)
     change = op.Div(g, op.Add(op.Sqrt(variance), eps))
-    buffer = None
+    next_buffer = None
     if momentum_buffer is not None:
-        change = buffer = op.Add(op.Mul(momentum_buffer, momentum), change)
-    return op.Sub(param, op.Mul(op.cast_like(lr, param), change)), square, average, buffer
+        change = op.Add(op.Mul(momentum_buffer, momentum), change)
+        next_buffer = _unless(op, skip, momentum_buffer, change)
+    following = op.Sub(param, op.Mul(op.cast_like(lr, param), change))
+    return _unless(op, skip, param, following), _unless(op, skip, square_avg, square), next_average, next_buffer
 
 
 @declare(
     "RunningAverage",
-    inputs="running batch",
+    inputs="running batch skip?",
     outputs="next_running",
     attributes={"momentum": 0.9, "bucket": ""},
     infer=_like_parameter(1, 1),
     next_value={0: 0},
     reduces={1: "mean"},
 )
-def running_average(op: Builder, running: ir.Value, batch: ir.Value, *, momentum: float, bucket: str) -> ir.Value:
+def running_average(
+    op: Builder, running: ir.Value, batch: ir.Value, skip: ir.Value | None = None, *, momentum: float, bucket: str
+) -> ir.Value:
     """running' = momentum·running + (1 − momentum)·batch: ONNX's meaning of ``momentum`` (PyTorch's is one minus it)."""
-    return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))  # type: ignore[no-any-return]
+    return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum)))
 
 
 @declare(
     "Increment",
-    inputs="step",
+    inputs="step skip?",
     outputs="next_step",
     attributes={"bucket": ""},
     infer=same_as(0),
     next_value={0: 0},
 )
-def increment(op: Builder, step: ir.Value, *, bucket: str) -> ir.Value:
+def increment(op: Builder, step: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
     """step' = step + 1"""
-    return op.Add(step, 1)  # type: ignore[no-any-return]
+    return _unless(op, skip, step, op.Add(step, 1))
 
 
 def _gradient(op: Builder, param: ir.Value, grad: ir.Value, divisor: ir.Value | None, weight_decay: float) -> ir.Value:
     """grad / divisor + weight_decay · param"""
     g = grad if divisor is None else op.Div(grad, op.cast_like(divisor, grad))
     return op.Add(g, op.Mul(param, weight_decay)) if weight_decay else g
+
+
+def _unless(op: Builder, skip: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
+    """The new state, or the old one in a step that is skipped."""
+    return new if skip is None else op.Where(skip, old, new)
 
 
 def _double(op: Builder, value: ir.Value) -> ir.Value:
