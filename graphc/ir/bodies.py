@@ -59,13 +59,10 @@ def inline(op: Builder, body: ir.Graph, known: Mapping[ir.Value, ir.Value]) -> l
         if tensor is not None:
             meant[node.outputs[0]] = op.const(np.asarray(tensor))
             continue
-        made = op.emit(
-            node.op_type,
+        made = op.repeat(
+            node,
             [meant.get(v, v) if v is not None else None for v in node.inputs],
             {name: _copied(op, attr, meant) for name, attr in node.attributes.items()},
-            domain=node.domain,
-            outputs=len(node.outputs),
-            name=node.name,
         )
         meant.update(zip(node.outputs, made, strict=True))
     return [meant.get(v, v) for v in body.outputs]

@@ -131,6 +131,30 @@ class Builder:
             self.graph.insert_before(self.before, node)
         return tuple(node.outputs)
 
+    def repeat(
+        self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
+    ) -> tuple[ir.Value, ...]:
+        """A copy of ``node`` that reads ``inputs``; an op of which no schema is known keeps the types of its results."""
+        if node.domain == DOMAIN or onnx.defs.has(node.op_type, node.domain):
+            return self.emit(node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs), name=node.name)
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            inputs,
+            list(attributes.values()),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=self.unique(node.name or node.op_type),
+        )
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name = self.unique(old.name or copy.name or "", value=True)
+            new.type, new.shape = old.type, ir.Shape(old.shape.dims) if old.shape is not None else None
+        if self.before is None:
+            self.graph.append(copy)
+        else:
+            self.graph.insert_before(self.before, copy)
+        return tuple(copy.outputs)
+
     def _operands(self, op_type: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
         values = list(inputs)
         while values and values[-1] is None:
@@ -197,7 +221,8 @@ class Builder:
         """``value`` with the shape of ``like``; nothing is emitted when it has it already."""
         if _same_shape(value, like):
             return value
-        return self.Reshape(value, self.shape(like))  # type: ignore[no-any-return]
+        empty = 1 if 0 in (static_dims(like) or ()) else None  # a zero stands for itself, not for "as in the input"
+        return self.Reshape(value, self.shape(like), allowzero=empty)  # type: ignore[no-any-return]
 
     def expand_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
         """``value`` broadcast to the shape of ``like``."""
