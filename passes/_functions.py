@@ -8,15 +8,19 @@ ONNX defines many ops by a function of simpler ones. Autodiff differentiates an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 
 from graphc.ir import OPSET
+from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
 from graphc.passes._legalize_parameters import constant_tensor
 from graphc.passes._legalize_versions import adapt
+
+_SUBGRAPHS_SINCE = 18
+"""A body with subgraphs is used from this opset on: inside them nothing is adapted, and nothing need be."""
 
 
 def schema_of(op_type: str, domain: str = "") -> onnx.defs.OpSchema | None:
@@ -33,19 +37,24 @@ def has_body(op_type: str, domain: str = "") -> bool:
 
 
 def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
-    """Emit the body of ``node`` through ``op``; one value per output, or None when it has no body without subgraphs."""
-    function = _function(node)
-    if function is None or any(a.HasField("g") for inner in function.node for a in inner.attribute):
+    """Emit the body of ``node`` through ``op``; one value per output, or None when the node has none in the legal opset."""
+    proto = _function(node)
+    if proto is None:
         return None
-    version = next((entry.version for entry in function.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
-    inputs = [*node.inputs, *[None] * len(function.input)]
-    values: dict[str, ir.Value | None] = {"": None, **dict(zip(function.input, inputs, strict=False))}
-    for inner in function.node:
-        attributes = _attributes(function, inner, node)
-        operands = [values[name] for name in inner.input]
-        results = _emit(op, inner, operands, attributes, version)
-        values.update(zip(inner.output, results, strict=False))
-    return tuple(values[name] for name in list(function.output)[: len(node.outputs)])
+    version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
+    function: ir.Function = ir.from_proto(proto)
+    if version < _SUBGRAPHS_SINCE and any(True for inner in function for _ in bodies(inner)):
+        return None
+    inputs = [*node.inputs, *[None] * len(function.inputs)]
+    values: dict[ir.Value, ir.Value] = {f: v for f, v in zip(function.inputs, inputs, strict=False) if v is not None}
+    outer = {v.name: v for v in captured(node)}  # what a body that is an attribute of the call reads from around it
+    loose = {v for inner in function for v in inner.inputs if v is not None and v.producer() is None and v not in values}
+    values.update((v, outer[v.name]) for v in loose if v.name in outer)
+    for inner in function:
+        operands = [values.get(v) if v is not None else None for v in inner.inputs]
+        results = _emit(op, inner, operands, _attributes(op, inner, node, operands, values), version)
+        values.update(zip(inner.outputs, results, strict=False))
+    return tuple(values.get(out) for out in list(function.outputs)[: len(node.outputs)])
 
 
 def _function(node: ir.Node) -> onnx.FunctionProto | None:
@@ -79,35 +88,45 @@ def _newest(versions: Sequence[int]) -> int:
     return max(legal) if legal else min(versions)
 
 
-def _attributes(function: onnx.FunctionProto, inner: onnx.NodeProto, node: ir.Node) -> dict[str, ir.Attr]:
+def _attributes(
+    op: Builder,
+    inner: ir.Node,
+    node: ir.Node,
+    operands: Sequence[ir.Value | None],
+    values: Mapping[ir.Value, ir.Value],
+) -> dict[str, ir.Attr]:
     """The attributes of a node of the body; those that refer to attributes of the call take their values."""
-    schema = schema_of(node.op_type, node.domain)
-    given = {name: attr for name, attr in node.attributes.items() if attr.type != ir.AttributeType.UNDEFINED}
+    if any(True for _ in bodies(inner)):
+        type_body_inputs(inner.op_type, operands, inner.attributes)
     found: dict[str, ir.Attr] = {}
-    for proto in inner.attribute:
-        if not proto.ref_attr_name:
-            found[proto.name] = ir.from_proto(proto)
-            continue
-        if proto.ref_attr_name in given:
-            attr = given[proto.ref_attr_name]
-            found[proto.name] = ir.Attr(proto.name, attr.type, attr.value)
-        elif schema is not None and proto.ref_attr_name in schema.attributes:
-            default = schema.attributes[proto.ref_attr_name].default_value
-            if default.type != onnx.AttributeProto.UNDEFINED:
-                found[proto.name] = ir.from_proto(default)
-                found[proto.name] = ir.Attr(proto.name, found[proto.name].type, found[proto.name].value)
+    for name, attr in inner.attributes.items():
+        if attr.is_ref():
+            given = _given(node, attr.ref_attr_name or "")
+            if given is not None:
+                found[name] = ir.Attr(name, given.type, given.value)
+        elif attr.type == ir.AttributeType.GRAPH:
+            found[name] = ir.Attr(name, attr.type, copy_body(op, attr.as_graph(), values))
+        else:
+            found[name] = attr
     return found
 
 
+def _given(node: ir.Node, name: str) -> ir.Attr | None:
+    """An attribute of the call, or its default."""
+    if name in node.attributes:
+        return node.attributes[name]
+    schema = schema_of(node.op_type, node.domain)
+    if schema is None or name not in schema.attributes:
+        return None
+    default = schema.attributes[name].default_value
+    return None if default.type == onnx.AttributeProto.UNDEFINED else ir.from_proto(default)
+
+
 def _emit(
-    op: Builder,
-    inner: onnx.NodeProto,
-    operands: Sequence[ir.Value | None],
-    attributes: dict[str, ir.Attr],
-    version: int,
+    op: Builder, inner: ir.Node, operands: Sequence[ir.Value | None], attributes: dict[str, ir.Attr], version: int
 ) -> Sequence[ir.Value]:
     """One node of the body in the legal opset."""
-    scratch = ir.Node(inner.domain, inner.op_type, operands, attributes.values(), num_outputs=len(inner.output))
+    scratch = ir.Node(inner.domain, inner.op_type, operands, attributes.values(), num_outputs=len(inner.outputs))
     try:
         if inner.op_type == "Constant":
             tensor = constant_tensor(scratch)
@@ -116,7 +135,7 @@ def _emit(
         replaced = adapt(op, scratch, version) if version < OPSET else None
         if replaced is not None:
             return replaced
-        return op.emit(inner.op_type, scratch.inputs, scratch.attributes, domain=inner.domain, outputs=len(inner.output))
+        return op.emit(inner.op_type, scratch.inputs, scratch.attributes, domain=inner.domain, outputs=len(inner.outputs))
     finally:
         scratch.resize_inputs(0)  # no longer counts as a user of its operands
 

@@ -121,7 +121,7 @@ def where(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 @gradient("Clip")
 def clip(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
-    """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high, ∂low = dz where x < low, ∂high = dz where x > high"""
+    """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high,  ∂low = dz where x < low ≤ high,  ∂high = dz elsewhere"""
     x, low, high = (*node.inputs, None, None)[:3]
     zero = op.scalar(0, dz)
 
@@ -132,7 +132,14 @@ def clip(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
             return dz
         return op.Where(op.And(*tests) if len(tests) == 2 else tests[0], dz, zero)
 
-    return inside, lambda: op.Where(op.Less(x, low), dz, zero), lambda: op.Where(op.Greater(x, high), dz, zero)
+    def of_low() -> Any:
+        below = op.Less(x, low)
+        return op.Where(below if high is None else op.And(below, op.LessOrEqual(low, high)), dz, zero)
+
+    def of_high() -> Any:
+        return op.Where(op.Greater(x if low is None else op.Max(x, low), high), dz, zero)
+
+    return inside, of_low, of_high
 
 
 @gradient("Identity")
@@ -150,13 +157,24 @@ def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 @gradient("Dropout")
 def dropout(op: Builder, node: ir.Node, dz: ir.Value | None, dmask: ir.Value | None = None) -> Any:
-    """Outside training z = x;  ∂x = dz. The ``train_mode`` pass replaces a Dropout that is active."""
+    """Outside training z = x;  ∂x = dz. In training z = x·mask/(1 - ratio), with the mask that the node itself draws.
+
+    The ``train_mode`` pass makes of a Dropout one whose mask is the same on every replay; this is for graphs without it.
+    """
     training = node.inputs[2] if len(node.inputs) > 2 else None
-    if training is not None:
-        known = constant(training)
-        if known is None or bool(known):
-            raise UnsupportedOpError(f"run the pass 'train_mode' before 'autodiff': {describe(node)} may be in training mode")
-    return dz
+    if training is None:
+        return dz
+    known = constant(training)
+    if known is None:
+        raise UnsupportedOpError(f"run the pass 'train_mode' before 'autodiff': {describe(node)} may be in training mode")
+    if not known.any():
+        return dz
+    if len(node.outputs) < 2:
+        node.resize_outputs(2)
+        mask = node.outputs[1]
+        mask.name, mask.type, mask.shape = op.unique(f"{node.name}.mask", value=True), ir.TensorType(ir.DataType.BOOL), dz.shape
+    ratio = node.inputs[1] if node.inputs[1] is not None else op.scalar(0.5, dz)
+    return op.Mul(op.Where(node.outputs[1], dz, op.scalar(0, dz)), op.Reciprocal(op.Sub(1.0, op.cast_like(ratio, dz))))
 
 
 # Functions of one variable --------------------------------------------------------------------------------------------

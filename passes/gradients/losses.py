@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -101,9 +102,9 @@ def binary_cross_entropy_with_logits(op: Builder, node: ir.Node, dy: ir.Value) -
 def softmax_cross_entropy_loss(op: Builder, node: ir.Node, dloss: ir.Value | None, dlog_prob: ir.Value | None = None) -> Any:
     """ONNX's loss: ∂scores = d·weight_label·(softmax − onehot) + dlog_prob − softmax·Σ_c dlog_prob, d = dloss a position"""
     scores = node.inputs[0]
+    assert scores is not None
 
     def dscores() -> ir.Value:
-        assert scores is not None
         softmax, parts = op.Softmax(scores, axis=1), []
         if dloss is not None:
             at, amount = _each_position(op, node, dloss)
@@ -114,32 +115,56 @@ def softmax_cross_entropy_loss(op: Builder, node: ir.Node, dloss: ir.Value | Non
             parts.append(op.Sub(dlog_prob, op.Mul(softmax, op.ReduceSum(dlog_prob, [1], keepdims=1))))
         return parts[0] if len(parts) == 1 else op.Add(*parts)  # type: ignore[no-any-return]
 
-    return dscores, None, None
+    return dscores, None, lambda: _class_weights(op, node, dloss, lambda: op.LogSoftmax(scores, axis=1))
 
 
 @gradient("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(op: Builder, node: ir.Node, dloss: ir.Value) -> Any:
     """ONNX's loss: ∂log_prob = −d·weight_label at each label, 0 elsewhere, d = dloss a position"""
     log_prob = node.inputs[0]
+    assert log_prob is not None
 
     def dlog_prob() -> ir.Value:
-        assert log_prob is not None
         at, amount = _each_position(op, node, dloss)
         return op.ScatterElements(op.zeros_like(log_prob), at, op.Neg(amount), axis=1)  # type: ignore[no-any-return]
 
-    return dlog_prob, None, None
+    return dlog_prob, None, lambda: _class_weights(op, node, dloss, lambda: log_prob)
 
 
-def _each_position(op: Builder, node: ir.Node, dloss: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The label and dloss times its class weight at each position, by the ``reduction`` of an ONNX loss over classes."""
+def _reduction(node: ir.Node) -> str:
+    return node.attributes["reduction"].as_string() if "reduction" in node.attributes else "mean"
+
+
+def _picks(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """The label of each position, the class weight with which it counts, and where it is ignored; see :func:`picks`."""
     scores, label, *_ = node.inputs
     assert scores is not None
     assert label is not None
     ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
-    reduction = node.attributes["reduction"].as_string() if "reduction" in node.attributes else "mean"
-    at, counts, _ = picks(op, scores, label, _optional(node, 2), 1, ignore)
-    if reduction == "none":
+    return picks(op, scores, label, _optional(node, 2), 1, ignore)
+
+
+def _each_position(op: Builder, node: ir.Node, dloss: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The label and dloss times its class weight at each position, by the ``reduction`` of an ONNX loss over classes."""
+    at, counts, _ = _picks(op, node)
+    if _reduction(node) == "none":
         return at, op.Mul(counts, op.Unsqueeze(dloss, [1]))
-    if reduction == "mean":
+    if _reduction(node) == "mean":
         dloss = op.Div(dloss, op.ReduceSum(counts, keepdims=0))
     return at, op.Mul(counts, dloss)
+
+
+def _class_weights(op: Builder, node: ir.Node, dloss: ir.Value | None, log_prob: Callable[[], ir.Value]) -> ir.Value | None:
+    """∂weight_c = −Σ dloss·log_prob over the positions of label c; a mean is −Σ (log_prob + loss)/Σ weight there"""
+    weight = _optional(node, 2)
+    if dloss is None or weight is None:
+        return None
+    at, counts, ignored = _picks(op, node)
+    share = op.Neg(op.GatherElements(log_prob(), at, axis=1))
+    if _reduction(node) == "mean":
+        share = op.Div(op.Sub(share, node.outputs[0]), op.ReduceSum(counts, keepdims=0))
+    share = op.Mul(share, op.Unsqueeze(dloss, [1]) if _reduction(node) == "none" else dloss)
+    if ignored is not None:
+        share = op.Where(ignored, op.scalar(0, weight), share)
+    flat = op.const([-1])
+    return op.ScatterElements(op.zeros_like(weight), op.Reshape(at, flat), op.Reshape(share, flat), reduction="add")  # type: ignore[no-any-return]
