@@ -26,6 +26,10 @@ except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError(f"the onnxruntime backend needs 'pip install graphc[cpu]' ({error})") from error
 
 
+UNEVEN = ["MatMulScaleFusion"]
+"""Optimisations that change results by where a segment ends: what is computed again must come out bit for bit."""
+
+
 class OnnxRuntimeBackend:
     """onnxruntime's CPU provider plus native kernels.
 
@@ -68,7 +72,10 @@ class OnnxRuntimeBackend:
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
         try:
             return ort.InferenceSession(
-                model.SerializeToString(), sess_options=self._options, providers=["CPUExecutionProvider"]
+                model.SerializeToString(),
+                sess_options=self._options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=UNEVEN,
             )
         except Exception as error:
             raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
