@@ -22,10 +22,18 @@ class ModelError(GraphcError):
     """The model file or graph is broken: unreadable, truncated, ill-typed, cyclic."""
 
 
+class DataDependentShapeError(ModelError):
+    """A value whose shape depends on data, so that no buffer can be planned for it."""
+
+
 class UnsupportedOpError(GraphcError):
     """An operator graphc cannot differentiate, decompose or execute, named with its place in the graph."""
 
     exit_code = 3
+
+
+class NewerOpsetError(UnsupportedOpError):
+    """An operator, or a form of one, that the opset of a legalised graph does not have."""
 
 
 class FeedError(GraphcError, ValueError):

@@ -102,7 +102,10 @@ def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | 
             if wanted is None:  # SAME: the output is stride times as large, whatever the input is
                 total = max(0, reach + extra[k] - strides[k])
             elif isinstance(d, int):
-                total = max(0, strides[k] * (d - 1) + extra[k] + reach - wanted[len(wanted) - len(kernel) + k])
+                total = strides[k] * (d - 1) + extra[k] + reach - wanted[len(wanted) - len(kernel) + k]
+                if total < 0:  # more is wanted than the kernels reach: zeros behind
+                    extra[k], total = extra[k] - total, 0
+                    node.attributes["output_padding"] = ir.AttrInt64s("output_padding", extra)
             else:
                 return None
         elif isinstance(d, int):

@@ -12,8 +12,8 @@ from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.declare import has_effect
 
-OLDEST = 7
-"""The oldest opset that can be read; with it broadcasting took its present form."""
+OLDEST = 6
+"""The oldest opset that is converted; files of an older one pass where opset 6 defines their ops alike."""
 
 
 def opset_of(model: ir.Model) -> int:
@@ -25,21 +25,40 @@ def opset_of(model: ir.Model) -> int:
     for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
         if "ai.onnx" in imports:
             imports[""] = imports.pop("ai.onnx")
-    version = model.opset_imports.get("")
+    version, newest = model.opset_imports.get(""), onnx.defs.onnx_opset_version()
+    standard = {n.op_type for n in _all_nodes(model) if n.domain in ("", "ai.onnx")}
     if version is None:
-        raise ModelError("the model imports no ai.onnx opset; export it with one between 7 and 26")
-    newest = onnx.defs.onnx_opset_version()
-    if not OLDEST <= version <= newest:
-        raise ModelError(f"opset {version} is not supported ({OLDEST} to {newest} are); export the model with opset {OPSET}")
-    return version
+        if standard:
+            raise ModelError(f"the model imports no ai.onnx opset; export it with one between {OLDEST} and {OPSET}")
+        return OPSET
+    changed = [op for op in sorted(standard) if version < OLDEST and _changed_before_oldest(op, version)]
+    if version > newest or changed:
+        what = f" for {changed[0]}" if changed else ""
+        raise ModelError(
+            f"opset {version} is not supported{what} ({OLDEST} to {newest} are); export the model with opset {OPSET}"
+        )
+    return max(version, OLDEST)
+
+
+def _changed_before_oldest(op_type: str, version: int) -> bool:
+    """Whether the op is defined otherwise in opset ``version`` than in the oldest one that is converted."""
+    if not (onnx.defs.has(op_type, version) and onnx.defs.has(op_type, OLDEST)):
+        return True
+    first, second = (onnx.defs.get_schema(op_type, v).since_version for v in (version, OLDEST))
+    return first != second
+
+
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
 
 
 def normalise_domains(model: ir.Model) -> None:
     """``ai.onnx`` is another name of the standard domain."""
-    for nodes in (model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
-        for node in nodes:
-            if node.domain == "ai.onnx":
-                node.domain = ""
+    for node in _all_nodes(model):
+        if node.domain == "ai.onnx":
+            node.domain = ""
 
 
 def inline_functions(model: ir.Model) -> None:

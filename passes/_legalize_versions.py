@@ -19,6 +19,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
+from graphc.passes._legalize_bodies import batched_scan
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -71,6 +72,48 @@ def _like(op: Builder, value: float, x: ir.Value | None) -> ir.Value:
     if x is None or x.dtype is None:
         raise ModelError("the element type of an input is unknown")
     return op.const(np.asarray(value, dtype=x.dtype.numpy()))
+
+
+@until(7, "Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
+def broadcasting_6(op: Builder, node: ir.Node) -> None:
+    """Before opset 7 the second operand was aligned with the first one's dimensions from ``axis`` on."""
+    axis = take(node, "axis")
+    if not take(node, "broadcast", 0) or axis is None:
+        return
+    a, b = node.inputs
+    if a is None or b is None or a.shape is None or b.shape is None:
+        raise ModelError(f"the ranks of the operands are unknown: {describe(node)}; export with opset 7 or newer")
+    axis = axis + len(a.shape) if axis < 0 else axis
+    _append_ones(op, node, 1, len(a.shape) - axis - len(b.shape))
+
+
+@until(7, "PRelu")
+def prelu_6(op: Builder, node: ir.Node) -> None:
+    """Before opset 7 a slope with one dimension was one number a channel."""
+    x, slope = node.inputs
+    if x is not None and slope is not None and x.shape is not None and dims(slope) not in (None, (1,)):
+        _append_ones(op, node, 1, len(x.shape) - 2)
+
+
+def _append_ones(op: Builder, node: ir.Node, index: int, count: int) -> None:
+    value = node.inputs[index]
+    if count > 0 and value is not None and value.shape is not None:
+        first = len(value.shape)
+        node.replace_input_with(index, op.Unsqueeze(value, list(range(first, first + count))))
+
+
+@until(7, "BatchNormalization", "Dropout", "GRU", "Gemm", "LSTM", "RNN")
+def obsolete_6(op: Builder, node: ir.Node) -> None:
+    """Attributes that opset 7 dropped: the number of outputs says what they said."""
+    for name in ("is_test", "broadcast", "output_sequence", "consumed_inputs"):
+        take(node, name)
+
+
+@until(7, "Upsample")
+def upsample_1(op: Builder, node: ir.Node) -> None:
+    if "height_scale" in node.attributes:
+        scales = [1.0, 1.0, take(node, "height_scale"), take(node, "width_scale")]
+        node.attributes["scales"] = ir.AttrFloat32s("scales", scales)
 
 
 @until(9, "BatchNormalization")
@@ -143,10 +186,7 @@ def scatter_9(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     return [op.ScatterElements(*node.inputs, axis=take(node, "axis", 0))]
 
 
-@until(11, "Scan")
-def scan_8(op: Builder, node: ir.Node) -> None:
-    if "directions" in node.attributes:  # only the batched form of opset 8 has this attribute
-        raise ModelError(f"Scan of opset 8 is not supported: {describe(node)}; export with opset 11 or newer")
+until(9, "Scan")(batched_scan)
 
 
 @until(12, "Dropout")

@@ -188,7 +188,10 @@ def inactive_dropout(op: Builder, node: ir.Node) -> ir.Value | None:
 def cast_to_known_type(op: Builder, node: ir.Node) -> ir.Value | None:
     """CastLike(x, like) → Cast(x), which a constant x can be folded with"""
     x, like = node.inputs
-    return None if x is None or like is None or like.dtype is None else op.cast_like(x, like)
+    if x is None or like is None or like.dtype is None or x.dtype == like.dtype:
+        return x if x is not None and like is not None and x.dtype == like.dtype else None
+    options = {name: node.attributes[name] for name in ("saturate", "round_mode") if name in node.attributes}
+    return op.Cast(x, to=int(like.dtype), **options)  # type: ignore[no-any-return]
 
 
 @rule("Cast")

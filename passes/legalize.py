@@ -14,14 +14,19 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from graphc.errors import ModelError, UnsupportedOpError
+from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir.bodies import CONTROL, bodies, type_body_inputs
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
 from graphc.ir.facts import describe, dims
 from graphc.ir.infer import apply, fold
 from graphc.ir.links import sort_and_link
+from graphc.ir.verify import refused_type
+from graphc.passes._functions import emit_body, has_body
+from graphc.passes._legalize_bodies import hoist_initializers, name_inputs
 from graphc.passes._legalize_canonical import canonicalise, explicit_pads
+from graphc.passes._legalize_gradient import derivatives, is_gradient, put_gradients_last
 from graphc.passes._legalize_parameters import filler_nodes, promote, small_initializers_to_constants
 from graphc.passes._legalize_structure import (
     initializers_are_no_inputs,
@@ -47,14 +52,17 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     graph, version, before = model.graph, opset_of(model), len(model.graph)
     normalise_domains(model)
     sort_and_link(graph)
+    hoist_initializers(graph)
     name_everything(graph)
     initializers_are_no_inputs(graph)
     fillers = filler_nodes(graph)  # before functions are inlined: what is in their bodies has no name in the user's file
     inline_functions(model)
     name_everything(graph)
+    name_inputs(graph)
     parameters = promote(model, fillers)
     remove_dead(graph)
     small_initializers_to_constants(graph)
+    put_gradients_last(graph)
     _convert(graph, version, model.opset_imports)
     _complete_shapes(model, version)
     remove_dead(graph)
@@ -68,24 +76,20 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     return True
 
 
-def _convert(graph: ir.Graph, version: int, imports: dict[str, int]) -> None:
+def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Builder | None = None) -> None:
     """Convert, canonicalise and type every node, in order, so that each adapter sees typed inputs."""
-    op = Builder(graph)
+    op = inner or Builder(graph)
     for node in list(graph):
         op.before, op.scope = node, node.name or node.op_type
-        for attr in node.attributes.values():
-            if attr.type == ir.AttributeType.GRAPH:
-                _convert(attr.as_graph(), version, imports)
-            elif attr.type == ir.AttributeType.GRAPHS:
-                for inner in attr.as_graphs():
-                    _convert(inner, version, imports)
+        if node.domain == "" and node.op_type in CONTROL and not (node.op_type == "Scan" and version < 9):
+            type_body_inputs(node.op_type, node.inputs, node.attributes)
+        for body in bodies(node):
+            _convert(body, version, imports, op.inside(body))
         replaced = _replacement(op, node, version)
         if replaced is not None:
             _substitute(graph, op, node, replaced)
             continue
         _check_known(node, version)
-        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
-            continue  # typed with its bodies by _complete_shapes
         if any(v is not None and v.type is None for v in node.inputs):
             continue
         apply(node, version=OPSET if node.domain == "" else imports.get(node.domain, 1))
@@ -95,13 +99,26 @@ def _convert(graph: ir.Graph, version: int, imports: dict[str, int]) -> None:
 def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
         return adapt_contributed(op, node)
-    if node.domain != "":
-        return None
+    if is_gradient(node):
+        return derivatives(op, node)
+    if node.domain != "" or not onnx.defs.has(node.op_type, OPSET):
+        return _body(op, node)
     if version < OPSET:
         replaced = adapt(op, node, version)
         if replaced is not None:
             return replaced
     return canonicalise(op, node)
+
+
+def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """The function that defines an op which the legal opset does not have, emitted in the legal opset; None without one."""
+    if node.domain not in ("", "ai.onnx.preview") or not has_body(node.op_type, node.domain):
+        return None
+    try:
+        values = emit_body(op, node)
+    except ModelError:
+        return None  # the body itself needs a newer opset
+    return [v for v in values if v is not None] if values is not None and None not in values else None
 
 
 def _check_known(node: ir.Node, version: int) -> None:
@@ -116,12 +133,17 @@ def _check_known(node: ir.Node, version: int) -> None:
     if node.domain != "" or version <= OPSET:
         return
     if not onnx.defs.has(node.op_type, OPSET):
-        raise UnsupportedOpError(f"{node.op_type} is newer than opset {OPSET}: {describe(node)}; export with opset {OPSET}")
+        raise NewerOpsetError(f"{node.op_type} is newer than opset {OPSET}: {describe(node)}; export with opset {OPSET}")
     schema = onnx.defs.get_schema(node.op_type, OPSET)
     new = [name for name in node.attributes if name not in schema.attributes]
     if new or len(node.inputs) > schema.max_input or len(node.outputs) > schema.max_output:
         what = f"attribute {new[0]!r}" if new else "number of inputs or outputs"
-        raise UnsupportedOpError(f"the {what} of {describe(node)} is newer than opset {OPSET}; export with opset {OPSET}")
+        raise NewerOpsetError(f"the {what} of {describe(node)} is newer than opset {OPSET}; export with opset {OPSET}")
+    refused = refused_type(node, OPSET)
+    if refused is not None:
+        raise NewerOpsetError(
+            f"{node.op_type} takes {refused} only in opsets newer than {OPSET}: {describe(node)}; cast it to another type"
+        )
 
 
 def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir.Value]) -> None:

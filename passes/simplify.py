@@ -116,7 +116,7 @@ def _expression(node: ir.Node) -> Hashable | None:
             return None
         if attr.type == ir.AttributeType.TENSOR:
             tensor = attr.as_tensor()
-            if tensor.size > FOLD_LIMIT:
+            if tensor.size > FOLD_LIMIT or tensor.dtype == ir.DataType.STRING:
                 return None
             attributes.append((name, tensor.dtype, tuple(tensor.shape), tensor.tobytes()))
         else:

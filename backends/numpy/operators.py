@@ -1,3 +1,334 @@
-"""Ops."""
+"""Ops whose implementation in ``onnx.reference`` is wrong or of lower precision than its operands, written anew.
 
-REPAIRED: tuple[type, ...] = ()
+====================  ========================================================================================
+ConvTranspose         mixes up groups
+MaxPool               Indices of overlapping windows, asymmetric pads
+AveragePool, LpPool   take minutes for volumes
+LRN                   sums around the sample's index instead of the channel's; four dimensions only
+LpNormalization       p = 1 without absolute values, axis = 0
+Erf, GroupNormalization, LayerNormalization, AffineGrid, GridSample   float32 inside whatever the type
+====================  ========================================================================================
+
+Classes carry the names of the ops, by which the evaluator finds them; its attributes come as keyword arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+
+from graphc.backend import Array
+from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceMap
+
+Ints = Sequence[int]
+
+
+def _geometry(
+    x: Array, kernel: Ints, strides: Ints | None, pads: Ints | None, dilations: Ints | None, auto_pad: str | None
+) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
+    """Strides, (begin, end) pads, dilations and reach (dilated kernel size) of each spatial dimension."""
+    count = len(kernel)
+    strides, dilations = list(strides or [1] * count), list(dilations or [1] * count)
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        sizes = x.shape[2:]
+        totals = [max(0, (-(-n // s) - 1) * s + r - n) for n, s, r in zip(sizes, strides, reach, strict=True)]
+        halves = [(t // 2, t - t // 2) for t in totals]
+        return strides, [h if auto_pad == "SAME_UPPER" else h[::-1] for h in halves], dilations, reach
+    both = list(pads or [0] * 2 * count)
+    return strides, list(zip(both[:count], both[count:], strict=True)), dilations, reach
+
+
+def _windows(
+    x: Array,
+    kernel: Ints,
+    fill: Any,
+    *,
+    strides: Ints | None,
+    pads: Ints | None,
+    dilations: Ints | None,
+    ceil_mode: int | None,
+    auto_pad: str | None,
+) -> tuple[Array, Array, Array]:
+    """All windows of ``x`` as (N, C, *out, elements), which elements are real, and which are at least in the padding.
+
+    The last window of ``ceil_mode`` may reach over the padding; it must begin inside of the input or its left padding.
+    """
+    strides, both, dilations, reach = _geometry(x, kernel, strides, pads, dilations, auto_pad)
+    outs = []
+    for n, s, (begin, end), r in zip(x.shape[2:], strides, both, reach, strict=True):
+        room = n + begin + end - r
+        out = -(-room // s) + 1 if ceil_mode else room // s + 1
+        outs.append(out - 1 if ceil_mode and (out - 1) * s >= n + begin else out)
+    needed = [(out - 1) * s + r for out, s, r in zip(outs, strides, reach, strict=True)]
+    spill = [max(0, need - n - b - e) for need, n, (b, e) in zip(needed, x.shape[2:], both, strict=True)]
+
+    def cut(array: Array, outer: Any, inner: Any) -> Array:
+        """Pad with ``inner``, then to the reach of the last window with ``outer``, and take the windows."""
+        array = np.pad(array, [(0, 0), (0, 0), *both], constant_values=inner)
+        array = np.pad(array, [(0, 0), (0, 0), *((0, extra) for extra in spill)], constant_values=outer)
+        axes = tuple(range(2, array.ndim))
+        view = np.lib.stride_tricks.sliding_window_view(array, reach, axis=axes)
+        steps = tuple(slice(0, out * s, s) for out, s in zip(outs, strides, strict=True))
+        view = view[(slice(None), slice(None), *steps, *(slice(None, None, d) for d in dilations))]
+        return view.reshape(*view.shape[: 2 + len(kernel)], math.prod(kernel))
+
+    ones = np.ones((1, 1, *x.shape[2:]), dtype=bool)
+    return cut(x, fill, fill), cut(ones, False, False), cut(ones, False, True)
+
+
+class MaxPool(OpRun):  # type: ignore[misc]
+    """y = max over the window; Indices: the first position of that maximum in the whole input, padding not counted."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str | None = None,
+        ceil_mode: int | None = None,
+        dilations: Ints | None = None,
+        kernel_shape: Ints = (),
+        pads: Ints | None = None,
+        storage_order: int | None = None,
+        strides: Ints | None = None,
+    ) -> tuple[Array, ...]:
+        least = -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
+        options: dict[str, Any] = {
+            "strides": strides,
+            "pads": pads,
+            "dilations": dilations,
+            "ceil_mode": ceil_mode,
+            "auto_pad": auto_pad,
+        }
+        windows, real, _ = _windows(x, kernel_shape, least, **options)
+        y = windows.max(axis=-1)
+        if len(self.output) == 1:
+            return (y,)
+        places = np.arange(math.prod(x.shape[2:]), dtype=np.int64).reshape(x.shape[2:], order="F" if storage_order else "C")
+        positions, _, _ = _windows(places[None, None], kernel_shape, 0, **options)
+        first = np.argmax((windows == y[..., None]) & real, axis=-1)
+        inside = np.take_along_axis(np.broadcast_to(positions, windows.shape), first[..., None], axis=-1)[..., 0]
+        planes = np.arange(x.shape[0] * x.shape[1], dtype=np.int64) * math.prod(x.shape[2:])
+        return y, inside + planes.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+
+
+class AveragePool(OpRun):  # type: ignore[misc]
+    """y = Σ window / number of its elements, those in the padding counted with ``count_include_pad``."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str | None = None,
+        ceil_mode: int | None = None,
+        count_include_pad: int | None = None,
+        dilations: Ints | None = None,
+        kernel_shape: Ints = (),
+        pads: Ints | None = None,
+        strides: Ints | None = None,
+    ) -> tuple[Array, ...]:
+        windows, real, padded = _windows(
+            x, kernel_shape, 0, strides=strides, pads=pads, dilations=dilations, ceil_mode=ceil_mode, auto_pad=auto_pad
+        )
+        count = (padded if count_include_pad else real).sum(axis=-1)
+        return ((windows.sum(axis=-1) / count).astype(x.dtype),)
+
+
+class LpPool(OpRun):  # type: ignore[misc]
+    """y = (Σ |window|^p)^(1/p)"""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str | None = None,
+        ceil_mode: int | None = None,
+        dilations: Ints | None = None,
+        kernel_shape: Ints = (),
+        p: int = 2,
+        pads: Ints | None = None,
+        strides: Ints | None = None,
+    ) -> tuple[Array, ...]:
+        windows, _, _ = _windows(
+            x, kernel_shape, 0, strides=strides, pads=pads, dilations=dilations, ceil_mode=ceil_mode, auto_pad=auto_pad
+        )
+        return (((np.abs(windows) ** p).sum(axis=-1) ** (1.0 / p)).astype(x.dtype),)
+
+
+class ConvTranspose(OpRun):  # type: ignore[misc]
+    """Every input element adds its multiple of the kernel to the output, ``strides`` apart; the pads are cut off."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        X: Array,
+        W: Array,
+        B: Array | None = None,
+        auto_pad: str | None = None,
+        dilations: Ints | None = None,
+        group: int = 1,
+        kernel_shape: Ints | None = None,
+        output_padding: Ints | None = None,
+        output_shape: Ints | None = None,
+        pads: Ints | None = None,
+        strides: Ints | None = None,
+    ) -> tuple[Array, ...]:
+        count = X.ndim - 2
+        kernel, sizes = W.shape[2:], X.shape[2:]
+        strides, dilations = list(strides or [1] * count), list(dilations or [1] * count)
+        extra = list(output_padding or [0] * count)
+        full = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(sizes, strides, kernel, dilations, strict=True)]
+        begins, outs = self._cut(full, sizes, strides, extra, pads, output_shape, auto_pad)
+        channels = W.shape[1] * group
+        total = np.zeros((X.shape[0], channels, *(max(f, b + o) for f, b, o in zip(full, begins, outs, strict=True))), X.dtype)
+        x = X.reshape(X.shape[0], group, X.shape[1] // group, -1)
+        w = W.reshape(group, W.shape[0] // group, *W.shape[1:])
+        for place in itertools.product(*map(range, kernel)):
+            part = np.einsum("ngci,gco->ngoi", x, w[(..., *place)]).reshape(X.shape[0], channels, *sizes)
+            where = [
+                slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in zip(place, dilations, sizes, strides, strict=True)
+            ]
+            total[(slice(None), slice(None), *where)] += part
+        y = total[(slice(None), slice(None), *(slice(b, b + o) for b, o in zip(begins, outs, strict=True)))]
+        if B is not None:
+            y = y + B.reshape(1, -1, *[1] * count)
+        return (y.astype(X.dtype),)
+
+    @staticmethod
+    def _cut(
+        full: Ints,
+        sizes: Ints,
+        strides: Ints,
+        extra: Ints,
+        pads: Ints | None,
+        output_shape: Ints | None,
+        auto_pad: str | None,
+    ) -> tuple[list[int], list[int]]:
+        """How much is cut off in front of each dimension, and the sizes that remain."""
+        count = len(full)
+        if output_shape is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            output_shape = [n * s for n, s in zip(sizes, strides, strict=True)]
+        if output_shape is not None:
+            outs = list(output_shape)[-count:]
+            totals = [max(0, f + e - o) for f, e, o in zip(full, extra, outs, strict=True)]
+            return [t // 2 if auto_pad == "SAME_UPPER" else t - t // 2 for t in totals], outs
+        both = list(pads or [0] * 2 * count)
+        outs = [f + e - b - a for f, e, b, a in zip(full, extra, both[:count], both[count:], strict=True)]
+        return both[:count], outs
+
+
+class LRN(OpRun):  # type: ignore[misc]
+    """y = x / (bias + alpha/size · Σ x² over ``size`` channels around each)^beta"""
+
+    op_domain = ""
+
+    def _run(self, x: Array, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0, size: int = 1) -> tuple[Array, ...]:
+        squares = np.pad(x * x, [(0, 0), ((size - 1) // 2, size - 1 - (size - 1) // 2), *[(0, 0)] * (x.ndim - 2)])
+        total = sum(squares[:, k : k + x.shape[1]] for k in range(size))
+        return ((x / (bias + (alpha / size) * total) ** beta).astype(x.dtype),)
+
+
+class LpNormalization(OpRun):  # type: ignore[misc]
+    """y = x / (Σ |x|^p)^(1/p) over the axis; 0 where the norm is 0"""
+
+    op_domain = ""
+
+    def _run(self, x: Array, axis: int = -1, p: int = 2) -> tuple[Array, ...]:
+        norm = (np.abs(x) ** p).sum(axis=axis, keepdims=True) ** (1.0 / p)
+        return (np.where(norm == 0, 0, x / np.where(norm == 0, 1, norm)).astype(x.dtype),)
+
+
+class Erf(OpRun):  # type: ignore[misc]
+    """erf in float64 inside"""
+
+    op_domain = ""
+
+    def _run(self, x: Array) -> tuple[Array, ...]:
+        return (np.vectorize(math.erf, otypes=["d"])(np.asarray(x, dtype=np.float64)).astype(x.dtype),)
+
+
+def _stash(x: Array) -> Array:
+    """Half precision is widened before statistics are taken, as ``stash_type`` asks; float64 stays."""
+    return x.astype(np.float32) if x.dtype.itemsize < 4 else x
+
+
+class LayerNormalization(OpRun):  # type: ignore[misc]
+    """y = (x − mean) / √(var + ε) · scale + bias over the dimensions from ``axis`` on"""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        X: Array,
+        scale: Array,
+        bias: Array | None = None,
+        axis: int = -1,
+        epsilon: float = 1e-5,
+        stash_type: int = 1,
+    ) -> tuple[Array, ...]:
+        del stash_type
+        x, axes = _stash(X), tuple(range(axis % X.ndim, X.ndim))
+        mean = x.mean(axis=axes, keepdims=True)
+        inverse = 1 / np.sqrt(((x - mean) ** 2).mean(axis=axes, keepdims=True) + x.dtype.type(epsilon))
+        y = ((x - mean) * inverse).astype(X.dtype) * scale
+        y = y if bias is None else y + bias
+        return (y.astype(X.dtype), mean, inverse)[: len(self.output)]
+
+
+class GroupNormalization(OpRun):  # type: ignore[misc]
+    """y = (x − mean) / √(var + ε) · scale + bias, with statistics of each group of channels"""
+
+    op_domain = ""
+
+    def _run(
+        self, X: Array, scale: Array, bias: Array, epsilon: float = 1e-5, num_groups: int = 1, stash_type: int = 1
+    ) -> tuple[Array, ...]:
+        del stash_type
+        x = _stash(X).reshape(X.shape[0], num_groups, -1)
+        mean = x.mean(axis=-1, keepdims=True)
+        y = (x - mean) / np.sqrt(((x - mean) ** 2).mean(axis=-1, keepdims=True) + x.dtype.type(epsilon))
+        column = (1, -1, *[1] * (X.ndim - 2))
+        return ((y.reshape(X.shape).astype(X.dtype) * scale.reshape(column) + bias.reshape(column)).astype(X.dtype),)
+
+
+class AffineGrid(OpRun):  # type: ignore[misc]
+    """grid = theta · (x, y[, z], 1) of every point of the output, in the type of ``theta``"""
+
+    op_domain = ""
+
+    def _run(self, theta: Array, size: Array, align_corners: int | None = None) -> tuple[Array, ...]:
+        sizes = [int(d) for d in size[2:]]
+        steps = [(2 * np.arange(n) - n + 1) / (max(n - 1, 1) if align_corners else n) for n in sizes]
+        points = np.stack([*np.meshgrid(*steps, indexing="ij")[::-1], np.ones(sizes)], axis=-1)
+        grid = np.einsum("nij,...j->n...i", theta.astype(np.float64), points)
+        return (grid.astype(theta.dtype),)
+
+
+REPAIRED: tuple[type[OpRun], ...] = (
+    AffineGrid,
+    AveragePool,
+    ConvTranspose,
+    Erf,
+    GroupNormalization,
+    If,
+    LRN,
+    LayerNormalization,
+    Loop,
+    LpNormalization,
+    LpPool,
+    MaxPool,
+    Optional,
+    OptionalGetElement,
+    Scan,
+    SequenceMap,
+)
+"""What stands in for the evaluator's own implementations."""

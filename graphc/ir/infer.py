@@ -94,7 +94,7 @@ def _key(
             return None
         if attr.type == ir.AttributeType.TENSOR:
             tensor = attr.as_tensor()
-            if tensor.size > 64:
+            if tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
                 return None
             parts.append((name, tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()))
         else:

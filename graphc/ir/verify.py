@@ -138,6 +138,18 @@ def _type_name(value: ir.Value) -> str | None:
     return None
 
 
+def refused_type(node: ir.Node, version: int) -> str | None:
+    """The first input type that a standard op of opset ``version`` does not take, or None."""
+    signature = _standard_signature(node.op_type, node.domain, version)
+    for k, value in enumerate(node.inputs if signature is not None else ()):
+        assert signature is not None
+        actual = _type_name(value) if value is not None else None
+        allowed = signature.formal(signature.inputs, k).allowed
+        if actual is not None and allowed is not None and actual not in allowed:
+            return actual
+    return None
+
+
 class _Checker:
     def __init__(self, graph: ir.Graph, opset: int, legal: bool, functions: set[tuple[str, str]]) -> None:
         self.graph = graph
