@@ -1,0 +1,197 @@
+"""RNN, GRU and LSTM: the Scan against onnxruntime's kernels, gradients against differences and against PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from graphc.errors import UnsupportedOpError
+from graphc.ir.builder import Builder
+from graphc.ir.recurrent import expand_recurrent, recurrence
+from graphc.ir.verify import verify_model
+from graphc.passes.autodiff import differentiate
+from tests.gradient_check import Array, Run, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
+
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+TIME, BATCH, INPUT, HIDDEN = 4, 3, 2, 3
+RAGGED = {"lengths": [4, 2, 1], "bias": False, "initial": False}
+WAYS = ("forward", "reverse", "bidirectional")
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {"direction": way}) for kind in GATES for way in WAYS),
+    *((kind, {"direction": way, **RAGGED}) for kind in GATES for way in WAYS),
+    *((kind, {"clip": 0.3}) for kind in GATES),
+    ("LSTM", {"peepholes": True, "direction": "bidirectional", "lengths": [2, 4, 3]}),
+    ("LSTM", {"peepholes": True, "clip": 0.2}),
+    ("LSTM", {"input_forget": 1}),
+    ("LSTM", {"activations": ["Sigmoid", "Elu", "Softsign"]}),
+    (
+        "LSTM",
+        {
+            "activations": ["HardSigmoid", "ScaledTanh", "Affine"],
+            "activation_alpha": [0.3, 0.9, 1.2],
+            "activation_beta": [0.4, 0.8, 0.1],
+        },
+    ),
+    ("GRU", {"linear_before_reset": 1, "direction": "bidirectional"}),
+    ("GRU", {"linear_before_reset": 1, "bias": False}),
+    ("GRU", {"activations": ["HardSigmoid", "LeakyRelu"], "activation_alpha": [0.3, 0.2], "activation_beta": [0.4]}),
+    ("RNN", {"activations": ["Relu"]}),
+    ("RNN", {"activations": ["Tanh", "Softplus"], "direction": "bidirectional"}),
+    ("RNN", {"activations": ["ThresholdedRelu"], "activation_alpha": [0.1]}),
+]
+BATCH_FIRST: list[tuple[str, dict[str, Any]]] = [
+    (kind, {"layout": 1, "direction": "bidirectional", "lengths": [4, 2, 1]}) for kind in GATES
+]
+
+
+def label(case: tuple[str, dict[str, Any]]) -> str:
+    return f"{case[0]}({','.join(f'{k}={v}' for k, v in case[1].items())})"
+
+
+def layer(
+    kind: str,
+    *,
+    dtype: Any = np.float64,
+    direction: str = "forward",
+    bias: bool = True,
+    lengths: list[int] | None = None,
+    initial: bool = True,
+    peepholes: bool = False,
+    layout: int = 0,
+    symbolic: int = 0,
+    **attributes: Any,
+) -> tuple[ir.Model, dict[str, Array]]:
+    """A model of one recurrent node, and feeds for its inputs."""
+    count, gates = 2 if direction == "bidirectional" else 1, GATES[kind]
+    state = (BATCH, count, HIDDEN) if layout else (count, BATCH, HIDDEN)
+    shapes = {
+        "x": (BATCH, TIME, INPUT) if layout else (TIME, BATCH, INPUT),
+        "w": (count, gates * HIDDEN, INPUT),
+        "r": (count, gates * HIDDEN, HIDDEN),
+        **({"b": (count, 2 * gates * HIDDEN)} if bias else {}),
+        **({"h": state} if initial else {}),
+        **({"c": state} if initial and kind == "LSTM" else {}),
+        **({"p": (count, 3 * HIDDEN)} if peepholes else {}),
+    }
+    feeds = {name: (normal(*shape, seed=k).value * 0.6).astype(dtype) for k, (name, shape) in enumerate(shapes.items())}
+    model, values = new_model(feeds)
+    v = {value.name: value for value in values}
+    if symbolic:
+        v["x"].shape = ir.Shape(["batch", "time", INPUT] if layout else ["time", "batch", INPUT])
+        for name in ("h", "c"):
+            if name in v:
+                v[name].shape = ir.Shape(["batch", count, HIDDEN] if layout else [count, "batch", HIDDEN])
+    op = Builder(model.graph)
+    sizes = op.const(np.array(lengths, dtype=np.int32)) if lengths else None
+    inputs = [v["x"], v["w"], v["r"], v.get("b"), sizes, v.get("h")]
+    if kind == "LSTM":
+        inputs += [v.get("c"), v.get("p")]
+    attributes = {"direction": direction, "hidden_size": HIDDEN, **({"layout": layout} if layout else {}), **attributes}
+    made = op.emit(kind, inputs, attributes, outputs=3 if kind == "LSTM" else 2, name=kind)
+    model.graph.outputs.extend(made)
+    return model, feeds
+
+
+def expanded(model: ir.Model) -> ir.Model:
+    copy = ir.from_proto(ir.to_proto(model))
+    assert expand_recurrent(copy.graph)
+    return copy
+
+
+def as_scan(model: ir.Model) -> Run:
+    """In float64 by way of the Scan: ``onnx.reference`` leaves out lengths, activations and clipping."""
+    return reference(expanded(model))
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_the_scan_computes_what_onnxruntime_does(case: tuple[str, dict[str, Any]]) -> None:
+    model, feeds = layer(case[0], dtype=np.float32, **case[1])
+    expected = on_onnxruntime(model)(feeds)
+    for run in (on_onnxruntime(expanded(model)), as_scan(model)):
+        for name, array in run(feeds).items():
+            np.testing.assert_allclose(array, expected[name], atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("symbolic", [0, 1], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES + BATCH_FIRST, ids=label)
+def test_gradients_agree_with_differences(case: tuple[str, dict[str, Any]], symbolic: int) -> None:
+    model, feeds = layer(case[0], symbolic=symbolic, **case[1])
+    found = check_gradient(model, feeds, compile_with=as_scan)
+    assert set(found) == set(feeds), "every float input has a gradient"
+    verify_model(model)
+
+
+@pytest.mark.parametrize("case", [CASES[k] for k in (2, 5, 8, 17, 21)], ids=label)
+def test_gradients_run_on_onnxruntime(case: tuple[str, dict[str, Any]]) -> None:
+    model, feeds = layer(case[0], dtype=np.float32, **case[1])
+    check_gradient(model, feeds, compile_with=on_onnxruntime, tolerance=5e-3, step=1e-2)
+    assert any(node.op_type == case[0] for node in model.graph), "the forward node stays"
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", GATES)
+def test_gradients_match_pytorch(kind: str, bidirectional: bool) -> None:
+    options = {"linear_before_reset": 1} if kind == "GRU" else {}
+    way = "bidirectional" if bidirectional else "forward"
+    model, feeds = layer(kind, dtype=np.float32, direction=way, **options)
+    graph = model.graph
+    found = gradients(model, feeds, [graph.outputs[0]], list(graph.inputs), compile_with=on_onnxruntime)
+    ours = {v.name: array for v, array in zip(graph.inputs, found, strict=True)}
+
+    module = getattr(torch.nn, kind)(INPUT, HIDDEN, bidirectional=bidirectional)
+    order = {"RNN": [0], "GRU": [1, 0, 2], "LSTM": [0, 2, 3, 1]}[kind]  # PyTorch's gates in ONNX's: i o f c, z r h
+
+    def torch_order(array: Array) -> Array:
+        return np.concatenate([np.split(array, GATES[kind])[k] for k in order])
+
+    with torch.no_grad():
+        for d in range(2 if bidirectional else 1):
+            end = "_l0_reverse" if d else "_l0"
+            for name, array in (("weight_ih", feeds["w"][d]), ("weight_hh", feeds["r"][d])):
+                getattr(module, name + end).copy_(torch.from_numpy(torch_order(array)))
+            for name, array in zip(("bias_ih", "bias_hh"), np.split(feeds["b"][d], 2), strict=True):
+                getattr(module, name + end).copy_(torch.from_numpy(torch_order(array)))
+    t = {n: torch.tensor(feeds[n], requires_grad=True) for n in ("x", "h", "c") if n in feeds}
+    y, _ = module(t["x"], (t["h"], t["c"]) if kind == "LSTM" else t["h"])
+    y.sum().backward()
+    for name, tensor in t.items():
+        np.testing.assert_allclose(ours[name], tensor.grad.numpy(), rtol=2e-4, atol=1e-5, err_msg=name)  # type: ignore[union-attr]
+    for d in range(2 if bidirectional else 1):
+        end = "_l0_reverse" if d else "_l0"
+        pairs = {"weight_ih": ours["w"][d], "weight_hh": ours["r"][d]}
+        pairs |= dict(zip(("bias_ih", "bias_hh"), np.split(ours["b"][d], 2), strict=True))
+        for name, array in pairs.items():
+            theirs = getattr(module, name + end).grad.numpy()
+            np.testing.assert_allclose(torch_order(array), theirs, rtol=2e-4, atol=1e-5, err_msg=name + end)
+
+
+def test_outputs_that_are_left_out() -> None:
+    feeds = layer("LSTM")[1]
+    model, values = new_model(feeds)
+    v = {value.name: value for value in values}
+    op = Builder(model.graph)
+    made = op.emit("LSTM", [v["x"], v["w"], v["r"], v["b"]], {"hidden_size": HIDDEN}, outputs=["", "", "cell"])
+    model.graph.outputs.append(made[2])
+    found = check_gradient(model, feeds, ["x", "w", "r", "b"], compile_with=as_scan)
+    assert set(found) == {"x", "w", "r", "b"}
+
+
+def test_gradient_of_a_gradient() -> None:
+    model, feeds = layer("GRU", direction="bidirectional", linear_before_reset=1)
+    graph = model.graph
+    x = graph.inputs[0]
+    graph.outputs[:] = [differentiate(graph, list(graph.outputs), [x])[x]]
+    check_gradient(model, feeds, ["x", "w", "r"], compile_with=as_scan, tolerance=2e-6)
+
+
+def test_an_unknown_activation_is_named() -> None:
+    model, _ = layer("RNN")
+    node = next(n for n in model.graph if n.op_type == "RNN")
+    node.attributes["activations"] = ir.AttrStrings("activations", ["Sine"])
+    with pytest.raises(UnsupportedOpError, match=r"RNN.*the activation 'sine'; known are affine, elu"):
+        recurrence(Builder(model.graph), node)
