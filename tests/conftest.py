@@ -12,6 +12,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture
+def det_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every differentiable op of ONNX has a gradient; tests of what happens without one take that of Det away."""
+    from graphc.gradient import GRADIENTS
+
+    assert "Det" in GRADIENTS
+    monkeypatch.delitem(GRADIENTS._items, "Det")
+
+
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """``exported("lenet")``: path of that benchmark model as ONNX, exported once per test session."""

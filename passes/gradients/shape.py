@@ -13,7 +13,7 @@ from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, rank
 
-zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", "Range", origin=__name__)
+zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", origin=__name__)
 
 _END = np.iinfo(np.int64).max
 
@@ -66,6 +66,17 @@ def expand(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def reduce_sum_to(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x summed to a smaller shape;  ∂x = dy broadcast"""
     return op.expand_like(dy, *operands(node, 1))
+
+
+@gradient("Range")
+def range_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """yᵢ = start + i·delta;  ∂start = Σ dy,  ∂delta = Σ i·dy; the limit only says how many there are"""
+
+    def ddelta() -> Any:
+        numbers = op.Range(np.int64(0), op.Squeeze(lengths(op, (dy, 0)), [0]), np.int64(1))
+        return op.ReduceSum(op.Mul(dy, op.cast_like(numbers, dy)), keepdims=0)
+
+    return lambda: op.ReduceSum(dy, keepdims=0), None, ddelta
 
 
 @gradient("Tile")

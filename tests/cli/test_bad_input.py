@@ -201,6 +201,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
 }
 
 
+@pytest.mark.usefixtures("det_without_gradient")
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, code, fragment = CASES[name]

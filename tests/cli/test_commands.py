@@ -67,6 +67,7 @@ def test_check(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["warnings"] == []
 
 
+@pytest.mark.usefixtures("det_without_gradient")
 def test_check_names_ops_and_counts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     onnx.save(parse(BLOCKED), "blocked.onnx")
     assert main(["check", "blocked.onnx", "--format", "json"]) == 3
@@ -75,6 +76,7 @@ def test_check_names_ops_and_counts(here: Path, capfd: pytest.CaptureFixture[str
     assert missing["path"][0] == "w"
 
 
+@pytest.mark.usefixtures("det_without_gradient")
 def test_an_op_off_the_path_is_no_matter(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = BLOCKED.replace("h = MatMul (x, w)", "d = Det (x)").replace(
         "y = Det (h)", "h = MatMul (x, w)\n  s = ReduceSum <keepdims=0> (h)\n  y = Mul (d, s)"
@@ -198,7 +200,8 @@ def test_backends(capfd: pytest.CaptureFixture[str]) -> None:
 def test_ops(capfd: pytest.CaptureFixture[str]) -> None:
     found = document(capfd, "ops")
     standard = {row["name"]: row["gradient"] for row in found["onnx"]}
-    assert (standard["Conv"], standard["ArgMax"], standard["Det"]) == ("direct", "zero", "none")
+    assert [standard[op] for op in ("Conv", "ArgMax", "SwiGLU", "StringSplit")] == ["direct", "zero", "through body", "none"]
+    assert found["summary"]["covered"] == sum(kind in ("direct", "through body") for kind in standard.values())
     assert "Upsample" not in standard, "deprecated operators are left out"
     assert {row["name"]: row["kind"] for row in found["graphc"]}["AllReduce"] == "collective"
 

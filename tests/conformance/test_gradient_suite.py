@@ -1,0 +1,196 @@
+"""Every differentiable operator × its ONNX backend cases × each float input, against central differences in float64.
+
+The table below says what a case needs beyond the rule of the suite; everything else is checked as it comes from ``onnx``.
+At the end of the full tier the number of operators that pass in all of their cases is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx.defs
+import pytest
+from onnx.backend.test.case.test_case import TestCase
+
+from graphc import coverage
+from tests.conformance import gradient_suite as suite
+from tests.conformance.gradient_suite import Array, Outcome
+
+EXACT = 1e-6
+SINGLE = 1e-3
+
+KINK = "the op has a kink or a jump where the case puts its operand"
+MOVED: dict[str, str] = {
+    "test_acosh_example": "an operand is 1, where the slope is infinite",
+    "test_elu_example": KINK,
+    "test_leakyrelu_example": KINK,
+    "test_l2normalization_axis_0": "the norm of a column is 0",
+    "test_maxpool_3d_dilations": "all windows have ties",
+    "test_maxpool_3d_dilations_use_ref_impl": "all windows have ties",
+    "test_reduce_min_default_axes_keepdims_example": "ties",
+    "test_selu_example": KINK,
+    "test_softsign_example": "an operand is 0, where the second derivative jumps",
+    "test_thresholdedrelu_example": KINK,
+}
+"""Case → why its float inputs are moved, by up to a tenth."""
+
+FIXED: dict[str, tuple[str, ...]] = {
+    "Dropout": ("r",),
+    "OneHot": ("depth", "indices"),
+    "Resize": ("scales",),
+    "Upsample": ("scales",),
+}
+"""Op → float inputs that are constants here: a shape, a place or a probability."""
+
+BY_BODY = {"LinearAttention": "onnx.reference computes in float32; the graph of its definition does not"}
+
+EXCEPTIONS: dict[str, str] = {}
+"""Case → why it is not checked."""
+
+UNMATCHED_SINGLE: dict[str, str] = {
+    "Dropout": "in training, every runtime draws its own mask",
+}
+"""Op → why float32 is not compared with float64."""
+
+NO_KERNEL: dict[str, str] = {
+    "Mod": "onnxruntime refuses fmod=0 with floats",
+    "SwiGLU": "is Swish times its second operand",
+    "Swish": "onnxruntime has no kernel on the CPU",
+}
+"""Op → why onnxruntime does not run its backward graph."""
+
+UNTESTED: dict[str, str] = {}
+"""Differentiable op without a case in the suite → where it is tested."""
+
+
+def moved(name: str, x: Array) -> Array:
+    return x + np.random.default_rng([11, len(name), x.size]).uniform(0.02, 0.1, x.shape)
+
+
+def with_ties(x: Array, v: Array) -> Array:
+    """Equal operands move together: Unique is smooth only as long as they stay equal."""
+    _, first, inverse = np.unique(x, return_index=True, return_inverse=True)
+    return v.reshape(-1)[first][inverse].reshape(x.shape)
+
+
+DIRECTIONS: dict[str, Callable[[Array, Array], Array]] = {"Unique": with_ties}
+
+
+def check(case: TestCase, **options: Any) -> Outcome:
+    op = suite.op_of(case)
+    return suite.check(
+        case,
+        point=moved if case.name in MOVED else None,
+        direction=DIRECTIONS.get(op),
+        fixed=FIXED.get(op, ()),
+        by_body=op in BY_BODY,
+        **options,
+    )
+
+
+def complaints(outcome: Outcome, op: str) -> list[str]:
+    """What is wrong with a case, in words."""
+    found = [outcome.problem] if outcome.problem else []
+    found += [f"d/d{name} is off by {error:.1e}" for name, error in outcome.errors.items() if not error <= EXACT]
+    if op not in UNMATCHED_SINGLE:
+        found += [
+            f"d/d{name} in float32 is off by {error:.1e}" for name, error in outcome.single.items() if not error <= SINGLE
+        ]
+    if outcome.lacks_kernel and op not in NO_KERNEL:
+        found.append(f"onnxruntime: {outcome.lacks_kernel}")
+    return [f"{outcome.case}: {text}" for text in found]
+
+
+GRADIENT = {row.name: row.gradient for row in coverage.standard() if row.domain == "ai.onnx"}
+DIFFERENTIABLE = sorted(op for op, kind in GRADIENT.items() if kind in ("direct", "through body"))
+ZERO = sorted(op for op, kind in GRADIENT.items() if kind == "zero")
+DEPRECATED = ("Scatter", "Upsample")
+
+passed: dict[str, bool] = {}
+
+
+@pytest.fixture(scope="session")
+def cases() -> dict[str, list[TestCase]]:
+    return suite.by_op(suite.collect())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, *DEPRECATED])
+def test_gradients_of_all_cases(op: str, cases: dict[str, list[TestCase]]) -> None:
+    if op in UNTESTED:
+        assert op not in cases
+        return
+    wrong: list[str] = []
+    checked = 0
+    for case in cases[op]:
+        if case.name not in EXCEPTIONS:
+            outcome = check(case)
+            checked += bool(outcome.errors)
+            wrong += complaints(outcome, op)
+    passed[op] = not wrong
+    assert not wrong, f"{len(wrong)} complaints:\n" + "\n".join(wrong)
+    assert checked or GRADIENT.get(op) is None, f"no case of {op} has a float input and a float output"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", ZERO)
+def test_a_zero_gradient_blocks_nothing(op: str, cases: dict[str, list[TestCase]]) -> None:
+    for case in cases.get(op, ()):
+        prepared = suite.prepare(case)
+        weights = suite.functional(suite.evaluator(prepared.model)(prepared.feeds))
+        if weights and op not in ("Bernoulli",):
+            _, names = suite.backward_model(prepared, weights)
+            assert not names, f"{case.name}: a gradient flows back to {', '.join(names)}"
+
+
+@pytest.mark.full
+def test_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how many operators are right in all of their cases; runs after them."""
+    if set(passed) != {*DIFFERENTIABLE, *DEPRECATED} - set(UNTESTED):
+        pytest.skip("counts only when every operator has been checked before, in one process")
+    right = [op for op in passed if passed[op] and op not in DEPRECATED]
+    with capsys.disabled():
+        print(f"\n{len(right)} of {len(DIFFERENTIABLE)} differentiable operators pass in all of their cases")
+    assert len(right) == len(DIFFERENTIABLE) - len(UNTESTED)
+
+
+@pytest.mark.full
+def test_the_lists_are_as_short_as_they_can_be(cases: dict[str, list[TestCase]]) -> None:
+    """Whatever stands in a list is a case or an op, and fails without it."""
+    known = {case.name: case for found in cases.values() for case in found}
+    assert {*MOVED, *EXCEPTIONS} <= set(known)
+    for name in MOVED:
+        outcome = suite.check(known[name], single=False)
+        assert complaints(outcome, suite.op_of(known[name])), f"{name} need not be moved"
+    for op in NO_KERNEL:
+        assert any(check(case).lacks_kernel for case in cases[op]), f"onnxruntime runs {op} by now"
+
+
+SAMPLE = {
+    "attention": "Attention",
+    "cumprod": "CumProd",
+    "det": "Det",
+    "einsum": "Einsum",
+    "reduceprod": "ReduceProd",
+    "rotaryembedding": "RotaryEmbedding",
+    "scatterelements": "ScatterElements",
+    "scatternd": "ScatterND",
+    "stft": "STFT",
+    "tensorscatter": "TensorScatter",
+}
+"""Module of ``onnx.backend.test.case.node`` → the op of which the quick tier checks a few cases."""
+
+
+@pytest.mark.parametrize("module", SAMPLE)
+def test_gradients_of_a_sample(module: str) -> None:
+    op = SAMPLE[module]
+    found = [case for case in suite.collect(module) if suite.op_of(case) == op]
+    assert found
+    wrong = [text for case in found[:: max(1, len(found) // 3)] for text in complaints(check(case), op)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_of_the_sample_is_one_of_onnx() -> None:
+    assert all(onnx.defs.has(op) and GRADIENT[op] in ("direct", "through body") for op in SAMPLE.values())
