@@ -26,7 +26,7 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from graphc.backends.numpy import control_flow, sequences
+from graphc.backends.numpy.operators import REPAIRED
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
@@ -82,7 +82,7 @@ class Erf(OpRun):
 
 def reference(model: ir.Model) -> Run:
     """Compile for ``onnx.reference``, after decomposing every ``graphc`` op; ``model`` stays as it is."""
-    evaluator = ReferenceEvaluator(_standard(model), new_ops=[Erf, *control_flow.OPS, *sequences.OPS])
+    evaluator = ReferenceEvaluator(_standard(model), new_ops=[Erf, *REPAIRED])
     names = [v.name or "" for v in model.graph.outputs]
     return lambda feeds: _named(names, evaluator.run(None, _arrays(feeds)))
 

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from graphc.backend import BACKENDS, Array, Run
-from graphc.backends.numpy import control_flow, sequences
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
@@ -69,7 +68,7 @@ class NumpyBackend:
 
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     try:
-        return ReferenceEvaluator(_with_scans(model), new_ops=[*REPAIRED, *control_flow.OPS, *sequences.OPS])
+        return ReferenceEvaluator(_with_scans(model), new_ops=list(REPAIRED))
     except Exception as error:
         raise UnsupportedOpError(f"the numpy backend cannot run this model: {error}") from error
 

@@ -151,6 +151,15 @@ class SequenceMap(_WithBody):
         return tuple(results)
 
 
+class SequenceInsert(_Open):
+    """The sequence with an element at a position from -n to n; at the end without one."""
+
+    def _run(self, sequence: list[Any], element: Any, position: Any = None) -> tuple[Any, ...]:
+        result = list(sequence)
+        result.insert(len(result) if position is None else int(np.asarray(position).reshape(())), element)
+        return (result,)
+
+
 class Optional(_Open):
     """Its input, or nothing."""
 

@@ -23,7 +23,7 @@ import numpy as np
 from onnx.reference.op_run import OpRun
 
 from graphc.backend import Array
-from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceMap
+from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceInsert, SequenceMap
 
 Ints = Sequence[int]
 
@@ -329,6 +329,7 @@ REPAIRED: tuple[type[OpRun], ...] = (
     Optional,
     OptionalGetElement,
     Scan,
+    SequenceInsert,
     SequenceMap,
 )
 """What stands in for the evaluator's own implementations."""
