@@ -46,6 +46,8 @@ def narrow_storage(graph: ir.Graph) -> None:
         if node.op_type != "Cast" or node.domain or not _is_half(node.inputs[0]) or node.outputs[0].dtype != ir.DataType.FLOAT:
             continue
         wide, to = node.outputs[0], int(ir.DataType.FLOAT)
+        if any(has_effect(user) for user in wide.consumers()):
+            continue  # a gradient: its bucket holds it in float32 in any case
         made: dict[ir.Node, ir.Value] = {}
         for user, index in list(wide.uses())[1:]:
             if user.graph is not graph:

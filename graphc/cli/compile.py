@@ -29,6 +29,8 @@ def command(
     initialize: options.Initialize = None,
     seed: options.Seed = 0,
     bucket_mb: options.BucketMB = 25.0,
+    precision: options.Precision = None,
+    recompute: options.Recompute = None,
     passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
     dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
@@ -52,6 +54,8 @@ def command(
         initialize=initialize,
         seed=seed,
         bucket_mb=bucket_mb,
+        precision=precision,
+        recompute=recompute,
         dump_dir=dump_dir,
         after=times.add,
     )

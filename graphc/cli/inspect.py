@@ -20,6 +20,11 @@ def command(
     show: Annotated[
         str | None, typer.Option("--show", metavar="LIST", help="Comma-separated: nodes, params, collectives.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Bytes of a step on one worker, before and after recompute.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", help="With --memory: size of every symbolic dimension.", min=1)] = 1,
+    backend: options.Backend = "auto",
     freeze: options.Freeze = None,
     train: options.Train = None,
     form: options.Format = Format.text,
@@ -33,6 +38,9 @@ def command(
         if part not in PARTS:
             raise UsageError(f"--show {part!r}{nearest(part, PARTS)}; it takes {', '.join(PARTS)}")
     loaded = frontends.load(model)
+    if memory:
+        _show_memory(loaded, batch, backend, form)
+        return
     found: dict[str, Any] = {}
     if not parts:
         found["summary"] = _summary(loaded)
@@ -56,6 +64,32 @@ def command(
         output.table(columns, cells, title=part if len(parts) > 1 else "")
         if not rows:
             output.say(f"no {part}")
+
+
+def _show_memory(model: ir.Model, batch: int, backend: str, form: Format) -> None:
+    """Bytes by kind; a graph that recomputes is measured without it as well."""
+    import dataclasses
+
+    from graphc.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
+    from graphc.pipeline import Step, run
+
+    if not is_training_graph(model):
+        model = model.clone()
+        run(model, [Step("legalize"), Step("simplify")])
+    graphs = {"bytes": model}
+    if has_recomputation(model):
+        graphs = {"before": without_recomputation(model), "after": model}
+    shapes = feed_shapes(model, batch)
+    found: dict[str, dict[str, int]] = {}
+    for name, graph in graphs.items():
+        measured = memory_of(graph, shapes, backend=backend)
+        found[name] = {**dataclasses.asdict(measured), "total": measured.total}
+    if form is Format.json:
+        output.document({"batch": batch, **found.get("bytes", found)})
+        return
+    columns = list(found)
+    cells = [[kind.replace("_", " "), *(output.size(found[c][kind]) for c in columns)] for kind in found[columns[0]]]
+    output.table(["memory", *columns], cells, title=f"one worker, batch {batch}")
 
 
 def _cell(value: Any) -> Any:

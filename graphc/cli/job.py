@@ -51,6 +51,8 @@ class Job:
     log_every: int = 0
     batch: str | None = None
     bucket_mb: float = 25.0
+    precision: str | None = None
+    recompute: str | None = None
     freeze: list[str] | None = None
     train: list[str] | None = None
     eval_data: str | None = None
@@ -102,6 +104,8 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         initialize=job.initialize,
         seed=job.seed,
         bucket_mb=job.bucket_mb,
+        precision=job.precision,
+        recompute=job.recompute,
         after=after,
     )
     graph = program.model.graph

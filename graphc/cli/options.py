@@ -50,6 +50,14 @@ Initialize = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and Dropout.")]
 BucketMB = Annotated[float, typer.Option("--bucket-mb", help="Size of a gradient bucket in megabytes.")]
+Precision = Annotated[
+    str | None,
+    typer.Option("--precision", metavar="TYPE", help="bf16 or fp16: mixed precision; with options: 'bf16:deny=Conv|head/*'."),
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option("--recompute", metavar="MODE", help="cheap, all or budget_mb=N: keep fewer activations, compute them again."),
+]
 Backend = Annotated[str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists.")]
 
 

@@ -45,6 +45,8 @@ def command(
     ] = 0,
     batch: options.Batch = None,
     bucket_mb: options.BucketMB = 25.0,
+    precision: options.Precision = None,
+    recompute: options.Recompute = None,
     eval_data: Annotated[
         str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
     ] = None,
@@ -84,6 +86,8 @@ def command(
         log_every=log_every,
         batch=batch,
         bucket_mb=bucket_mb,
+        precision=precision,
+        recompute=_with_batch(recompute, batch_size, world.size if world.size > 1 else workers or 1),
         freeze=freeze,
         train=train,
         eval_data=eval_data,
@@ -93,6 +97,13 @@ def command(
         form=form.value,
     )
     return run_job(job, transport=transport, alone=world.size == 1)
+
+
+def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | None:
+    """The text of ``--recompute``, with what a batch is on one worker unless it says so itself."""
+    if recompute in (None, "none") or "batch=" in recompute:
+        return recompute
+    return f"{recompute},batch={max(1, -(-batch_size // workers))}"
 
 
 def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: Prepared | None = None) -> int:

@@ -1,0 +1,144 @@
+"""What a training step holds in memory on one worker, read from its plan.
+
+The figures are sizes of buffers that a plan lays out: exact for what graphc allocates. What a runtime allocates inside one
+segment (values that no other step reads) is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import dims, is_parameter, static_dims
+from graphc.pipeline import PASSES, Context
+from graphc.plan import Plan, make_plan
+from graphc.trainer import make_backend
+
+NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale")
+"""Update ops whose state is neither a parameter nor an optimizer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one worker.
+
+    Attributes:
+        parameters: what trains, and what is frozen.
+        gradients: the flat buffers of the buckets.
+        optimizer: momenta and the like.
+        other_state: running statistics with their batch values, counters.
+        feeds: the inputs of a step.
+        activations: the arena of what steps hand to each other, at its peak.
+        collectives: operands of collectives that are no gradients: the scalars of the loss.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    other_state: int
+    feeds: int
+    activations: int
+    collectives: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def memory_of(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1) -> Memory:
+    """The memory of a training graph (or of a model in inference) for feeds of these shapes.
+
+    Args:
+        model: as a pipeline leaves it.
+        shapes: concrete shape of every graph input.
+        backend: whose plan is measured; backends cut a graph into different segments.
+        world_size: ranks on the data axis.
+
+    Raises:
+        FeedError: shapes that contradict the graph.
+    """
+    engine = make_backend(backend, threads=1)
+    try:
+        native, halves = engine.prefers_native, engine.computes_halves
+        return memory_of_plan(make_plan(model, shapes, native=native, world_size=world_size, halves=halves))
+    finally:
+        engine.close()
+
+
+def memory_of_plan(plan: Plan) -> Memory:
+    """The same for a plan that is at hand."""
+    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0, "other_state": 0}
+    counted = set()
+    for group in plan.groups:
+        other = group.nodes[0].op_type in NOT_OPTIMIZERS
+        for index in group.flat:
+            name = group.buffer(index)
+            kind = "other_state" if other else {0: "parameters", 1: "gradients"}.get(index, "optimizer")
+            sizes[kind] += plan.buffers[name]
+            counted.add(name)
+    updated = _updated(plan.model.graph)
+    for name, value in plan.model.graph.initializers.items():
+        if name not in updated:
+            sizes["parameters" if is_parameter(value) else "other_state"] += _nbytes(value)
+    rest = {name: size for name, size in plan.buffers.items() if name not in counted}
+    arena = rest.pop("arena", 0)
+    feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
+    return Memory(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
+
+
+def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:
+    """Shapes of the graph inputs with ``batch`` in place of every symbolic dimension."""
+    return {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in model.graph.inputs}
+
+
+def has_recomputation(model: ir.Model) -> bool:
+    """Whether the ``recompute`` pass has changed the graph."""
+    return any(n.op_type == "Recompute" and n.domain == "graphc" for n in model.graph)
+
+
+def without_recomputation(model: ir.Model) -> ir.Model:
+    """A copy that keeps every activation, as if the ``recompute`` pass had not run.
+
+    Raises:
+        UsageError: the graph recomputes nothing.
+    """
+    if not has_recomputation(model):
+        raise UsageError("the graph recomputes nothing: compile it with --recompute")
+    copy = model.clone()
+    graph = copy.graph
+    decompose_graph(graph, lambda node: node.op_type != "Recompute")
+    PASSES["simplify"].function(copy, Context())
+    masks: dict[tuple[object, ...], ir.Node] = {}
+    for node in list(graph):
+        if node.op_type == "DropoutMask" and node.domain == "graphc":
+            declaration = declaration_of(node)
+            assert declaration is not None
+            key = (*node.inputs, repr(sorted(declaration.attribute_values(node).items())))
+            first = masks.setdefault(key, node)
+            if first is not node:
+                node.outputs[0].replace_all_uses_with(first.outputs[0])
+    PASSES["simplify"].function(copy, Context())
+    return copy
+
+
+def _updated(graph: ir.Graph) -> set[str]:
+    found = set()
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is not None and is_update(node):
+            states = (node.inputs[k] for k in declaration.next_value.values() if k < len(node.inputs))
+            found.update(v.name or "" for v in states if v is not None)
+    return found
+
+
+def _nbytes(value: ir.Value) -> int:
+    shape = static_dims(value)
+    if shape is None or value.dtype is None:
+        return 0
+    return int(np.prod(shape, dtype=np.int64) * value.dtype.itemsize)
