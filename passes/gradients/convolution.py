@@ -25,7 +25,7 @@ def _attributes(node: ir.Node, names: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
-def _canonical(node: ir.Node, names: Any, kernel: ir.Value | None = None) -> dict[str, Any]:
+def canonical_attributes(node: ir.Node, names: Any, kernel: ir.Value | None = None) -> dict[str, Any]:
     """Those attributes with kernel, strides, dilations and padding spelled out, where the padding is known by now."""
     found = _attributes(node, names)
     (x,) = _operands(node, 1)
@@ -48,7 +48,7 @@ def sum_per_channel(op: Builder, dy: ir.Value) -> ir.Value:
 def conv(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y[n,m,o] = Σ x[n,c,o·s + t·d - p]·w[m,c,t] + b[m]; both gradients are convolutions again, ∂b = Σ dy per channel"""
     x, w = _operands(node, 2)
-    attributes = _canonical(node, CONV, w)
+    attributes = canonical_attributes(node, CONV, w)
     return (
         lambda: op.graphc.ConvGradInput(dy, w, op.shape(x), **attributes),
         lambda: op.graphc.ConvGradWeight(x, dy, op.shape(w), **attributes),
@@ -131,7 +131,7 @@ def _chosen_padding(
 def max_pool(op: Builder, node: ir.Node, dy: ir.Value | None, *_: ir.Value | None) -> Any:
     """dy goes to the first maximum of its window"""
     (x,) = _operands(node, 1)
-    return lambda: op.graphc.MaxPoolGrad(dy, x, node.outputs[0], **_canonical(node, POOL))
+    return lambda: op.graphc.MaxPoolGrad(dy, x, node.outputs[0], **canonical_attributes(node, POOL))
 
 
 @gradient("graphc::MaxPoolGrad")
@@ -151,7 +151,7 @@ def average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """every element of a window gets dy / count"""
     (x,) = _operands(node, 1)
     names = (*POOL, "count_include_pad")
-    return lambda: op.graphc.AveragePoolGrad(dy, op.shape(x), **_canonical(node, names))
+    return lambda: op.graphc.AveragePoolGrad(dy, op.shape(x), **canonical_attributes(node, names))
 
 
 @gradient("graphc::AveragePoolGrad")

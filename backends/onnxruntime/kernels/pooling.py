@@ -13,7 +13,8 @@ from graphc.backend import Array, Binding, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.ir.facts import shape_of_result
-from graphc.ir.ops.convolution import Window, averaging_matrix
+from graphc.ir.ops.convolution import Window
+from graphc.ir.ops.pooling import averaging_matrix
 
 Geometry: TypeAlias = "tuple[Array, Array]"
 Pair: TypeAlias = "tuple[int, ...]"

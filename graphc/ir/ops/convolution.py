@@ -1,9 +1,7 @@
-"""Gradients of convolution and pooling as ops of their own: a backend has kernels for them, every other runtime decomposes.
+"""Gradients of convolution as ops of their own: a backend has kernels for them, every other runtime decomposes.
 
     dx = graphc.ConvGradInput(dy, w, shape(x); attributes of Conv)      ─►  ConvTranspose
     dw = graphc.ConvGradWeight(x, dy, shape(w); attributes of Conv)     ─►  a MatMul per tap, or a Conv of x with dy
-    dx = graphc.MaxPoolGrad(dy, x, y; attributes of MaxPool)            ─►  MaxPool's indices, ScatterElements(add)
-    dx = graphc.AveragePoolGrad(dy, shape(x); attributes of AveragePool) ─► two small matrix products
 
 Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean what they mean in the forward op.
 """
@@ -19,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import Spec, declare, same_as, spec_of
+from graphc.ir.declare import Spec, declare, spec_of
 from graphc.ir.facts import dims, shape_of_result
 
 Size: TypeAlias = "tuple[int | None, ...]"
@@ -41,8 +39,6 @@ POOL: Mapping[str, Any] = {
     "pads": None,
     "strides": None,
 }
-
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 FAR = np.iinfo(np.int64).max
 """An ``ends`` of Slice that means "to the end"."""
@@ -140,12 +136,12 @@ def _axes(n: int) -> np.ndarray:
     return np.arange(2, 2 + n, dtype=np.int64)
 
 
-def _tail(op: Builder, shape: ir.Value) -> ir.Value:
+def spatial_part(op: Builder, shape: ir.Value) -> ir.Value:
     """The spatial part of a shape vector."""
     return op.Slice(shape, [2], [FAR], [0])  # type: ignore[no-any-return]
 
 
-def _of_shape(like: int, shape: int) -> Any:
+def of_shape(like: int, shape: int) -> Any:
     """Inference: the type of input ``like`` and the shape that input ``shape`` holds."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -173,7 +169,7 @@ def _grouped_transpose(op: Builder, dy: ir.Value, w: ir.Value, group: int, **att
     return op.ConvTranspose(dy, dense, **attributes)  # type: ignore[no-any-return]
 
 
-@declare("ConvGradInput", inputs="dy w shape", outputs="dx", infer=_of_shape(0, 2), attributes=CONV)
+@declare("ConvGradInput", inputs="dy w shape", outputs="dx", infer=of_shape(0, 2), attributes=CONV)
 def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = Conv(x, w)`` with respect to x: dx[n,c,o·s + t·d - p] += Σₘ dy[n,m,o]·w[m,c,t].
 
@@ -189,7 +185,7 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
         padded = [i + b + e - k for i, b, e, k in reach if i is not None]
         left_over = [p % s for p, s in zip(padded, window.strides, strict=True)]
         return _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=left_over)
-    tail = _tail(op, shape)
+    tail = spatial_part(op, shape)
     most = [s - 1 for s in window.strides]  # at least as much as any size can need; the rest is cut off
     n = len(window.kernel)
     if window.begin is not None:
@@ -200,7 +196,7 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
     return op.Slice(full, begin, op.Add(begin, tail), _axes(n))  # type: ignore[no-any-return]
 
 
-@declare("ConvGradWeight", inputs="x dy shape", outputs="dw", infer=_of_shape(0, 2), attributes=CONV)
+@declare("ConvGradWeight", inputs="x dy shape", outputs="dw", infer=of_shape(0, 2), attributes=CONV)
 def conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = Conv(x, w)`` with respect to w: dw[m,c,t] = Σₙ Σₒ dy[n,m,o]·x[n,c,o·s + t·d - p].
 
@@ -267,110 +263,4 @@ def _samples_by_group(op: Builder, x: ir.Value, group: int) -> ir.Value:
     return op.Reshape(split, target)  # type: ignore[no-any-return]
 
 
-@declare("MaxPoolGrad", inputs="dy x y", outputs="dx", infer=same_as(1), attributes=POOL)
-def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
-    """Gradient of ``y = MaxPool(x)``: each dy goes to the first maximum of its window, in row-major order; overlaps add."""
-    window = Window.of(attributes, spatial(x.shape))
-    if window.pads is not None:
-        attributes.update(window.attributes(), auto_pad=None)
-    _, indices = op.MaxPool(x, **attributes, _outputs=2)
-    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in HALVES else dy  # onnxruntime scatters no half precision
-    flat = op.Expand(op.scalar(0, wide), op.Reshape(op.Size(x), [1]))
-    dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(wide, [-1]), axis=0, reduction="add")
-    return op.Reshape(op.cast_like(dx, dy), op.shape(x))  # type: ignore[no-any-return]
-
-
-@declare(
-    "AveragePoolGrad",
-    inputs="dy shape",
-    outputs="dx",
-    infer=_of_shape(0, 1),
-    attributes={**POOL, "count_include_pad": 0},
-)
-def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
-    """Gradient of ``y = AveragePool(x)``; ``shape``: int64, the shape of x.
-
-    Averaging is linear and works on each spatial axis by itself: y = A₁·x·A₂ᵀ with small matrices A (out × in), so
-    dx = A₁ᵀ·dy·A₂. That covers padding, dilation, ``ceil_mode`` and both ways to count.
-    """
-    size = spatial(shape_of_result(shape))
-    window = Window.of(attributes, size)
-    n = len(window.kernel)
-    out = spatial(dy.shape)
-    begin = end = None
-    if window.pads is None:
-        begin, end = same_padding(op, window, _tail(op, shape))
-    dx = dy
-    for axis in range(n):
-        args = (window, axis, bool(attributes["count_include_pad"]))
-        input_size, output_size = size[axis], out[axis]
-        if window.begin is not None and input_size is not None and output_size is not None:
-            matrix = op.const(averaging_matrix(*args, input_size, output_size).astype(dy.dtype.numpy()))  # type: ignore[union-attr]
-        else:
-            pads = None if begin is None or end is None else (op.Gather(begin, [axis]), op.Gather(end, [axis]))
-            lengths = op.Gather(shape, [axis + 2]), op.Shape(dy, start=axis + 2, end=axis + 3)
-            matrix = _averaging_matrix_at_run_time(op, *args, *lengths, pads, dy)
-        dx = _apply_transposed(op, matrix, dx, axis, n)
-    return dx
-
-
-def averaging_matrix(window: Window, axis: int, include_pad: bool, input_size: int, output_size: int) -> np.ndarray:
-    """A (out × in, float64) with y = A·x along one axis: A[o, i] = 1 / count[o] where window o covers i."""
-    assert window.begin is not None
-    assert window.end is not None
-    starts = np.arange(output_size)[:, None] * window.strides[axis] - window.begin[axis]
-    covered = starts + np.arange(window.kernel[axis])[None, :] * window.dilations[axis]
-    inside = (covered >= 0) & (covered < input_size)
-    counted = covered < input_size + window.end[axis] if include_pad else inside
-    matrix = np.zeros((output_size, input_size))
-    rows, taps = np.nonzero(inside)
-    matrix[rows, covered[rows, taps]] = 1.0
-    return np.asarray(matrix / np.maximum(counted.sum(axis=1, keepdims=True), 1))
-
-
-def _averaging_matrix_at_run_time(
-    op: Builder,
-    window: Window,
-    axis: int,
-    include_pad: bool,
-    input_size: ir.Value,
-    output_size: ir.Value,
-    pads: tuple[ir.Value, ir.Value] | None,
-    like: ir.Value,
-) -> ir.Value:
-    """Emit :func:`averaging_matrix` in ``like``'s type, for sizes (int64, one element) that are not known yet."""
-    if window.begin is not None and window.end is not None:
-        begin, end = op.const([window.begin[axis]]), op.const([window.end[axis]])
-    else:
-        assert pads is not None
-        begin, end = pads
-    zero, one, scalar = np.array(0, dtype=np.int64), np.array(1, dtype=np.int64), np.array([], dtype=np.int64)
-    windows = op.Range(op.const(zero), op.Reshape(output_size, scalar), op.const(one))
-    positions = op.Range(op.const(zero), op.Reshape(input_size, scalar), op.const(one))
-    starts = op.Unsqueeze(op.Sub(op.Mul(windows, window.strides[axis] * one), begin), [1])
-    covered = op.Add(starts, np.arange(window.kernel[axis], dtype=np.int64)[None, :] * window.dilations[axis])
-    assert like.dtype is not None
-    to = int(like.dtype)
-    hits = op.Cast(op.Equal(op.Unsqueeze(covered, [2]), positions), to=to)
-    matrix = op.ReduceSum(hits, [1], keepdims=0)
-    if include_pad:
-        counted = op.Cast(op.Less(covered, op.Add(input_size, end)), to=to)
-        count = op.ReduceSum(counted, [1], keepdims=1)
-    else:
-        count = op.ReduceSum(matrix, [1], keepdims=1)
-    return op.Div(matrix, op.Max(count, 1.0))  # type: ignore[no-any-return]
-
-
-def _apply_transposed(op: Builder, matrix: ir.Value, value: ir.Value, axis: int, n: int) -> ir.Value:
-    """Multiply spatial axis ``axis`` of ``value`` (… × out × …) by ``matrix``ᵀ (in × out)."""
-    if axis == n - 1:
-        return op.MatMul(value, matrix)  # type: ignore[no-any-return]
-    transposed = op.Transpose(matrix, perm=[1, 0])
-    if axis == n - 2:
-        return op.MatMul(transposed, value)  # type: ignore[no-any-return]
-    flat = op.MatMul(transposed, op.Reshape(value, [0, 0, 0, -1]))
-    behind = op.Shape(value, start=axis + 3)
-    return op.Reshape(flat, op.Concat(op.const([0, 0, 0]), behind, axis=0))  # type: ignore[no-any-return]
-
-
-__all__ = ["CONV", "POOL", "Size", "Window", "averaging_matrix", "same_padding", "spatial"]
+__all__ = ["CONV", "POOL", "Size", "Window", "of_shape", "same_padding", "spatial", "spatial_part"]

@@ -1,0 +1,182 @@
+"""Gradients of pooling by a norm, of unpooling, of Col2Im, and of convolution and pooling at computed places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import gradient, operands
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, describe, dims, rank
+from graphc.ir.ops.convolution import POOL, Window, spatial
+from graphc.ir.ops.pooling import norm_flow, norm_slope
+from graphc.passes._sampling import KERNELS, interpolate, taps
+from graphc.passes.autodiff import through
+from graphc.passes.gradients.convolution import canonical_attributes
+from graphc.passes.gradients.shape import lengths
+
+
+@gradient("LpPool")
+def lp_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = (Σ|x|ᵖ)^(1/p) over a window;  ∂x = sign(x)·|x|^(p-1) · Σ dy·y^(1-p) over the windows that x is in"""
+    (x,) = operands(node, 1)
+    return op.graphc.LpPoolGrad(dy, x, node.outputs[0], **canonical_attributes(node, (*POOL, "p")))
+
+
+@gradient("GlobalLpPool")
+def global_lp_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = (Σ|x|ᵖ)^(1/p) over a channel;  ∂x = sign(x)·|x|^(p-1)·dy·y^(1-p)"""
+    (x,), p = operands(node, 1), node.attributes.get_int("p", 2)
+    return op.Mul(norm_slope(op, x, p), norm_flow(op, dy, node.outputs[0], p))
+
+
+@gradient("MaxUnpool")
+def max_unpool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y[I] = x, where I counts the places of an image as large as the windows reach;  ∂x = dy[I]"""
+    x, indices = operands(node, 2)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        kernel = node.attributes["kernel_shape"].as_ints()
+        n = len(kernel)
+        pads = node.attributes.get_ints("pads", None) or [0] * (2 * n)
+        strides = node.attributes.get_ints("strides", None) or [1] * n
+        margin = [k - s - b - e for k, s, b, e in zip(kernel, strides, pads[:n], pads[n:], strict=True)]
+        reach = op.Add(op.Mul(lengths(op, *((x, k + 2) for k in range(n))), list(strides)), margin)
+        dy = op.Slice(dy, [0] * n, reach, list(range(2, n + 2)))
+    return op.Gather(op.Reshape(dy, [-1]), indices)
+
+
+@gradient("Col2Im")
+def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y adds up the columns of x where their blocks lie;  ∂x = the blocks of dy as columns, an axis at a time"""
+    x, _, block = operands(node, 3)
+    taps_of = constant(block)
+    if taps_of is None:
+        raise UnsupportedOpError(f"the block shape must be a constant: {describe(node)}")
+    kernel, n = [int(k) for k in taps_of.reshape(-1)], taps_of.size
+    pads = list(node.attributes.get_ints("pads", None) or [0] * (2 * n))
+    strides = node.attributes.get_ints("strides", None) or [1] * n
+    dilations = node.attributes.get_ints("dilations", None) or [1] * n
+    columns: Any = op.Pad(dy, [0, 0, *pads[:n], 0, 0, *pads[n:]]) if any(pads) else dy
+    for axis in range(n):
+        where = 2 + 2 * axis  # each axis of the image has become two: taps and blocks
+        last = op.Sub(lengths(op, (columns, where)), [dilations[axis] * (kernel[axis] - 1) + 1])
+        blocks = op.Add(op.Div(last, [strides[axis]]), [1])
+        starts = op.Mul(op.Range(np.int64(0), op.Squeeze(blocks, [0]), np.int64(1)), [strides[axis]])
+        places = np.arange(kernel[axis], dtype=np.int64)[:, None] * dilations[axis]
+        columns = op.Gather(columns, op.Add(places, op.Unsqueeze(starts, [0])), axis=where)
+    order = [0, 1, *range(2, 2 + 2 * n, 2), *range(3, 3 + 2 * n, 2)]
+    return op.reshape_like(op.Transpose(columns, perm=order), x)
+
+
+@gradient("CenterCropPad")
+def center_crop_pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = the middle of x, or x amid zeros;  ∂x = dy brought to the shape of x by the same op, which halves alike both ways"""
+    (x,) = operands(node, 1)
+    axes = node.attributes.get_ints("axes", None)
+    where = [a % rank(x) for a in axes] if axes else list(range(rank(x)))
+    dx = op.CenterCropPad(dy, lengths(op, *((x, a) for a in where)), axes=where)
+    dx.shape = ir.Shape(x.shape.dims) if x.shape is not None else None
+    return dx
+
+
+@gradient("DeformConv", selective=True)
+def deform_conv(op: Builder, node: ir.Node, dy: ir.Value, needs: set[ir.Value]) -> Any:
+    """y[n,m,o] = Σ w[m,c,t]·mask[n,t,o]·x[n,c,o·s + t·d - p + offset[n,t,o]] + b[m], x read between its elements"""
+    return tuple(through(op, node, [dy], needs, lambda: (_deform_conv(op, node),)))
+
+
+def _deform_conv(op: Builder, node: ir.Node) -> Any:
+    x, w, offset = operands(node, 3)
+    bias, mask = (*node.inputs, None, None)[3:5]
+    n = rank(x) - 2
+    group, parts = node.attributes.get_int("group", 1), node.attributes.get_int("offset_group", 1)
+    found = canonical_attributes(node, ("auto_pad", "dilations", "kernel_shape", "pads", "strides"), w)
+    window = Window.of(found, spatial(x.shape), spatial(w.shape))
+    channels, rows = ((dims(v) or (None, None))[k] for v, k in ((x, 1), (w, 0)))
+    if not isinstance(channels, int) or not isinstance(rows, int) or window.begin is None:
+        raise UnsupportedOpError(f"DeformConv needs static channels and padding: {describe(node)}")
+    count = int(np.prod(window.kernel))
+    out = [(offset, 2 + k) for k in range(n)]
+    moves = op.Reshape(offset, lengths(op, (offset, 0), parts, count, n, *out))
+    coordinates = []
+    for axis in range(n):
+        tap = np.indices(window.kernel)[axis].reshape(1, 1, -1, *[1] * n) * window.dilations[axis] - window.begin[axis]
+        steps = op.Range(np.int64(0), op.Squeeze(lengths(op, out[axis]), [0]), np.int64(1))
+        grid = op.Unsqueeze(op.Mul(steps, [window.strides[axis]]), list(range(1, n - axis))) if axis < n - 1 else steps
+        regular = op.cast_like(op.Add(tap.astype(np.int64), grid), x)
+        place = op.Add(op.Gather(moves, np.int64(axis), axis=3), regular)
+        coordinates.append(op.Flatten(op.Reshape(place, lengths(op, -1, count, *out)), axis=1))
+    images = op.Reshape(x, lengths(op, -1, channels // parts, *((x, 2 + k) for k in range(n))))
+    every = op.Range(np.int64(0), op.Squeeze(lengths(op, (images, 0)), [0]), np.int64(1))
+    read = interpolate(op, images, every, coordinates, KERNELS["linear"], "zeros")  # N·parts, count·out, C/parts
+    if mask is not None:
+        read = op.Mul(read, op.Reshape(mask, op.Concat(op.Shape(read, end=2), op.const([1]), axis=0)))
+    columns = op.Reshape(op.Transpose(read, perm=[0, 2, 1]), lengths(op, (x, 0), group, channels // group * count, -1))
+    y = op.reshape_like(op.MatMul(op.Reshape(w, [group, rows // group, -1]), columns), node.outputs[0])
+    return y if bias is None else op.Add(y, op.Unsqueeze(bias, list(range(1, n + 1))))
+
+
+@gradient("RoiAlign", selective=True)
+def roi_align(op: Builder, node: ir.Node, dy: ir.Value, needs: set[ir.Value]) -> Any:
+    """y = mean (or max) of x at a few places in each bin of a region, read between its elements"""
+    return tuple(through(op, node, [dy], needs, lambda: (_roi_align(op, node),)))
+
+
+def _roi_align(op: Builder, node: ir.Node) -> Any:
+    """The maximum is that of the weighted taps, not of the interpolated values: so ONNX and its runtimes have it."""
+    x, rois, batch = operands(node, 3)
+    attributes = node.attributes
+    half = attributes.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    edges = op.Sub(op.Mul(rois, attributes.get_float("spatial_scale", 1.0)), 0.5 if half else 0.0)
+    axes = []
+    for axis, name in enumerate(("output_height", "output_width")):
+        start, end = (op.Gather(edges, [k], axis=1) for k in (1 - axis, 3 - axis))  # a region is x₁, y₁, x₂, y₂
+        extent = op.Sub(end, start) if half else op.Max(op.Sub(end, start), 1.0)
+        axes.append(_bins(op, x, axis + 2, start, extent, attributes.get_int(name, 1), attributes.get_int("sampling_ratio", 0)))
+    (rows, hit_y, used_y, count_y), (columns, hit_x, used_x, count_x) = axes
+    full = op.Concat(op.Shape(rows), op.Shape(columns, start=1), axis=0)  # regions, bins, samples, bins, samples
+
+    def spread(value: Any, across: list[int]) -> Any:
+        return op.Flatten(op.Expand(op.Unsqueeze(value, across), full), axis=1)
+
+    def both(down: Any, across: Any) -> Any:
+        return op.And(spread(down, [3, 4]), spread(across, [1, 2]))
+
+    read, weights = taps(op, x, batch, [spread(rows, [3, 4]), spread(columns, [1, 2])], KERNELS["linear"], "border")
+    used = both(used_y, used_x)
+    weights = op.Where(op.Unsqueeze(op.And(used, both(hit_y, hit_x)), [2]), weights, op.scalar(0, x))
+    each = op.Concat(full, lengths(op, (x, 1)), axis=0)
+    if attributes.get_string("mode", "avg") == "avg":
+        total = op.ReduceSum(op.Reshape(op.MatMul(op.Unsqueeze(weights, [2]), read), each), [2, 4], keepdims=0)
+        y = op.Div(total, op.Unsqueeze(op.Max(op.Mul(count_y, count_x), 1.0), [2, 3]))
+    else:
+        assert x.dtype is not None
+        lowest = op.scalar(float(np.finfo(x.dtype.numpy()).min), x)
+        terms = op.Where(op.Unsqueeze(used, [2, 3]), op.Mul(op.Unsqueeze(weights, [3]), read), lowest)
+        y = op.ReduceMax(op.Reshape(op.ReduceMax(terms, [2], keepdims=0), each), [2, 4], keepdims=0)
+        y = op.Where(op.Equal(y, lowest), op.scalar(0, x), y)  # a region without extent has no samples
+    return op.Transpose(y, perm=[0, 3, 1, 2])
+
+
+def _bins(op: Builder, x: ir.Value, axis: int, start: Any, extent: Any, bins: int, ratio: int) -> tuple[Any, Any, Any, Any]:
+    """Along one axis: the places of the samples (regions × bins × samples), which of them hit x, which count, and how many.
+
+    ``start``, ``extent``: regions × 1. Without a ``ratio`` a region has as many samples a bin as the bin is long.
+    """
+    width = op.Div(extent, float(bins))
+    if ratio > 0:
+        count, most = op.expand_like(op.scalar(ratio, x), width), op.const(np.int64(ratio))
+    else:
+        count = op.Ceil(width)
+        most = op.Max(op.Cast(op.ReduceMax(count, keepdims=0), to=int(ir.DataType.INT64)), np.int64(1))
+    k = op.cast_like(op.Range(np.int64(0), most, np.int64(1)), x)
+    within = op.Mul(width, op.Div(op.Add(k, 0.5), op.Max(count, 1.0)))
+    corners = op.Add(start, op.Mul(width, op.cast_like(op.const(np.arange(bins)), x)))
+    places = op.Add(op.Unsqueeze(corners, [2]), op.Unsqueeze(within, [1]))
+    size = op.cast_like(lengths(op, (x, axis)), x)
+    hit = op.And(op.GreaterOrEqual(places, -1.0), op.LessOrEqual(places, size))
+    used = op.Unsqueeze(op.Less(k, count), [1])
+    return op.Max(op.Min(places, op.Sub(size, 1.0)), 0.0), hit, used, count
