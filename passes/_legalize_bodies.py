@@ -10,27 +10,17 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.ir.bodies import copy_body, finish_body, new_body
+from graphc.ir.bodies import body_initializers, copy_body, finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
 
 
 def hoist_initializers(graph: ir.Graph) -> None:
     """Make the initializers of bodies initializers of the graph, so that they can train; their bodies capture them."""
-    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
-    taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
-    for body in graph.subgraphs():
-        for name, value in list(body.initializers.items()):
-            if value.is_graph_input():
-                continue
-            del body.initializers[name]
-            fresh, k = name, 0
-            while fresh in taken:
-                k += 1
-                fresh = f"{name}.{k}"
-            value.name = fresh
-            taken.add(fresh)
-            graph.register_initializer(value)
+    for body, value, name in body_initializers(graph):
+        del body.initializers[value.name or ""]
+        value.name = name
+        graph.register_initializer(value)
 
 
 def name_inputs(graph: ir.Graph) -> None:

@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError, nearest
 from graphc.frontends.writing import atomic_write, save
+from graphc.ir.bodies import body_initializers
 from graphc.ir.links import sort_and_link
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
@@ -213,9 +214,12 @@ def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -
     model = original.clone()
     graph = model.graph
     produced = {v.name: v for node in graph for v in node.outputs if v.name}
+    inside = {name: value for _, value, name in body_initializers(graph)}
     for name, array in values.items():
         if name in graph.initializers:
             _set_initializer(graph.initializers[name], array)
+        elif name in inside:
+            _set_initializer(inside[name], array)
         elif name in produced:
             _replace_producer(model, produced[name], array)
         else:

@@ -44,6 +44,24 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return list(found)
 
 
+def body_initializers(graph: ir.Graph) -> list[tuple[ir.Graph, ir.Value, str]]:
+    """The initializers of bodies, at any depth, each with its body and the name it has as one of the whole graph."""
+    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
+    found = []
+    for body in graph.subgraphs():
+        for name, value in body.initializers.items():
+            if value.is_graph_input():
+                continue
+            fresh, k = name, 0
+            while fresh in taken:
+                k += 1
+                fresh = f"{name}.{k}"
+            taken.add(fresh)
+            found.append((body, value, fresh))
+    return found
+
+
 def inline(op: Builder, body: ir.Graph, known: Mapping[ir.Value, ir.Value]) -> list[ir.Value]:
     """Emit the nodes of ``body`` through ``op`` and return what stands for its outputs.
 
