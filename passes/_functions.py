@@ -41,6 +41,7 @@ def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
     proto = _function(node)
     if proto is None:
         return None
+    del proto.output[len(node.outputs) :]  # a body does not make the optional outputs that the call leaves out
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
     function: ir.Function = ir.from_proto(proto)
     if version < _SUBGRAPHS_SINCE and any(True for inner in function for _ in bodies(inner)):

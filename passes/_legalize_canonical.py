@@ -13,6 +13,8 @@ from graphc.passes._legalize_parameters import constant_tensor
 
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
 
+_RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+
 _OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
 """Variadic ops that are the identity of a single input."""
 
@@ -38,9 +40,40 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
             raise ModelError(f"a sparse Constant is not supported: {describe(node)}; export it as a dense tensor")
         node.attributes.clear()
         node.attributes["value"] = ir.AttrTensor("value", tensor)
+    elif node.op_type == "SpaceToDepth" and "mode" in node.attributes:
+        return [_space_to_depth(op, node)]
+    elif node.op_type == "Swish":
+        return [_swish(op, node)]
+    elif node.op_type in _RECURRENT and node.attributes.get_int("layout", 0):
+        return _sequence_first(op, node)
     if node.op_type == "MaxPool":
         _drop_unused_outputs(node)
     return None
+
+
+def _swish(op: Builder, node: ir.Node) -> ir.Value:
+    """x·sigmoid(αx): onnxruntime has no kernel for the op, and fuses this."""
+    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
+    return op.Mul(x, op.Sigmoid(x if alpha == 1 else op.Mul(x, alpha)))  # type: ignore[no-any-return]
+
+
+def _sequence_first(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """A recurrent node with ``layout=1`` (batch first), which onnxruntime refuses, between transpositions."""
+    inputs = [op.Transpose(v, perm=[1, 0, 2]) if v is not None and k in (0, 5, 6) else v for k, v in enumerate(node.inputs)]
+    attributes = {name: attr for name, attr in node.attributes.items() if name != "layout"}
+    outputs = op.emit(node.op_type, inputs, attributes, outputs=len(node.outputs))
+    return [op.Transpose(v, perm=[2, 0, 1, 3] if k == 0 else [1, 0, 2]) for k, v in enumerate(outputs)]
+
+
+def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
+    """Since opset 28 the channels may stay together: mode CRD is the other order of blocks and channels."""
+    size = node.attributes["blocksize"].as_int()
+    y: ir.Value = op.SpaceToDepth(node.inputs[0], blocksize=size)
+    if node.attributes["mode"].as_string() != "CRD":
+        return y
+    rest = [op.Shape(y, start=2, end=3), op.Shape(y, start=3, end=4)]
+    apart = op.Reshape(y, op.Concat(op.const([0, size * size, -1]), *rest, axis=0))
+    return op.reshape_like(op.Transpose(apart, perm=[0, 2, 1, 3, 4]), y)
 
 
 def _drop_unused_outputs(node: ir.Node) -> None:

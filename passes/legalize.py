@@ -18,7 +18,8 @@ from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.bodies import CONTROL, bodies, type_body_inputs
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OPS
+from graphc.gradient import key_of
+from graphc.ir.declare import declaration_of
 from graphc.ir.facts import describe, dims
 from graphc.ir.infer import apply, fold
 from graphc.ir.links import sort_and_link
@@ -39,6 +40,10 @@ from graphc.passes._legalize_structure import (
 )
 from graphc.passes._legalize_versions import adapt, adapt_contributed
 from graphc.pipeline import Context, graph_pass
+
+
+_WINDOW = frozenset({"left_window_size", "right_window_size"})
+"""Attributes of Attention that came late; onnxruntime does not know them."""
 
 
 @graph_pass("legalize")
@@ -97,11 +102,15 @@ def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Buil
 
 
 def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
+    if node.domain != DOMAIN and declaration_of(node) is not None:
+        return None  # whoever declares an op says what it is
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
         return adapt_contributed(op, node)
     if is_gradient(node):
         return derivatives(op, node)
-    if node.domain != "" or not onnx.defs.has(node.op_type, OPSET):
+    if node.domain != "" or not onnx.defs.has(node.op_type, OPSET) or (version > OPSET and refused_type(node, OPSET)):
+        return _body(op, node)
+    if node.op_type == "Attention" and _WINDOW & set(node.attributes):
         return _body(op, node)
     if version < OPSET:
         replaced = adapt(op, node, version)
@@ -114,22 +123,32 @@ def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     """The function that defines an op which the legal opset does not have, emitted in the legal opset; None without one."""
     if node.domain not in ("", "ai.onnx.preview") or not has_body(node.op_type, node.domain):
         return None
+    before = {id(n) for n in op.graph}
     try:
         values = emit_body(op, node)
     except ModelError:
         return None  # the body itself needs a newer opset
-    return [v for v in values if v is not None] if values is not None and None not in values else None
+    if values is None or None in values:
+        return None
+    meant: dict[ir.Value, ir.Value] = {}
+    for made in [n for n in op.graph if id(n) not in before]:
+        op.before = made
+        replaced = canonicalise(op, made)
+        if replaced is not None:
+            meant.update(zip(made.outputs, replaced, strict=False))
+            for old, new in zip(made.outputs, replaced, strict=False):
+                old.replace_all_uses_with(new)
+            op.graph.remove(made, safe=True)
+    op.before = node
+    return [meant.get(v, v) for v in values if v is not None]
 
 
 def _check_known(node: ir.Node, version: int) -> None:
     """Refuse ops nobody declares and, in files of a newer opset, what the legal opset does not have."""
-    if node.domain == DOMAIN:
-        known = node.op_type in OPS
-    else:
-        known = onnx.defs.has(node.op_type, node.domain)
-    if not known:
-        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        raise UnsupportedOpError(f"unknown operator {name}: {describe(node)}")
+    if declaration_of(node) is None and not (node.domain != DOMAIN and onnx.defs.has(node.op_type, node.domain)):
+        name = key_of(node.domain, node.op_type)
+        how = f"; declare it with @graphc.custom_op({name!r}, …), see docs/custom-ops.md" if node.domain not in ("", DOMAIN) else ""
+        raise UnsupportedOpError(f"unknown operator {name}: {describe(node)}{how}")
     if node.domain != "" or version <= OPSET:
         return
     if not onnx.defs.has(node.op_type, OPSET):

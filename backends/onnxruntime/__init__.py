@@ -21,6 +21,7 @@ try:
     import onnxruntime as ort
 
     from graphc.backends.onnxruntime import kernels
+    from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError(f"the onnxruntime backend needs 'pip install graphc[cpu]' ({error})") from error
@@ -53,11 +54,28 @@ class OnnxRuntimeBackend:
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
         session = self._session(model)
         binding = session.io_binding()
+        before, after = [], []
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, _element_type(array), array.shape, array.ctypes.data)
+            held = array
+            if is_packed(array.dtype):
+                held = packed_like(array)
+                before.append(functools.partial(pack, array, held))
+            binding.bind_input(name, "cpu", 0, _element_type(array), array.shape, held.ctypes.data)
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, _element_type(array), array.shape, array.ctypes.data)
-        return functools.partial(session.run_with_iobinding, binding)
+            held = array
+            if is_packed(array.dtype):
+                held = packed_like(array)
+                after.append(functools.partial(unpack, held, array))
+            binding.bind_output(name, "cpu", 0, _element_type(array), array.shape, held.ctypes.data)
+        run = functools.partial(session.run_with_iobinding, binding)
+        if not before and not after:
+            return run
+
+        def run_between() -> None:
+            for convert in (*before, run, *after):
+                convert()
+
+        return run_between
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         session = self._session(model)
@@ -111,7 +129,7 @@ def _ops(model: onnx.ModelProto) -> str:
 
 def _element_type(array: Array) -> Any:
     """What io_binding takes: a numpy type, or ONNX's number for a type that numpy has not."""
-    return array.dtype if array.dtype.kind in "fiub" else int(ir.DataType.from_numpy(array.dtype))
+    return array.dtype if array.dtype.isbuiltin == 1 else int(ir.DataType.from_numpy(array.dtype))
 
 
 def _session_options(threads: int, spin: bool) -> ort.SessionOptions:

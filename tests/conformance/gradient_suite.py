@@ -162,15 +162,30 @@ class Prepared:
     outputs: list[str]
 
 
-def prepare(case: TestCase, point: Callable[[str, Array], Array] | None = None, fixed: Collection[str] = ()) -> Prepared:
-    """``point(name, x)`` moves an input to another place, away from a kink say; inputs named in ``fixed`` are constants."""
+def prepare(
+    case: TestCase,
+    point: Callable[[str, Array], Array] | None = None,
+    fixed: Collection[str] = (),
+    as_float: Collection[str] = (),
+) -> Prepared:
+    """A case for the suite.
+
+    Args:
+        point: ``(name, x)`` moves an input to another place, away from a kink say.
+        fixed: names of float inputs that are constants.
+        as_float: names of integer inputs that are turned into floats, and the outputs with them.
+    """
     model = retype(case.model, T.FLOAT)
+    for info in (*model.graph.input, *model.graph.output) if as_float else ():
+        if info.name in as_float or info in model.graph.output:
+            info.type.tensor_type.elem_type = T.FLOAT
     inputs, _ = case.data_sets[0]
     feeds: dict[str, Tree] = {}
     for info, value in zip(list(model.graph.input), inputs, strict=True):
         if isinstance(value, onnx.TensorProto):
             value = onnx.numpy_helper.to_array(value)
         value = np.asarray(value) if isinstance(value, np.generic) else value
+        value = value.astype(np.float64) if info.name in as_float else value
         if isinstance(value, np.ndarray) and (not is_float_array(value) or info.name in fixed):
             given = info.type.tensor_type.elem_type
             model.graph.initializer.append(_tensor(value, given, info.name))
@@ -190,9 +205,9 @@ def _tensor(value: Array, dtype: int, name: str) -> onnx.TensorProto:
     return made
 
 
-def evaluator(model: onnx.ModelProto) -> Callable[[Mapping[str, Tree]], dict[str, Tree]]:
-    """``model`` in float64, in ``onnx.reference`` with its known mistakes repaired."""
-    session = ReferenceEvaluator(retype(model, T.DOUBLE), new_ops=list(REPAIRS))
+def evaluator(model: onnx.ModelProto, to: int = T.DOUBLE) -> Callable[[Mapping[str, Tree]], dict[str, Tree]]:
+    """``model`` in float64 (or another type), in ``onnx.reference`` with its known mistakes repaired."""
+    session = ReferenceEvaluator(retype(model, to), new_ops=list(REPAIRS))
     names = [v.name for v in model.graph.output]
 
     def evaluate(feeds: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -274,6 +289,7 @@ def check(
     point: Callable[[str, Array], Array] | None = None,
     direction: Callable[[Array, Array], Array] | None = None,
     fixed: Collection[str] = (),
+    as_float: Collection[str] = (),
     by_body: bool = False,
     step: float = 1e-5,
     single: bool = True,
@@ -281,7 +297,7 @@ def check(
     """Compare the gradients of one case with central differences, and those of float32 with float64.
 
     Args:
-        point, fixed: see :func:`prepare`.
+        point, fixed, as_float: see :func:`prepare`.
         direction: ``(x, v) -> v`` changes a random direction, so that it stays where the op is smooth.
         by_body: evaluate the legalised graph, in which an op of a newer opset is replaced by its definition.
         step: ε.
@@ -289,7 +305,7 @@ def check(
     """
     outcome = Outcome(case.name)
     try:
-        prepared = prepare(case, point, fixed)
+        prepared = prepare(case, point, fixed, as_float)
         forward = evaluator(legalised(prepared.model) if by_body else prepared.model)
         weights = functional(forward(prepared.feeds))
         if not weights or not any(True for x in prepared.feeds.values() for _ in leaves(x)):

@@ -21,6 +21,11 @@ from tests.conformance.gradient_suite import Array, Outcome
 EXACT = 1e-6
 SINGLE = 1e-3
 
+ROUGH: dict[str, tuple[float, str]] = {
+    "RNN": (5e-3, "1 - tanh² of saturated states: float32 holds few of its digits"),
+}
+"""Op → how far float32 may be from float64, and why."""
+
 KINK = "the op has a kink or a jump where the case puts its operand"
 MOVED: dict[str, str] = {
     "test_acosh_example": "an operand is 1, where the slope is infinite",
@@ -29,6 +34,10 @@ MOVED: dict[str, str] = {
     "test_l2normalization_axis_0": "the norm of a column is 0",
     "test_maxpool_3d_dilations": "all windows have ties",
     "test_maxpool_3d_dilations_use_ref_impl": "all windows have ties",
+    "test_pow": "a base is 0 under a fractional exponent",
+    "test_range_bfloat16_type_positive_delta": "the limit is a multiple of the step",
+    "test_range_float16_type_positive_delta": "the limit is a multiple of the step",
+    "test_range_float_type_positive_delta": "the limit is a multiple of the step",
     "test_reduce_min_default_axes_keepdims_example": "ties",
     "test_selu_example": KINK,
     "test_softsign_example": "an operand is 0, where the second derivative jumps",
@@ -39,14 +48,24 @@ MOVED: dict[str, str] = {
 FIXED: dict[str, tuple[str, ...]] = {
     "Dropout": ("r",),
     "OneHot": ("depth", "indices"),
+    "Range": ("limit",),
     "Resize": ("scales",),
     "Upsample": ("scales",),
 }
 """Op → float inputs that are constants here: a shape, a place or a probability."""
 
+AS_FLOAT: dict[str, tuple[str, ...]] = {"Trilu": ("x",)}
+"""Op → integer inputs of its cases that are made floats, since it has no cases with floats."""
+
 BY_BODY = {"LinearAttention": "onnx.reference computes in float32; the graph of its definition does not"}
 
-EXCEPTIONS: dict[str, str] = {}
+_NOT_FINITE = "its operands are infinite, NaN and zero divisors"
+EXCEPTIONS: dict[str, str] = {
+    "test_mod_float_edge_cases_fmod_0_float16": _NOT_FINITE,
+    "test_mod_float_edge_cases_fmod_0_float32": _NOT_FINITE,
+    "test_mod_float_edge_cases_fmod_0_float64": _NOT_FINITE,
+    "test_scan_sum": "the batched Scan of opset 8, which legalize refuses",
+}
 """Case → why it is not checked."""
 
 UNMATCHED_SINGLE: dict[str, str] = {
@@ -61,8 +80,18 @@ NO_KERNEL: dict[str, str] = {
 }
 """Op → why onnxruntime does not run its backward graph."""
 
-UNTESTED: dict[str, str] = {}
-"""Differentiable op without a case in the suite → where it is tested."""
+_SEQUENCES = "its cases hold integers, or there are none; tests/passes/test_gradients_sequence.py"
+UNTESTED: dict[str, str] = {
+    "ConcatFromSequence": _SEQUENCES,
+    "If": "its cases choose between constants; tests/passes/test_gradients_control_flow.py",
+    "Optional": _SEQUENCES,
+    "QuantizeLinear": "straight-through is no derivative; tests/passes/test_gradients_quantization.py",
+    "SequenceAt": _SEQUENCES,
+    "SequenceConstruct": _SEQUENCES,
+    "SequenceErase": _SEQUENCES,
+    "SequenceInsert": _SEQUENCES,
+}
+"""Differentiable op without a usable case in the suite → where it is tested."""
 
 
 def moved(name: str, x: Array) -> Array:
@@ -85,6 +114,7 @@ def check(case: TestCase, **options: Any) -> Outcome:
         point=moved if case.name in MOVED else None,
         direction=DIRECTIONS.get(op),
         fixed=FIXED.get(op, ()),
+        as_float=AS_FLOAT.get(op, ()),
         by_body=op in BY_BODY,
         **options,
     )
@@ -120,7 +150,7 @@ def cases() -> dict[str, list[TestCase]]:
 @pytest.mark.parametrize("op", [*DIFFERENTIABLE, *DEPRECATED])
 def test_gradients_of_all_cases(op: str, cases: dict[str, list[TestCase]]) -> None:
     if op in UNTESTED:
-        assert op not in cases
+        assert not any(check(case, single=False).errors for case in cases.get(op, ())), f"{op} has a case by now"
         return
     wrong: list[str] = []
     checked = 0
@@ -139,8 +169,9 @@ def test_gradients_of_all_cases(op: str, cases: dict[str, list[TestCase]]) -> No
 def test_a_zero_gradient_blocks_nothing(op: str, cases: dict[str, list[TestCase]]) -> None:
     for case in cases.get(op, ()):
         prepared = suite.prepare(case)
-        weights = suite.functional(suite.evaluator(prepared.model)(prepared.feeds))
-        if weights and op not in ("Bernoulli",):
+        feeds = {name: suite.cast(x, np.float32) for name, x in prepared.feeds.items()}
+        weights = suite.functional(suite.evaluator(prepared.model, suite.T.FLOAT)(feeds))
+        if weights:
             _, names = suite.backward_model(prepared, weights)
             assert not names, f"{case.name}: a gradient flows back to {', '.join(names)}"
 
