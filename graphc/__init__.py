@@ -22,14 +22,31 @@ _EXPORTS = {
     "Trainer": "graphc.trainer",
     "Mesh": "graphc.mesh",
     "GraphcError": "graphc.errors",
+    "custom_op": "graphc.custom",
+    "custom_primitive": "graphc.custom",
 }
 _MODULES = ("losses", "optim", "data", "errors")
 
-__all__ = ["GraphcError", "Mesh", "Program", "Trainer", "__version__", "compile", "data", "errors", "grad", "losses", "optim"]
+__all__ = [
+    "GraphcError",
+    "Mesh",
+    "Program",
+    "Trainer",
+    "__version__",
+    "compile",
+    "custom_op",
+    "custom_primitive",
+    "data",
+    "errors",
+    "grad",
+    "losses",
+    "optim",
+]
 
 if TYPE_CHECKING:
     from graphc import data, errors, losses, optim
     from graphc.compiler import Program, compile, grad
+    from graphc.custom import custom_op, custom_primitive
     from graphc.errors import GraphcError
     from graphc.mesh import Mesh
     from graphc.trainer import Trainer

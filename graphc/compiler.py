@@ -14,7 +14,6 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import state_updates
 from graphc.ir.names import MESH
 from graphc.losses import Loss
 from graphc.mesh import Mesh
@@ -43,6 +42,7 @@ class Program:
         backend: name of the backend, or ``"auto"``.
         pipeline: the passes that made ``model``, as text.
         log: what the passes reported.
+        imports: the first of those passes, which prepared the model itself.
     """
 
     model: ir.Model
@@ -52,6 +52,7 @@ class Program:
     backend: str = "auto"
     pipeline: str = ""
     log: list[str] = field(default_factory=list)
+    imports: tuple[Step, ...] = ()
 
 
 def training_pipeline(
@@ -192,7 +193,7 @@ def compile(
     if not any(is_update(node) for node in working.graph):
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
     text = ",".join(str(s) for s in steps)
-    return Program(working, inference, original, mesh, backend, text, ctx.log)
+    return Program(working, inference, original, mesh, backend, text, ctx.log, tuple(steps[:cut]))
 
 
 def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:
@@ -236,23 +237,6 @@ def grad(
     if standard:
         decompose_graph(copy.graph, lambda node: False)
     run(copy, [Step("simplify")])
-    return copy
-
-
-def standard_model(model: ir.Model) -> ir.Model:
-    """A training graph in standard ONNX ops only, for any runtime.
-
-    State stays initializers but is listed as graph inputs too, so that a caller may feed it; the next value of state ``s``
-    is output ``"s::next"``. Collectives become identities: the graph is that of one worker.
-    """
-    copy = model.clone()
-    graph = copy.graph
-    for _, state, value in list(state_updates(graph)):
-        value.name = f"{state.name}::next"
-        graph.outputs.append(value)
-        graph.inputs.append(state)
-    decompose_graph(graph, lambda node: False)
-    PASSES["simplify"].function(copy, Context())
     return copy
 
 

@@ -26,6 +26,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.group = group
         self._items: dict[str, T] = {}
         self._origin: dict[str, str] = {}
+        self._overrides: set[str] = set()
         self._missing: dict[str, MissingExtraError] = {}
         self._loaded = False
         self._loading = False
@@ -55,9 +56,16 @@ class Registry(Mapping[str, T], Generic[T]):
             self._missing[name] = error
 
     def register(self, name: str, item: T, *, origin: str, override: bool = False) -> None:
-        """Add ``item``; a second registration from another module is refused unless ``override`` is set."""
+        """Add ``item``; a second registration from another module is refused unless ``override`` is set.
+
+        An override stands whichever of the two modules is imported first.
+        """
         if name in self._items and self._origin[name] != origin and not override:
+            if name in self._overrides:
+                return
             raise UsageError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {origin}")
+        if override:
+            self._overrides.add(name)
         self._items[name] = item
         self._origin[name] = origin
 

@@ -15,10 +15,10 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
+from graphc.gradient import key_of
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.bodies import CONTROL, bodies, type_body_inputs
 from graphc.ir.builder import Builder
-from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import describe, dims
 from graphc.ir.infer import apply, fold
@@ -39,8 +39,8 @@ from graphc.passes._legalize_structure import (
     untyped,
 )
 from graphc.passes._legalize_versions import adapt, adapt_contributed
+from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.pipeline import Context, graph_pass
-
 
 _WINDOW = frozenset({"left_window_size", "right_window_size"})
 """Attributes of Attention that came late; onnxruntime does not know them."""
@@ -111,7 +111,7 @@ def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value]
     if node.domain != "" or not onnx.defs.has(node.op_type, OPSET) or (version > OPSET and refused_type(node, OPSET)):
         return _body(op, node)
     if node.op_type == "Attention" and _WINDOW & set(node.attributes):
-        return _body(op, node)
+        return attention_by_parts(op, node)
     if version < OPSET:
         replaced = adapt(op, node, version)
         if replaced is not None:
@@ -147,7 +147,11 @@ def _check_known(node: ir.Node, version: int) -> None:
     """Refuse ops nobody declares and, in files of a newer opset, what the legal opset does not have."""
     if declaration_of(node) is None and not (node.domain != DOMAIN and onnx.defs.has(node.op_type, node.domain)):
         name = key_of(node.domain, node.op_type)
-        how = f"; declare it with @graphc.custom_op({name!r}, …), see docs/custom-ops.md" if node.domain not in ("", DOMAIN) else ""
+        how = (
+            f"; declare it with @graphc.custom_op({name!r}, …), see docs/custom-ops.md"
+            if node.domain not in ("", DOMAIN)
+            else ""
+        )
         raise UnsupportedOpError(f"unknown operator {name}: {describe(node)}{how}")
     if node.domain != "" or version <= OPSET:
         return

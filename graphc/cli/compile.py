@@ -23,6 +23,12 @@ def command(
     optimizer: options.OptimizerText,
     workers: Annotated[int, typer.Option("-n", "--workers", help="Replicas along the data axis.", min=1)] = 1,
     standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
+    training_info: Annotated[
+        bool,
+        typer.Option(
+            "--training-info", help="Standard ops in ONNX's TrainingInfoProto, beside the inference model; one worker."
+        ),
+    ] = False,
     freeze: options.Freeze = None,
     train: options.Train = None,
     batch: options.Batch = None,
@@ -37,7 +43,7 @@ def command(
     form: options.Format = Format.text,
 ) -> None:
     """Compile MODEL into a training graph: forward, loss, backward, AllReduces and updates in one file."""
-    from graphc import compiler, frontends, optim
+    from graphc import compiler, export, frontends, optim
     from graphc.cli.summary import print_training_graph, training_graph
     from graphc.mesh import Mesh
 
@@ -60,22 +66,29 @@ def command(
         after=times.add,
     )
     found = training_graph(program.model)
-    written = compiler.standard_model(program.model) if standard else program.model
-    frontends.save(written, out)
+    standard_nodes = None
+    if training_info:
+        proto = export.training_info(program)
+        standard_nodes = len(proto.training_info[0].algorithm.node)
+        export.save_proto(proto, out)
+    else:
+        written = export.standard_model(program.model) if standard else program.model
+        standard_nodes = len(written.graph) if standard else None
+        frontends.save(written, out)
     if time_passes:
         times.print()
     for line in program.log:
         output.note(line)
     if form is Format.json:
         result = {"output": out, "pipeline": program.pipeline, "passes": times.rows, **found}
-        if standard:
-            result["standard_nodes"] = len(written.graph)
+        if standard_nodes is not None:
+            result["standard_nodes"] = standard_nodes
         if out != "-":
             output.document(result)
     else:
         print_training_graph(found, to_stderr=out == "-")
         if out != "-":
-            output.say(f"wrote {out}" + (f": {len(written.graph):,} standard nodes" if standard else ""))
+            output.say(f"wrote {out}" + (f": {standard_nodes:,} standard nodes" if standard_nodes is not None else ""))
 
 
 class PassTimes:

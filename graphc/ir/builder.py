@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.bodies import bodies
-from graphc.ir.declare import OPS, REQUIRED
+from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
 
@@ -135,7 +135,7 @@ class Builder:
         self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
     ) -> tuple[ir.Value, ...]:
         """A copy of ``node`` that reads ``inputs``; an op of which no schema is known keeps the types of its results."""
-        if node.domain == DOMAIN or onnx.defs.has(node.op_type, node.domain):
+        if declared(node.domain, node.op_type) is not None or onnx.defs.has(node.op_type, node.domain):
             return self.emit(node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs), name=node.name)
         copy = ir.Node(
             node.domain,
@@ -296,8 +296,9 @@ _KINDS = {
 
 def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any]) -> tuple[list[ir.Attr], int]:
     """Attributes as ``ir.Attr`` of their declared kind, and the default number of outputs (-1: one per input)."""
-    if domain == DOMAIN:
-        return _check_declared(op_type, num_inputs, attributes)
+    declaration = OPS[op_type] if domain == DOMAIN else declared(domain, op_type)
+    if declaration is not None:
+        return _check_declared(f"{domain}.{op_type}", declaration, num_inputs, attributes)
     try:
         schema = onnx.defs.get_schema(op_type, OPSET, domain)
     except onnx.defs.SchemaError:
@@ -323,16 +324,17 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any
     return result, max(1, len(required))
 
 
-def _check_declared(op_type: str, num_inputs: int, attributes: dict[str, Any]) -> tuple[list[ir.Attr], int]:
-    declaration = OPS[op_type]
+def _check_declared(
+    op: str, declaration: OpDeclaration, num_inputs: int, attributes: dict[str, Any]
+) -> tuple[list[ir.Attr], int]:
     required = sum(not f.optional and not f.variadic for f in declaration.inputs)
     most = len(declaration.inputs) if not any(f.variadic for f in declaration.inputs) else num_inputs
     if not required <= num_inputs <= most:
-        raise ModelError(f"graphc.{op_type} takes {required} to {most} inputs, not {num_inputs}")
+        raise ModelError(f"{op} takes {required} to {most} inputs, not {num_inputs}")
     result = []
     for name, value in attributes.items():
         if name not in declaration.attributes:
-            raise ModelError(f"graphc.{op_type} has no attribute {name!r}")
+            raise ModelError(f"{op} has no attribute {name!r}")
         if isinstance(value, ir.Attr):
             result.append(ir.Attr(name, value.type, value.value))
         elif value is not None:
@@ -342,7 +344,7 @@ def _check_declared(op_type: str, num_inputs: int, attributes: dict[str, Any]) -
             result.append(ir.convenience.convert_attribute(name, value, ir.AttributeType.INTS if value == [] else None))
     for name, default in declaration.attributes.items():
         if default is REQUIRED and attributes.get(name) is None:
-            raise ModelError(f"graphc.{op_type} needs the attribute {name!r}")
+            raise ModelError(f"{op} needs the attribute {name!r}")
     if any(f.variadic for f in declaration.outputs):
         return result, -1
     return result, len(declaration.outputs)

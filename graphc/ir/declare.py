@@ -47,9 +47,9 @@ class Formal:
         return tuple(Formal(w.strip("?*"), optional=w.endswith("?"), variadic=w.startswith("*")) for w in text.split())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpDeclaration:
-    """All that graphc knows about one op of its domain.
+    """All that graphc knows about one op of its domain, or a custom one.
 
     Attributes:
         next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
@@ -86,6 +86,10 @@ class OpDeclaration:
 
 
 OPS: Registry[OpDeclaration] = Registry("op", "graphc.ops")
+"""Ops of the ``graphc`` domain by name."""
+
+CUSTOM: Registry[OpDeclaration] = Registry("custom op", "graphc.ops")
+"""Ops of any other domain, by ``domain::name``; see :mod:`graphc.custom`."""
 
 
 def declare_primitive(
@@ -154,9 +158,16 @@ def declare(
     return register
 
 
+def declared(domain: str, op_type: str) -> OpDeclaration | None:
+    """The declaration of a ``graphc`` op or a custom one; None for a standard op and for what nobody declares."""
+    if domain == "graphc":
+        return OPS.get(op_type)
+    return CUSTOM.get(f"{domain}::{op_type}") if domain else None
+
+
 def declaration_of(node: ir.Node) -> OpDeclaration | None:
-    """The declaration of a ``graphc`` node, or None for any other domain or an undeclared op."""
-    return OPS.get(node.op_type) if node.domain == "graphc" else None
+    """The declaration of a ``graphc`` or custom node, or None for a standard op and for what nobody declares."""
+    return declared(node.domain, node.op_type)
 
 
 def has_effect(node: ir.Node) -> bool:

@@ -10,43 +10,55 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir import DOMAIN
 from graphc.ir.bodies import bodies
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of, decompose_node
+from graphc.ir.declare import CUSTOM, declaration_of, decompose_node
 from graphc.ir.facts import describe
 
 
 def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
-    """Replace each ``graphc`` node for which ``keep(node)`` is false; outputs keep their names.
+    """Replace each ``graphc`` and custom node for which ``keep(node)`` is false; outputs keep their names.
 
     In bodies every one is replaced, for what runs a body knows standard ops only.
+
+    Raises:
+        UnsupportedOpError: a node without a decomposition, or one whose decomposition needs a shape that is not known.
     """
     changed = _decompose(Builder(graph), graph, keep)
-    if not any(n.domain == DOMAIN for n in graph.all_nodes()):
-        graph.opset_imports.pop(DOMAIN, None)
+    used = {n.domain for n in graph.all_nodes()}
+    for domain in {DOMAIN, *(name.partition("::")[0] for name in CUSTOM)} - used:
+        graph.opset_imports.pop(domain, None)
     return changed
 
 
 def is_decomposed(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
     """Whether :func:`decompose_graph` has nothing left to do."""
     inner = (n for node in graph for body in bodies(node) for n in body.all_nodes())
-    return not any(n.domain == DOMAIN and not keep(n) for n in graph) and not any(n.domain == DOMAIN for n in inner)
+    return not any(_is_composite(n) and not keep(n) for n in graph) and not any(_is_composite(n) for n in inner)
+
+
+def _is_composite(node: ir.Node) -> bool:
+    return node.domain == DOMAIN or declaration_of(node) is not None
 
 
 def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
     changed = False
-    while pending := [n for n in graph if n.domain == DOMAIN and not keep(n)]:
+    while pending := [n for n in graph if _is_composite(n) and not keep(n)]:
         for node in pending:
             declaration = declaration_of(node)
             if declaration is None or declaration.decompose is None:
                 raise UnsupportedOpError(f"{node.domain}.{node.op_type} has no decomposition: {describe(node)}")
             op.before, op.scope = node, node.name or node.op_type
-            for out, new in zip(node.outputs, decompose_node(op, node), strict=False):
+            try:
+                values = decompose_node(op, node)
+            except UnsupportedOpError as error:
+                raise UnsupportedOpError(f"{error}\n  in the decomposition of {describe(node)}") from None
+            for out, new in zip(node.outputs, values, strict=False):
                 if new is not None:
                     _replace(graph, op, out, new)
             graph.remove(node, safe=True)
         changed = True
     for node in graph:
         for body in bodies(node):
-            if any(n.domain == DOMAIN for n in body.all_nodes()):
+            if any(_is_composite(n) for n in body.all_nodes()):
                 changed |= _decompose(op.inside(body), body, lambda _: False)
     return changed
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.bodies import CONTROL, infer_control
-from graphc.ir.declare import OPS
+from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import constant, describe, dims, neighbourhood
 from graphc.ir.symbols import follow, refine
 
@@ -45,8 +45,9 @@ def infer_outputs(
     Raises:
         ModelError: the op rejects its inputs.
     """
-    if domain == DOMAIN:
-        return _infer_declared(op_type, inputs, attributes)
+    declaration = OPS[op_type] if domain == DOMAIN else declared(domain, op_type)
+    if declaration is not None:
+        return _infer_declared(declaration, inputs, attributes)
     if domain == "" and op_type in CONTROL:
         return tuple(infer_control(op_type, inputs, attributes, functools.partial(propagate, version=version)))
     try:
@@ -62,11 +63,15 @@ def infer_outputs(
     return result
 
 
-def _infer_declared(op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> tuple[Inferred, ...]:
-    declaration = OPS[op_type]
+def _infer_declared(
+    declaration: OpDeclaration, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
+) -> tuple[Inferred, ...]:
     values: dict[str, Any] = dict(declaration.attributes)
     for name, attr in attributes.items():
         values[name] = list(attr.value) if isinstance(attr.value, (tuple, list)) else attr.value
+    for name, value in values.items():
+        if value is REQUIRED:
+            raise ModelError(f"{declaration.name} needs the attribute {name!r}")
     return tuple((ir.TensorType(dtype), shape) for dtype, shape in declaration.infer(inputs, values))
 
 

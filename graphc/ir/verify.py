@@ -109,10 +109,7 @@ _KINDS: dict[type, ir.AttributeType] = {
 
 
 @functools.cache
-def _declared_signature(op_type: str) -> _Signature | None:
-    declaration: OpDeclaration | None = OPS.get(op_type)
-    if declaration is None:
-        return None
+def _declared_signature(declaration: OpDeclaration) -> _Signature:
     inputs = tuple(_Formal(f.name, not (f.optional or f.variadic), None, None) for f in declaration.inputs)
     outputs = tuple(_Formal(f.name, False, None, None) for f in declaration.outputs)
     least = sum(f.required for f in inputs)
@@ -234,13 +231,13 @@ class _Checker:
         self.value_names = outside
 
     def signature(self, node: ir.Node) -> _Signature | None:
-        if node.domain == DOMAIN:
-            found = _declared_signature(node.op_type)
-            if found is None:
-                self.fail(node, f"no graphc op {node.op_type!r} is declared{nearest(node.op_type, OPS)}")
-            if DOMAIN not in self.graph.opset_imports:
-                self.fail(node, "the model does not import the graphc domain")
-            return found
+        declaration = declaration_of(node)
+        if declaration is None and node.domain == DOMAIN:
+            self.fail(node, f"no graphc op {node.op_type!r} is declared{nearest(node.op_type, OPS)}")
+        if declaration is not None:
+            if node.domain not in self.graph.opset_imports:
+                self.fail(node, f"the model does not import the domain {node.domain!r}")
+            return _declared_signature(declaration)
         version = self.opset if node.domain == "" else self.graph.opset_imports.get(node.domain, 1)
         found = _standard_signature(node.op_type, node.domain, version)
         if found is None and (self.legal or node.domain == "") and (node.domain, node.op_type) not in self.functions:

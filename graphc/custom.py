@@ -1,0 +1,160 @@
+"""Custom ops: giving graphc an operator of any domain.
+
+    @graphc.custom_op("my.domain::Softsign2", inputs="x", outputs="y", attributes={"scale": 1.0})
+    def softsign2(op, x, *, scale):
+        \"\"\"y = scale·x / (1 + |x|)\"\"\"
+        return op.Div(op.Mul(x, scale), op.Add(op.Abs(x), 1.0))
+
+The decorated function is the op's decomposition: it emits simpler ops through a builder. With that alone the op runs on
+every backend, in ``graphc run`` as in training, and is differentiated through its decomposition. A rule of
+:func:`graphc.gradient.gradient` for ``"my.domain::Softsign2"`` goes before the decomposition, and so does a kernel of
+:func:`graphc.backend.kernel` on its backend. An op that only a kernel can compute is declared with :func:`custom_primitive`.
+
+A declaration takes effect when its module is imported. A package lets graphc import it, on the command line too, by an entry
+point of group ``graphc.ops`` (``graphc.gradients`` for a module that holds rules).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.declare import CUSTOM, Decomposition, Formal, InferFunction, OpDeclaration, Spec, spec_of
+
+
+def custom_op(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    attributes: Mapping[str, Any] | None = None,
+    infer: InferFunction | None = None,
+    override: bool = False,
+) -> Callable[[Decomposition], Decomposition]:
+    """Declare an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``.
+
+    Args:
+        name: ``"domain::Op"``, as the model file has it.
+        inputs: names of the inputs in order: ``"x bias?"``; ``name?`` may be left out, ``*name`` stands for any number.
+        outputs: names of the outputs; the function returns one value for each.
+        attributes: name → default; ``graphc.ir.declare.REQUIRED`` for one without.
+        infer: ``(inputs, attributes) -> [(type, shape), …]``; by default what the decomposition's own ops infer.
+        override: replace a declaration of another module.
+
+    Raises:
+        UsageError: a name that is no ``domain::Op``, or one that another module has declared.
+    """
+
+    def register(function: Decomposition) -> Decomposition:
+        _declare(
+            name,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes,
+            infer=infer or _through_decomposition(name, function),
+            doc=function.__doc__ or "",
+            decompose=function,
+            origin=function.__module__,
+            override=override,
+        )
+        return function
+
+    return register
+
+
+def custom_primitive(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    infer: InferFunction,
+    doc: str,
+    attributes: Mapping[str, Any] | None = None,
+    override: bool = False,
+) -> OpDeclaration:
+    """Declare an op that has no decomposition: only a backend with a kernel for it runs it.
+
+    Args and errors are those of :func:`custom_op`.
+    """
+    frame = inspect.currentframe()
+    caller = frame.f_back if frame else None
+    return _declare(
+        name,
+        inputs=inputs,
+        outputs=outputs,
+        attributes=attributes,
+        infer=infer,
+        doc=doc,
+        decompose=None,
+        origin=str(caller.f_globals["__name__"]) if caller else "?",
+        override=override,
+    )
+
+
+def _declare(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    attributes: Mapping[str, Any] | None,
+    infer: InferFunction,
+    doc: str,
+    decompose: Decomposition | None,
+    origin: str,
+    override: bool,
+) -> OpDeclaration:
+    found = re.fullmatch(r"([\w.-]+)::(\w+)", name)
+    if found is None or found[1] in ("ai.onnx", DOMAIN):
+        raise UsageError(f"{name!r} is no name of a custom op: give it as 'my.domain::Op', with a domain of your own")
+    declaration = OpDeclaration(
+        name=found[2],
+        inputs=Formal.parse(inputs),
+        outputs=Formal.parse(outputs),
+        attributes=dict(attributes or {}),
+        infer=infer,
+        doc=inspect.cleandoc(doc),
+        origin=origin,
+        decompose=decompose,
+    )
+    CUSTOM.register(name, declaration, origin=origin, override=override)
+    return declaration
+
+
+def _through_decomposition(name: str, function: Decomposition) -> InferFunction:
+    """Inference by emitting the decomposition into a graph of its own and reading the types of what it returns."""
+
+    def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+        copies = [None if value is None else _copy(f"i{k}", value) for k, value in enumerate(inputs)]
+        graph = ir.Graph(
+            [value for value in copies if value is not None],
+            [],
+            nodes=[],
+            opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION},
+            name=name,
+        )
+        result = function(Builder(graph), *copies, **attributes)
+        return [spec_of(value) for value in (result if isinstance(result, tuple) else (result,))]
+
+    return infer
+
+
+def _copy(name: str, value: ir.Value) -> ir.Value:
+    """A value of the same type and, where it is known, of the same constant, for shapes may depend on it."""
+    shape = ir.Shape(value.shape.dims) if value.shape is not None else None
+    copy = ir.Value(name=name, type=value.type, shape=shape)
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Constant" and producer.domain == "":
+        copy.const_value = ir.convenience.get_const_tensor(value)
+    elif not value.is_initializer():
+        copy.const_value = value.const_value
+    return copy
+
+
+__all__ = ["custom_op", "custom_primitive"]
