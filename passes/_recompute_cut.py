@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-import networkx as nx
 import onnx_ir as ir
 
 from graphc.ir.bodies import bodies, captured
@@ -193,6 +192,8 @@ class Joint:
             barred: nodes that are not computed again.
             pinned: values that are kept if they are needed at all.
         """
+        import networkx as nx  # here, for its import takes longer than most compilations have to wait
+
         ids = {value: k for k, value in enumerate(self.made)}
         network = nx.DiGraph()
         network.add_nodes_from(("source", "sink"))
