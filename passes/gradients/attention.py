@@ -112,6 +112,31 @@ def attention(
     )
 
 
+def by_parts(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """The outputs of an Attention by simpler ops. Unlike ONNX's body of it, a row that is hidden as a whole makes no NaN."""
+    attributes = node.attributes
+    query, key, value = operands(node, 3)
+    _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
+    q_heads, kv_heads = attributes.get_int("q_num_heads", 0), attributes.get_int("kv_num_heads", 0)
+    q, group = _heads(op, query, q_heads), _group(node, q_heads, kv_heads)
+    keys = _with_past(op, past_key, _heads(op, key, kv_heads))
+    values = _with_past(op, past_value, _heads(op, value, kv_heads))
+    scale = attributes.get_float("scale", 0.0) or _default_scale(op, q)
+    product = op.MatMul(op.Mul(q, scale), transpose(op, _repeat(op, keys, group)))
+    cap = attributes.get_float("softcap", 0.0)
+    scores = op.Mul(op.Tanh(op.Mul(product, 1 / cap)), cap) if cap > 0 else product
+    p = _probabilities(op, node, scores, mask, past_key)
+    y = op.MatMul(p, _repeat(op, values, group))
+    if rank(query) == 3:
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), lengths(op, (query, 0), (query, 1), -1))
+    found = [y, keys, values]
+    if len(node.outputs) > 3:
+        mode = attributes.get_int("qk_matmul_output_mode", 0)
+        bias = _bias(op, node, scores, mask, past_key)[0] if mode == 2 else None
+        found.append(op.Add(scores, bias) if bias is not None else (product, scores, scores, p)[mode])
+    return found
+
+
 def _with_past(op: Builder, past: ir.Value | None, new: Any) -> Any:
     return new if past is None else op.Concat(past, new, axis=2)
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, rank, same_dims
+from graphc.ir.facts import dims, rank, same_dims
 from graphc.ir.infer import apply
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
 
@@ -68,20 +67,17 @@ def _sum(op: Builder, *terms: ir.Value | None) -> ir.Value | None:
 
 
 @gradient("BatchNormalization")
-def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: ir.Value | None) -> Any:
+def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value | None, *statistics: ir.Value | None) -> Any:
     """y = scale·(x - mean)·r + b, r = 1/√(var + ε) per channel
 
     ∂x = dy·scale·r,  ∂scale = r·Σ dy·(x - mean),  ∂b = Σ dy,  ∂mean = -scale·r·∂b,  ∂var = -½·scale·r²·∂scale
     In training mode the statistics are those of the batch: see graphc.BatchNormalizationTrainingGrad.
     """
-    if any(s is not None for s in statistics):
-        raise UnsupportedOpError(
-            f"the loss depends on the running statistics of {describe(node)}, which are not differentiated"
-        )
     x, scale, _, mean, var = _operands(node, 5)
     epsilon = _attribute(node, "epsilon", EPSILON)
     if _attribute(node, "training_mode", 0):
-        return _batch_statistics_gradient(op, dy, x, scale, epsilon)
+        return _batch_statistics_gradient(op, node, dy, *(*statistics, None, None)[:2])
+    assert dy is not None
 
     @cache
     def r() -> ir.Value:
@@ -109,20 +105,42 @@ def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value, *statistics: i
     )
 
 
-def _batch_statistics_gradient(op: Builder, dy: ir.Value, x: ir.Value, scale: ir.Value, epsilon: float) -> Any:
-    """A BatchNormalization that was exported in training mode keeps no statistics of its batch: they are computed again."""
+def _batch_statistics_gradient(
+    op: Builder, node: ir.Node, dy: ir.Value | None, dmean: ir.Value | None, dvar: ir.Value | None
+) -> Any:
+    """A BatchNormalization that was exported in training mode keeps no statistics of its batch: they are computed again.
+
+    The running ones, m·before + (1 - m)·those of the batch, pass dmean and dvar on to both.
+    """
+    x, scale, *_ = _operands(node, 5)
+    momentum = _attribute(node, "momentum", 0.9)
+    wide, axes = _widen(op, x), all_but_channels(x)
 
     @cache
-    def gradients() -> tuple[ir.Value, ...]:
-        wide, axes = _widen(op, x), all_but_channels(x)
+    def statistics() -> tuple[ir.Value, ir.Value]:
         mean = op.ReduceMean(wide, axes, keepdims=1)
         centred = op.Sub(wide, mean)
         var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=0)
-        inv_std = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
-        made = op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, op.Squeeze(mean, axes), inv_std)
-        return tuple(made)
+        inv_std = op.Reciprocal(op.Sqrt(op.Add(var, _attribute(node, "epsilon", EPSILON))))
+        return op.Squeeze(mean, axes), inv_std
 
-    return lambda: gradients()[0], lambda: gradients()[1], lambda: gradients()[2]
+    @cache
+    def gradients() -> tuple[ir.Value | None, ...]:
+        if dy is None:
+            return None, None, None
+        return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, *statistics()))
+
+    def dx() -> ir.Value | None:
+        if dmean is None and dvar is None:
+            return gradients()[0]
+        fresh = [None if s is None else op.Mul(op.cast_like(s, wide), 1 - momentum) for s in (dmean, dvar)]
+        shaped = [None if s is None else per_channel(op, s, x) for s in (*statistics(), *fresh)]
+        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped, None))  # type: ignore[arg-type]
+
+    def kept(dstatistic: ir.Value | None) -> ir.Value | None:
+        return None if dstatistic is None else op.Mul(dstatistic, momentum)  # type: ignore[no-any-return]
+
+    return dx, lambda: gradients()[1], lambda: gradients()[2], lambda: kept(dmean), lambda: kept(dvar)
 
 
 @gradient("graphc::BatchNormalizationTraining")

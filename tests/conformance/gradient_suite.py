@@ -179,6 +179,11 @@ def prepare(
     for info in (*model.graph.input, *model.graph.output) if as_float else ():
         if info.name in as_float or info in model.graph.output:
             info.type.tensor_type.elem_type = T.FLOAT
+    for info in model.graph.input:  # parts of a sequence differ in size, although the cases call them all N
+        kind = (
+            info.type.sequence_type if info.type.HasField("sequence_type") else info.type.optional_type.elem_type.sequence_type
+        )
+        kind.elem_type.tensor_type.ClearField("shape") if kind.HasField("elem_type") else None
     inputs, _ = case.data_sets[0]
     feeds: dict[str, Tree] = {}
     for info, value in zip(list(model.graph.input), inputs, strict=True):
@@ -192,7 +197,7 @@ def prepare(
             model.graph.input.remove(info)
             continue
         value = cast(value, np.float64)
-        feeds[info.name] = value if point is None else combine(lambda x, name=info.name: point(name, x), value)
+        feeds[info.name] = value if point is None else combine(lambda x, name=info.name: np.asarray(point(name, x)), value)
     names = [name for name in model.graph.node[0].output if name]
     return Prepared(model, feeds, names)
 

@@ -125,9 +125,8 @@ def complaints(outcome: Outcome, op: str) -> list[str]:
     found = [outcome.problem] if outcome.problem else []
     found += [f"d/d{name} is off by {error:.1e}" for name, error in outcome.errors.items() if not error <= EXACT]
     if op not in UNMATCHED_SINGLE:
-        found += [
-            f"d/d{name} in float32 is off by {error:.1e}" for name, error in outcome.single.items() if not error <= SINGLE
-        ]
+        near, _ = ROUGH.get(op, (SINGLE, ""))
+        found += [f"d/d{name} in float32 is off by {error:.1e}" for name, error in outcome.single.items() if not error <= near]
     if outcome.lacks_kernel and op not in NO_KERNEL:
         found.append(f"onnxruntime: {outcome.lacks_kernel}")
     return [f"{outcome.case}: {text}" for text in found]
@@ -135,7 +134,7 @@ def complaints(outcome: Outcome, op: str) -> list[str]:
 
 GRADIENT = {row.name: row.gradient for row in coverage.standard() if row.domain == "ai.onnx"}
 DIFFERENTIABLE = sorted(op for op, kind in GRADIENT.items() if kind in ("direct", "through body"))
-ZERO = sorted(op for op, kind in GRADIENT.items() if kind == "zero")
+ZERO = sorted(op for op, kind in GRADIENT.items() if kind == "zero" and op != "BitCast")  # whose cases fix the width of types
 DEPRECATED = ("Scatter", "Upsample")
 
 passed: dict[str, bool] = {}

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.infer import propagate
 from graphc.passes.autodiff import differentiate
@@ -148,12 +147,12 @@ def test_gradients_of_gradients(op_type: str) -> None:
     check_gradient(model, feeds, ["x", "scale", "bias"], compile_with=on_onnxruntime, **accuracy)  # type: ignore[arg-type]
 
 
-def test_a_loss_on_running_statistics_is_refused() -> None:
+def test_a_loss_on_running_statistics() -> None:
     feeds = {"x": sample(3, 2, 4), "scale": sample(2), "bias": sample(2), "mean": sample(2), "var": sample(2)}
     model, values = new_model(feeds)
-    _, mean, _ = Builder(model.graph).emit("BatchNormalization", values, {"training_mode": 1}, outputs=3)
-    with pytest.raises(UnsupportedOpError, match="running statistics of BatchNormalization"):
-        differentiate(model.graph, [mean], values[:1])
+    outputs = Builder(model.graph).emit("BatchNormalization", values, {"training_mode": 1, "momentum": 0.7}, outputs=3)
+    model.graph.outputs.extend(outputs[1:])
+    check_gradient(model, feeds, ["x", "mean", "var"])
 
 
 @pytest.mark.parametrize("training", [0, 1])
