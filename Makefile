@@ -30,10 +30,11 @@ test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi"
+	$(BIN)/python -m pytest -m mpi
 
 quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
-	$(BIN)/python -m pytest -m "not full and not mpi"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi"
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

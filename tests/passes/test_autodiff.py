@@ -231,29 +231,6 @@ def test_an_allreduce_without_gradient_is_refused() -> None:
         differentiate(model.graph, [y], [x])
 
 
-@pytest.mark.parametrize(
-    ("op_type", "shapes", "attributes", "complaint"),
-    [
-        ("ScatterND", [(4,), None, (1,)], {"reduction": "mul"}, "reduction='mul'"),
-        ("Einsum", [(3, 3)], {"equation": "ii->i"}, "repeated index"),
-        ("Attention", [(1, 1, 4, 5)] * 3 + [(4, 3)], {}, "shorter than the keys"),
-        ("Attention", [(1, 1, 4, 5)] * 3, {"left_window_size": 2}, "left_window_size"),
-        ("Dropout", [(4,), np.array(0.5, dtype=np.float32), np.array(True)], {}, "train_mode"),
-    ],
-)
-def test_options_without_a_gradient_are_named(
-    op_type: str, shapes: list[Any], attributes: dict[str, Any], complaint: str
-) -> None:
-    model, (x, *others) = new_model({f"x{k}": np.ones(s) for k, s in enumerate(shapes) if isinstance(s, tuple)})
-    op = Builder(model.graph)
-    remaining = iter([x, *others])
-    operands = [next(remaining) if isinstance(s, tuple) else np.array([[1]]) if s is None else s for s in shapes]
-    y = op.emit(op_type, operands, attributes)[0]
-    with pytest.raises(UnsupportedOpError, match=complaint) as caught:
-        differentiate(model.graph, [y], [x])
-    assert op_type in str(caught.value)
-
-
 @pytest.mark.parametrize("path", sorted(ZOO.glob("*.onnx")), ids=lambda p: p.stem)
 def test_every_op_of_the_zoo_has_a_rule_or_a_zero_mark(path: Path) -> None:
     used = {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
