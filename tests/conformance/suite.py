@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.backend.test.case.model as model_cases
 import onnx.backend.test.case.node as node_cases
 from onnx import numpy_helper
 from onnx.backend.test.loader import DATA_DIR, load_model_tests
@@ -30,31 +32,43 @@ class Case:
     atol: float
 
 
+SLOW = frozenset({"averagepool", "lppool", "maxpool"})
+"""Modules whose expectations take seconds to make."""
+
+
+@functools.cache
+def quick_cases() -> Mapping[str, Case]:
+    """All cases but those of :data:`SLOW`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in pkgutil.iter_modules(node_cases.__path__):
+            if module.name not in SLOW:
+                importlib.import_module(f"{node_cases.__name__}.{module.name}")
+    return {c.name: _of(c) for c in node_cases._NodeTestCases} | _others()
+
+
 @functools.cache
 def all_cases() -> Mapping[str, Case]:
     """Every node, simple, PyTorch-converted and PyTorch-operator case by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the arithmetic in which the suite makes its own expectations
         found = load_model_tests(kind="node")
-        models = importlib.import_module("onnx.backend.test.case.model")
-        models.collect_testcases()
-    cases = [*found, *models._SimpleModelTestCases]
-    made = {c.name: Case(c.name, c.model, c.data_sets, c.rtol, c.atol) for c in cases}
+    return {c.name: _of(c) for c in found} | _others()
+
+
+def _of(case: Any) -> Case:
+    return Case(case.name, case.model, case.data_sets, case.rtol, case.atol)
+
+
+@functools.cache
+def _others() -> Mapping[str, Case]:
+    """The models: made by the suite, and exported by PyTorch in the days of opset 6."""
+    model_cases.collect_testcases()
+    made = {c.name: _of(c) for c in model_cases._SimpleModelTestCases}
     for folder in ("pytorch-converted", "pytorch-operator"):
         for case in load_model_tests(kind=folder):
             made[case.name] = _stored(case.name, Path(DATA_DIR) / folder / case.name, case.rtol, case.atol)
     return made
-
-
-def cases_of(*modules: str) -> Mapping[str, Case]:
-    """The cases that some modules of the suite define, without making all others: pooling alone takes five seconds."""
-    known = {id(case) for case in node_cases._NodeTestCases}
-    for module in modules:
-        importlib.import_module(f"onnx.backend.test.case.node.{module}")
-    fresh = [case for case in node_cases._NodeTestCases if id(case) not in known]
-    if not fresh:  # another test has loaded the suite
-        return all_cases()
-    return {c.name: Case(c.name, c.model, c.data_sets, c.rtol, c.atol) for c in fresh}
 
 
 def _stored(name: str, folder: Path, rtol: float, atol: float) -> Case:
