@@ -29,6 +29,7 @@ from graphc.passes._legalize_bodies import hoist_initializers, name_inputs
 from graphc.passes._legalize_canonical import canonicalise, explicit_pads
 from graphc.passes._legalize_gradient import derivatives, is_gradient, put_gradients_last
 from graphc.passes._legalize_parameters import filler_nodes, promote, small_initializers_to_constants
+from graphc.passes._legalize_sequences import dissolve
 from graphc.passes._legalize_structure import (
     initializers_are_no_inputs,
     inline_functions,
@@ -69,6 +70,7 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     small_initializers_to_constants(graph)
     put_gradients_last(graph)
     _convert(graph, version, model.opset_imports)
+    dissolve(graph)
     _complete_shapes(model, version)
     remove_dead(graph)
     _refuse_untyped(graph)

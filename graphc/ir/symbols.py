@@ -155,7 +155,12 @@ def _constant_of_shape(node: ir.Node) -> Sequence[Dim] | None:
 def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     """Axes that are not sliced, or sliced from the first element to the last, keep their size."""
     source, starts, ends = _dims_of(node.inputs[0]), held(node.inputs[1]), held(node.inputs[2])
-    if source is None or starts is None or ends is None:
+    if source is None:
+        return None
+    if starts is None or ends is None:  # of the sliced axes nothing is known, of the others everything
+        count = (_dims_of(node.inputs[1]) or (None,))[0]
+        starts = ends = (None,) * count if isinstance(count, int) else None
+    if starts is None or ends is None:
         return None
     axes = held(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else tuple(range(len(starts)))
     steps = held(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else (1,) * len(starts)
