@@ -163,7 +163,7 @@ def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth:
 
 
 def small_initializers_to_constants(graph: ir.Graph) -> None:
-    """Initializers that are no parameters (integers, scalars) and small become ``Constant`` nodes of the same name."""
+    """Initializers that are no parameters (integers, scalars, the scales of a Resize) and small become ``Constant`` nodes of the same name."""
     found = list(_constants(graph))
     if not found:
         return
@@ -180,5 +180,14 @@ def _constants(graph: ir.Graph) -> Iterator[ir.Value]:
         tensor = value.const_value
         if tensor is None or value.is_graph_output() or is_state(value) or (value.name or "").startswith("graphc."):
             continue
-        if (tensor.dtype not in FLOATS or not tensor.shape) and tensor.size <= _CONSTANT_LIMIT:
+        if (tensor.dtype not in FLOATS or not tensor.shape or _says_sizes(value)) and tensor.size <= _CONSTANT_LIMIT:
             yield value
+
+
+_SIZES = frozenset({("Resize", 1), ("Resize", 2), ("Upsample", 1)})
+"""Float operands (op type, index) that are scales or regions: no weights, though files hold them as initializers."""
+
+
+def _says_sizes(value: ir.Value) -> bool:
+    uses = list(value.uses())
+    return bool(uses) and all((node.op_type, index) in _SIZES for node, index in uses)

@@ -49,7 +49,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "Dropout": ("r",),
     "OneHot": ("depth", "indices"),
     "Range": ("limit",),
-    "Resize": ("scales",),
+    "Resize": ("roi", "scales"),
     "Upsample": ("scales",),
 }
 """Op → float inputs that are constants here: a shape, a place or a probability."""

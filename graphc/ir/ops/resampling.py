@@ -138,7 +138,8 @@ def resize_grad(
             dx = _apply_transposed(op, _matrix_at_run_time(op, size, (*pick, after), dy, attributes), dx, axis, size)
             continue
         assert dy.dtype is not None
-        precision = np.float64 if dy.dtype == ir.DataType.DOUBLE else np.float32  # as onnxruntime has in the forward op
+        jumps = attributes["mode"] == "nearest" and dy.dtype != ir.DataType.DOUBLE
+        precision = np.float32 if jumps else np.float64  # onnxruntime computes coordinates in float32
         matrix, before = interpolation_matrix(known[k], attributes, precision), known[k].before
         repeats = known[k].after // max(before, 1)
         if np.array_equal(matrix, np.eye(before)):
