@@ -6,7 +6,8 @@ MaxPool               Indices of overlapping windows, asymmetric pads
 AveragePool, LpPool   take minutes for volumes
 LRN                   sums around the sample's index instead of the channel's; four dimensions only
 LpNormalization       p = 1 without absolute values, axis = 0
-Erf, GroupNormalization, LayerNormalization, AffineGrid, GridSample   float32 inside whatever the type
+Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whatever the type
+GridSample, DeformConv                                    the same, and slow: :mod:`graphc.backends.numpy.sampling`
 ====================  ========================================================================================
 
 Classes carry the names of the ops, by which the evaluator finds them; its attributes come as keyword arguments.
@@ -24,6 +25,7 @@ from onnx.reference.op_run import OpRun
 
 from graphc.backend import Array
 from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceInsert, SequenceMap
+from graphc.backends.numpy.sampling import DeformConv, GridSample
 
 Ints = Sequence[int]
 
@@ -317,7 +319,9 @@ REPAIRED: tuple[type[OpRun], ...] = (
     AffineGrid,
     AveragePool,
     ConvTranspose,
+    DeformConv,
     Erf,
+    GridSample,
     GroupNormalization,
     If,
     LRN,
