@@ -25,9 +25,7 @@ def command(
     standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
     training_info: Annotated[
         bool,
-        typer.Option(
-            "--training-info", help="Standard ops in ONNX's TrainingInfoProto, beside the inference model; one worker."
-        ),
+        typer.Option("--training-info", help="As --standard, in ONNX's TrainingInfoProto beside the inference model."),
     ] = False,
     freeze: options.Freeze = None,
     train: options.Train = None,
