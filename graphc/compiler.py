@@ -151,7 +151,8 @@ def compile(
         mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
         backend: ``"auto"``, or a name that ``graphc backends`` lists.
         passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
-        freeze, train: glob patterns over parameter names.
+        freeze, train: glob patterns over parameter names; of a PyTorch module, parameters with ``requires_grad=False`` are
+            frozen as well.
         batch: new batch size, or a symbol's name, for a model exported with a fixed one.
         initialize: ``he``, ``glorot``, ``normal``, ``uniform`` or ``zeros`` for a file without trained weights.
         seed: of initialisation and random ops.
@@ -166,6 +167,9 @@ def compile(
         GraphcError: with the pass, the node and what to do.
     """
     original = frontends.load(model, example_inputs=example_inputs)
+    if example_inputs is not None:
+        held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
+        freeze = [*(freeze or ()), *held]
     if passes is not None:
         steps = parse(passes) if isinstance(passes, str) else list(passes)
     else:

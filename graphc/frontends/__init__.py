@@ -10,7 +10,7 @@ from graphc.errors import UsageError
 from graphc.frontends import onnx as _onnx
 from graphc.frontends.onnx import save, write_back
 
-__all__ = ["export", "load", "save", "write_back"]
+__all__ = ["export", "frozen", "load", "save", "write_back"]
 
 
 def load(source: Any, *, example_inputs: Any = None) -> ir.Model:
@@ -34,6 +34,13 @@ def export(module: Any, example_inputs: Any, **options: Any) -> ir.Model:
     from graphc.frontends.torch import export as export_module
 
     return export_module(module, example_inputs, **options)
+
+
+def frozen(module: Any) -> list[str]:
+    """Names of a PyTorch module's parameters with ``requires_grad=False``."""
+    from graphc.frontends import torch
+
+    return torch.frozen(module)
 
 
 def _is_torch_module(source: Any) -> bool:
