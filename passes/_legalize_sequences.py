@@ -18,13 +18,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir.bodies import CONTROL, bodies, inline, prune
+from graphc.ir.bodies import CONTROL, bodies, inline, prune, trip_count
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims
 from graphc.ir.infer import apply, propagate
 
 Elements = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, of those that are known."""
+
+_UNROLL = 256
+"""Loops that carry sequences are unrolled up to this number of iterations."""
 
 
 def dissolve(graph: ir.Graph) -> bool:
@@ -42,6 +45,8 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
     pending = list(graph)
     while pending:
         node = pending.pop(0)
+        if node.graph is not graph:
+            continue  # replaced together with one before it
         op.before, op.scope = node, node.name or node.op_type
         for body in bodies(node):
             if _dissolve(op.inside(body), body, known):
@@ -51,12 +56,12 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
             apply(node)
         if node.domain != "":
             continue
-        if node.op_type == "Loop":
-            changed |= _collect_by_scan(op, graph, node)
-        if node.op_type == "If" and (decided := constant(node.inputs[0])) is not None:
-            before = set(graph)
-            branch = node.attributes["then_branch" if bool(np.all(decided)) else "else_branch"].as_graph()
-            values = inline(op, branch, {})
+        if node.op_type == "Loop" and _collect_by_scan(op, graph, node):
+            changed = True
+            continue
+        before = set(graph)
+        values = _decided_branch(op, node) if node.op_type == "If" else _unrolled(op, node)
+        if values is not None:
             pending = [n for n in graph if n not in before and n.op_type != "Constant"] + pending
             _replace(op, graph, node, values)
             changed = True
@@ -67,6 +72,31 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
             _replace(op, graph, node, made)
             changed = True
     return changed
+
+
+def _decided_branch(op: Builder, node: ir.Node) -> list[ir.Value] | None:
+    """The outputs of an If whose condition is known."""
+    decided = constant(node.inputs[0])
+    if decided is None:
+        return None
+    return inline(op, node.attributes["then_branch" if bool(np.all(decided)) else "else_branch"].as_graph(), {})
+
+
+def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
+    """The outputs of a Loop that carries sequences, with its body written once for each iteration."""
+    if node.op_type != "Loop":
+        return None
+    body, states = node.attributes["body"].as_graph(), [v for v in node.inputs[2:] if v is not None]
+    count = trip_count(node.inputs, body)
+    if not isinstance(count, int) or not 0 < count <= _UNROLL or all(isinstance(v.type, ir.TensorType) for v in states):
+        return None
+    collected: list[list[ir.Value]] = []
+    for t in range(count):
+        operands = [op.const(np.int64(t)), op.const(True), *states]
+        made = inline(op, body, dict(zip(body.inputs, operands, strict=True)))
+        states = made[1 : 1 + len(states)]
+        collected.append([op.Unsqueeze(v, [0]) for v in made[1 + len(states) :]])
+    return [*states, *(op.Concat(*parts, axis=0) for parts in zip(*collected, strict=True))]
 
 
 def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Value]) -> None:
@@ -222,10 +252,20 @@ def _collect_by_scan(op: Builder, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _grows_and_is_joined(node: ir.Node, k: int) -> bool:
+    """Whether carried value ``k`` only grows, and its elements, which are joined in the end, have one shape.
+
+    Elements that are joined differ at most in the axis along which they are joined; that size has to be known.
+    """
     appended, final = _appended(node, k), node.outputs[k]
     shape = dims(appended) if appended is not None else None
-    joined = all(user.op_type == "ConcatFromSequence" for user in final.consumers()) and not final.is_graph_output()
-    return shape is not None and None not in shape and joined
+    if shape is None or final.is_graph_output():
+        return False
+    for user in final.consumers():
+        if user.op_type != "ConcatFromSequence":
+            return False
+        if not user.attributes.get_int("new_axis", 0) and shape[user.attributes["axis"].as_int()] is None:
+            return False
+    return True
 
 
 def _appended(node: ir.Node, k: int) -> ir.Value | None:
@@ -243,6 +283,7 @@ def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.No
     """The Loop without carried value ``k``, whose elements are its last scan output instead."""
     body, appended = node.attributes["body"].as_graph(), _appended(node, k)
     assert appended is not None
+    op.before = node
     insert = body.outputs[1 + k].producer()
     final, inputs = node.outputs[k], [v for j, v in enumerate(node.inputs) if j != 2 + k]
     kept = [v for v in node.outputs if v is not final]
@@ -258,7 +299,6 @@ def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.No
     for join in list(final.consumers()):
         op.before = join
         _replace(op, graph, join, [_joined(op, made[-1], join)])
-    op.before = node
     for old, new in zip(kept, made, strict=False):
         name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
         old.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -173,6 +173,7 @@ def type_body_inputs(op_type: str, inputs: Sequence[ir.Value | None], attributes
     if op_type == "If":
         return
     formal = attributes["body"].as_graph().inputs
+    pairs: list[tuple[ir.Value, ir.Value | None, int | None]]
     if op_type == "Loop":
         for value, dtype in zip(formal, (ir.DataType.INT64, ir.DataType.BOOL), strict=False):
             value.type, value.shape = ir.TensorType(dtype), ir.Shape([])
@@ -250,15 +251,54 @@ def _infer_loop(inputs: Sequence[ir.Value | None], body: ir.Graph, run: Callable
 
 def trip_count(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
     """How often a ``Loop`` runs: a number or a symbol, or None when that depends on data."""
-    return bound(inputs) if always_continues(inputs, body) else None
+    if always_continues(inputs, body):
+        return bound(inputs)
+    return _counted(inputs, body) if not inputs or inputs[0] is None else None
+
+
+def _counted(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
+    """The trip count of ``while k < n``, where k grows by one in each iteration: the form of a loop that exporters write."""
+    end = _behind(body.outputs[0], {"Identity"})
+    test = end.producer() if end is not None else None
+    first = inputs[1].producer() if len(inputs) > 1 and inputs[1] is not None else None
+    if test is None or test.op_type != "Less" or first is None or first.op_type != "Less":
+        return None
+    counter, limit = _behind(test.inputs[0], {"Identity"}), test.inputs[1]
+    place = next((k for k, out in enumerate(body.outputs[1:]) if _behind(out, {"Identity"}) is counter), None)
+    if counter is None or place is None or first.inputs[1] is not limit or place + 2 >= len(inputs):
+        return None
+    step, start = counter.producer(), inputs[2 + place]
+    if step is None or step.op_type != "Add" or first.inputs[0] is not start or body.inputs[2 + place] not in step.inputs:
+        return None
+    other = next((v for v in step.inputs if v is not body.inputs[2 + place]), None)
+    one = constant(_behind(other, {"Identity", "CastLike", "Cast"}))
+    lowest, most = _single(start), _single(limit)
+    if one is None or int(one.reshape(-1)[0]) != 1:
+        return None
+    if isinstance(lowest, int) and isinstance(most, int):
+        return max(0, most - lowest)
+    return most if lowest == 0 else None
+
+
+def _behind(value: ir.Value | None, ops: set[str]) -> ir.Value | None:
+    """The value that ``value`` is a copy of, through nodes of type ``ops``."""
+    while value is not None and (producer := value.producer()) is not None and producer.op_type in ops:
+        value = producer.inputs[0]
+    return value
 
 
 def bound(inputs: Sequence[ir.Value | None]) -> Dim:
     """The largest number of iterations of a ``Loop`` as far as it is known before it runs."""
+    limit = _single(inputs[0]) if inputs else None
+    return None if isinstance(limit, int) and limit < 0 else limit
+
+
+def _single(value: ir.Value | None) -> Dim:
+    """What an integer scalar holds, as far as it is known."""
     from graphc.ir.symbols import held
 
-    limit = held(inputs[0]) if inputs else None
-    return limit[0] if limit is not None and len(limit) == 1 and (not isinstance(limit[0], int) or limit[0] >= 0) else None
+    found = held(value)
+    return found[0] if found is not None and len(found) == 1 else None
 
 
 def always_continues(inputs: Sequence[ir.Value | None], body: ir.Graph) -> bool:
@@ -267,9 +307,7 @@ def always_continues(inputs: Sequence[ir.Value | None], body: ir.Graph) -> bool:
     known = constant(first)
     if first is not None and (known is None or not bool(np.all(known))):
         return False
-    value: ir.Value | None = body.outputs[0]
-    while value is not None and (producer := value.producer()) is not None and producer.op_type == "Identity":
-        value = producer.inputs[0]
+    value = _behind(body.outputs[0], {"Identity"})
     last = constant(value)
     return value is body.inputs[1] or (last is not None and bool(np.all(last)))
 

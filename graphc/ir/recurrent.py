@@ -68,7 +68,7 @@ def _activations(node: ir.Node, directions: int) -> list[list[Function]]:
     if unknown or len(names) != len(default):
         problem = f"the activation {unknown[0]!r}" if unknown else f"{len(names)} activations instead of {len(default)}"
         raise UnsupportedOpError(f"{describe(node)} has {problem}; known are {', '.join(sorted(_PARAMETERS))}")
-    alphas, betas = (iter(node.attributes.get_floats(f"activation_{n}", None) or ()) for n in ("alpha", "beta"))
+    alphas, betas = (iter(node.attributes.get_floats(f"activation_{n}", ())) for n in ("alpha", "beta"))
     made = [_function(name, *_parameters(name, alphas, betas)) for name in names]
     each = len(default) // directions
     return [made[k * each : (k + 1) * each] for k in range(directions)]
@@ -167,7 +167,7 @@ def _biases(op: Builder, node: ir.Node, bias: Any) -> tuple[Any, Any]:
     if bias is None:
         return None, None
     of_input, of_hidden = op.Split(bias, axis=0, num_outputs=2, _outputs=2)
-    if node.op_type == "GRU" and node.attributes.get_int("linear_before_reset", 0):
+    if node.op_type == "GRU" and node.attributes.get_int("linear_before_reset", 0) != 0:
         return of_input, of_hidden
     return op.Add(of_input, of_hidden), None
 

@@ -158,7 +158,7 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     if source is None:
         return None
     if starts is None or ends is None:  # of the sliced axes nothing is known, of the others everything
-        count = (_dims_of(node.inputs[1]) or (None,))[0]
+        count = _most(node.inputs[1])
         starts = ends = (None,) * count if isinstance(count, int) else None
     if starts is None or ends is None:
         return None
@@ -174,6 +174,22 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
         whole = start == 0 and step == 1 and size is not None and (end == size or (isinstance(end, int) and end >= _HUGE))
         result[axis] = size if whole else None
     return result
+
+
+def _most(starts: ir.Value | None) -> Dim:
+    """How many axes are sliced at most. Exporters cut an index out of a tensor by ``offsets[k : k + 1]``."""
+    count = (_dims_of(starts) or (None,))[0]
+    producer = starts.producer() if starts is not None else None
+    if isinstance(count, int) or producer is None or producer.op_type != "Slice" or len(producer.inputs) != 3:
+        return count
+    after = producer.inputs[2].producer() if producer.inputs[2] is not None else None
+    if after is None or after.op_type != "Add" or after.inputs[0] is not producer.inputs[1]:
+        return None
+    step = after.inputs[1]
+    while step is not None and (cast := step.producer()) is not None and cast.op_type == "CastLike":
+        step = cast.inputs[0]
+    known = constant(step)
+    return 1 if known is not None and known.size == 1 and int(known.reshape(-1)[0]) == 1 else None
 
 
 def _resize(node: ir.Node) -> Sequence[Dim] | None:

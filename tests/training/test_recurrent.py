@@ -161,3 +161,51 @@ def test_a_loop_without_a_bound_is_refused_by_the_plan() -> None:
     x, y = flat_batches()[0]
     with graphc.Trainer(program, threads=1) as trainer, pytest.raises(DataDependentShapeError, match="constant trip count"):
         trainer.step({"input": x, "label": y})
+
+
+class Bags(torch.nn.Module):
+    """The dynamo exporter writes EmbeddingBag as a Loop that appends to a sequence, with Ifs of known condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = torch.nn.EmbeddingBag(20, 6, mode="mean"), torch.nn.Linear(6, CLASSES)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bags(input))  # type: ignore[no-any-return]
+
+
+class Cells(torch.nn.Module):
+    """The dynamo exporter writes LSTMCell with SplitToSequence and SequenceAt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = torch.nn.LSTMCell(FEATURES, 8), torch.nn.Linear(8, CLASSES)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        h = c = torch.zeros(input.shape[0], 8)
+        for t in range(TIME):
+            h, c = self.cell(input[:, t], (h, c))
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+@pytest.mark.parametrize("module", [Bags, Cells])
+def test_sequences_in_exported_modules(module: type[torch.nn.Module], backend: str) -> None:
+    torch.manual_seed(0)
+    peer = module()
+    rng = np.random.default_rng(0)
+    data = [(rng.integers(0, 20, (BATCH, 4)), y) for _, y in batches()] if module is Bags else batches()
+    model = export(peer, torch.from_numpy(data[0][0]), exporter="dynamo")
+    assert any("Sequence" in node.op_type for node in model.graph.all_nodes())
+    program = graphc.compile(
+        model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), backend=backend
+    )
+    optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(peer(torch.from_numpy(x)), torch.from_numpy(y))
+            loss.backward()
+            optimizer.step()
+            assert trainer.step({"input": x, "label": y})["loss"] == pytest.approx(loss.item(), rel=1e-4)
