@@ -14,7 +14,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.names import MESH
+from graphc.ir.names import GRADIENT_OF, MESH
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
@@ -229,15 +229,18 @@ def grad(
     Args:
         model: as for :func:`compile`.
         of: the value to differentiate (a scalar, or summed when it is not), or several.
-        wrt: values (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each.
+        wrt: values (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or ``"<name>::grad.1"``
+            where that name is taken: by an earlier gradient in a model that this function made.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
     """
     copy = frontends.load(model, example_inputs=example_inputs).clone()
     targets = [of] if isinstance(of, str) else list(of)
-    run(copy, [Step("legalize"), Step("autodiff", {"of": targets, "wrt": list(wrt)})])
-    made = {v.name: v for node in copy.graph for v in node.outputs}
-    for name in wrt:
-        copy.graph.outputs.append(made[f"{name}::grad"])
+    ctx = run(copy, [Step("legalize")])
+    earlier = set(copy.graph)
+    run(copy, [Step("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)
+    new = (v for node in copy.graph if node not in earlier for v in node.outputs)
+    made = {v.metadata_props[GRADIENT_OF]: v for v in new if GRADIENT_OF in v.metadata_props}
+    copy.graph.outputs.extend(made[name] for name in wrt)
     if standard:
         decompose_graph(copy.graph, lambda node: False)
     run(copy, [Step("simplify")])
