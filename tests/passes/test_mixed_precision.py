@@ -86,7 +86,9 @@ def test_twenty_steps_follow_autocast(name: str, precision: str, exported: Calla
     assert np.median(moved) > 10 * np.median(noise) + 1e-7
 
 
-@pytest.mark.parametrize(("name", "precision"), [("mlp", "bf16"), ("mlp", "fp16"), ("lenet", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("mlp", "bf16"), ("mlp", "fp16"), pytest.param("lenet", "bf16", marks=pytest.mark.full)]
+)
 def test_first_steps_are_those_of_autocast_and_not_those_of_float32(
     name: str, precision: str, exported: Callable[[str], str]
 ) -> None:
@@ -125,6 +127,7 @@ def compiled(
     )
 
 
+@pytest.mark.full
 def test_one_cast_serves_all_readers(exported: Callable[[str], str]) -> None:
     graph = compiled(exported("transformer-small"), "bf16").model.graph
     casts = [(n.inputs[0], n.attributes["to"].as_int()) for n in graph if n.op_type == "Cast"]
