@@ -74,7 +74,7 @@ def memory_of(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: 
 def memory_of_plan(plan: Plan) -> Memory:
     """The same for a plan that is at hand."""
     sizes = {"parameters": 0, "gradients": 0, "optimizer": 0, "other_state": 0}
-    counted = set()
+    counted: set[str] = set()
     for group in plan.groups:
         other = group.nodes[0].op_type in NOT_OPTIMIZERS
         for index in group.flat:
@@ -128,7 +128,7 @@ def without_recomputation(model: ir.Model) -> ir.Model:
 
 
 def _updated(graph: ir.Graph) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in graph:
         declaration = declaration_of(node)
         if declaration is not None and is_update(node):

@@ -96,7 +96,7 @@ class Joint:
         first = set(self.forward)
         self.backward = [n for n in nodes if n not in first and any(v in late for v in n.outputs)]
         self.made = {v: k for k, n in enumerate(self.forward) for v in n.outputs if not self.free(v)}
-        self.needed = {v: None for n in self.backward for v in n.inputs if v in self.made}  # type: ignore[misc]
+        self.needed = {v: None for n in self.backward for v in n.inputs if v in self.made}
         self.pinned = {v for n in self.backward for v in captured(n) if v in self.made}
         self.needed.update(dict.fromkeys(self.pinned))
 
@@ -159,7 +159,8 @@ class Joint:
     def borders(self, count: int) -> list[int]:
         """Positions that divide what the backward pass needs evenly, each moved to where the fewest bytes cross."""
         sizes = [sum(self.nbytes(v) for v in n.outputs if v in self.needed) for n in self.forward]
-        total, seen, found = sum(sizes), 0, []
+        found: list[int] = []
+        total, seen = sum(sizes), 0
         targets = [total * k / count for k in range(1, count)]
         reach = max(1, len(sizes) // (3 * count))
         position = 0
