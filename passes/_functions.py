@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphc.ir import OPSET
 from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
+from graphc.ir.facts import FLOATS, constant
 from graphc.passes._legalize_parameters import constant_tensor
 from graphc.passes._legalize_versions import adapt
 
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Where", "Clip"})
 _SUBGRAPHS_SINCE = 18
 """A body with subgraphs is used from this opset on: inside them nothing is adapted, and nothing need be."""
 
@@ -136,9 +139,22 @@ def _emit(
         replaced = adapt(op, scratch, version) if version < OPSET else None
         if replaced is not None:
             return replaced
-        return op.emit(inner.op_type, scratch.inputs, scratch.attributes, domain=inner.domain, outputs=len(inner.outputs))
+        agreed = _agreeing(op, inner.op_type, scratch.inputs)
+        return op.emit(inner.op_type, agreed, scratch.attributes, domain=inner.domain, outputs=len(inner.outputs))
     finally:
         scratch.resize_inputs(0)  # no longer counts as a user of its operands
+
+
+def _agreeing(op: Builder, op_type: str, operands: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    """The operands of arithmetic in one type: some bodies have float32 constants whatever the type of the call."""
+    values = [v for v in operands if v is not None and v.dtype in FLOATS]
+    like = next((v for v in values if constant(v) is None), None)
+    if op_type not in _ARITHMETIC or like is None or like.dtype is None:
+        return list(operands)
+    dtype = like.dtype.numpy()
+    return [
+        op.const(np.asarray(known).astype(dtype)) if v in values and (known := constant(v)) is not None else v for v in operands
+    ]
 
 
 __all__ = ["emit_body", "has_body", "schema_of"]

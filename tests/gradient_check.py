@@ -82,7 +82,7 @@ class Erf(OpRun):
 
 def reference(model: ir.Model) -> Run:
     """Compile for ``onnx.reference``, after decomposing every ``graphc`` op; ``model`` stays as it is."""
-    evaluator = ReferenceEvaluator(_standard(model), new_ops=[Erf, *REPAIRED])
+    evaluator = ReferenceEvaluator(standard_model(model), new_ops=[Erf, *REPAIRED])
     names = [v.name or "" for v in model.graph.outputs]
     return lambda feeds: _named(names, evaluator.run(None, _arrays(feeds)))
 
@@ -92,7 +92,9 @@ def on_onnxruntime(model: ir.Model) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(_standard(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        standard_model(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     names = [v.name or "" for v in model.graph.outputs]
     return lambda feeds: _named(names, session.run(names, _arrays(feeds)))
 
@@ -105,7 +107,7 @@ def _named(names: Sequence[str], arrays: Any) -> dict[str, Array]:
     return dict(zip(names, (np.asarray(array) for array in arrays), strict=True))
 
 
-def _standard(model: ir.Model) -> onnx.ModelProto:
+def standard_model(model: ir.Model) -> onnx.ModelProto:
     copy = ir.from_proto(ir.to_proto(model))
     decompose_graph(copy.graph, lambda node: False)
     return ir.to_proto(copy)

@@ -179,11 +179,8 @@ def prepare(
     for info in (*model.graph.input, *model.graph.output) if as_float else ():
         if info.name in as_float or info in model.graph.output:
             info.type.tensor_type.elem_type = T.FLOAT
-    for info in model.graph.input:  # parts of a sequence differ in size, although the cases call them all N
-        kind = (
-            info.type.sequence_type if info.type.HasField("sequence_type") else info.type.optional_type.elem_type.sequence_type
-        )
-        kind.elem_type.tensor_type.ClearField("shape") if kind.HasField("elem_type") else None
+    for info in (*model.graph.input, *model.graph.output):
+        _forget_sizes(info.type)
     inputs, _ = case.data_sets[0]
     feeds: dict[str, Tree] = {}
     for info, value in zip(list(model.graph.input), inputs, strict=True):
@@ -200,6 +197,14 @@ def prepare(
         feeds[info.name] = value if point is None else combine(lambda x, name=info.name: np.asarray(point(name, x)), value)
     names = [name for name in model.graph.node[0].output if name]
     return Prepared(model, feeds, names)
+
+
+def _forget_sizes(proto: onnx.TypeProto) -> None:
+    """The parts of a sequence differ in size, although the cases call every size N."""
+    if proto.HasField("optional_type"):
+        _forget_sizes(proto.optional_type.elem_type)
+    elif proto.HasField("sequence_type"):
+        proto.sequence_type.elem_type.tensor_type.ClearField("shape")
 
 
 def _tensor(value: Array, dtype: int, name: str) -> onnx.TensorProto:

@@ -49,10 +49,6 @@ MOVED: dict[str, str] = {
 }
 """Case, or op → why its float inputs are moved, by up to a tenth."""
 
-BETWEEN = "interpolation has kinks at whole places, where the cases read"
-MOVED_OPS: dict[str, str] = {"DeformConv": BETWEEN, "GridSample": BETWEEN, "RoiAlign": BETWEEN}
-"""The same for all cases of an op."""
-
 FIXED: dict[str, tuple[str, ...]] = {
     "Dropout": ("r",),
     "OneHot": ("depth", "indices"),
@@ -72,26 +68,28 @@ EXCEPTIONS: dict[str, str] = {
     "test_mod_float_edge_cases_fmod_0_float16": _NOT_FINITE,
     "test_mod_float_edge_cases_fmod_0_float32": _NOT_FINITE,
     "test_mod_float_edge_cases_fmod_0_float64": _NOT_FINITE,
-    "test_scan_sum": "the batched Scan of opset 8, which legalize refuses",
 }
 """Case → why it is not checked."""
 
 UNMATCHED_SINGLE: dict[str, str] = {
     "Dropout": "in training, every runtime draws its own mask",
+    "test_resize_downsample_scales_cubic_align_corners": "onnxruntime aligns to the rounded size",
+    "test_resize_downsample_scales_linear_align_corners": "onnxruntime aligns to the rounded size",
 }
-"""Op → why float32 is not compared with float64."""
+"""Op or case → why float32 is not compared with float64."""
 
 NO_KERNEL: dict[str, str] = {
     "Mod": "onnxruntime refuses fmod=0 with floats",
-    "SwiGLU": "is Swish times its second operand",
-    "Swish": "onnxruntime has no kernel on the CPU",
 }
 """Op → why onnxruntime does not run its backward graph."""
 
 _SEQUENCES = "its cases hold integers, or there are none; tests/passes/test_gradients_sequence.py"
 UNTESTED: dict[str, str] = {
     "ConcatFromSequence": _SEQUENCES,
+    "GlobalLpPool": "it has no cases; LpPool has",
     "If": "its cases choose between constants; tests/passes/test_gradients_control_flow.py",
+    "Loop": "its cases carry sequences and tensors of growing size; tests/passes/test_gradients_control_flow.py",
+    "MaxRoiPool": "it has no cases; tests/passes/test_gradients_quantization.py",
     "Optional": _SEQUENCES,
     "QuantizeLinear": "straight-through is no derivative; tests/passes/test_gradients_quantization.py",
     "SequenceAt": _SEQUENCES,
@@ -115,11 +113,11 @@ def with_ties(x: Array, v: Array) -> Array:
 DIRECTIONS: dict[str, Callable[[Array, Array], Array]] = {"Unique": with_ties}
 
 
-def check(case: TestCase, **options: Any) -> Outcome:
+def check(case: TestCase, *, move: bool = True, **options: Any) -> Outcome:
     op = suite.op_of(case)
     return suite.check(
         case,
-        point=moved if case.name in MOVED or op in MOVED_OPS else None,
+        point=moved if move and not {op, case.name}.isdisjoint(MOVED) else None,
         direction=DIRECTIONS.get(op),
         fixed=FIXED.get(op, ()),
         as_float=AS_FLOAT.get(op, ()),
@@ -132,7 +130,7 @@ def complaints(outcome: Outcome, op: str) -> list[str]:
     """What is wrong with a case, in words."""
     found = [outcome.problem] if outcome.problem else []
     found += [f"d/d{name} is off by {error:.1e}" for name, error in outcome.errors.items() if not error <= EXACT]
-    if op not in UNMATCHED_SINGLE:
+    if {op, outcome.case}.isdisjoint(UNMATCHED_SINGLE):
         near, _ = ROUGH.get(op, (SINGLE, ""))
         found += [f"d/d{name} in float32 is off by {error:.1e}" for name, error in outcome.single.items() if not error <= near]
     if outcome.lacks_kernel and op not in NO_KERNEL:
@@ -189,19 +187,32 @@ def test_count(capsys: pytest.CaptureFixture[str]) -> None:
     if set(passed) != {*DIFFERENTIABLE, *DEPRECATED} - set(UNTESTED):
         pytest.skip("counts only when every operator has been checked before, in one process")
     right = [op for op in passed if passed[op] and op not in DEPRECATED]
+    tested = len(DIFFERENTIABLE) - len(UNTESTED)
     with capsys.disabled():
-        print(f"\n{len(right)} of {len(DIFFERENTIABLE)} differentiable operators pass in all of their cases")
-    assert len(right) == len(DIFFERENTIABLE) - len(UNTESTED)
+        print(
+            f"\n{len(right)} of the {tested} differentiable operators with cases pass in all but {len(EXCEPTIONS)} cases; "
+            f"{len(UNTESTED)} have none that can be used"
+        )
+    assert len(right) == tested
+
+
+def fails(case: TestCase, **options: Any) -> bool:
+    try:
+        return bool(complaints(check(case, single=False, **options), suite.op_of(case)))
+    except (ValueError, TypeError):
+        return True  # onnx.reference cannot run it, or the output changes its size
 
 
 @pytest.mark.full
 def test_the_lists_are_as_short_as_they_can_be(cases: dict[str, list[TestCase]]) -> None:
     """Whatever stands in a list is a case or an op, and fails without it."""
-    known = {case.name: case for found in cases.values() for case in found}
+    known = {case.name: [case] for found in cases.values() for case in found}
+    known.update(cases)
     assert {*MOVED, *EXCEPTIONS} <= set(known)
     for name in MOVED:
-        outcome = suite.check(known[name], single=False)
-        assert complaints(outcome, suite.op_of(known[name])), f"{name} need not be moved"
+        assert any(fails(case, move=False) for case in known[name]), f"{name} need not be moved"
+    for name in EXCEPTIONS:
+        assert fails(known[name][0]), f"{name} passes by now"
     for op in NO_KERNEL:
         assert any(check(case).lacks_kernel for case in cases[op]), f"onnxruntime runs {op} by now"
 
