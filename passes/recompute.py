@@ -32,7 +32,8 @@ def recompute(
     Args:
         mode: ``cheap`` computes again what costs little more than reading it (activations, masks, normalisation, casts);
             ``all`` products too, so that the activations of a deep model grow with the square root of its depth.
-        budget_mb: activations may take this much (10⁶ bytes); the least work that keeps to it is chosen, up to ``all``.
+        budget_mb: activations may take this much (10⁶ bytes, estimated); the least work that keeps to it is chosen, up to
+            ``all``.
         batch: what symbolic dimensions count as; a budget needs it where the model has any.
 
     Raises:
