@@ -24,9 +24,11 @@ from graphc.ir.facts import describe, dims
 from graphc.ir.infer import apply, fold
 from graphc.ir.links import sort_and_link
 from graphc.ir.verify import refused_type
+from graphc.ir.weights import not_finite
 from graphc.passes._functions import emit_body, has_body
 from graphc.passes._legalize_bodies import hoist_initializers, name_inputs
 from graphc.passes._legalize_canonical import canonicalise, explicit_pads
+from graphc.passes._legalize_contributed import adapt_contributed
 from graphc.passes._legalize_gradient import derivatives, is_gradient, put_gradients_last
 from graphc.passes._legalize_parameters import filler_nodes, promote, small_initializers_to_constants
 from graphc.passes._legalize_sequences import dissolve
@@ -39,7 +41,7 @@ from graphc.passes._legalize_structure import (
     remove_dead,
     untyped,
 )
-from graphc.passes._legalize_versions import adapt, adapt_contributed
+from graphc.passes._legalize_versions import adapt
 from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.pipeline import Context, graph_pass
 
@@ -79,6 +81,10 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     model.opset_imports.clear()
     model.opset_imports.update({"": OPSET, **extra})
     model.ir_version = IR_VERSION
+    broken = not_finite(graph)
+    if broken:
+        names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
+        ctx.note(f"legalize: warning: NaN or infinity in {names}")
     ctx.note(f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, {parameters} parameters taken from nodes")
     return True
 
@@ -94,13 +100,41 @@ def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Buil
             _convert(body, version, imports, op.inside(body))
         replaced = _replacement(op, node, version)
         if replaced is not None:
+            if inner is None:
+                for old, new in zip(node.outputs, replaced, strict=False):
+                    _agree(node, old.name, (old.type, old.shape), new)
             _substitute(graph, op, node, replaced)
             continue
         _check_known(node, version)
         if any(v is not None and v.type is None for v in node.inputs):
             continue
+        annotated = [(v.type, v.shape) for v in node.outputs]
         apply(node, version=OPSET if node.domain == "" else imports.get(node.domain, 1))
         fold(node)
+        if inner is None:
+            for said, value in zip(annotated, node.outputs, strict=True):
+                _agree(node, value.name, said, value)
+
+
+def _agree(node: ir.Node, name: str | None, said: tuple[ir.TypeProtocol | None, ir.Shape | None], value: ir.Value) -> None:
+    """Refuse a value whose type in the file (``value_info`` or graph output) contradicts what its node makes."""
+    type_, shape = said
+    if not isinstance(type_, ir.TensorType) or not isinstance(value.type, ir.TensorType):
+        return
+    wrong = type_ != value.type
+    if not wrong and shape is not None and value.shape is not None:
+        pairs = zip(shape.dims, value.shape.dims, strict=False)
+        wrong = len(shape) != len(value.shape) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
+    if wrong:
+        raise ModelError(
+            f"the file says that {name!r} is {_show(type_, shape)}, but its node makes {_show(value.type, value.shape)}: "
+            f"{describe(node)}; correct the value_info of {name!r}, or remove it"
+        )
+
+
+def _show(type_: ir.TypeProtocol | None, shape: ir.Shape | None) -> str:
+    dtype = type_.dtype.name.lower() if isinstance(type_, ir.TensorType) else str(type_)
+    return dtype + ("" if shape is None else "[" + ", ".join(str(d) for d in shape.dims) + "]")
 
 
 def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:

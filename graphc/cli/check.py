@@ -70,9 +70,8 @@ def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[
 
 def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
     """What the user should know before training."""
-    import numpy as np
-
     from graphc.ir.facts import dims
+    from graphc.ir.weights import not_finite, repeats_one_value
 
     warnings = []
     if not trains:
@@ -80,14 +79,18 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
     constant = []
     for name in sorted(trains):
         tensor = model.graph.initializers[name].const_value
-        array = None if tensor is None else np.asarray(tensor.numpy())
-        if array is None or (array.ndim >= 2 and array.size > 1 and bool((array == array.flat[0]).all())):
+        if tensor is None or (len(tensor.shape) >= 2 and tensor.size > 1 and repeats_one_value(tensor)):
             constant.append(name)
     if constant:
         warnings.append(
             f"{output.count(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved "
             "without trained weights; train with --initialize he"
         )
+    broken = not_finite(model.graph)
+    if broken:
+        names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
+        warnings.append(f"NaN or infinity in {names}; training stops at the first step")
+    warnings.extend(_folded_normalization(model.graph))
     for value in model.graph.inputs:
         found = dims(value)
         if found and isinstance(found[0], int):
@@ -95,6 +98,19 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
                 f"input {value.name!r} has the fixed batch size {found[0]}; 'train' makes it dynamic, 'compile' with --batch N"
             )
     return warnings
+
+
+def _folded_normalization(graph: ir.Graph) -> list[str]:
+    """A hint where every one of several convolutions has a bias and nothing is normalised: folded in evaluation mode?"""
+    convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
+    with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
+    normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())
+    if len(convolutions) < 3 or len(with_bias) < len(convolutions) or normalised:
+        return []
+    return [
+        f"all {len(convolutions)} convolutions have a bias and nothing is normalised: if the network had BatchNormalization, "
+        "its exporter folded it in evaluation mode, and it cannot train; export with training=TrainingMode.TRAINING"
+    ]
 
 
 def _print(name: str, report: dict[str, Any]) -> None:
