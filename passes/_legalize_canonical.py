@@ -44,6 +44,11 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
         return [_space_to_depth(op, node)]
     elif node.op_type == "Swish":
         return [_swish(op, node)]
+    elif node.op_type == "GlobalLpPool":
+        return [_global_lp_pool(op, node)]
+    elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
+        count = op.rank(_first(node))  # onnx.reference knows no negative axes
+        node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])
     elif node.op_type in _RECURRENT and node.attributes.get_int("layout", 0):
         return _sequence_first(op, node)
     if node.op_type == "MaxPool":
@@ -74,6 +79,26 @@ def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
     rest = [op.Shape(y, start=2, end=3), op.Shape(y, start=3, end=4)]
     apart = op.Reshape(y, op.Concat(op.const([0, size * size, -1]), *rest, axis=0))
     return op.reshape_like(op.Transpose(apart, perm=[0, 2, 1, 3, 4]), y)
+
+
+def _first(node: ir.Node) -> ir.Value:
+    (x,) = (v for v in node.inputs[:1] if v is not None)
+    return x
+
+
+def _global_lp_pool(op: Builder, node: ir.Node) -> ir.Value:
+    """(Σ|x|ᵖ)^(1/p) by other ops: neither runtime has a kernel for the op."""
+    x, p = _first(node), node.attributes.get_int("p", 2)
+    if dims(x) is None:
+        raise ModelError(f"the rank of {x.name!r} is unknown: {describe(node)}; run the exporter's shape inference")
+    axes = list(range(2, op.rank(x)))
+    if p <= 2:
+        return op.ReduceL1(x, axes) if p == 1 else op.ReduceL2(x, axes)  # type: ignore[no-any-return]
+    size = (dims(x) or ())[2:]
+    if 1 <= len(size) <= 3 and all(isinstance(d, int) for d in size):
+        return op.LpPool(x, p=p, kernel_shape=list(size))  # type: ignore[no-any-return]
+    total = op.ReduceSum(op.Pow(op.Abs(x), float(p)), axes)
+    return op.Pow(total, 1.0 / p)  # type: ignore[no-any-return]
 
 
 def _drop_unused_outputs(node: ir.Node) -> None:

@@ -163,7 +163,7 @@ def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth:
 
 
 def small_initializers_to_constants(graph: ir.Graph) -> None:
-    """Initializers that are no parameters (integers, scalars, the scales of a Resize) and small become ``Constant`` nodes of the same name."""
+    """Small initializers that are no parameters (integers, scalars, scales) become ``Constant`` nodes of the same name."""
     found = list(_constants(graph))
     if not found:
         return

@@ -4,6 +4,7 @@
 ConvTranspose         mixes up groups
 MaxPool               Indices of overlapping windows, asymmetric pads
 AveragePool, LpPool   take minutes for volumes
+GlobalLpPool          missing
 LRN                   sums around the sample's index instead of the channel's; four dimensions only
 LpNormalization       p = 1 without absolute values, axis = 0
 Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whatever the type
@@ -165,6 +166,16 @@ class LpPool(OpRun):  # type: ignore[misc]
         return (((np.abs(windows) ** p).sum(axis=-1) ** (1.0 / p)).astype(x.dtype),)
 
 
+class GlobalLpPool(OpRun):  # type: ignore[misc]
+    """y = (Σ |channel|^p)^(1/p)"""
+
+    op_domain = ""
+
+    def _run(self, x: Array, p: int = 2) -> tuple[Array, ...]:
+        total = (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True)
+        return ((total ** (1.0 / p)).astype(x.dtype),)
+
+
 class ConvTranspose(OpRun):  # type: ignore[misc]
     """Every input element adds its multiple of the kernel to the output, ``strides`` apart; the pads are cut off."""
 
@@ -321,6 +332,7 @@ REPAIRED: tuple[type[OpRun], ...] = (
     ConvTranspose,
     DeformConv,
     Erf,
+    GlobalLpPool,
     GridSample,
     GroupNormalization,
     If,

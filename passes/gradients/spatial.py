@@ -95,8 +95,8 @@ def _deform_conv(op: Builder, node: ir.Node) -> Any:
     group, parts = node.attributes.get_int("group", 1), node.attributes.get_int("offset_group", 1)
     found = canonical_attributes(node, ("auto_pad", "dilations", "kernel_shape", "pads", "strides"), w)
     window = Window.of(found, spatial(x.shape), spatial(w.shape))
-    channels, rows = ((dims(v) or (None, None))[k] for v, k in ((x, 1), (w, 0)))
-    if not isinstance(channels, int) or not isinstance(rows, int) or window.begin is None:
+    channels = (dims(x) or (None, None))[1]
+    if not isinstance(channels, int) or window.begin is None:
         raise UnsupportedOpError(f"DeformConv needs static channels and padding: {describe(node)}")
     count = int(np.prod(window.kernel))
     out = [(offset, 2 + k) for k in range(n)]
@@ -104,9 +104,10 @@ def _deform_conv(op: Builder, node: ir.Node) -> Any:
     coordinates = []
     for axis in range(n):
         tap = np.indices(window.kernel)[axis].reshape(1, 1, -1, *[1] * n) * window.dilations[axis] - window.begin[axis]
-        steps = op.Range(np.int64(0), op.Squeeze(lengths(op, out[axis]), [0]), np.int64(1))
-        grid = op.Unsqueeze(op.Mul(steps, [window.strides[axis]]), list(range(1, n - axis))) if axis < n - 1 else steps
-        regular = op.cast_like(op.Add(tap.astype(np.int64), grid), x)
+        counted = op.Range(np.int64(0), op.Squeeze(lengths(op, out[axis]), [0]), np.int64(1))
+        steps = op.Mul(counted, [window.strides[axis]])
+        behind = list(range(1, n - axis))
+        regular = op.cast_like(op.Add(tap.astype(np.int64), op.Unsqueeze(steps, behind) if behind else steps), x)
         place = op.Add(op.Gather(moves, np.int64(axis), axis=3), regular)
         coordinates.append(op.Flatten(op.Reshape(place, lengths(op, -1, count, *out)), axis=1))
     images = op.Reshape(x, lengths(op, -1, channels // parts, *((x, 2 + k) for k in range(n))))
@@ -115,7 +116,7 @@ def _deform_conv(op: Builder, node: ir.Node) -> Any:
     if mask is not None:
         read = op.Mul(read, op.Reshape(mask, op.Concat(op.Shape(read, end=2), op.const([1]), axis=0)))
     columns = op.Reshape(op.Transpose(read, perm=[0, 2, 1]), lengths(op, (x, 0), group, channels // group * count, -1))
-    y = op.reshape_like(op.MatMul(op.Reshape(w, [group, rows // group, -1]), columns), node.outputs[0])
+    y = op.reshape_like(op.MatMul(op.Reshape(w, [group, -1, channels // group * count]), columns), node.outputs[0])
     return y if bias is None else op.Add(y, op.Unsqueeze(bias, list(range(1, n + 1))))
 
 
