@@ -122,7 +122,7 @@ def _fed_initializers_are_inputs(graph: ir.Graph, feeds: Mapping[str, Feed]) -> 
     """An initializer that is also an input is a default; the feed replaces it."""
     for value in graph.inputs:
         if value.is_initializer() and value.name in feeds:
-            del graph.initializers[value.name]
+            del graph.initializers[value.name or ""]
             value.const_value = None
 
 

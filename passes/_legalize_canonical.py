@@ -49,7 +49,7 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
         count = op.rank(_first(node))  # onnx.reference knows no negative axes
         node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])
-    elif node.op_type in _RECURRENT and node.attributes.get_int("layout", 0):
+    elif node.op_type in _RECURRENT and _int(node, "layout"):
         return _sequence_first(op, node)
     if node.op_type == "MaxPool":
         _drop_unused_outputs(node)
@@ -176,6 +176,10 @@ def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | 
         begins.append(small if upper else large)
         ends.append(large if upper else small)
     return begins + ends
+
+
+def _int(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0
 
 
 def _ints(node: ir.Node, name: str) -> list[int] | None:

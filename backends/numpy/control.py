@@ -18,7 +18,7 @@ from graphc.backend import Array
 Values = Mapping[str, Any]
 
 
-class _Open(OpRun):  # type: ignore[misc]
+class _Open(OpRun):
     """An op that may return None, the optional without a value, and whose body sees all outer values."""
 
     op_domain = ""

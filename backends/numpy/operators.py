@@ -85,7 +85,7 @@ def _windows(
     return cut(x, fill, fill), cut(ones, False, False), cut(ones, False, True)
 
 
-class MaxPool(OpRun):  # type: ignore[misc]
+class MaxPool(OpRun):
     """y = max over the window; Indices: the first position of that maximum in the whole input, padding not counted."""
 
     op_domain = ""
@@ -121,7 +121,7 @@ class MaxPool(OpRun):  # type: ignore[misc]
         return y, inside + planes.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
 
 
-class AveragePool(OpRun):  # type: ignore[misc]
+class AveragePool(OpRun):
     """y = Σ window / number of its elements, those in the padding counted with ``count_include_pad``."""
 
     op_domain = ""
@@ -144,7 +144,7 @@ class AveragePool(OpRun):  # type: ignore[misc]
         return ((windows.sum(axis=-1) / count).astype(x.dtype),)
 
 
-class LpPool(OpRun):  # type: ignore[misc]
+class LpPool(OpRun):
     """y = (Σ |window|^p)^(1/p)"""
 
     op_domain = ""
@@ -166,7 +166,7 @@ class LpPool(OpRun):  # type: ignore[misc]
         return (((np.abs(windows) ** p).sum(axis=-1) ** (1.0 / p)).astype(x.dtype),)
 
 
-class GlobalLpPool(OpRun):  # type: ignore[misc]
+class GlobalLpPool(OpRun):
     """y = (Σ |channel|^p)^(1/p)"""
 
     op_domain = ""
@@ -176,7 +176,7 @@ class GlobalLpPool(OpRun):  # type: ignore[misc]
         return ((total ** (1.0 / p)).astype(x.dtype),)
 
 
-class ConvTranspose(OpRun):  # type: ignore[misc]
+class ConvTranspose(OpRun):
     """Every input element adds its multiple of the kernel to the output, ``strides`` apart; the pads are cut off."""
 
     op_domain = ""
@@ -206,7 +206,7 @@ class ConvTranspose(OpRun):  # type: ignore[misc]
         x = X.reshape(X.shape[0], group, X.shape[1] // group, -1)
         w = W.reshape(group, W.shape[0] // group, *W.shape[1:])
         for place in itertools.product(*map(range, kernel)):
-            part = np.einsum("ngci,gco->ngoi", x, w[(..., *place)]).reshape(X.shape[0], channels, *sizes)
+            part = np.einsum("ngci,gco->ngoi", x, w[(slice(None),) * 3 + place]).reshape(X.shape[0], channels, *sizes)
             where = [
                 slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in zip(place, dilations, sizes, strides, strict=True)
             ]
@@ -239,7 +239,7 @@ class ConvTranspose(OpRun):  # type: ignore[misc]
         return both[:count], outs
 
 
-class LRN(OpRun):  # type: ignore[misc]
+class LRN(OpRun):
     """y = x / (bias + alpha/size · Σ x² over ``size`` channels around each)^beta"""
 
     op_domain = ""
@@ -250,7 +250,7 @@ class LRN(OpRun):  # type: ignore[misc]
         return ((x / (bias + (alpha / size) * total) ** beta).astype(x.dtype),)
 
 
-class LpNormalization(OpRun):  # type: ignore[misc]
+class LpNormalization(OpRun):
     """y = x / (Σ |x|^p)^(1/p) over the axis; 0 where the norm is 0"""
 
     op_domain = ""
@@ -260,7 +260,7 @@ class LpNormalization(OpRun):  # type: ignore[misc]
         return (np.where(norm == 0, 0, x / np.where(norm == 0, 1, norm)).astype(x.dtype),)
 
 
-class Erf(OpRun):  # type: ignore[misc]
+class Erf(OpRun):
     """erf in float64 inside"""
 
     op_domain = ""
@@ -274,7 +274,7 @@ def _stash(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
-class LayerNormalization(OpRun):  # type: ignore[misc]
+class LayerNormalization(OpRun):
     """y = (x − mean) / √(var + ε) · scale + bias over the dimensions from ``axis`` on"""
 
     op_domain = ""
@@ -297,7 +297,7 @@ class LayerNormalization(OpRun):  # type: ignore[misc]
         return (y.astype(X.dtype), mean, inverse)[: len(self.output)]
 
 
-class GroupNormalization(OpRun):  # type: ignore[misc]
+class GroupNormalization(OpRun):
     """y = (x − mean) / √(var + ε) · scale + bias, with statistics of each group of channels"""
 
     op_domain = ""
@@ -313,7 +313,7 @@ class GroupNormalization(OpRun):  # type: ignore[misc]
         return ((y.reshape(X.shape).astype(X.dtype) * scale.reshape(column) + bias.reshape(column)).astype(X.dtype),)
 
 
-class AffineGrid(OpRun):  # type: ignore[misc]
+class AffineGrid(OpRun):
     """grid = theta · (x, y[, z], 1) of every point of the output, in the type of ``theta``"""
 
     op_domain = ""

@@ -68,7 +68,7 @@ def read(image: Array, places: Sequence[Array], mode: str, padding: str, corners
     return total
 
 
-class GridSample(OpRun):  # type: ignore[misc]
+class GridSample(OpRun):
     """y[n, c, o] = x[n, c] read at the place grid[n, o], whose last axis counts spatial axes from the end"""
 
     op_domain = ""
@@ -93,7 +93,7 @@ class GridSample(OpRun):  # type: ignore[misc]
         return (result,)
 
 
-class DeformConv(OpRun):  # type: ignore[misc]
+class DeformConv(OpRun):
     """A convolution whose taps are moved by offsets and weighted by a mask"""
 
     op_domain = ""

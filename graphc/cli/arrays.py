@@ -58,6 +58,19 @@ def _member(archive: Mapping[str, Array], name: str, where: str) -> Array:
     return array
 
 
+def gather_sequences(graph: ir.Graph, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The arrays by input; those called ``s.0``, ``s.1`` … are the elements of the sequence ``s``."""
+    found: dict[str, Any] = dict(arrays)
+    for value in graph.inputs:
+        type_ = value.type.elem_type if isinstance(value.type, ir.OptionalType) else value.type
+        if isinstance(type_, ir.SequenceType) and value.name not in found:
+            elements: list[Array] = []
+            while f"{value.name}.{len(elements)}" in found:
+                elements.append(found.pop(f"{value.name}.{len(elements)}"))
+            found[value.name or ""] = elements
+    return found
+
+
 def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note: Callable[[str], None]) -> dict[str, Array]:
     """The arrays in the order and element types of the graph's inputs, checked against names, shapes and labels.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,7 +29,7 @@ def command(
     import numpy as np
 
     from graphc import frontends
-    from graphc.cli.arrays import convert, read_npz
+    from graphc.cli.arrays import convert, gather_sequences, read_npz
     from graphc.errors import UsageError
     from graphc.frontends.onnx import atomic_write
     from graphc.inference import run_model
@@ -38,25 +38,39 @@ def command(
         raise UsageError("MODEL and --inputs cannot both come from standard input")
     loaded, feeds = frontends.load(model), read_npz(inputs)
     for value in loaded.graph.inputs:
-        if value.name in feeds and value.dtype is not None:
+        if value.name in feeds and value.dtype is not None and feeds[value.name].dtype.kind != "U":
             feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)
-    results = run_model(loaded, feeds, backend)
+    results = _flat(run_model(loaded, gather_sequences(loaded.graph, feeds), backend))
     if out == "-":
         # Written at once: numpy seeks while it writes, which standard output may not do.
         buffer = io.BytesIO()
-        np.savez(buffer, **results)  # type: ignore[arg-type]
+        np.savez(buffer, **results)
         sys.stdout.buffer.write(buffer.getvalue())
         sys.stdout.buffer.flush()
         return
     if out is not None:
         with atomic_write(out) as file:
-            np.savez(file, **results)  # type: ignore[arg-type]
+            np.savez(file, **results)
     rows = [{"output": name, "dtype": str(a.dtype), "shape": list(a.shape), **_statistics(a)} for name, a in results.items()]
     if form is Format.json:
         output.document(rows)
     else:
         columns = list(rows[0]) if rows else ["output"]
         output.table(columns, [[str(row[c]) if c == "shape" else row[c] for c in columns] for row in rows])
+
+
+def _flat(results: dict[str, Any]) -> dict[str, Any]:
+    """One array per entry: the elements of a sequence ``s`` are ``s.0``, ``s.1`` …; an optional without a value is left out."""
+    import numpy as np
+
+    flat: dict[str, Any] = {}
+    for name, value in results.items():
+        if isinstance(value, list):
+            flat |= _flat({f"{name}.{k}": element for k, element in enumerate(value)})
+        elif value is not None:
+            array = np.asarray(value)
+            flat[name] = array.astype(str) if array.dtype == object else array
+    return flat
 
 
 def _statistics(array: object) -> dict[str, float | None]:
