@@ -66,9 +66,9 @@ class Coverage:
         return {**asdict(self), "kernels": list(self.kernels)}
 
 
-def schemas() -> list[onnx.defs.OpSchema]:
-    """The newest version of every op that is not deprecated, by domain and name."""
-    newest: dict[tuple[str, str], onnx.defs.OpSchema] = {}
+def schemas() -> list[Any]:
+    """The newest version of every op that is not deprecated, by domain and name: ``onnx.defs.OpSchema`` objects."""
+    newest: dict[tuple[str, str], Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         key = schema.domain, schema.name
         if schema.domain in DOMAINS and (key not in newest or newest[key].since_version < schema.since_version):
@@ -81,7 +81,7 @@ def standard() -> list[Coverage]:
     return [_of(schema) for schema in schemas()]
 
 
-def _of(schema: onnx.defs.OpSchema) -> Coverage:
+def _of(schema: Any) -> Coverage:
     key = key_of(schema.domain, schema.name)
     kind = gradient_of(key, schema)
     return Coverage(
@@ -95,7 +95,7 @@ def _of(schema: onnx.defs.OpSchema) -> Coverage:
     )
 
 
-def gradient_of(key: str, schema: onnx.defs.OpSchema | None = None) -> str:
+def gradient_of(key: str, schema: Any = None) -> str:
     """How the op with this registry key is differentiated."""
     rule = GRADIENTS.get(key)
     if rule is not None:
@@ -170,7 +170,7 @@ def second_order(key: str) -> bool:
     domain, _, name = key.rpartition("::")
     if domain == DOMAIN:
         return all(gradient_of(name) in ("direct", "through body", "zero") for name in set(_emitted(OPS[name].decompose)))
-    schema = onnx.defs.get_schema(name, domain)
+    schema: Any = onnx.defs.get_schema(name, domain)
     if not schema.has_function:
         return True  # its body depends on the node; what such bodies are made of all has rules
     return all(second_order(node.op_type) or gradient_of(node.op_type) == "zero" for node in schema.function_body.node)

@@ -9,6 +9,7 @@ ONNX defines many ops by a function of simpler ones. Autodiff differentiates an 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,8 +27,11 @@ _SUBGRAPHS_SINCE = 18
 """A body with subgraphs is used from this opset on: inside them nothing is adapted, and nothing need be."""
 
 
-def schema_of(op_type: str, domain: str = "") -> onnx.defs.OpSchema | None:
-    """The schema of the legal opset, that of a newer one where the op is newer, or None for an unknown op."""
+def schema_of(op_type: str, domain: str = "") -> Any:
+    """The schema of the legal opset, that of a newer one where the op is newer, or None for an unknown op.
+
+    An ``onnx.defs.OpSchema``, whose published types leave out function bodies.
+    """
     if onnx.defs.has(op_type, OPSET, domain):
         return onnx.defs.get_schema(op_type, OPSET, domain)
     return onnx.defs.get_schema(op_type, domain) if onnx.defs.has(op_type, domain) else None
@@ -36,7 +40,7 @@ def schema_of(op_type: str, domain: str = "") -> onnx.defs.OpSchema | None:
 def has_body(op_type: str, domain: str = "") -> bool:
     """Whether the standard defines the op by a function."""
     schema = schema_of(op_type, domain)
-    return schema is not None and (schema.has_function or schema.has_context_dependent_function)
+    return schema is not None and bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
@@ -46,7 +50,7 @@ def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
         return None
     del proto.output[len(node.outputs) :]  # a body does not make the optional outputs that the call leaves out
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
-    function: ir.Function = ir.from_proto(proto)
+    function: ir.Function = ir.serde.deserialize_function(proto)
     if version < _SUBGRAPHS_SINCE and any(True for inner in function for _ in bodies(inner)):
         return None
     inputs = [*node.inputs, *[None] * len(function.inputs)]
@@ -67,7 +71,7 @@ def _function(node: ir.Node) -> onnx.FunctionProto | None:
         return None
     if schema.has_function:
         text = schema.get_function_with_opset_version(_newest(schema.function_opset_versions))
-        return onnx.FunctionProto.FromString(text)
+        return _parsed(text)
     if not schema.has_context_dependent_function or any(v is not None and v.type is None for v in node.inputs):
         return None
     types = [ir.serde.serialize_type(v.type) if v is not None and v.type is not None else onnx.TypeProto() for v in node.inputs]
@@ -82,8 +86,14 @@ def _function(node: ir.Node) -> onnx.FunctionProto | None:
     text = schema.get_context_dependent_function_with_opset_version(
         version, call.SerializeToString(), [proto.SerializeToString() for proto in types]
     )
-    function = onnx.FunctionProto.FromString(text)
+    function = _parsed(text)
     return function if function.node else None
+
+
+def _parsed(text: bytes) -> onnx.FunctionProto:
+    function = onnx.FunctionProto()
+    function.ParseFromString(text)
+    return function
 
 
 def _newest(versions: Sequence[int]) -> int:
@@ -123,7 +133,7 @@ def _given(node: ir.Node, name: str) -> ir.Attr | None:
     if schema is None or name not in schema.attributes:
         return None
     default = schema.attributes[name].default_value
-    return None if default.type == onnx.AttributeProto.UNDEFINED else ir.from_proto(default)
+    return None if default.type == onnx.AttributeProto.UNDEFINED else ir.serde.deserialize_attribute(default)
 
 
 def _emit(

@@ -156,7 +156,7 @@ def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 
 @gradient("Dropout")
-def dropout(op: Builder, node: ir.Node, dz: ir.Value | None, dmask: ir.Value | None = None) -> Any:
+def dropout(op: Builder, node: ir.Node, dz: ir.Value, dmask: None = None) -> Any:
     """Outside training z = x;  ∂x = dz. In training z = x·mask/(1 - ratio), with the mask that the node itself draws.
 
     The ``train_mode`` pass makes of a Dropout one whose mask is the same on every replay; this is for graphs without it.

@@ -135,10 +135,10 @@ def _batch_statistics_gradient(
             return gradients()[0]
         fresh = [None if s is None else op.Mul(op.cast_like(s, wide), 1 - momentum) for s in (dmean, dvar)]
         shaped = [None if s is None else per_channel(op, s, x) for s in (*statistics(), *fresh)]
-        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped, None))  # type: ignore[arg-type]
+        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped, None))  # type: ignore[arg-type, call-arg]
 
     def kept(dstatistic: ir.Value | None) -> ir.Value | None:
-        return None if dstatistic is None else op.Mul(dstatistic, momentum)  # type: ignore[no-any-return]
+        return None if dstatistic is None else op.Mul(dstatistic, momentum)
 
     return dx, lambda: gradients()[1], lambda: gradients()[2], lambda: kept(dmean), lambda: kept(dvar)
 

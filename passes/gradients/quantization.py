@@ -72,7 +72,7 @@ def _range(node: ir.Node) -> tuple[float, float]:
     if dtype.is_floating_point():
         import ml_dtypes
 
-        high = float(ml_dtypes.finfo(dtype.numpy()).max)
+        high = float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
         return -high, high
     limits = np.iinfo(dtype.numpy())
     return int(limits.min), int(limits.max)
