@@ -56,7 +56,7 @@ def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     if taps_of is None:
         raise UnsupportedOpError(f"the block shape must be a constant: {describe(node)}")
     kernel, n = [int(k) for k in taps_of.reshape(-1)], taps_of.size
-    pads = list(node.attributes.get_ints("pads", None) or [0] * (2 * n))
+    pads = list(node.attributes.get_ints("pads", ()) or [0] * (2 * n))
     strides = node.attributes.get_ints("strides", None) or [1] * n
     dilations = node.attributes.get_ints("dilations", None) or [1] * n
     columns: Any = op.Pad(dy, [0, 0, *pads[:n], 0, 0, *pads[n:]]) if any(pads) else dy
@@ -75,7 +75,7 @@ def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def center_crop_pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = the middle of x, or x amid zeros;  ∂x = dy brought to the shape of x by the same op, which halves alike both ways"""
     (x,) = operands(node, 1)
-    axes = node.attributes.get_ints("axes", None)
+    axes = node.attributes.get_ints("axes", ())
     where = [a % rank(x) for a in axes] if axes else list(range(rank(x)))
     dx = op.CenterCropPad(dy, lengths(op, *((x, a) for a in where)), axes=where)
     dx.shape = ir.Shape(x.shape.dims) if x.shape is not None else None

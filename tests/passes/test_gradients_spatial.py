@@ -270,7 +270,7 @@ DEFORMED: dict[str, Deformed] = {
 }
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("symbolic", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", DEFORMED)
 def test_deform_conv(case: str, symbolic: bool) -> None:
     x, w, out, attributes = DEFORMED[case]

@@ -84,7 +84,7 @@ def norm_slope(op: Builder, x: ir.Value, p: int) -> ir.Value:
     """sign(x)·|x|^(p-1)."""
     if p == 1:
         return op.Sign(x)  # type: ignore[no-any-return]
-    return x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2)))  # type: ignore[no-any-return]
+    return x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2)))
 
 
 def _matrices(op: Builder, window: Window, dy: ir.Value, shape: ir.Value, include_pad: bool) -> Iterator[ir.Value]:
