@@ -8,7 +8,9 @@ a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -299,12 +301,10 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any
     declaration = OPS[op_type] if domain == DOMAIN else declared(domain, op_type)
     if declaration is not None:
         return _check_declared(f"{domain}.{op_type}", declaration, num_inputs, attributes)
-    try:
-        schema = onnx.defs.get_schema(op_type, OPSET, domain)
-    except onnx.defs.SchemaError:
-        raise ModelError(f"no operator {domain or 'ai.onnx'}::{op_type} in opset {OPSET}") from None
-    if not schema.min_input <= num_inputs <= schema.max_input:
-        raise ModelError(f"{op_type} takes {schema.min_input} to {schema.max_input} inputs, not {num_inputs}")
+    schema = _standard(op_type, domain)
+    least, most = schema.inputs
+    if not least <= num_inputs <= most:
+        raise ModelError(f"{op_type} takes {least} to {most} inputs, not {num_inputs}")
     result = []
     for name, value in attributes.items():
         if value is None:
@@ -314,14 +314,39 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any
             continue
         if name not in schema.attributes:
             raise ModelError(f"{op_type} has no attribute {name!r}")
-        if isinstance(value, np.ndarray) and schema.attributes[name].type == onnx.defs.OpSchema.AttrType.TENSOR:
+        kind = schema.attributes[name]
+        if isinstance(value, np.ndarray) and kind == ir.AttributeType.TENSOR:
             value = ir.tensor(value)
-        result.append(ir.convenience.convert_attribute(name, value, _KINDS.get(schema.attributes[name].type)))
-    for name, formal in schema.attributes.items():
-        if formal.required and name not in attributes:
+        result.append(ir.convenience.convert_attribute(name, value, kind))
+    for name in schema.required:
+        if name not in attributes:
             raise ModelError(f"{op_type} needs the attribute {name!r}")
-    required = [o for o in schema.outputs if o.option == onnx.defs.OpSchema.FormalParameterOption.Single]
-    return result, max(1, len(required))
+    return result, schema.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Standard:
+    """What :func:`_check` asks of a schema, read once: each look at a schema of ``onnx`` copies it."""
+
+    inputs: tuple[int, int]
+    attributes: Mapping[str, ir.AttributeType | None]
+    required: tuple[str, ...]
+    outputs: int
+
+
+@functools.cache
+def _standard(op_type: str, domain: str) -> _Standard:
+    try:
+        schema = onnx.defs.get_schema(op_type, OPSET, domain)
+    except onnx.defs.SchemaError:
+        raise ModelError(f"no operator {domain or 'ai.onnx'}::{op_type} in opset {OPSET}") from None
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    return _Standard(
+        (schema.min_input, schema.max_input),
+        {name: _KINDS.get(formal.type) for name, formal in schema.attributes.items()},
+        tuple(name for name, formal in schema.attributes.items() if formal.required),
+        max(1, sum(output.option == single for output in schema.outputs)),
+    )
 
 
 def _check_declared(

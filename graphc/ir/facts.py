@@ -21,9 +21,10 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTyp
 
 def dims(value: ir.Value) -> tuple[Dim, ...] | None:
     """The dimensions of a value, or None when its rank is unknown."""
-    if value.shape is None:
+    shape = value.shape
+    if shape is None:
         return None
-    return tuple(d if isinstance(d, int) else d.value for d in value.shape.dims)
+    return tuple([d if type(d) is int else d.value for d in shape.dims])  # type: ignore[union-attr]
 
 
 def static_dims(value: ir.Value) -> tuple[int, ...] | None:

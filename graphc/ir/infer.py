@@ -50,9 +50,8 @@ def infer_outputs(
         return _infer_declared(declaration, inputs, attributes)
     if domain == "" and op_type in CONTROL:
         return tuple(infer_control(op_type, inputs, attributes, functools.partial(propagate, version=version)))
-    try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
+    schema = _schema(op_type, version, domain)
+    if schema is None:
         return ((None, None),) * num_outputs
     key = _key(op_type, domain, version, num_outputs, inputs, attributes)
     if key is not None and (hit := _cache.get(key)) is not None:
@@ -61,6 +60,14 @@ def infer_outputs(
     if key is not None:
         _cache[key] = tuple((type_, ir.Shape(shape.dims) if shape is not None else None) for type_, shape in result)
     return result
+
+
+@functools.cache
+def _schema(op_type: str, version: int, domain: str) -> onnx.defs.OpSchema | None:
+    try:
+        return onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _infer_declared(

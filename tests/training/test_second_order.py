@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import graphc
 from graphc.inference import run_model
