@@ -217,7 +217,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
 def test_launch_in_threads(here: Path) -> None:
     (here / "s.py").write_text(
         "import sys\nfrom graphc.runtime.world import find_world\n"
-        "w = find_world()\nprint(f'{w.rank} of {w.size} {sys.argv[1:]}')\n"
+        "w = find_world()\nsys.stdout.write(f'{w.rank} of {w.size} {sys.argv[1:]}\\n')\n"  # print writes its newline apart
     )
     done = cli("launch", "-n", 2, "--transport", "threads", "s.py", "--flag", "-n", "7")
     assert sorted(done.stdout.decode().splitlines()) == ["0 of 2 ['--flag', '-n', '7']", "1 of 2 ['--flag', '-n', '7']"]
