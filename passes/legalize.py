@@ -1,4 +1,4 @@
-"""legalize: any ONNX model of opset 7 to 28 becomes a graph of the one form that all other passes work on.
+"""legalize: any ONNX model of opset 6 to 28 becomes a graph of the one form that all other passes work on.
 
     before  opset 9:   shape ─► ConstantOfShape ─► W;  Dropout(x, ratio=0.5);  Softmax(x, axis=1);  Conv(auto_pad=SAME_UPPER)
     after   opset 26:  W is an initializer;  Dropout(x, 0.5);  Softmax(x, axis=-1);  Conv(pads=[1, 1, 1, 1])

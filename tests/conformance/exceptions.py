@@ -38,7 +38,6 @@ ONNXRUNTIME = {
     "test_bitshift_(left|right)_u?int(8|16|32|64)(_.*)?": _TYPE,
     "test_cast(like)?_.*FLOAT4E2M1.*": _FLOAT4,
     "test_(de)?quantizelinear_float4e2m1": _FLOAT4,
-    "test_celu_b?float16": _NEWER,
     "test_compress_bfloat16": _NEWER,
     "test_einsum_.*_bfloat16": _NEWER,
     "test_onehot_with_bfloat16_values": _NEWER,
