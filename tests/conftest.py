@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,25 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(path)
 
     return get
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Custom ops, gradient rules and kernels that a test registers are gone after it, and what it replaced is back."""
+    from graphc.backend import KERNELS
+    from graphc.gradient import GRADIENTS
+    from graphc.ir.declare import CUSTOM
+    from graphc.registry import Registry
+
+    tables: tuple[Registry[Any], ...] = (CUSTOM, GRADIENTS)
+    for table in tables:
+        table.load()
+    held = [(dict(t._items), dict(t._origin), set(t._overrides)) for t in tables]
+    kernels = dict(KERNELS)
+    yield
+    for table, (items, origin, overrides) in zip(tables, held, strict=True):
+        table._items, table._origin, table._overrides = items, origin, overrides
+    for backend, op in list(KERNELS):
+        if "::" in op and not op.startswith("graphc::"):  # those of a backend that was imported meanwhile stay
+            del KERNELS[backend, op]
+    KERNELS.update(kernels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import KERNELS, Binding, kernel
+from graphc.backend import Binding, kernel
 from graphc.errors import UnsupportedOpError, UsageError
 from graphc.export import standard_model
-from graphc.gradient import GRADIENTS, gradient
+from graphc.gradient import gradient
 from graphc.inference import run_model
-from graphc.ir.declare import CUSTOM, REQUIRED, same_as
+from graphc.ir.declare import REQUIRED, same_as
 from graphc.passes.autodiff import autodiff
 from graphc.passes.legalize import legalize
 from graphc.pipeline import Context, run
@@ -34,20 +34,7 @@ net (float[batch, 4] x) => (float[batch, 3] logits)
 """
 
 
-@pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    for registry in (CUSTOM, GRADIENTS):
-        registry.load()
-    held: list[tuple[Registry[Any], dict[str, Any], dict[str, str], set[str]]] = [
-        (r, dict(r._items), dict(r._origin), set(r._overrides)) for r in (CUSTOM, GRADIENTS)
-    ]
-    kernels = dict(KERNELS)
-    yield
-    for registry, items, origin, overrides in held:
-        registry._items, registry._origin, registry._overrides = items, origin, overrides
-    KERNELS.clear()
-    KERNELS.update(kernels)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 def declare_softsign() -> None:

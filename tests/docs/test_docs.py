@@ -39,6 +39,7 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.usefixtures("registries")
 def test_python_blocks_run(page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number, block in enumerate(blocks(page, "python")):
