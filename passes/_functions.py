@@ -18,6 +18,7 @@ import onnx_ir as ir
 from graphc.ir import OPSET
 from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
+from graphc.ir.links import silent_reader
 from graphc.ir.facts import FLOATS, constant
 from graphc.passes._legalize_parameters import constant_tensor
 from graphc.passes._legalize_versions import adapt
@@ -50,7 +51,8 @@ def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
         return None
     del proto.output[len(node.outputs) :]  # a body does not make the optional outputs that the call leaves out
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
-    function: ir.Function = ir.serde.deserialize_function(proto)
+    with silent_reader():
+        function: ir.Function = ir.serde.deserialize_function(proto)
     if version < _SUBGRAPHS_SINCE and any(True for inner in function for _ in bodies(inner)):
         return None
     inputs = [*node.inputs, *[None] * len(function.inputs)]

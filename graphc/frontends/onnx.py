@@ -7,7 +7,6 @@ save(trained, "trained.onnx")
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError, nearest
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.bodies import body_initializers
-from graphc.ir.links import sort_and_link
+from graphc.ir.links import silent_reader, sort_and_link
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
@@ -107,16 +106,12 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
             )
     for tensor in proto.graph.initializer:
         _check_inline(tensor, where)
-    logger = logging.getLogger("onnx_ir.serde")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of what sort_and_link refuses
     try:
-        model = ir.serde.deserialize_model(proto)
+        with silent_reader():
+            model = ir.serde.deserialize_model(proto)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
         cause = error.__cause__ or error
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
-    finally:
-        logger.setLevel(level)
     try:
         sort_and_link(model.graph)
     except ModelError as error:

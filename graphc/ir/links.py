@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
 from graphc.errors import ModelError
+
+
+@contextlib.contextmanager
+def silent_reader() -> Iterator[None]:
+    """Keep ``onnx_ir`` from warning of values without a source: whoever reads the graph checks them or supplies them."""
+    logger = logging.getLogger("onnx_ir.serde")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def sort_and_link(graph: ir.Graph) -> None:
