@@ -18,8 +18,8 @@ import onnx_ir as ir
 from graphc.ir import OPSET
 from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
-from graphc.ir.links import silent_reader
 from graphc.ir.facts import FLOATS, constant
+from graphc.ir.links import silent_reader
 from graphc.passes._legalize_parameters import constant_tensor
 from graphc.passes._legalize_versions import adapt
 
