@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
@@ -19,9 +19,6 @@ from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
 from graphc.pipeline import PASSES, Context, Step, parse, run
-
-if TYPE_CHECKING:
-    pass
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""

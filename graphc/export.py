@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphc.compiler import Program
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.frontends.writing import atomic_write
-from graphc.ir.builder import Builder
+from graphc.ir.builder import Builder, used_names
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, state_updates, static_dims
 from graphc.ir.names import RESERVED
@@ -45,7 +45,8 @@ def standard_model(model: ir.Model) -> ir.Model:
     for _, state, value in list(state_updates(graph)):
         if value.is_graph_output():  # two states with one next value
             (value,) = op.emit("Identity", [value])
-        value.name = op.unique(f"{state.name}{NEXT}", value=True) if value.name != f"{state.name}{NEXT}" else value.name
+        if value.name != f"{state.name}{NEXT}":
+            value.name = op.unique(f"{state.name}{NEXT}", value=True)
         graph.outputs.append(value)
         graph.inputs.append(state)
     graph.inputs.extend(v for name, v in graph.initializers.items() if name in RESERVED and v not in graph.inputs)
@@ -114,13 +115,13 @@ def _pairs(graph: ir.Graph) -> list[tuple[ir.Value, ir.Value]]:
 
 def _make_names_unique(graph: ir.Graph, other: ir.Graph) -> None:
     """Rename nodes and results of ``graph`` that have a name of ``other``: both will be parts of one graph."""
-    own, theirs = Builder(graph), Builder(other)
+    op, (values, nodes) = Builder(graph), used_names(other)
     for node in graph.all_nodes():
-        if node.name in theirs._node_names:
-            node.name = own.unique(f"training/{node.name}")
+        if node.name in nodes:
+            node.name = op.unique(f"training/{node.name}")
         for value in node.outputs:
-            if value.name and value.name in theirs._names:
-                value.name = own.unique(f"training/{value.name}", value=True)
+            if value.name in values:
+                value.name = op.unique(f"training/{value.name}", value=True)
 
 
 def _write_initialization(info: onnx.TrainingInfoProto, states: set[str], graph: ir.Graph) -> None:
