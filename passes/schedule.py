@@ -26,8 +26,10 @@ def schedule(model: ir.Model, ctx: Context) -> bool:
     waits = {wait for _, wait in pairs}
     late: set[ir.Node] = set()
     for node in graph:
-        if node in waits or is_update(node) or any(
-            v is not None and v.producer() in late for v in (*node.inputs, *captured(node))
+        if (
+            node in waits
+            or is_update(node)
+            or any(v is not None and v.producer() in late for v in (*node.inputs, *captured(node)))
         ):
             late.add(node)
     early = [n for n in graph if n not in late]
