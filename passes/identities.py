@@ -101,7 +101,31 @@ def neutral_operand(op: Builder, node: ir.Node) -> ir.Value | None:
                 source = expanded.inputs[0]
                 operands = (source, x) if k == 0 else (x, source)
                 return op.emit(node.op_type, operands)[0]
-    return joined_pads(op, node) if node.op_type == "Add" else None
+    if node.op_type != "Add":
+        return None
+    joined = joined_pads(op, node)
+    return joined if joined is not None else linear_layer(op, node)
+
+
+def linear_layer(op: Builder, node: ir.Node) -> ir.Value | None:
+    """x·W + b of a stack of rows → Reshape(Gemm(Reshape(x), W, b)), for a matrix W and a vector b
+
+    A runtime that fuses the two by itself copies the result back into its shape; a plan shares the memory.
+    """
+    for product, bias in (node.inputs, reversed(node.inputs)):
+        multiply = _producer(product, "MatMul")
+        if multiply is None or bias is None or product is None or len(list(product.uses())) != 1:
+            continue
+        x, weight = multiply.inputs
+        size, out, own = (static_dims(v) if v is not None else None for v in (x, product, bias))
+        if size is None or out is None or own is None or x is None or weight is None or 0 in size:
+            continue
+        if len(size) < 3 or weight.shape is None or len(weight.shape) != 2 or own != out[-1:]:
+            continue
+        flat = _transposed(weight)
+        rows = op.Reshape(x, [-1, size[-1]])
+        return op.Reshape(op.Gemm(rows, flat or weight, bias, transB=int(flat is not None)), list(out))  # type: ignore[no-any-return]
+    return None
 
 
 def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
