@@ -19,6 +19,7 @@ from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
 from graphc.pipeline import PASSES, Context, Step, parse, run
+from graphc.strategy import Parallel
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
@@ -64,14 +65,17 @@ def training_pipeline(
     bucket_mb: float = 25.0,
     precision: str | None = None,
     recompute: str | None = None,
+    parallel: Parallel | None = None,
 ) -> list[Step]:
     """The default pipeline: each line one pass, in order."""
+    parallel = parallel or Parallel()
     low, again = precision_options(precision), recompute_options(recompute)
     return [
         Step("legalize"),  # one opset, parameters as initializers, everything typed
         *([Step("rebatch", {"batch": batch})] if batch is not None else []),  # a baked batch size becomes another, or a symbol
         *([Step("initialize", {"method": initialize, "seed": seed})] if initialize else []),  # files without trained weights
         Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
+        *parallel.forward_steps(),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
         *([Step("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
@@ -79,7 +83,9 @@ def training_pipeline(
         optimizer.step(),  # one update node a parameter
         Step("allreduce"),  # between every gradient and its update
         *([Step("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
+        *parallel.gradient_steps(),  # micro-batches, clipping, compression
         Step("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
+        *parallel.strategy_steps(),  # who holds and updates what
         Step("schedule"),  # start early, wait late
         Step("simplify"),
         Step("verify"),
@@ -135,6 +141,13 @@ def compile(
     bucket_mb: float = 25.0,
     precision: str | None = None,
     recompute: str | None = None,
+    strategy: str = "mirrored",
+    accumulate: int = 1,
+    sync_batchnorm: bool = False,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    compress: str | None = None,
+    deterministic: str | None = None,
     example_inputs: Sequence[Any] | None = None,
     dump_dir: str | Path | None = None,
     after: Callable[[Step, ir.Model, float], None] | None = None,
@@ -157,6 +170,8 @@ def compile(
         precision: ``bf16`` or ``fp16`` (``fp32`` and None: as the file has it), with options of the ``mixed_precision`` pass:
             ``"bf16:deny=Conv|head/*"``.
         recompute: ``cheap``, ``all`` or options of the ``recompute`` pass: ``"budget_mb=64,batch=32"``.
+        strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic: how workers divide the work;
+            see :class:`graphc.strategy.Parallel`.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
 
@@ -181,6 +196,7 @@ def compile(
             bucket_mb=bucket_mb,
             precision=precision,
             recompute=recompute,
+            parallel=Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic),
         )
     ctx = Context()
     dump = Path(dump_dir) if dump_dir is not None else None

@@ -53,6 +53,13 @@ class Job:
     bucket_mb: float = 25.0
     precision: str | None = None
     recompute: str | None = None
+    strategy: str = "mirrored"
+    accumulate: int = 1
+    sync_batchnorm: bool = False
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    compress: str | None = None
+    deterministic: str | None = None
     freeze: list[str] | None = None
     train: list[str] | None = None
     eval_data: str | None = None
@@ -106,6 +113,13 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         bucket_mb=job.bucket_mb,
         precision=job.precision,
         recompute=job.recompute,
+        strategy=job.strategy,
+        accumulate=job.accumulate,
+        sync_batchnorm=job.sync_batchnorm,
+        clip_norm=job.clip_norm,
+        clip_value=job.clip_value,
+        compress=job.compress,
+        deterministic=job.deterministic,
         after=after,
     )
     graph = program.model.graph

@@ -58,6 +58,29 @@ Recompute = Annotated[
     str | None,
     typer.Option("--recompute", metavar="MODE", help="cheap, all or budget_mb=N: keep fewer activations, compute them again."),
 ]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="STRATEGY",
+        help="NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:staleness=N, "
+        "local_sgd:every=N or adasum.",
+    ),
+]
+Accumulate = Annotated[int, typer.Option("--accumulate", metavar="K", help="Micro-batches of a step.", min=1)]
+SyncBatchnorm = Annotated[
+    bool, typer.Option("--sync-batchnorm", help="BatchNormalization over the global batch, not each worker's share.")
+]
+ClipNorm = Annotated[float | None, typer.Option("--clip-norm", help="Bound of the global norm of the gradient.")]
+ClipValue = Annotated[float | None, typer.Option("--clip-value", help="Bound of every element of the gradient.")]
+Compress = Annotated[
+    str | None,
+    typer.Option("--compress", metavar="METHOD", help="What travels: fp16, bf16, powersgd:rank=4 or topk:ratio=0.01."),
+]
+Deterministic = Annotated[
+    str | None,
+    typer.Option("--deterministic", metavar="MODE", help="any-world: the same bits for 1, 2 and 4 workers."),
+]
 Backend = Annotated[str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists.")]
 
 
