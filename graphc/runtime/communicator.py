@@ -75,7 +75,7 @@ class Communicator(Protocol):
 class Handle:
     """A collective that was started."""
 
-    __slots__ = ("_action", "_done", "error", "finished", "since", "what")
+    __slots__ = ("_action", "_done", "error", "finished", "since", "until", "what")
 
     def __init__(self, action: Callable[[], Any], what: str) -> None:
         self._action = action
@@ -83,6 +83,7 @@ class Handle:
         self._done.acquire()
         self.what = what
         self.since = 0.0
+        self.until = 0.0
         self.finished = False
         self.error: BaseException | None = None
 
@@ -93,6 +94,7 @@ class Handle:
         except BaseException as error:
             self.error = error
         finally:
+            self.until = time.monotonic()
             self.finished = True
             self._done.release()
 
@@ -107,12 +109,15 @@ class QueuedCommunicator(ABC):
 
     Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. Mostly that is the communication thread; a
     caller that waits while the runner is free runs the entry itself: a blocking call saves two thread switches (about 15 µs).
+
+    ``observer``, where set, is called after each collective, on the thread that ran it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.current: Handle | None = None
+        self.observer: Callable[[Handle], None] | None = None
         self._queue: collections.deque[Handle] = collections.deque()
         self._runner = threading.Lock()
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -219,6 +224,8 @@ class QueuedCommunicator(ABC):
         self.current = handle
         handle.execute()
         self.current = None
+        if self.observer is not None:
+            self.observer(handle)
 
 
 class NullCommunicator(QueuedCommunicator):
