@@ -15,6 +15,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.names import GRADIENT_OF, MESH
+from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
@@ -266,8 +267,8 @@ def nodes_by_kind(model: ir.Model) -> Mapping[str, int]:
     for node in model.graph:
         if is_update(node):
             counts["updates"] += 1
-        elif node.domain == "graphc" and node.op_type.startswith("AllReduce"):
-            counts["collectives"] += node.op_type != "AllReduceWait"
+        elif collective_of(node) is not None:
+            counts["collectives"] += not node.op_type.endswith("Wait")
         elif node.op_type != "Constant":
             counts["compute"] += 1
     return counts

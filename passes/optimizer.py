@@ -19,9 +19,9 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OPS
+from graphc.ir.declare import OPS, PLACEMENT
 from graphc.ir.facts import is_parameter, is_state
-from graphc.ir.names import GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
+from graphc.ir.names import BUCKET, GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
 from graphc.ir.state import add_initializer, scalar
 from graphc.pipeline import Context, graph_pass
 
@@ -48,7 +48,7 @@ class Optimizer:
         """Every option with its default."""
         found: dict[str, Any] = {"lr": self.lr}
         for name in self.ops:
-            found.update({k: v for k, v in OPS[name].attributes.items() if k != "bucket"})
+            found.update({k: v for k, v in OPS[name].attributes.items() if k != BUCKET and k not in PLACEMENT})
         return {**found, **self.own}
 
 

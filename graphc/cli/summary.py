@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphc.cli import output
 from graphc.gradient import key_of
 from graphc.ir.facts import describe_value, is_parameter, state_updates, static_dims
+from graphc.ir.ops.collectives import collective_of
 
 
 def nbytes(value: ir.Value) -> int:
@@ -34,12 +35,14 @@ def op_counts(graph: ir.Graph) -> dict[str, int]:
 
 
 def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
-    """The AllReduces of a graph in order: tag, group, reduction, number of tensors, bytes."""
+    """The collectives of a graph in order: tag, group, reduction, number of tensors, bytes."""
     rows = []
     for node in graph:
-        if node.domain != "graphc" or node.op_type not in ("AllReduce", "AllReduceStart"):
+        if collective_of(node) is None or node.op_type.endswith("Wait"):
             continue
-        text = {name: node.attributes[name].as_string() for name in ("tag", "group", "reduce") if name in node.attributes}
+        text = {
+            name: node.attributes[name].as_string() for name in ("tag", "group", "reduce", "owner") if name in node.attributes
+        }
         values = [v for v in node.inputs if v is not None]
         rows.append({"op": node.op_type, **text, "tensors": len(values), "bytes": sum(map(nbytes, values))})
     return rows

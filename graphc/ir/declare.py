@@ -33,6 +33,15 @@ Decomposition: TypeAlias = "Callable[..., ir.Value | tuple[ir.Value | None, ...]
 REQUIRED: Any = object()
 """Marks an attribute without a default."""
 
+SHARD, OFFLOAD = "shard", "offload"
+PLACEMENT: Mapping[str, Any] = {SHARD: "", OFFLOAD: 0}
+"""Attributes of every update op that say where it runs and not what it computes; decompositions do not get them.
+
+``shard`` is empty, ``even`` or ``root``: the update runs over the elements that this rank owns of its bucket's flat arrays
+(:mod:`graphc.ir.ops.collectives`), and state that nothing gathers is kept for those only. ``offload``: the state lies in the
+host's memory and the update runs there.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Formal:
@@ -55,6 +64,10 @@ class OpDeclaration:
         next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
             running statistics). A node with a non-empty ``next_value`` is an **update node**.
         reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input.
+        elementwise: element k of every next value depends on element k of the states and of input 1, and on scalars only: the
+            update may run over any part of a flat array.
+        combine: ``"sum"`` or ``"max"`` where the result over several parts of the operands is that reduction of the results
+            over each part (a sum of squares, a test for NaN); such an op has the attribute ``shard`` too.
         effect: the node must neither be merged with another nor deleted nor moved across one of the same group.
         decompose: builds the same outputs from standard ops; None for primitives that only a backend can run.
     """
@@ -70,6 +83,8 @@ class OpDeclaration:
     next_value: Mapping[int, int] = field(default_factory=dict)
     reduces: Mapping[int, str] = field(default_factory=dict)
     decompose: Decomposition | None = None
+    elementwise: bool = False
+    combine: str = ""
 
     def attribute_values(self, node: ir.Node) -> dict[str, Any]:
         """The node's attributes as Python values, defaults filled in.
@@ -105,8 +120,11 @@ def declare_primitive(
     reduces: Mapping[int, str] | None = None,
     decompose: Decomposition | None = None,
     origin: str | None = None,
+    elementwise: bool = False,
+    combine: str = "",
 ) -> OpDeclaration:
     """Register an op of the ``graphc`` domain; see :class:`OpDeclaration` for the arguments."""
+    placement = PLACEMENT if next_value else {SHARD: ""} if combine else {}
     if origin is None:
         frame = inspect.currentframe()
         caller = frame.f_back if frame else None
@@ -115,7 +133,7 @@ def declare_primitive(
         name=name,
         inputs=Formal.parse(inputs),
         outputs=Formal.parse(outputs),
-        attributes=dict(attributes or {}),
+        attributes={**(attributes or {}), **placement},
         infer=infer,
         doc=inspect.cleandoc(doc),
         origin=origin,
@@ -123,6 +141,8 @@ def declare_primitive(
         next_value=dict(next_value or {}),
         reduces=dict(reduces or {}),
         decompose=decompose,
+        elementwise=elementwise,
+        combine=combine,
     )
     OPS.register(name, declaration, origin=origin)
     return declaration
@@ -137,6 +157,8 @@ def declare(
     attributes: Mapping[str, Any] | None = None,
     next_value: Mapping[int, int] | None = None,
     reduces: Mapping[int, str] | None = None,
+    elementwise: bool = False,
+    combine: str = "",
 ) -> Callable[[Decomposition], Decomposition]:
     """Register an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``."""
 
@@ -152,6 +174,8 @@ def declare(
             reduces=reduces,
             decompose=function,
             origin=function.__module__,
+            elementwise=elementwise,
+            combine=combine,
         )
         return function
 
@@ -181,7 +205,8 @@ def decompose_node(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
     declaration = declaration_of(node)
     if declaration is None or declaration.decompose is None:
         raise ValueError(f"{node.domain}::{node.op_type} has no decomposition")
-    result = declaration.decompose(op, *node.inputs, **declaration.attribute_values(node))
+    attributes = {k: v for k, v in declaration.attribute_values(node).items() if k not in PLACEMENT}
+    result = declaration.decompose(op, *node.inputs, **attributes)
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -1,7 +1,12 @@
 """Collectives: variadic, so that one node is one bucket. Ranks run them in the same order; none is merged or deleted.
 
-``AllReduce`` may be split into ``AllReduceStart`` (returns at once; its outputs are in flight) and ``AllReduceWait``.
-On one rank every collective is the identity, which is its decomposition.
+Each may be split into ``…Start`` (returns at once; its outputs are in flight) and ``…Wait``. The operands of one node are one
+flat array in memory, their **bucket**, on which the collective works in place. On one rank every collective is the identity,
+which is its decomposition.
+
+``ReduceScatter`` and ``AllGather`` divide that array among the ranks by ``owner``: ``even`` gives rank r the r-th of N equal
+parts, ``root`` gives all of it to rank 0. Their outputs have the types and shapes of their inputs; what differs is which
+elements hold the result. So the graph does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +19,50 @@ import onnx_ir as ir
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
 
-ATTRIBUTES: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "reduce": "sum", "bucket": ""}
+OWNERS = ("even", "root")
+"""How the elements of a flat array are divided among the ranks of a group."""
+
+COMMON: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "bucket": ""}
+
+COLLECTIVES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
+    "AllReduce": (
+        "allreduce",
+        {"reduce": "sum", "every": 1},
+        """y_k = reduction of x_k over the ranks of mesh axis ``group``; ``reduce`` is sum, mean, min, max, prod or adasum.
+
+    ``tag`` is unique in the graph and names the collective in errors; ``bucket`` names the flat buffer of the operands.
+    With ``every`` = n it runs in every n-th step only, counted by ``graphc.step``, and is the identity in the others.
+    """,
+    ),
+    "ReduceScatter": (
+        "reduce_scatter",
+        {"reduce": "sum", "owner": "even", "transient": 0},
+        """The elements of y_k that this rank owns are the reduction of x_k over the ranks; the others are undefined.
+
+    With ``transient`` the operands take memory only until the wait, and what this rank owns of the results is kept.
+    """,
+    ),
+    "AllGather": (
+        "all_gather",
+        {"owner": "even"},
+        "y_k is x_k put together from the elements that each rank owns; x_k need only be right there.",
+    ),
+    "Broadcast": ("broadcast", {"root": 0}, "y_k is x_k of rank ``root``."),
+}
+"""Op → the communicator's name of it, its own attributes and what it computes."""
+
+
+def collective_of(node: ir.Node) -> str | None:
+    """``AllReduce`` for an ``AllReduce``, ``AllReduceStart`` or ``AllReduceWait`` node, and so on; None for other nodes."""
+    if node.domain != "graphc":
+        return None
+    name = node.op_type.removesuffix("Start").removesuffix("Wait")
+    return name if name in COLLECTIVES else None
 
 
 def _same(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    if attributes.get("owner", "even") not in OWNERS:
+        raise ValueError(f"owner={attributes['owner']!r} must be one of {', '.join(OWNERS)}")
     return [spec_of(v) for v in inputs]
 
 
@@ -25,38 +70,20 @@ def _alone(op: Builder, *inputs: ir.Value, **attributes: Any) -> tuple[ir.Value,
     return inputs
 
 
-declare_primitive(
-    "AllReduce",
-    inputs="*x",
-    outputs="*y",
-    attributes=ATTRIBUTES,
-    infer=_same,
-    effect=True,
-    decompose=_alone,
-    doc="""y_k = reduction of x_k over the ranks of mesh axis ``group``; ``reduce`` is sum, mean, min, max or prod.
-
-    ``tag`` is unique in the graph and names the collective in errors; ``bucket`` names the flat buffer of the operands.
-    """,
-)
-declare_primitive(
-    "AllReduceStart",
-    inputs="*x",
-    outputs="*y",
-    attributes=ATTRIBUTES,
-    infer=_same,
-    effect=True,
-    decompose=_alone,
-    doc="Begin an AllReduce. The outputs may only be used by the ``AllReduceWait`` with the same tag.",
-)
-declare_primitive(
-    "AllReduceWait",
-    inputs="*x",
-    outputs="*y",
-    attributes=ATTRIBUTES,
-    infer=_same,
-    effect=True,
-    decompose=_alone,
-    doc="Wait for the ``AllReduceStart`` with the same tag; y_k is the reduced x_k.",
-)
-
-COLLECTIVES = frozenset({"AllReduce", "AllReduceStart", "AllReduceWait"})
+for _name, (_, _own, _doc) in COLLECTIVES.items():
+    for _suffix, _text in (
+        ("", _doc),
+        ("Start", f"Begin an {_name}. The outputs may only be used by the ``{_name}Wait`` with the same tag."),
+        ("Wait", f"Wait for the ``{_name}Start`` with the same tag; its results are those of {_name}."),
+    ):
+        declare_primitive(
+            f"{_name}{_suffix}",
+            inputs="*x",
+            outputs="*y",
+            attributes={**COMMON, **_own},
+            infer=_same,
+            effect=True,
+            decompose=_alone,
+            origin=__name__,
+            doc=_text,
+        )

@@ -26,7 +26,7 @@ def _flag(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> S
     return [(ir.DataType.BOOL, ir.Shape([]))]
 
 
-@declare("AnyNonFinite", inputs="*x", outputs="skip", infer=_flag)
+@declare("AnyNonFinite", inputs="*x", outputs="skip", infer=_flag, combine="max")
 def any_non_finite(op: Builder, *x: ir.Value) -> ir.Value:
     """Whether any element of any x is NaN or infinite: x − x is 0 for a finite number and NaN for every other."""
     sums = [op.Cast(op.ReduceSum(op.Sub(v, v), keepdims=0), to=int(ir.DataType.FLOAT)) for v in x]

@@ -48,6 +48,7 @@ def _like_parameter(outputs: int, *same: int) -> InferFunction:
     infer=_like_parameter(1, 1),
     next_value={0: 0},
     reduces={1: "sum", 3: "sum"},
+    elementwise=True,
 )
 def sgd(
     op: Builder,
@@ -73,6 +74,7 @@ def sgd(
     infer=_like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
+    elementwise=True,
 )
 def momentum_sgd(
     op: Builder,
@@ -133,6 +135,7 @@ def _adam(
     infer=_like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
+    elementwise=True,
 )
 def adam(
     op: Builder,
@@ -169,6 +172,7 @@ def adam(
     infer=_like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
+    elementwise=True,
 )
 def adamw(
     op: Builder,
@@ -204,6 +208,7 @@ def adamw(
     infer=_like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
+    elementwise=True,
 )
 def adagrad(
     op: Builder,
@@ -251,6 +256,7 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
     infer=_infer_rmsprop,
     next_value={0: 0, 1: 2, 2: 3, 3: 4},
     reduces={1: "sum", 6: "sum"},
+    elementwise=True,
 )
 def rmsprop(
     op: Builder,
