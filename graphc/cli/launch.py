@@ -16,8 +16,12 @@ def command(
     transport: Annotated[
         str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process, for tests.")
     ] = "mpi",
+    keep_going: Annotated[
+        bool,
+        typer.Option("--keep-going", help="Go on without workers of parameter servers that die."),
+    ] = False,
 ) -> int:
     """Run SCRIPT as N workers; inside, graphc.Trainer finds its rank."""
     from graphc.runtime.launch import launch
 
-    return launch(workers, script, transport=transport)
+    return launch(workers, script, transport=transport, keep_going=keep_going)

@@ -29,6 +29,8 @@ class State(enum.IntEnum):
     FAILED = 3
     STOPPED = 4
     """It stopped because another worker is gone."""
+    SPARE = 5
+    """Running, and the others can go on without it."""
 
 
 @dataclass(frozen=True, slots=True)

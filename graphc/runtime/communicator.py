@@ -71,6 +71,12 @@ class Communicator(Protocol):
         Over MPI this ends the process and does not return; alone it does nothing.
         """
 
+    def spare(self, name: str) -> None:
+        """Say that the others go on when this rank, which they know as ``name``, dies; nobody waits for it then."""
+
+    def gone(self) -> frozenset[int]:
+        """Spare ranks that died, and over threads those that ended their program."""
+
 
 class Handle:
     """A collective that was started."""
@@ -143,6 +149,14 @@ class QueuedCommunicator(ABC):
     @abstractmethod
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""
+
+    def spare(self, name: str) -> None:
+        """See :class:`Communicator`."""
+        return
+
+    def gone(self) -> frozenset[int]:
+        """See :class:`Communicator`."""
+        return frozenset()
 
     def allreduce(self, array: Array, op: str = "sum", tag: str = "") -> None:
         check_array(array, op)

@@ -31,7 +31,7 @@ from graphc.runtime.board import Board
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.supervise import Supervisor
 from graphc.runtime.threads import run_threads
-from graphc.runtime.watch import BOARD_FILE, LAUNCHER, RUN_DIRECTORY
+from graphc.runtime.watch import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
 from graphc.runtime.worker import describe_error, describe_exit
 from graphc.runtime.world import available_cores
 
@@ -42,16 +42,24 @@ SHARED_SEGMENT = 32 << 20
 
 # What another launcher left in the environment: the new workers are a world of their own on this machine.
 OTHER_WORLDS = ("OMPI_COMM_WORLD_", "OMPI_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
-OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIRECTORY, LAUNCHER)
+OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIRECTORY, LAUNCHER, KEEP_GOING)
 
 
-def launch(workers: int, argv: Sequence[str], transport: str = "mpi", env: Mapping[str, str] | None = None) -> int:
+def launch(
+    workers: int,
+    argv: Sequence[str],
+    transport: str = "mpi",
+    env: Mapping[str, str] | None = None,
+    *,
+    keep_going: bool = False,
+) -> int:
     """Run a Python program as ``workers`` ranks on this machine and wait for it.
 
     Args:
         argv: what one would give to ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
         transport: ``"mpi"`` (a process a worker) or ``"threads"`` (all in this process).
         env: variables set for the workers on top of this process's environment (``mpi`` only).
+        keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
 
     Returns:
         The exit code: 0 when all ranks ended well, the failing rank's own code when it ended by an exit code or a
@@ -68,7 +76,7 @@ def launch(workers: int, argv: Sequence[str], transport: str = "mpi", env: Mappi
     _check_program(argv)
     if transport == "threads":
         return _launch_threads(workers, list(argv))
-    return _launch_mpi(workers, list(argv), env or {})
+    return _launch_mpi(workers, list(argv), env or {}, keep_going)
 
 
 def find_mpiexec() -> Path:
@@ -92,7 +100,7 @@ def find_mpiexec() -> Path:
     raise MissingExtraError("several worker processes need mpiexec, which is not installed; run: pip install 'graphc[mpi]'")
 
 
-def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str]) -> int:
+def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool) -> int:
     mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="graphc-run-") as name:
         directory = Path(name)
@@ -101,6 +109,10 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str]) -> int:
         for path in pipes.values():
             os.mkfifo(path)
         command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
+        if keep_going:
+            # Open MPI ends a job with its first process otherwise; mpiexecs of other kinds do not know the option.
+            command += ["--runtime-options", "continuous"]
+            env = {KEEP_GOING: "1", **env}
         command += [sys.executable, "-m", "graphc.runtime.worker", *argv]
         process = subprocess.Popen(
             command,
@@ -123,11 +135,13 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "self,sm",
+        "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component complains where there is no such hardware
     }
     if not _can_read_other_processes():
         defaults["OMPI_MCA_smsc"] = "^cma"
     if _free_shared_memory() < workers * SHARED_SEGMENT:
         defaults["OMPI_MCA_btl_sm_backing_directory"] = str(directory)
+        defaults["OMPI_MCA_osc_sm_backing_directory"] = str(directory)
     for key, value in defaults.items():
         result.setdefault(key, value)
     return result | dict(env) | {RUN_DIRECTORY: str(directory), LAUNCHER: str(os.getpid())}

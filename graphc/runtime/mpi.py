@@ -27,7 +27,7 @@ import numpy as np
 
 from graphc.errors import GraphcError, MissingExtraError, WorldError
 from graphc.runtime.communicator import Array, QueuedCommunicator
-from graphc.runtime.watch import Watch, watch_peers
+from graphc.runtime.watch import KEEP_GOING, Watch, watch_peers
 from graphc.runtime.world import World
 
 SLICE = 2 << 20  # bytes
@@ -97,6 +97,17 @@ class MpiCommunicator(QueuedCommunicator):
         self.close()
         if self.watch is not None:
             self.watch.goodbye()
+        if KEEP_GOING in os.environ:  # MPI_Finalize waits for everyone, those that died included
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    def spare(self, name: str) -> None:
+        if self.watch is not None:
+            self.watch.spare(name)
+
+    def gone(self) -> frozenset[int]:
+        return self.watch.lost if self.watch is not None else frozenset()
 
     def _reduce(self, array: Array, op: str, what: str) -> None:
         operation = self._operations[op]

@@ -159,7 +159,7 @@ class Supervisor:
         for pattern in ENDED:
             ended = pattern.search(" ".join(text.split()))
             rank = int(ended["rank"]) if ended is not None else 0
-            if ended is not None and notices[rank].state is State.RUNNING:
+            if ended is not None and notices[rank].state in (State.RUNNING, State.SPARE):
                 self._say(f"rank {rank} (pid {notices[rank].pid}) is gone: {_reason(**ended.groupdict())}")
                 return 1
         if failed:
@@ -171,7 +171,11 @@ class Supervisor:
             self._say(stopped[0])
             return 1
         gone = [rank for rank, notice in enumerate(notices) if notice.state in (State.RUNNING, State.ABSENT)]
-        if self.process.returncode == 0 and not gone:
+        lost = [rank for rank, notice in enumerate(notices) if notice.state is State.SPARE]
+        if not gone and (self.process.returncode == 0 or lost):
+            for rank in lost:
+                name, pid = notices[rank].text, notices[rank].pid
+                print(f"graphc: {name} (rank {rank}, pid {pid}) was lost; the others went on without it", file=sys.stderr)
             return 0
         sys.stderr.write(text)
         names = ", ".join(map(str, gone or range(self.board.size)))

@@ -82,6 +82,17 @@ class ThreadGroup:
                 waiting, (what, _) = next(iter(self._arrived.items()))
                 self._fail(f"rank {rank} {reason} while rank {waiting} waits for it in {what!r}")
 
+    def gone(self) -> frozenset[int]:
+        """Ranks that ended their program.
+
+        Raises:
+            WorldError: a rank failed.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise WorldError(self.failure)
+            return frozenset(self._gone)
+
     def _check(self, rank: int, what: str) -> None:
         for gone, reason in self._gone.items():
             if gone != rank:
@@ -116,6 +127,9 @@ class ThreadCommunicator(QueuedCommunicator):
 
     def abort(self, reason: str) -> None:
         self.group.leave(self.rank, f"stopped: {reason}", failed=True)
+
+    def gone(self) -> frozenset[int]:
+        return self.group.gone()
 
     def _reduce(self, array: Array, op: str, what: str) -> None:
         arrays: list[Array] = self.group.meet(self.rank, f"{what} ({op} of {array.dtype}[{array.size}])", array)

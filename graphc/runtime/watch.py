@@ -30,6 +30,9 @@ RUN_DIRECTORY = "GRAPHC_RUN_DIR"
 LAUNCHER = "GRAPHC_LAUNCHER_PID"
 """Environment variable set by the launcher: its process id."""
 
+KEEP_GOING = "GRAPHC_KEEP_GOING"
+"""Environment variable set by the launcher when the death of a process does not make mpiexec end the others."""
+
 BOARD_FILE = "board"
 POLL = 0.25  # seconds between looks at what has no process descriptor
 GRACE = 0.5  # seconds between the message and the end
@@ -93,6 +96,7 @@ class Watch:
         self.processes = ProcessWatch()
         self.processes.idle = self._look_for_desertion
         self.communicators: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
+        self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
         board.write(rank, State.RUNNING)
         if launched:
@@ -113,9 +117,16 @@ class Watch:
         """Say why this worker ends, before it does."""
         self.board.write(self.rank, State.FAILED, text=text, code=code)
 
+    def spare(self, name: str) -> None:
+        """Say that the others can go on without this process, which they know as ``name``."""
+        self.board.write(self.rank, State.SPARE, text=name)
+
     def _gone(self, rank: int) -> None:
         notice = self.board.read(rank)
         if notice.state is State.LEFT:
+            return
+        if notice.state is State.SPARE:
+            self.lost |= {rank}
             return
         reason = f"failed: {notice.text}" if notice.text else "ended without a word; it was killed or crashed"
         self._end(f"rank {rank} (pid {notice.pid}) is gone: {reason}")

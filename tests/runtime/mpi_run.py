@@ -27,9 +27,9 @@ _LAUNCH = """
 import json, sys
 from graphc.errors import GraphcError
 from graphc.runtime.launch import launch
-workers, transport, env, argv = json.loads(sys.argv[1])
+workers, transport, env, argv, keep_going = json.loads(sys.argv[1])
 try:
-    sys.exit(launch(workers, argv, transport, env))
+    sys.exit(launch(workers, argv, transport, env, keep_going=keep_going))
 except GraphcError as error:
     print(f"graphc: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
@@ -67,14 +67,19 @@ class Done:
 
 
 def start_mpi(
-    workers: int, program: str | Path, *arguments: str, transport: str = "mpi", env: dict[str, str] | None = None
+    workers: int,
+    program: str | Path,
+    *arguments: str,
+    transport: str = "mpi",
+    env: dict[str, str] | None = None,
+    keep_going: bool = False,
 ) -> subprocess.Popen[str]:
     """Start the launcher and return at once."""
     import json
 
     argv = ["-c", program, *arguments] if isinstance(program, str) else [str(program), *arguments]
     return subprocess.Popen(
-        [sys.executable, "-c", _LAUNCH, json.dumps([workers, transport, env or {}, argv])],
+        [sys.executable, "-c", _LAUNCH, json.dumps([workers, transport, env or {}, argv, keep_going])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -103,9 +108,10 @@ def run_mpi(
     timeout: float = 60.0,
     transport: str = "mpi",
     env: dict[str, str] | None = None,
+    keep_going: bool = False,
 ) -> Done:
     """Run program text, or a script, as ``workers`` ranks and wait."""
-    return finish(start_mpi(workers, program, *arguments, transport=transport, env=env), timeout)
+    return finish(start_mpi(workers, program, *arguments, transport=transport, env=env, keep_going=keep_going), timeout)
 
 
 def map_ranks(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:

@@ -135,6 +135,39 @@ def test_the_message_names_the_rank(program: str, message: str, code: int) -> No
     ended_well(done)
 
 
+SPARE = """
+if comm.rank == 1: comm.spare("worker 0"); comm.barrier(); time.sleep(0.2); os.kill(os.getpid(), 9)
+comm.barrier()
+limit = time.monotonic() + 10
+while comm.gone() != {1} and time.monotonic() < limit: time.sleep(0.01)
+print("gone", sorted(comm.gone()))
+"""
+
+
+def test_the_others_go_on_without_a_spare_worker() -> None:
+    done = run_mpi(3, START + SPARE, timeout=LIMIT + 15, keep_going=True)
+    assert done.code == 0, done.text
+    assert done.out.count("gone [1]") == 2, done.text
+    assert re.search(r"^graphc: worker 0 \(rank 1, pid \d+\) was lost; the others went on without it$", done.err, re.MULTILINE)
+    assert done.seconds < LIMIT, done.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("program", "message", "code"),
+    [
+        ("if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone", 1),
+        ("if comm.rank == 1: raise FeedError('feed x is missing')\nsteps()", "rank 1 failed: feed x is missing", 1),
+        ("if comm.rank == 1:\n with_error = FeedError('bad')\n comm.abort('bad')\nsteps()", "rank 1 failed: bad", 1),
+    ],
+)
+def test_a_worker_nobody_can_spare_ends_the_run(program: str, message: str, code: int) -> None:
+    done = run_mpi(3, START + program, timeout=LIMIT + 15, keep_going=True)
+    assert done.code == code, done.text
+    assert re.search(f"^graphc: {message}", done.err, re.MULTILINE), done.text
+    ended_well(done)
+
+
 @pytest.mark.full
 def test_killed_before_it_opened_a_communicator() -> None:
     program = "import os\nprint('pid', 0, os.getpid())\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\n"
