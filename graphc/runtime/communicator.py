@@ -15,26 +15,30 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from graphc.errors import UsageError, WorldError, nearest
+from graphc.runtime.reductions import LOW, Array, Parts, even_parts
 from graphc.runtime.world import World, find_world
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
 T = TypeVar("T")
 
-REDUCTIONS = ("sum", "mean", "min", "max", "prod")
-DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64")))
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REDUCTIONS = ("sum", "mean", "min", "max", "prod", "tree", "adasum")
+DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64"))) | LOW
 
 
 class Communicator(Protocol):
     """What the runtime needs from a transport.
 
-    Arrays are one-dimensional, contiguous, writable and of dtype float32, float64 or int64 (``broadcast`` takes any), with
-    the same length and dtype on every rank. ``op`` is sum, mean, min, max or prod; ``mean`` is the sum divided by ``size``,
-    on floats only. Results are bit-identical on all ranks.
+    Arrays are one-dimensional, contiguous, writable and of dtype float32, float64, int64, bfloat16 or float16 (``broadcast``
+    and ``all_gather`` take any), with the same length and dtype on every rank. Reductions: sum, min, max, prod; ``mean``, the
+    sum divided by ``size`` (floats only); ``tree``, the sum by the fixed tree of :func:`~graphc.runtime.reductions.tree_pairs`;
+    ``adasum`` (floats only, see :mod:`graphc.runtime.reductions`). bfloat16 and float16 are accumulated in float32 and
+    rounded once. Results are bit-identical on all ranks.
 
     Raises (all calls):
         UsageError: an array or reduction that is not supported.
@@ -44,11 +48,31 @@ class Communicator(Protocol):
     rank: int
     size: int
 
-    def allreduce(self, array: Array, op: str = "sum", tag: str = "") -> None:
-        """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors."""
+    def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
+        """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors; ``lengths`` as in ``start``."""
 
-    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
-        """Begin an allreduce. The array may not be touched until ``wait``. Collectives run in the order of their start."""
+    def start(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+    ) -> Handle:
+        """Begin a collective, in place. The array may not be touched until ``wait``. They run in the order of their start.
+
+        Args:
+            op: the reduction of ``allreduce`` and ``reduce_scatter``.
+            kind: ``allreduce``; ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]`` holds the reduction,
+                and the other elements nothing of use; ``all_gather``: every rank gives that part of its array, and all have
+                the parts of all afterwards; ``broadcast``: all have the array of rank ``root`` afterwards.
+            parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
+            lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
+                (padding may be a tensor of its own). None: one tensor.
+        """
 
     def wait(self, handle: Handle) -> None:
         """End what ``start`` began, or raise the error it met."""
@@ -131,8 +155,16 @@ class QueuedCommunicator(ABC):
         self._closed = False
 
     @abstractmethod
-    def _reduce(self, array: Array, op: str, what: str) -> None:
+    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
         """Reduce in place; blocking."""
+
+    @abstractmethod
+    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
+        """Reduce this rank's part in place; blocking."""
+
+    @abstractmethod
+    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
+        """Fill in the parts of the other ranks; blocking."""
 
     @abstractmethod
     def _broadcast(self, array: Array, root: int, what: str) -> None:
@@ -158,15 +190,52 @@ class QueuedCommunicator(ABC):
         """See :class:`Communicator`."""
         return frozenset()
 
-    def allreduce(self, array: Array, op: str = "sum", tag: str = "") -> None:
-        check_array(array, op)
+    def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
+        check_array(array, op, lengths)
         what = f"allreduce {tag}"
-        self._blocking(lambda: self._reduce(array, op, what), what)
+        self._blocking(lambda: self._reduce(array, op, what, lengths), what)
 
-    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
-        check_array(array, op)
-        what = f"allreduce {tag}"
-        return self._enqueue(Handle(lambda: self._reduce(array, op, what), what))
+    def start(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+    ) -> Handle:
+        what = f"{kind} {tag}"
+        return self._enqueue(Handle(self._action(array, op, what, kind, parts, root, lengths), what))
+
+    def _action(
+        self,
+        array: Array,
+        op: str,
+        what: str,
+        kind: Kind,
+        parts: Parts | None,
+        root: int,
+        lengths: Sequence[int] | None,
+    ) -> Callable[[], None]:
+        """Check a collective and return what carries it out."""
+        if kind == "allreduce":
+            check_array(array, op, lengths)
+            return lambda: self._reduce(array, op, what, lengths)
+        if kind == "broadcast":
+            check_layout(array)
+            check_root(root, self.size)
+            return lambda: self._broadcast(array, root, what)
+        if kind not in KINDS:
+            raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
+        division = even_parts(array.size, self.size) if parts is None else parts
+        check_parts(division, array.size, self.size)
+        if kind == "all_gather":
+            check_layout(array)
+            return lambda: self._all_gather(array, what, division)
+        check_array(array, op, lengths)
+        return lambda: self._reduce_scatter(array, op, what, division, lengths)
 
     def wait(self, handle: Handle) -> None:
         while not handle.finished:
@@ -182,8 +251,7 @@ class QueuedCommunicator(ABC):
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         check_layout(array)
-        if not 0 <= root < self.size:
-            raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {self.size - 1}")
+        check_root(root, self.size)
         self._blocking(lambda: self._broadcast(array, root, "broadcast"), "broadcast")
 
     def allgather_object(self, item: T) -> list[T]:
@@ -248,13 +316,17 @@ class NullCommunicator(QueuedCommunicator):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def start(self, array: Array, op: str = "sum", tag: str = "") -> Handle:
-        check_array(array, op)
-        handle = Handle(lambda: None, f"allreduce {tag}")
+    def _enqueue(self, handle: Handle) -> Handle:
         handle.execute()
         return handle
 
-    def _reduce(self, array: Array, op: str, what: str) -> None:
+    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
+        pass
+
+    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
+        pass
+
+    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
         pass
 
     def _broadcast(self, array: Array, root: int, what: str) -> None:
@@ -270,15 +342,34 @@ class NullCommunicator(QueuedCommunicator):
         pass
 
 
-def check_array(array: Array, op: str) -> None:
+def check_array(array: Array, op: str, lengths: Sequence[int] | None = None) -> None:
     """Raise UsageError unless a communicator can reduce ``array`` by ``op``."""
     if op not in REDUCTIONS:
         raise UsageError(f"unknown reduction {op!r}{nearest(op, REDUCTIONS)}; the reductions are {', '.join(REDUCTIONS)}")
     if array.dtype not in DTYPES:
-        raise UsageError(f"a collective takes float32, float64 or int64, not {array.dtype}")
-    if op == "mean" and array.dtype.kind != "f":
-        raise UsageError(f"the mean of {array.dtype} is no {array.dtype}; reduce by sum")
+        raise UsageError(f"a collective takes float32, float64, bfloat16, float16 or int64, not {array.dtype}")
+    if op in ("mean", "adasum") and array.dtype == np.int64:
+        raise UsageError(f"the {op} of {array.dtype} is no {array.dtype}; reduce by sum")
+    if lengths is not None and sum(lengths) != array.size:
+        raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {array.size}")
     check_layout(array)
+
+
+def check_parts(parts: Parts, elements: int, size: int) -> None:
+    """Raise UsageError unless ``parts`` has a ``(start, stop)`` for each rank, in order, disjoint and inside the array."""
+    end = 0
+    for start, stop in parts:
+        if not end <= start <= stop <= elements:
+            raise UsageError(f"the parts {list(parts)} are not in order, disjoint and within {elements} elements")
+        end = stop
+    if len(parts) != size:
+        raise UsageError(f"{len(parts)} parts for {size} ranks")
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise UsageError unless ``root`` is a rank."""
+    if not 0 <= root < size:
+        raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {size - 1}")
 
 
 def check_layout(array: Array) -> None:

@@ -11,19 +11,19 @@ import contextvars
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from graphc.errors import GraphcError, UsageError, WorldError
-from graphc.runtime.communicator import Array, QueuedCommunicator
+from graphc.runtime.communicator import QueuedCommunicator
+from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
 from graphc.runtime.world import THREAD_WORLD, World
 
 T = TypeVar("T")
 
 _COMMUNICATOR: contextvars.ContextVar[ThreadCommunicator | None] = contextvars.ContextVar("graphc_thread", default=None)
-_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 
 class ThreadGroup:
@@ -131,17 +131,32 @@ class ThreadCommunicator(QueuedCommunicator):
     def gone(self) -> frozenset[int]:
         return self.group.gone()
 
-    def _reduce(self, array: Array, op: str, what: str) -> None:
+    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
+        parts = even_parts(array.size, self.size)
+        self._reduce_scatter(array, op, what, parts, lengths)
+        self._all_gather(array, what, parts)
+
+    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
         arrays: list[Array] = self.group.meet(self.rank, f"{what} ({op} of {array.dtype}[{array.size}])", array)
-        # Each rank reduces one slice in rank order and writes it everywhere: nobody else reads or writes that slice.
-        part = slice(array.size * self.rank // self.size, array.size * (self.rank + 1) // self.size)
-        total = arrays[0][part]
-        for other in arrays[1:]:
-            _UFUNCS[op](total, other[part], out=total)
-        if op == "mean":
-            np.divide(total, self.size, out=total)
-        for other in arrays[1:]:
-            other[part] = total
+        # Each rank reduces one part, into its own array: nobody else reads or writes that part.
+        part = slice(*parts[self.rank])
+        rows = [other[part] for other in arrays]
+        if op == "adasum":
+            rows = [row.astype(np.float32 if array.dtype in LOW else array.dtype) for row in rows]
+            adasum_rows(rows, cuts_of(lengths or [array.size], parts[self.rank]), len(lengths or "1"), self._add_up)
+            array[part] = rows[0]
+        else:
+            combine([row.copy() for row in rows], op, array[part])
+        self.group.meet(self.rank, what, None)
+
+    def _add_up(self, sums: Array) -> None:
+        sums[...] = sum(self.group.meet(self.rank, "dot products of adasum", sums.copy()))
+
+    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
+        arrays = self.group.meet(self.rank, f"{what} of {array.dtype}[{array.size}]", array)
+        for rank, (start, stop) in enumerate(parts):
+            if rank != self.rank:
+                array[start:stop] = arrays[rank][start:stop]
         self.group.meet(self.rank, what, None)
 
     def _broadcast(self, array: Array, root: int, what: str) -> None:

@@ -11,35 +11,13 @@ import numpy as np
 import pytest
 
 from graphc.errors import MissingExtraError, WorldError
-from graphc.runtime.communicator import Communicator, agree, open_communicator
+from graphc.runtime.communicator import Communicator, NullCommunicator, agree, open_communicator
+from graphc.runtime.reductions import tree_pairs
 from graphc.runtime.world import World, find_world, threads_for
+from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import map_ranks, run_mpi
 
 pytestmark = pytest.mark.mpi
-
-SIZES = (1, 10, 4099, 700_003)  # the last is several slices and a rest
-OPS = ("sum", "mean", "min", "max", "prod")
-
-
-def share(rank: int, size: int, dtype: str) -> Any:
-    return np.random.default_rng(rank).normal(scale=3, size=size).astype(dtype)
-
-
-def reduce_everything(comm: Communicator) -> dict[tuple[str, str, int], tuple[float, str]]:
-    """Largest error against numpy, and a digest of the result, for every case."""
-    numpy: dict[str, Any] = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
-    found = {}
-    for size in SIZES:
-        for dtype in ("float32", "float64", "int64"):
-            for op in OPS if size < 10_000 else ("sum", "mean"):
-                if op == "mean" and dtype == "int64":
-                    continue
-                array = share(comm.rank, size, dtype)
-                comm.allreduce(array, op, f"{op} {size}")
-                expected = numpy[op](np.stack([share(rank, size, dtype) for rank in range(comm.size)]), axis=0)
-                error = float(np.max(np.abs(array - expected) / (1.0 + np.abs(expected))))
-                found[op, dtype, size] = (error, hashlib.sha256(array.tobytes()).hexdigest())
-    return found
 
 
 def queue_and_gather(comm: Communicator) -> dict[str, Any]:
@@ -71,11 +49,28 @@ def queue_and_gather(comm: Communicator) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_allreduce(ranks: int) -> None:
-    results = map_ranks(ranks, reduce_everything)
-    for case, (error, bits) in results[0].items():
-        assert error < 1e-5, case
-        assert all(other[case][1] == bits for other in results[1:]), f"{case}: ranks differ in bits"
+def test_every_collective(ranks: int) -> None:
+    results = map_ranks(ranks, everything)
+    for case, (error, digest) in results[0].items():
+        assert error <= 1, case
+        assert all(other[case][1] == digest for other in results[1:]), f"{case}: ranks differ in bits"
+
+
+def tree_of_blocks(comm: Communicator) -> str:
+    """Sum eight micro-shards, this rank's share of them here and the rest over the ranks."""
+    rows = [np.random.default_rng(k).normal(size=10_007).astype(np.float32) for k in range(8)]
+    each = 8 // comm.size
+    mine = rows[comm.rank * each : (comm.rank + 1) * each]
+    for into, other in tree_pairs(each):
+        mine[into] += mine[other]
+    comm.allreduce(mine[0], "tree")
+    return hashlib.sha256(mine[0].tobytes()).hexdigest()
+
+
+def test_a_tree_has_the_same_bits_on_any_number_of_workers() -> None:
+    alone = tree_of_blocks(NullCommunicator())
+    assert map_ranks(2, tree_of_blocks) == [alone] * 2
+    assert map_ranks(4, tree_of_blocks) == [alone] * 4
 
 
 def test_queue_gather_broadcast_agree() -> None:
