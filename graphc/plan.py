@@ -206,10 +206,16 @@ def _privatise(graph: ir.Graph) -> None:
         if producer is not None and producer.op_type == "AllReduceWait":
             continue
         fixed = producer is None or producer.op_type == "Constant"
-        uses = sum(user.op_type != "AnyNonFinite" for user, _ in value.uses())  # which reads the bucket itself
+        uses = sum(not _only_measures(user) for user, _ in value.uses())
         if fixed or uses > 1 or value.is_graph_output():
             op = Builder(graph, before=node, scope=f"copy/{value.name}")
             node.replace_input_with(index, op.Identity(value))
+
+
+def _only_measures(node: ir.Node) -> bool:
+    """Whether the node reads a bucket where it lies and leaves nothing but a number: a sum of squares, a test for NaN."""
+    declaration = declaration_of(node)
+    return declaration is not None and bool(declaration.combine)
 
 
 def update_groups(graph: ir.Graph) -> list[UpdateGroup]:

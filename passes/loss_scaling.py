@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
 from graphc.ir.state import scalar
+from graphc.passes._updates import is_reduced, move_to_end, operand, place_of, put, updates_of
 from graphc.pipeline import Context, graph_pass
 
 
@@ -46,23 +46,20 @@ def loss_scaling(
     scale = graph.initializers.get(LOSS_SCALE)
     if scale is None:
         return False
-    updates = [node for node in graph if is_update(node)]
-    _move_to_end(graph, updates)
+    updates = updates_of(graph)
+    move_to_end(graph, updates)
     op = Builder(graph, before=updates[0], scope="loss_scaling")
-    gradients = dict.fromkeys(v for n in updates if _reduces(n) and (v := n.inputs[1]) is not None)
+    gradients = dict.fromkeys(v for n in updates if is_reduced(n) and (v := n.inputs[1]) is not None)
     skip = op.graphc.AnyNonFinite(*gradients)
     divisors: dict[ir.Value | None, ir.Value] = {None: scale}
     for node in updates:
-        declaration = declaration_of(node)
-        assert declaration is not None
-        places = {formal.name: k for k, formal in enumerate(declaration.inputs)}
-        _put(node, places["skip"], skip)
-        if "divisor" in places:
-            old = node.inputs[places["divisor"]] if places["divisor"] < len(node.inputs) else None
+        put(node, "skip", skip)
+        if place_of(node, "divisor") is not None:
+            old = operand(node, "divisor")
             if old not in divisors:
                 assert old is not None
                 divisors[old] = op.Mul(old, op.cast_like(scale, old))
-            _put(node, places["divisor"], divisors[old])
+            put(node, "divisor", divisors[old])
     op.before = None
     op.emit(
         "LossScale",
@@ -74,25 +71,3 @@ def loss_scaling(
     )
     ctx.note(f"loss_scaling: {len(gradients)} gradients are tested before every update")
     return True
-
-
-def _reduces(node: ir.Node) -> bool:
-    declaration = declaration_of(node)
-    return declaration is not None and 1 in declaration.reduces
-
-
-def _put(node: ir.Node, index: int, value: ir.Value) -> None:
-    if len(node.inputs) <= index:
-        node.resize_inputs(index + 1)
-    node.replace_input_with(index, value)
-
-
-def _move_to_end(graph: ir.Graph, updates: list[ir.Node]) -> None:
-    """Updates, and what reads their results, behind everything else, in their order: they all wait for the test."""
-    late: set[ir.Node] = set()
-    for node in graph:
-        if is_update(node) or any(v is not None and v.producer() in late for v in node.inputs):
-            late.add(node)
-    order = [node for node in graph if node in late]
-    graph.remove(order)
-    graph.extend(order)

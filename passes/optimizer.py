@@ -21,7 +21,7 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, PLACEMENT
 from graphc.ir.facts import is_parameter, is_state
-from graphc.ir.names import BUCKET, GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
+from graphc.ir.names import BUCKET, CLIP_VALUE, GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
 from graphc.ir.state import add_initializer, scalar
 from graphc.pipeline import Context, graph_pass
 
@@ -48,7 +48,7 @@ class Optimizer:
         """Every option with its default."""
         found: dict[str, Any] = {"lr": self.lr}
         for name in self.ops:
-            found.update({k: v for k, v in OPS[name].attributes.items() if k != BUCKET and k not in PLACEMENT})
+            found.update({k: v for k, v in OPS[name].attributes.items() if k not in {BUCKET, CLIP_VALUE, *PLACEMENT}})
         return {**found, **self.own}
 
 

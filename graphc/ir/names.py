@@ -43,6 +43,9 @@ BUFFER = "graphc.buffer"
 BUCKET = "bucket"
 """Attribute of update and AllReduce nodes: name of the flat buffer their operands live in."""
 
+CLIP_VALUE = "clip_value"
+"""Attribute of optimizers' update nodes: limit of the gradient's elements, 0 for none."""
+
 MESH = "graphc.mesh"
 """Metadata key of the model: the mesh as text, ``"data=2"``."""
 

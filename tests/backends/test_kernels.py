@@ -17,6 +17,7 @@ from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.passes.decompose import decompose_graph
+from graphc.runtime.state import aligned_zeros
 
 ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
@@ -292,13 +293,15 @@ UPDATES: list[tuple[str, int, dict[str, Any]]] = [
     # op, number of state tensors, attributes
     ("SGD", 0, {}),
     ("SGD", 0, {"weight_decay": 0.1}),
+    ("SGD", 0, {"weight_decay": 0.1, "clip_value": 0.05}),
     ("Momentum", 1, {"momentum": 0.9}),
     ("Momentum", 1, {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1}),
-    ("Momentum", 1, {"momentum": 0.8, "nesterov": 1, "weight_decay": 0.1}),
+    ("Momentum", 1, {"momentum": 0.8, "nesterov": 1, "weight_decay": 0.1, "clip_value": 0.05}),
     ("Adam", 2, {"weight_decay": 0.1}),
+    ("Adam", 2, {"weight_decay": 0.1, "clip_value": 0.05}),
     ("AdamW", 2, {"beta1": 0.8}),
-    ("Adagrad", 1, {"lr_decay": 0.1, "weight_decay": 0.1}),
-    ("RMSprop", 1, {"alpha": 0.9}),
+    ("Adagrad", 1, {"lr_decay": 0.1, "weight_decay": 0.1, "clip_value": 0.05}),
+    ("RMSprop", 1, {"alpha": 0.9, "clip_value": 0.05}),
     ("RMSprop", 3, {"alpha": 0.9, "momentum": 0.5, "centered": 1, "weight_decay": 0.1}),
 ]
 
@@ -357,6 +360,26 @@ def _states(declaration: Any) -> list[int]:
 def test_running_average_and_step_counter(pool: ThreadPool) -> None:
     compare_update("RunningAverage", [normal(70), normal(70)], {"momentum": 0.7}, pool)
     compare_update("Increment", [np.array(41)], {}, pool)
+
+
+def test_sum_of_squares(pool: ThreadPool) -> None:
+    """Over slices of one flat buffer, padding between them, and over arrays of their own; exact to float64's rounding."""
+    flat = aligned_zeros(4 * 100_000).view(np.float32)
+    arrays = [flat[:50_001].reshape(3, -1), flat[50_016:90_000], normal(7), normal(40_000) * np.float32(1e20)]
+    for array in arrays[:2]:
+        array[...] = normal(*array.shape)
+    (total,) = native("graphc::SumOfSquares", arrays, {}, pool, [np.array(0.0)])
+    assert total == pytest.approx(sum(float(np.sum(a.astype(np.float64) ** 2)) for a in arrays), rel=1e-12)
+
+
+def test_sum_of_squares_does_not_depend_on_the_number_of_threads() -> None:
+    array = normal(300_001)
+    totals = []
+    for threads in (1, 2, 3):
+        pool = ThreadPool(threads)
+        totals.append(float(native("graphc::SumOfSquares", [array], {}, pool, [np.array(0.0)])[0]))
+        pool.close()
+    assert len(set(totals)) == 1
 
 
 def test_nonfinite_count(pool: ThreadPool) -> None:

@@ -9,8 +9,19 @@ from graphc.backends.onnxruntime.kernels import (
     normalization,
     pooling,
     random,
+    transforms,
     updates,
 )
 from graphc.backends.onnxruntime.kernels.updates import nonfinite_count
 
-__all__ = ["activations", "convolution", "losses", "nonfinite_count", "normalization", "pooling", "random", "updates"]
+__all__ = [
+    "activations",
+    "convolution",
+    "losses",
+    "nonfinite_count",
+    "normalization",
+    "pooling",
+    "random",
+    "transforms",
+    "updates",
+]

@@ -68,8 +68,9 @@ def _inverse(value: float) -> float:
 
 
 def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: Run, write: Callable[[Array], None]) -> Run:
-    """A run: fill the coefficients, then sweep."""
-    coefficients = np.zeros(9, dtype=np.float32)
+    """A run: fill the coefficients, then sweep. The last coefficient is the limit of the gradient's elements."""
+    coefficients = np.zeros(10, dtype=np.float32)
+    coefficients[9] = k.attributes.get("clip_value") or math.inf
     arguments, size, pool, skipped = (*arrays, coefficients), arrays[0].size, k.pool, _skipped(k)
 
     def run() -> None:
@@ -95,11 +96,19 @@ def sgd(k: Binding) -> Run:
 
 @jit
 @no_type_check
+def _limited(g, limit):
+    """``g`` within ±limit; NaN stays NaN."""
+    g = limit if g > limit else g
+    return -limit if g < -limit else g
+
+
+@jit
+@no_type_check
 def _sgd(param, grad, c, start, stop):
     param, grad = param[start:stop], grad[start:stop]
-    scale, decay, lr = c[0], c[1], c[2]
+    scale, decay, lr, limit = c[0], c[1], c[2], c[9]
     for i in range(param.size):
-        param[i] -= lr * (grad[i] * scale + decay * param[i])
+        param[i] -= lr * (_limited(grad[i] * scale, limit) + decay * param[i])
 
 
 @kernel("onnxruntime", "graphc::Momentum", inplace=_in_place("Momentum"))
@@ -124,9 +133,9 @@ def momentum_sgd(k: Binding) -> Run:
 @no_type_check
 def _momentum(param, grad, buffer, c, start, stop):
     param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
-    scale, decay, keep, take, of_gradient, of_buffer = c[0], c[1], c[2], c[3], c[4], c[5]
+    scale, decay, keep, take, of_gradient, of_buffer, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[9]
     for i in range(param.size):
-        g = grad[i] * scale + decay * param[i]
+        g = _limited(grad[i] * scale, limit) + decay * param[i]
         b = keep * buffer[i] + take * g
         buffer[i] = b
         param[i] -= of_gradient * g + of_buffer * b
@@ -162,10 +171,11 @@ def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
 @no_type_check
 def _adam(param, grad, first, second, c, start, stop):
     param, grad, first, second = param[start:stop], grad[start:stop], first[start:stop], second[start:stop]
-    scale, decay, step1, keep2, step2, size, correction, eps, shrink = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
+    scale, decay, step1, keep2, step2, size, correction = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
+    eps, shrink, limit = c[7], c[8], c[9]
     for i in range(param.size):
         p = param[i]
-        g = grad[i] * scale + decay * p
+        g = _limited(grad[i] * scale, limit) + decay * p
         m = first[i] + (g - first[i]) * step1
         v = second[i] * keep2 + g * g * step2
         first[i] = m
@@ -189,9 +199,9 @@ def adagrad(k: Binding) -> Run:
 @no_type_check
 def _adagrad(param, grad, total, c, start, stop):
     param, grad, total = param[start:stop], grad[start:stop], total[start:stop]
-    scale, decay, size, eps = c[0], c[1], c[2], c[3]
+    scale, decay, size, eps, limit = c[0], c[1], c[2], c[3], c[9]
     for i in range(param.size):
-        g = grad[i] * scale + decay * param[i]
+        g = _limited(grad[i] * scale, limit) + decay * param[i]
         s = total[i] + g * g
         total[i] = s
         param[i] -= size * (g / (np.sqrt(s) + eps))
@@ -213,12 +223,12 @@ def rmsprop(k: Binding) -> Run:
 @jit
 @no_type_check
 def _rmsprop(param, grad, square, average, buffer, c, start, stop):
-    scale, decay, keep, take, eps, momentum, lr = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
+    scale, decay, keep, take, eps, momentum, lr, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[9]
     centered, heavy = average.size > 0, buffer.size > 0
     param, grad, square = param[start:stop], grad[start:stop], square[start:stop]
     average, buffer = average[start:stop], buffer[start:stop]
     for i in range(param.size):
-        g = grad[i] * scale + decay * param[i]
+        g = _limited(grad[i] * scale, limit) + decay * param[i]
         s = square[i] * keep + g * g * take
         square[i] = s
         if centered:

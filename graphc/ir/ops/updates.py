@@ -3,8 +3,9 @@
 Common to all optimizers: ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is grad / divisor;
 ``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters, gradients and
 state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it).
-Scalars that depend on the step are computed in float64, as PyTorch does in Python. Where the rank-0 bool ``skip`` is given
-and true, parameters and state stay as they are.
+Scalars that depend on the step are computed in float64, as PyTorch does in Python. With ``clip_value`` above 0 each element
+of grad / divisor is limited to ±clip_value before anything else (``torch.nn.utils.clip_grad_value_``). Where the rank-0 bool
+``skip`` is given and true, parameters and state stay as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _like_parameter(outputs: int, *same: int) -> InferFunction:
     "SGD",
     inputs="param grad lr divisor? skip?",
     outputs="next_param",
-    attributes={"weight_decay": 0.0, "bucket": ""},
+    attributes={"weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
     infer=_like_parameter(1, 1),
     next_value={0: 0},
     reduces={1: "sum", 3: "sum"},
@@ -59,10 +60,11 @@ def sgd(
     skip: ir.Value | None = None,
     *,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> ir.Value:
     """g = grad/divisor + weight_decay·param;  param' = param − lr·g"""
-    g = _gradient(op, param, grad, divisor, weight_decay)
+    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     return _unless(op, skip, param, op.Sub(param, op.Mul(op.cast_like(lr, param), g)))
 
 
@@ -70,7 +72,7 @@ def sgd(
     "Momentum",
     inputs="param grad momentum_buffer step lr divisor? skip?",
     outputs="next_param next_momentum_buffer",
-    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "bucket": ""},
+    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
     infer=_like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
@@ -90,6 +92,7 @@ def momentum_sgd(
     dampening: float,
     nesterov: int,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.SGD`` with momentum.
@@ -97,7 +100,7 @@ def momentum_sgd(
     g = grad/divisor + weight_decay·param;  b' = g at step 1, else momentum·b + (1 − dampening)·g
     param' = param − lr·b', or with Nesterov param − lr·(g + momentum·b')
     """
-    g = _gradient(op, param, grad, divisor, weight_decay)
+    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     buffer = op.Add(op.Mul(momentum_buffer, momentum), op.Mul(g, 1.0 - dampening) if dampening else g)
     if dampening:  # without it a buffer of zeros already gives g at step 1
         buffer = op.Where(op.Equal(step, 1), g, buffer)
@@ -131,7 +134,7 @@ def _adam(
     "Adam",
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "bucket": ""},
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
     infer=_like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
@@ -152,6 +155,7 @@ def adam(
     beta2: float,
     eps: float,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
@@ -159,7 +163,7 @@ def adam(
     g = grad/divisor + weight_decay·param;  m' = β1·m + (1 − β1)·g;  v' = β2·v + (1 − β2)·g²
     param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
     """
-    g = _gradient(op, param, grad, divisor, weight_decay)
+    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     found = _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
     return _unless(op, skip, param, found[0]), _unless(op, skip, exp_avg, found[1]), _unless(op, skip, exp_avg_sq, found[2])
 
@@ -168,7 +172,7 @@ def adam(
     "AdamW",
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "bucket": ""},
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0, "bucket": ""},
     infer=_like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
@@ -189,10 +193,11 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
-    g, decayed = _gradient(op, param, grad, divisor, 0.0), param
+    g, decayed = _gradient(op, param, grad, divisor, 0.0, clip_value), param
     if weight_decay:
         keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
         decayed = op.Mul(param, op.cast_like(keep, param))
@@ -204,7 +209,7 @@ def adamw(
     "Adagrad",
     inputs="param grad sum step lr divisor? skip?",
     outputs="next_param next_sum",
-    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "bucket": ""},
+    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
     infer=_like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
@@ -223,13 +228,14 @@ def adagrad(
     lr_decay: float,
     eps: float,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011).
 
     g = grad/divisor + weight_decay·param;  s' = s + g²;  param' = param − lr/(1 + (t − 1)·lr_decay) · g / (√s' + eps)
     """
-    g = _gradient(op, param, grad, divisor, weight_decay)
+    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     total = op.Add(sum, op.Mul(g, g))
     size = _double(op, lr)
     if lr_decay:
@@ -252,7 +258,15 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
     "RMSprop",
     inputs="param grad square_avg grad_avg? momentum_buffer? lr divisor? skip?",
     outputs="next_param next_square_avg next_grad_avg? next_momentum_buffer?",
-    attributes={"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": 0, "weight_decay": 0.0, "bucket": ""},
+    attributes={
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "momentum": 0.0,
+        "centered": 0,
+        "weight_decay": 0.0,
+        "clip_value": 0.0,
+        "bucket": "",
+    },
     infer=_infer_rmsprop,
     next_value={0: 0, 1: 2, 2: 3, 3: 4},
     reduces={1: "sum", 6: "sum"},
@@ -274,6 +288,7 @@ def rmsprop(
     momentum: float,
     centered: int,
     weight_decay: float,
+    clip_value: float,
     bucket: str,
 ) -> tuple[ir.Value | None, ...]:
     """``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013).
@@ -283,7 +298,7 @@ def rmsprop(
     ``momentum`` (needs momentum_buffer): b' = momentum·b + g/(√s' + eps);  param' = param − lr·b'
     otherwise param' = param − lr·g/(√s' + eps).  An output whose state is left out is unused.
     """
-    g = _gradient(op, param, grad, divisor, weight_decay)
+    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     square = op.Add(op.Mul(square_avg, alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
     next_average, variance = None, square
     if grad_avg is not None:
@@ -328,9 +343,13 @@ def increment(op: Builder, step: ir.Value, skip: ir.Value | None = None, *, buck
     return _unless(op, skip, step, op.Add(step, 1))
 
 
-def _gradient(op: Builder, param: ir.Value, grad: ir.Value, divisor: ir.Value | None, weight_decay: float) -> ir.Value:
-    """grad / divisor + weight_decay · param"""
+def _gradient(
+    op: Builder, param: ir.Value, grad: ir.Value, divisor: ir.Value | None, weight_decay: float, clip_value: float
+) -> ir.Value:
+    """clip(grad / divisor) + weight_decay · param"""
     g = grad if divisor is None else op.Div(grad, op.cast_like(divisor, grad))
+    if clip_value:
+        g = op.Clip(g, op.scalar(-clip_value, g), op.scalar(clip_value, g))
     return op.Add(g, op.Mul(param, weight_decay)) if weight_decay else g
 
 
