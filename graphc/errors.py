@@ -40,6 +40,21 @@ class FeedError(GraphcError, ValueError):
     """A feed with a wrong name, shape, dtype or value."""
 
 
+class DataError(GraphcError):
+    """What reads the data failed; the message says in which batch, and the cause is the exception it raised.
+
+    Attributes:
+        epoch, batch: zero-based.
+        sample: index of the sample in the dataset or stream, where it is known.
+    """
+
+    def __init__(self, message: str, *, epoch: int = 0, batch: int = 0, sample: int | None = None) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+        self.batch = batch
+        self.sample = sample
+
+
 class NonFiniteError(GraphcError, ArithmeticError):
     """A NaN or an infinity appeared; the state is that of the last good step.
 

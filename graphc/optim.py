@@ -6,10 +6,12 @@ Each is one step of the pipeline (the ``optimizer`` pass does the work). On the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from graphc.errors import UsageError, nearest
 from graphc.losses import split_choice
 from graphc.pipeline import PASSES, Step
 
@@ -85,6 +87,62 @@ class RMSprop(Optimizer):
     centered: bool = False
     weight_decay: float = 0.0
 
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of each step: linear scaling, linear warm-up, decay; ``graphc.Trainer(schedule=…)`` takes it.
+
+    The rule of large batches (Goyal et al. 2017, https://arxiv.org/abs/1706.02677): a global batch k times as large takes a
+    rate k times as large, reached from the original one over the first steps.
+
+    Attributes:
+        lr: of a global batch of ``base_batch`` samples.
+        global_batch, base_batch: the peak rate is lr × global_batch ÷ base_batch; None: the peak is lr.
+        warmup_steps: steps of a straight line up to the peak, which the last of them reaches. It rises from ``lr`` where the
+            peak is larger, and from 0 where it is not.
+        decay: after the warm-up: ``constant``; ``cosine``, to 0 at ``total_steps``; ``step``, times ``gamma`` every
+            ``decay_steps``.
+    """
+
+    lr: float
+    global_batch: int | None = None
+    base_batch: int | None = None
+    warmup_steps: int = 0
+    decay: str = "constant"
+    total_steps: int | None = None
+    decay_steps: int | None = None
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        if (self.global_batch is None) != (self.base_batch is None):
+            raise UsageError("linear scaling needs both global_batch and base_batch")
+        if self.decay not in DECAYS:
+            raise UsageError(f"unknown decay {self.decay!r}{nearest(self.decay, DECAYS)}; it is {', '.join(DECAYS)}")
+        if self.decay == "cosine" and (self.total_steps or 0) <= self.warmup_steps:
+            raise UsageError(f"decay='cosine' needs total_steps above the {self.warmup_steps} of the warm-up")
+        if self.decay == "step" and not self.decay_steps:
+            raise UsageError("decay='step' needs decay_steps")
+
+    @property
+    def peak(self) -> float:
+        """The rate at the end of the warm-up."""
+        return self.lr * self.global_batch / self.base_batch if self.global_batch and self.base_batch else self.lr
+
+    def __call__(self, step: int) -> float:
+        """The rate of the step after ``step`` finished ones."""
+        if step < self.warmup_steps:
+            start = self.lr if self.peak > self.lr else 0.0
+            return start + (self.peak - start) * (step + 1) / self.warmup_steps
+        since = step - self.warmup_steps
+        if self.decay == "cosine" and self.total_steps is not None:
+            share = min(1.0, since / (self.total_steps - self.warmup_steps))
+            return self.peak * (1 + math.cos(math.pi * share)) / 2
+        if self.decay == "step" and self.decay_steps:
+            return float(self.peak * self.gamma ** (since // self.decay_steps))
+        return self.peak
+
+
+DECAYS = ("constant", "cosine", "step")
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.name: o for o in (SGD, Adam, AdamW, Adagrad, RMSprop)}
 """Name on the command line → optimizer."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ import graphc
 from graphc import frontends
 from graphc.backend import BACKENDS, Array, Backend, Run
 from graphc.compiler import Program
-from graphc.data import ArrayBatches, Batch
+from graphc.data import Batch, Shards
 from graphc.errors import FeedError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, STEP
@@ -29,6 +29,7 @@ from graphc.runtime.state import State
 from graphc.runtime.world import find_world, threads_for
 
 Callback = Callable[[dict[str, Any]], None]
+Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 
 def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
@@ -50,6 +51,7 @@ class Trainer:
         threads: threads of this worker; None takes its share of the cores.
         seed: of random ops (Dropout); None keeps the program's.
         check_finite: test loss and gradients before each update, so that a bad step changes nothing.
+        schedule: finished steps → learning rate of the next one, such as :class:`graphc.optim.Schedule`.
         wrap: hook around every plan step, for tracing.
 
     Raises:
@@ -64,6 +66,7 @@ class Trainer:
         threads: int | None = None,
         seed: int | None = None,
         check_finite: bool = True,
+        schedule: Callable[[int], float] | None = None,
         wrap: Callable[[str, str, Run], Run] | None = None,
     ) -> None:
         self.program = program
@@ -81,12 +84,15 @@ class Trainer:
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
         self.state = State(program.model)
         self._check_finite, self._wrap = check_finite, wrap
+        self._schedule = schedule
         self._training: dict[tuple[Any, ...], Executor] = {}
         self._evaluation: dict[tuple[Any, ...], Executor] = {}
         self._inputs = [(v.name or "", v) for v in program.model.graph.inputs]
         self._labels = label_checks(program.model.graph)
         self._collectives: list[str] | None = None
         self.steps_done = 0
+        self._shards: Shards | None = None
+        self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.arrays:
             self.state.arrays[SEED][...] = seed
         agree(self.comm, _signature(program), "program")
@@ -121,6 +127,8 @@ class Trainer:
         if executor is None:
             executor = self._plan(feeds, self.program.model, self._training)
         arrays = self._checked(executor, feeds)
+        if self._schedule is not None:
+            self.learning_rate = self._schedule(self.steps_done)
         position = self.state.arrays.get(SAMPLE_OFFSET)
         if position is not None:
             share = len(next(iter(arrays.values()))) if arrays else 0
@@ -134,7 +142,7 @@ class Trainer:
 
     def fit(
         self,
-        batches: ArrayBatches | Iterable[Mapping[str, Array] | Batch],
+        batches: Batches,
         *,
         epochs: int = 1,
         callbacks: Sequence[Callback] = (),
@@ -143,18 +151,23 @@ class Trainer:
         """Train for ``epochs`` passes over ``batches`` (this worker's shares).
 
         Args:
-            batches: :class:`~graphc.data.ArrayBatches`, or an iterable that can be walked once per epoch.
+            batches: :class:`~graphc.data.Shards`, which go on from their position (and from that of a checkpoint restored
+                before), or an iterable that can be walked once per epoch.
+            epochs: passes; the rest of an epoch counts as one.
             callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps and
                 ``{"event": "epoch", "epoch": e, "loss": …}`` with sample-weighted means at the end of each epoch.
 
         Returns:
             The last epoch's means.
         """
+        if isinstance(batches, Shards):
+            self.attach(batches)
         means: dict[str, float] = {}
         for epoch in range(epochs):
+            number = batches.position[0] if isinstance(batches, Shards) else epoch
             sums: dict[str, float] = {}
             count = 0
-            for item in batches.epoch(epoch) if isinstance(batches, ArrayBatches) else batches:
+            for item in batches:
                 batch = item if isinstance(item, Batch) else Batch(item, -1, len(next(iter(item.values()))) * self.size)
                 metrics = self.step(batch.feeds, offset=batch.offset if batch.offset >= 0 else None)
                 for name, value in metrics.items():
@@ -164,18 +177,20 @@ class Trainer:
                     for callback in callbacks:
                         callback({"event": "step", "step": self.steps_done, **metrics})
             if count == 0:
-                raise FeedError("fit got no batches; an iterator can be walked only once, give a list or ArrayBatches")
+                raise FeedError("fit got no batches; an iterator can be walked only once, give a list or graphc.data.shard(…)")
             means = {name: total / count for name, total in sums.items()}
             for callback in callbacks:
-                callback({"event": "epoch", "epoch": epoch + 1, **means})
+                callback({"event": "epoch", "epoch": number + 1, **means})
         return means
 
-    def evaluate(self, batches: ArrayBatches | Iterable[Mapping[str, Array] | Batch]) -> dict[str, float]:
+    def evaluate(self, batches: Batches) -> dict[str, float]:
         """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once."""
         names = [v.name or "" for v in self.program.inference.graph.outputs]
         sums = dict.fromkeys(names, 0.0)
-        for item in batches.epoch(0) if isinstance(batches, ArrayBatches) else batches:
+        for item in batches.epoch(0) if isinstance(batches, Shards) else batches:
             feeds = item.feeds if isinstance(item, Batch) else item
+            if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
+                continue  # this worker has no sample of the last batch
             executor = self._evaluation.get(_key(feeds))
             if executor is None:
                 executor = self._plan(feeds, self.program.inference, self._evaluation)
@@ -206,10 +221,24 @@ class Trainer:
             raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d in everyone]}")
         return digest
 
+    def attach(self, shards: Shards) -> None:
+        """Let checkpoints hold the position of ``shards``; after a restore, move them to the position that it found.
+
+        :meth:`fit` does this with what it trains on; a loop of one's own calls it before the first batch.
+
+        Raises:
+            UsageError: the position is one in other data, or in another order.
+        """
+        if self._position is not None:
+            shards.load_state_dict(self._position)
+        self._shards, self._position = shards, None
+
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (all state, by name, independent of the number of workers); atomic, by rank 0."""
         if self.rank == 0:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
+            if self._shards is not None:
+                meta["data"] = self._shards.state_dict()
             checkpoint.save(folder, self.state.snapshot(), meta)
         self.comm.barrier()
 
@@ -222,9 +251,11 @@ class Trainer:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise UsageError(f"the checkpoint lacks {missing[0]!r}{more}; was it made for another model?")
             self.state.load(arrays)
-            self.steps_done = int(meta.get("steps", 0))
+            self.steps_done, self._position = int(meta.get("steps", 0)), meta.get("data")
         self._broadcast()
-        self.steps_done = int(self.comm.allgather_object(self.steps_done)[0])
+        self.steps_done, self._position = self.comm.allgather_object((self.steps_done, self._position))[0]
+        if self._shards is not None:
+            self.attach(self._shards)
 
     def trained_values(self) -> dict[str, Array]:
         """The model's own initializers as they stand now, under the file's names."""

@@ -4,58 +4,26 @@ from __future__ import annotations
 
 import io
 import sys
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array
+from graphc.data.files import open_arrays
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import describe_value, dims
 from graphc.ir.ops.losses import label_checks
 
 
-def read_npz(path: str) -> dict[str, Array]:
-    """The arrays of an ``.npz`` file (``"-"``: standard input) by name.
+def read_arrays(path: str) -> dict[str, Array]:
+    """The arrays of an ``.npz`` file (``"-"``: standard input) or of a folder of ``.npy`` files, by name.
 
     Raises:
         FeedError: no such file, no ``.npz``, damaged, or an array of Python objects.
     """
-    where = "standard input" if path == "-" else path
-    try:
-        if path == "-":
-            return _read(io.BytesIO(sys.stdin.buffer.read()), where)
-        with Path(path).open("rb") as file:
-            return _read(file, where)
-    except FileNotFoundError:
-        folder = Path(path).parent
-        near = [p.name for p in folder.glob("*.npz")] if folder.is_dir() else []
-        raise FeedError(f"no such file: {path}{nearest(Path(path).name, near)}") from None
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise FeedError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _read(file: IO[bytes], where: str) -> dict[str, Array]:
-    if not zipfile.is_zipfile(file):
-        raise FeedError(f"{where} is no .npz file, or a damaged one; write it with numpy.savez(file, name=array, …)")
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as archive:
-        return {name: _member(archive, name, where) for name in archive.files}
-
-
-def _member(archive: Mapping[str, Array], name: str, where: str) -> Array:
-    try:
-        array = archive[name]
-    except ValueError as error:
-        if "pickle" in str(error) or "object" in str(error).lower():
-            raise FeedError(f"array {name!r} of {where} holds Python objects; store numbers of one type") from None
-        raise FeedError(f"array {name!r} of {where} is damaged: {error}") from None
-    if not isinstance(array, np.ndarray):
-        raise FeedError(f"{name!r} of {where} is not a numpy array")
-    return array
+    return open_arrays(io.BytesIO(sys.stdin.buffer.read()) if path == "-" else path)
 
 
 def gather_sequences(graph: ir.Graph, arrays: Mapping[str, Array]) -> dict[str, Any]:

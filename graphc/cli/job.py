@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,15 +17,16 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc import compiler, frontends, optim
+from graphc import compiler, frontends, losses, optim
 from graphc.backend import BACKENDS, Array
 from graphc.cli import options, output
-from graphc.cli.arrays import check_labels, match_inputs, read_npz
+from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.report import Reporter
 from graphc.compiler import Program
-from graphc.data import ArrayBatches
+from graphc.data import Shards, shard
 from graphc.errors import GraphcError, ModelError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
+from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.pipeline import Step
 from graphc.runtime.communicator import Communicator
@@ -65,6 +65,10 @@ class Job:
     eval_data: str | None = None
     checkpoint: str | None = None
     resume: str | None = None
+    tail: str = "keep"
+    prefetch: int = 0
+    scale_lr_from: int | None = None
+    warmup_steps: int = 0
     output: str | None = None
     form: str = "text"
 
@@ -76,6 +80,7 @@ class Prepared:
     program: Program
     arrays: Mapping[str, Array]
     evaluation: Mapping[str, Array] | None
+    schedule: optim.Schedule | None = None
 
 
 def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, float], None] | None = None) -> Prepared:
@@ -90,6 +95,8 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
     """
     note = (lambda text: None) if quiet else output.note
     optimizer, loss, batch = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), options.batch_of(job.batch)
+    if job.tail == "pad":
+        loss = _ignoring_padding(loss)
     if job.backend != "auto":
         BACKENDS[job.backend]
     _check_places(job)
@@ -123,14 +130,29 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         after=after,
     )
     graph = program.model.graph
-    arrays = match_inputs(read_npz(job.data), graph, job.data, note)
-    _batches(job, arrays, 0)
+    arrays = match_inputs(read_arrays(job.data), graph, job.data, note)
+    _training_batches(job, program, arrays, 0)
     evaluation = None
     if job.eval_data is not None:
-        evaluation = match_inputs(read_npz(job.eval_data), program.inference.graph, job.eval_data, note)
+        evaluation = match_inputs(read_arrays(job.eval_data), program.inference.graph, job.eval_data, note)
         check_labels(graph, evaluation, job.eval_data)
         _batches(job, evaluation, 0)
-    return Prepared(program, arrays, evaluation)
+    return Prepared(program, arrays, evaluation, _schedule(job, optimizer.lr))
+
+
+def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
+    """The loss with a label that does not count, which padding gets."""
+    if not isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL):
+        raise UsageError(f"--tail pad needs a loss over class labels, which can ignore padding; {loss.kind} is none")
+    return loss if loss.ignore_index is not None else dataclasses.replace(loss, ignore_index=-100)
+
+
+def _schedule(job: Job, lr: float) -> optim.Schedule | None:
+    """What ``--scale-lr-from`` and ``--warmup-steps`` ask for."""
+    if job.scale_lr_from is None and job.warmup_steps == 0:
+        return None
+    batch = job.batch_size if job.scale_lr_from is not None else None
+    return optim.Schedule(lr, global_batch=batch, base_batch=job.scale_lr_from, warmup_steps=job.warmup_steps)
 
 
 def fixed_batch(model: ir.Model) -> int | None:
@@ -162,8 +184,24 @@ def _check_places(job: Job) -> None:
         raise UsageError(f"--resume {job.resume}: there is no such checkpoint")
 
 
-def _batches(job: Job, arrays: Mapping[str, Array], rank: int, *, shuffle: bool = False) -> ArrayBatches:
-    return ArrayBatches(arrays, job.batch_size, rank=rank, size=job.workers, shuffle=shuffle, seed=job.seed)
+def _batches(job: Job, arrays: Mapping[str, Array], rank: int) -> Shards:
+    """The shares of an evaluation: every sample once, in the order of the file."""
+    return shard(arrays, global_batch=job.batch_size, rank=rank, size=job.workers, shuffle=False)
+
+
+def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int) -> Shards:
+    ignored = {name: ignore for name, (_, _, ignore) in label_checks(program.model.graph).items() if ignore is not None}
+    return shard(
+        arrays,
+        global_batch=job.batch_size,
+        rank=rank,
+        size=job.workers,
+        shuffle=job.shuffle,
+        seed=job.seed,
+        tail=job.tail,
+        prefetch=job.prefetch,
+        padding=ignored,
+    )
 
 
 def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> None:
@@ -175,10 +213,14 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     start = time.perf_counter()
     failure: NonFiniteError | None = None
     program = prepared.program
-    with Trainer(program, comm=comm, seed=job.seed) as trainer, without_tracebacks():
+    with Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule) as trainer, without_tracebacks():
+        batches = _training_batches(job, program, prepared.arrays, trainer.rank)
+        trainer.attach(batches)
         if job.resume is not None:
             trainer.restore(job.resume)
-        batches = _batches(job, prepared.arrays, trainer.rank, shuffle=job.shuffle)
+            if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position
+                epoch, done = divmod(trainer.steps_done, len(batches))
+                batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
         with Reporter(job.form, job.epochs * len(batches), job.log_every, done=trainer.steps_done) as reporter:
             try:
                 _epochs(job, prepared, trainer, batches, reporter)
@@ -221,14 +263,13 @@ def without_tracebacks() -> Iterator[None]:
         raise GraphcError(output.unexpected(error)) from None
 
 
-def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: ArrayBatches, reporter: Reporter) -> None:
-    """Train up to ``job.epochs`` epochs in total, from where the trainer stands."""
-    first, skipped = divmod(trainer.steps_done, len(batches))
-    for epoch in range(first, job.epochs):
+def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
+    """Train up to ``job.epochs`` epochs in total, from where the data stands."""
+    for epoch in range(batches.position[0], job.epochs):
         start = time.perf_counter()
         sums: dict[str, float] = {}
         samples = 0
-        for batch in itertools.islice(batches.epoch(epoch), skipped if epoch == first else 0, None):
+        for batch in batches:
             metrics = trainer.step(batch.feeds, offset=batch.offset)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value * batch.global_size

@@ -29,14 +29,14 @@ def command(
     import numpy as np
 
     from graphc import frontends
-    from graphc.cli.arrays import convert, gather_sequences, read_npz
+    from graphc.cli.arrays import convert, gather_sequences, read_arrays
     from graphc.errors import UsageError
     from graphc.frontends.onnx import atomic_write
     from graphc.inference import run_model
 
     if model == "-" and inputs == "-":
         raise UsageError("MODEL and --inputs cannot both come from standard input")
-    loaded, feeds = frontends.load(model), read_npz(inputs)
+    loaded, feeds = frontends.load(model), read_arrays(inputs)
     for value in loaded.graph.inputs:
         if value.name in feeds and value.dtype is not None and feeds[value.name].dtype.kind != "U":
             feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)

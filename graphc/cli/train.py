@@ -23,13 +23,21 @@ def command(
     data: Annotated[
         str,
         typer.Option(
-            "--data", metavar="D.npz", show_default=False, help="One array per graph input plus the label; axis 0 = sample."
+            "--data",
+            metavar="D.npz|FOLDER",
+            show_default=False,
+            help="One array per graph input plus the label; axis 0 = sample. Or a folder of NAME.npy files, left on disk.",
         ),
     ],
     loss: options.LossText,
     optimizer: options.OptimizerText,
     epochs: Annotated[int, typer.Option("--epochs", help="In total, those before --resume included.", min=1)] = 1,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of one step over all workers.", min=1)] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Samples of one step over all workers. Default: 32.", min=1)
+    ] = None,
+    per_worker_batch: Annotated[
+        int | None, typer.Option("--per-worker-batch", help="Samples of one step on one worker, instead.", min=1)
+    ] = None,
     workers: Annotated[
         int | None, typer.Option("-n", "--workers", help="Default: 1, or the world this process was started in.", min=1)
     ] = None,
@@ -40,6 +48,22 @@ def command(
     initialize: options.Initialize = None,
     seed: options.Seed = 0,
     no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False,
+    tail: Annotated[
+        str,
+        typer.Option(
+            "--tail", metavar="TAIL", help="What becomes of samples that fill no batch: keep, drop, pad or weight-zero."
+        ),
+    ] = "keep",
+    prefetch: Annotated[int, typer.Option("--prefetch", metavar="N", help="Batches that a thread reads ahead.", min=0)] = 0,
+    scale_lr_from: Annotated[
+        int | None,
+        typer.Option(
+            "--scale-lr-from", metavar="B0", help="The learning rate is meant for batches of B0: scale it linearly.", min=1
+        ),
+    ] = None,
+    warmup_steps: Annotated[
+        int, typer.Option("--warmup-steps", metavar="N", help="Reach the learning rate on a straight line.", min=0)
+    ] = 0,
     log_every: Annotated[
         int, typer.Option("--log-every", metavar="K", help="Report every K steps; 0: every 10 in JSON, never in text.", min=0)
     ] = 0,
@@ -78,6 +102,10 @@ def command(
         raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
     if world.size > 1 and workers is not None and workers != world.size:
         raise UsageError(f"-n {workers} inside a world of {world.size} workers; leave -n out, or start without mpiexec")
+    size = world.size if world.size > 1 else workers or 1
+    if batch_size is not None and per_worker_batch is not None:
+        raise UsageError("--batch-size is over all workers, --per-worker-batch on one of them; give one of the two")
+    batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32
     job = Job(
         model=model,
         data=data,
@@ -85,7 +113,7 @@ def command(
         optimizer=optimizer,
         epochs=epochs,
         batch_size=batch_size,
-        workers=world.size if world.size > 1 else workers or 1,
+        workers=size,
         backend=backend,
         initialize=initialize,
         seed=seed,
@@ -94,7 +122,7 @@ def command(
         batch=batch,
         bucket_mb=bucket_mb,
         precision=precision,
-        recompute=_with_batch(recompute, batch_size, world.size if world.size > 1 else workers or 1),
+        recompute=_with_batch(recompute, batch_size, size),
         strategy=strategy,
         accumulate=accumulate,
         sync_batchnorm=sync_batchnorm,
@@ -107,6 +135,10 @@ def command(
         eval_data=eval_data,
         checkpoint=checkpoint,
         resume=resume,
+        tail=tail,
+        prefetch=prefetch,
+        scale_lr_from=scale_lr_from,
+        warmup_steps=warmup_steps,
         output=out,
         form=form.value,
     )

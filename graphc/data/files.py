@@ -1,0 +1,107 @@
+"""Arrays in files, mapped instead of loaded: several workers of a machine then share one copy in the page cache."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from graphc.backend import Array
+from graphc.errors import FeedError, nearest
+
+MAPPED_FROM = 16 << 20
+"""Bytes from which an array of an ``.npz`` file is mapped. A smaller one is read, which checks it against its checksum."""
+
+
+def open_arrays(path: str | Path | io.BytesIO) -> dict[str, Array]:
+    """The arrays of an ``.npz`` file by name, or those of a folder of ``.npy`` files by file name without suffix.
+
+    Arrays of ``.npy`` files, and large ones of an ``.npz`` file that ``numpy.savez`` wrote (uncompressed), stay on disk until
+    their rows are read; they cannot be written to.
+
+    Args:
+        path: file or folder; or the bytes of a file, from standard input.
+
+    Raises:
+        FeedError: no such file or folder, a damaged one, or an array of Python objects.
+    """
+    if isinstance(path, io.BytesIO):
+        return _archive(path, "standard input")
+    place = Path(path)
+    try:
+        if place.is_dir():
+            return _folder(place)
+        place.stat()
+        return _archive(place, str(path))
+    except FileNotFoundError:
+        near = [p.name for p in place.parent.glob("*") if p.suffix == ".npz" or p.is_dir()] if place.parent.is_dir() else []
+        raise FeedError(f"no such file: {path}{nearest(place.name, near)}") from None
+    except OSError as error:
+        raise FeedError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _folder(folder: Path) -> dict[str, Array]:
+    files = sorted(folder.glob("*.npy"))
+    if not files:
+        raise FeedError(
+            f"the folder {folder} has no .npy file; save one array per input: numpy.save('{folder}/NAME.npy', array)"
+        )
+    found: dict[str, Array] = {}
+    for file in files:
+        try:
+            found[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise _bad(file.stem, str(folder), error) from None
+    return found
+
+
+def _archive(file: Path | io.BytesIO, where: str) -> dict[str, Array]:
+    if not zipfile.is_zipfile(file):
+        raise FeedError(f"{where} is no .npz file, or a damaged one; write it with numpy.savez(file, name=array, …)")
+    found: dict[str, Array] = {}
+    try:
+        with zipfile.ZipFile(file) as archive, np.load(file, allow_pickle=False) as arrays:
+            for entry in archive.infolist():
+                name = entry.filename.removesuffix(".npy")
+                mapped = _map_member(file, entry, name, where) if isinstance(file, Path) else None
+                found[name] = _member(arrays, name, where) if mapped is None else mapped
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise FeedError(f"cannot read {where}: {error}") from None
+    return found
+
+
+def _member(arrays: Mapping[str, Array], name: str, where: str) -> Array:
+    try:
+        array = arrays[name]
+    except ValueError as error:
+        raise _bad(name, where, error) from None
+    if not isinstance(array, np.ndarray):
+        raise FeedError(f"{name!r} of {where} is not a numpy array")
+    return array
+
+
+def _map_member(path: Path, entry: zipfile.ZipInfo, name: str, where: str) -> Array | None:
+    """A large, uncompressed member of a zip archive as a mapped array: its bytes lie in the file as they are."""
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < MAPPED_FROM:
+        return None
+    with path.open("rb") as file:
+        file.seek(entry.header_offset)
+        header = file.read(30)  # of the member: fixed part, then its name and an extra field
+        file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), 1)
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None:
+            return None
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject:
+            raise _bad(name, where, ValueError("objects"))
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+
+
+def _bad(name: str, where: str, error: Exception) -> FeedError:
+    if "pickle" in str(error) or "object" in str(error).lower():
+        return FeedError(f"array {name!r} of {where} holds Python objects; store numbers of one type")
+    return FeedError(f"array {name!r} of {where} is damaged: {error}")

@@ -1,0 +1,167 @@
+"""What can be sharded: arrays, files, indexable and iterable samples, PyTorch's Dataset and DataLoader."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from graphc.backend import Array
+from graphc.data.files import open_arrays
+from graphc.errors import DataError, FeedError, UsageError
+
+
+class Source(Protocol):
+    """Where samples come from: ``samples`` of them that are read by index, or (None) a :class:`StreamSource`."""
+
+    samples: int | None
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
+        """Arrays by input for each entry of ``rows``: indices, or the samples of a stream. No entry is empty."""
+
+
+class ArraySource:
+    """Arrays by graph input that share their first axis: in memory, or mapped from files and read batch by batch.
+
+    Raises:
+        FeedError: arrays of different length, or without a first axis.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        lengths = {name: len(a) if np.ndim(a) else -1 for name, a in arrays.items()}
+        if len(set(lengths.values())) != 1 or -1 in lengths.values():
+            raise FeedError(f"arrays must have one entry per sample along axis 0; their lengths are {lengths}")
+        self.samples: int | None = next(iter(lengths.values()))
+        self._arrays = dict(arrays)
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
+        for indices in rows:
+            # np.asarray: what is taken from a memory-mapped array is an ordinary one.
+            yield {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
+
+
+def source_of(source: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
+    """The source, and whether it is shuffled when nobody says."""
+    if isinstance(source, str | Path):
+        return ArraySource(open_arrays(source)), True
+    if isinstance(source, Mapping):
+        return ArraySource(source), True
+    if is_loader(source):
+        from graphc.data.torch import loader_source
+
+        return loader_source(source, names)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return SampleSource(source, names), True
+    if callable(source) or isinstance(source, Iterable):
+        return StreamSource(source, names), False
+    raise UsageError(
+        f"cannot shard a {type(source).__name__}: give arrays by input, a path, samples, or an iterable of samples"
+    )
+
+
+def is_loader(source: Any) -> bool:
+    """Whether ``source`` is a ``torch.utils.data.DataLoader``."""
+    torch = sys.modules.get("torch.utils.data")  # whoever has a DataLoader has imported it
+    return torch is not None and isinstance(source, torch.DataLoader)
+
+
+class SampleSource:
+    """Samples with ``len()`` and ``[index]``, such as a list or a ``torch.utils.data.Dataset``."""
+
+    def __init__(self, samples: Any, names: Sequence[str] | None = None) -> None:
+        self.samples: int | None = len(samples)
+        self._samples, self._names = samples, names
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
+        for indices in rows:
+            yield collate([self._sample(int(k)) for k in indices], self._names)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._samples[index]
+        except Exception as error:
+            raise DataError(f"sample {index}: {type(error).__name__}: {error}", sample=index) from error
+
+
+class StreamSource:
+    """An iterable of samples, or a function that makes one for each epoch."""
+
+    samples: int | None = None
+
+    def __init__(
+        self,
+        stream: Iterable[Any] | Callable[[], Iterable[Any]],
+        names: Sequence[str] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._stream, self._names = stream, names
+        self._join = join
+        self._opened = False
+
+    def open(self) -> Iterator[Any]:
+        """The samples from the beginning.
+
+        Raises (while walking):
+            UsageError: an iterator that was walked before.
+            DataError: the stream failed; names the sample by its place in the stream.
+        """
+        stream: Any = self._stream() if callable(self._stream) else self._stream
+        iterator = iter(stream)
+        if iterator is stream and not callable(self._stream):
+            if self._opened:
+                raise UsageError("an iterator can be walked only once; give a function that makes one for each epoch")
+            self._opened = True
+        return self._numbered(iterator)
+
+    def _numbered(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        number = 0
+        while True:
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise DataError(f"sample {number}: {type(error).__name__}: {error}", sample=number) from error
+            yield sample
+            number += 1
+
+    def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
+        for samples in rows:
+            yield collate(samples, self._names) if self._join is None else feeds_of(self._join(list(samples)), self._names)
+
+
+def collate(samples: Sequence[Any], names: Sequence[str] | None) -> dict[str, Array]:
+    """Stack samples (mappings, or tuples in the order of ``names``) into one array per input.
+
+    Raises:
+        FeedError: samples without names, or of different form.
+    """
+    parts = [feeds_of(sample, names) for sample in samples]
+    first = parts[0]
+    for part in parts:
+        if part.keys() != first.keys():
+            raise FeedError(f"samples must have the same inputs; one has {', '.join(first)}, another {', '.join(part)}")
+    return {name: np.stack([part[name] for part in parts]) for name in first}
+
+
+def feeds_of(item: Any, names: Sequence[str] | None) -> dict[str, Array]:
+    """A mapping, or a tuple in the order of ``names``, as arrays by input.
+
+    Raises:
+        FeedError: a tuple without names, or of another length.
+    """
+    if isinstance(item, Mapping):
+        return {str(name): _array(value) for name, value in item.items()}
+    values = item if isinstance(item, tuple | list) else (item,)
+    if names is None or len(names) != len(values):
+        raise FeedError(f"a sample has {len(values)} element(s) and names= gives {len(names or ())}: one input name for each")
+    return {name: _array(value) for name, value in zip(names, values, strict=True)}
+
+
+def _array(value: Any) -> Array:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value)
