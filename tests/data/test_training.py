@@ -16,7 +16,7 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
 from graphc.data import shard
-from graphc.errors import DataError, UsageError
+from graphc.errors import UsageError
 from graphc.optim import Schedule
 from graphc.runtime.threads import run_threads
 from tests.cli.models import write_blobs, write_mlp
@@ -130,7 +130,7 @@ def failing(comm: Any, trained: graphc.Program) -> None:
 
 
 def test_a_failing_loader_of_one_worker_ends_all(exported: Callable[[str], str]) -> None:
-    with pytest.raises(DataError, match="batch 1 of epoch 0, sample 14: OSError: the disk is gone"):
+    with pytest.raises(graphc.GraphcError, match="batch 1 of epoch 0, sample 14: OSError: the disk is gone"):
         run_threads(2, lambda comm: failing(comm, program(exported("mlp"))))
 
 
