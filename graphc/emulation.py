@@ -25,6 +25,9 @@ AS_THEY_ARE = frozenset(
 )
 """Ops that do no arithmetic on their operand, or convert it themselves."""
 
+CONVERSIONS = frozenset({"Narrow", "Widen"})
+"""The same among the ops of graphc."""
+
 
 def emulate_halves(graph: ir.Graph, computes: Callable[[ir.Node], bool]) -> bool:
     """Let every half-precision node for which ``computes(node)`` is false work in float32 between two casts."""
@@ -64,7 +67,7 @@ def _is_half(value: ir.Value | None) -> bool:
 
 def _is_plain(node: ir.Node) -> bool:
     """Whether the node computes tensors from tensors, without a body and without an effect."""
-    if has_effect(node) or node.op_type == "Recompute" or (not node.domain and node.op_type in AS_THEY_ARE):
+    if has_effect(node) or node.op_type == "Recompute" or node.op_type in (CONVERSIONS if node.domain else AS_THEY_ARE):
         return False
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
         return False

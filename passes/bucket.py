@@ -5,7 +5,8 @@
 
 Buckets fill in the order in which the backward pass produces the gradients (the reverse of the forward order), so the
 first bucket is complete, and under way, while earlier layers are still being differentiated. One bucket holds operands
-of one element type, one reduction and one kind of update. The scalars of the loss travel in a bucket of their own.
+of one element type, one reduction and one kind of update. The scalars of the loss travel in a bucket of their own. Where
+gradients travel in a low type (``compress``), the conversions of a bucket are merged as well.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     for node in updates:
         key = _key(node)
         size = _bytes(node)
-        limit = (first_mb if not any(k == key for k, _ in closed) else mb) * 1e6
+        limit = (min(first_mb, mb) if not any(k == key for k, _ in closed) else mb) * 1e6
         if key in open_buckets and filled[key] + size > limit:
             closed.append((key, open_buckets.pop(key)))
         open_buckets.setdefault(key, []).append(node)
@@ -73,16 +74,29 @@ def _gradient(node: ir.Node) -> ir.Value:
     return value
 
 
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node of a ``graphc`` op that gives the value; None where another does."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and node.domain == "graphc" else None
+
+
 def _reduction_of(node: ir.Node) -> ir.Node | None:
-    producer = _gradient(node).producer()
-    return producer if producer is not None and producer.op_type == "AllReduce" and producer.domain == "graphc" else None
+    """The AllReduce of an update's gradient, which may have travelled in a low type."""
+    value: ir.Value | None = _gradient(node)
+    widened = _producer(value, "Widen")
+    return _producer(widened.inputs[0] if widened is not None else value, "AllReduce")
 
 
 def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
-    value = _gradient(node)
     reduction = _reduction_of(node)
-    source = reduction.inputs[value.index() or 0] if reduction is not None else value
-    producer = source.producer() if source is not None else None
+    source = reduction.inputs[0] if reduction is not None else _gradient(node)
+    narrowed = _producer(source, "Narrow")
+    return _position(narrowed.inputs[0] if narrowed is not None else source, position)
+
+
+def _position(value: ir.Value | None, position: dict[ir.Node, int]) -> int:
+    """Where the value is computed; −1 for what no node computes."""
+    producer = value.producer() if value is not None else None
     return position.get(producer, -1) if producer is not None else -1
 
 
@@ -94,7 +108,8 @@ def _key(node: ir.Node) -> tuple[str, ...]:
     present = "".join("-" if v is None else "x" for v in node.inputs)
     how = ""
     if reduction is not None:
-        how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}"
+        dtype = reduction.outputs[0].dtype
+        how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}/{dtype}"
     return (node.op_type, str(_gradient(node).dtype), how, present, repr(sorted(attributes.items())))
 
 
@@ -143,6 +158,31 @@ def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: st
     for reduction, result in zip(reductions, results, strict=True):
         reduction.outputs[0].replace_all_uses_with(result)
         graph.remove(reduction, safe=True)
+    merged = results[0].producer()
+    assert merged is not None
+    _merge_conversions(graph, op, [_producer(v, "Narrow") for v in merged.inputs], f"narrow/{name}")
+    _merge_conversions(graph, op, [_consumer(v, "Widen") for v in merged.outputs], f"widen/{name}")
+
+
+def _consumer(value: ir.Value, op_type: str) -> ir.Node | None:
+    users = value.consumers()
+    return users[0] if len(users) == 1 and users[0].op_type == op_type and users[0].domain == "graphc" else None
+
+
+def _merge_conversions(graph: ir.Graph, op: Builder, nodes: Sequence[ir.Node | None], name: str) -> None:
+    """Replace single-operand conversions to or from a low type by one, as soon as all operands exist."""
+    found = [n for n in nodes if n is not None]
+    if not found or len(found) < len(nodes):
+        return
+    order = list(graph)
+    position = {node: k for k, node in enumerate(order)}
+    first = found[0]
+    op.before, op.scope = order[max(_position(n.inputs[0], position) for n in found) + 1], ""
+    attributes = {k: a.value for k, a in first.attributes.items()}
+    results = op.emit(first.op_type, [n.inputs[0] for n in found], attributes, domain="graphc", name=name)
+    for node, result in zip(found, results, strict=True):
+        node.outputs[0].replace_all_uses_with(result)
+    graph.remove(found, safe=True)
 
 
 def _sink(graph: ir.Graph, reductions: Sequence[ir.Node], position: dict[ir.Node, int]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numba
 import numpy as np
 import onnx_ir as ir
@@ -90,7 +91,7 @@ def native(
     first = [a.copy() for a in outputs]
     run()
     for a, b in zip(first, outputs, strict=True):
-        np.testing.assert_array_equal(a, b)  # the same in every run
+        assert a.tobytes() == b.tobytes()  # the same in every run
     return outputs
 
 
@@ -360,6 +361,24 @@ def _states(declaration: Any) -> list[int]:
 def test_running_average_and_step_counter(pool: ThreadPool) -> None:
     compare_update("RunningAverage", [normal(70), normal(70)], {"momentum": 0.7}, pool)
     compare_update("Increment", [np.array(41)], {}, pool)
+
+
+@pytest.mark.parametrize("low", [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
+def test_conversions_to_and_from_low_types(low: Any, pool: ThreadPool) -> None:
+    """Every number of the low type and a million random bit patterns, against ml_dtypes and numpy bit for bit."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(low)
+    (wide,) = native("graphc::Widen", [every], {"to": int(ir.DataType.FLOAT)}, pool, [np.zeros(every.size, np.float32)])
+    edges = np.array([65504, 65519.996, 65520, 1e30, 2**-24, 2**-25, 1.001 * 2**-25, -(2**-14), 1e-40], dtype=np.float32)
+    bits = rng.integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([edges, bits])
+    to = int(ir.DataType.from_numpy(low))
+    (narrow,) = native("graphc::Narrow", [x], {"to": to}, pool, [np.zeros(x.size, low)])
+    with np.errstate(all="ignore"):
+        wanted = [(wide, every.astype(np.float32), np.uint32), (narrow, x.astype(low), np.uint16)]
+    for got, want, unsigned in wanted:
+        nan = np.isnan(want.astype(np.float32))
+        np.testing.assert_array_equal(got.view(unsigned)[~nan], want.view(unsigned)[~nan])
+        assert np.isnan(got.astype(np.float32)[nan]).all()
 
 
 def test_sum_of_squares(pool: ThreadPool) -> None:

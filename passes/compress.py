@@ -1,0 +1,66 @@
+"""compress: let less travel than the gradients.
+
+    before   dW ─► AllReduce ─► Adam(W, ·)
+    fp16     dW ─► Narrow(float16) ─► AllReduce ─► Widen ─► Adam(W, ·)                and bf16 alike
+
+Low types halve the bytes. Sums over the ranks are made in float32 and rounded once; gradients here are sums over samples, not
+means, so it is large batches that overflow float16 (65504), which the finite check sees; bfloat16 does not overflow.
+
+It runs after ``allreduce`` (and ``accumulate``: micro-batches are summed in float32) and before ``bucket``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError, nearest
+from graphc.ir.builder import Builder
+from graphc.passes._updates import trains, updates_of
+from graphc.pipeline import Context, graph_pass
+
+LOW: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+METHODS = tuple(LOW)
+
+
+@graph_pass("compress", requires=("optimizer", "allreduce"))
+def compress(model: ir.Model, ctx: Context, *, method: str = "bf16") -> bool:
+    """Compress the gradients that are summed over the ranks.
+
+    Args:
+        method: ``fp16`` or ``bf16``: float32 gradients travel in that type.
+
+    Raises:
+        UsageError: an unknown method.
+    """
+    if method not in METHODS:
+        raise UsageError(f"compress: unknown method {method!r}{nearest(method, METHODS)}; it is {', '.join(METHODS)}")
+    found = reductions(model.graph)
+    _narrow(model.graph, found, LOW[method])
+    ctx.note(f"compress: {len(found)} gradients travel in {method}")
+    return bool(found)
+
+
+def reductions(graph: ir.Graph) -> list[ir.Node]:
+    """The AllReduces of single float32 gradients, summed, in node order."""
+    wanted = {v.producer() for n in updates_of(graph) if trains(n) and (v := n.inputs[1]) is not None}
+    return [node for node in graph if node in wanted and _sums_float32(node)]
+
+
+def _sums_float32(node: ir.Node) -> bool:
+    if node.op_type != "AllReduce" or node.domain != "graphc" or len(node.inputs) != 1:
+        return False
+    return node.attributes.get_string("reduce", "sum") == "sum" and node.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def _narrow(graph: ir.Graph, nodes: list[ir.Node], low: ir.DataType) -> None:
+    op = Builder(graph)
+    for node in nodes:
+        (gradient,) = node.inputs
+        op.before, op.scope = node, f"compress/{gradient.name if gradient is not None else ''}"
+        narrowed = op.graphc.Narrow(gradient, to=int(low))
+        reduced = op.emit("AllReduce", [narrowed], dict(node.attributes), domain="graphc", name=node.name)
+        widened = op.graphc.Widen(*reduced)
+        node.outputs[0].replace_all_uses_with(widened)
+        graph.remove(node, safe=True)
