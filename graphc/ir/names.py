@@ -21,7 +21,13 @@ LEARNING_RATE = "graphc.lr"
 """float32 scalar initializer: the learning rate, which schedules write between steps."""
 
 SAMPLE_OFFSET = "graphc.sample_offset"
-"""int64 scalar initializer, the only one that differs between ranks: index of this rank's first sample in the global batch."""
+"""int64 scalar initializer that differs between ranks: index of this rank's first sample in the global batch."""
+
+LIVE = "graphc.live"
+"""float32 scalar initializer that differs between ranks: 1, or 0 where this rank's share of the batch is empty."""
+
+BY_RANK = (SAMPLE_OFFSET, LIVE)
+"""State that differs between ranks: neither broadcast nor compared."""
 
 LOSS_SCALE = "graphc.loss_scale"
 """float32 scalar initializer: what the differentiated loss is multiplied by in float16 training."""
@@ -29,7 +35,7 @@ LOSS_SCALE = "graphc.loss_scale"
 GOOD_STEPS = "graphc.good_steps"
 """int64 scalar initializer: how many steps in a row did not overflow."""
 
-RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LOSS_SCALE, GOOD_STEPS)
+RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LIVE, LOSS_SCALE, GOOD_STEPS)
 
 LOSS_TOTAL = "graphc.loss_total"
 """Metadata key on the value that autodiff differentiates: the sum over this rank's samples, before any division."""

@@ -11,7 +11,7 @@ from graphc.backend import Array
 from graphc.errors import UsageError, nearest
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates
-from graphc.ir.names import SAMPLE_OFFSET
+from graphc.ir.names import BY_RANK
 from graphc.plan import update_groups
 from graphc.steps import ALIGNMENT, UpdateGroup
 
@@ -84,7 +84,7 @@ class State:
 
     def replicated(self) -> dict[str, Array]:
         """Every array that must be equal on all ranks (views, not copies)."""
-        return {name: array for name, array in sorted(self.arrays.items()) if name != SAMPLE_OFFSET}
+        return {name: array for name, array in sorted(self.arrays.items()) if name not in BY_RANK}
 
 
 def _own(value: ir.Value) -> Array:

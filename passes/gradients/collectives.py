@@ -20,12 +20,13 @@ def all_reduce(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
         raise UnsupportedOpError(f"no gradient for AllReduce with reduce={reduce!r}: {describe(node)}")
     group = node.attributes.get_string("group", "data")
     present = [dy for dy in dys if dy is not None]
-    tag = _fresh_tag(op.graph, f"{node.attributes['tag'].as_string()}::grad")
+    tag = fresh_tag(op.graph, f"{node.attributes['tag'].as_string()}::grad")
     reduced = iter(op.emit("AllReduce", present, {"tag": tag, "group": group, "reduce": reduce}, domain="graphc"))
     return tuple(None if dy is None else next(reduced) for dy in dys)
 
 
-def _fresh_tag(graph: ir.Graph, tag: str) -> str:
+def fresh_tag(graph: ir.Graph, tag: str) -> str:
+    """``tag``, or the first of ``tag.1``, ``tag.2`` … that no collective of the graph has."""
     taken = {n.attributes["tag"].as_string() for n in graph if n.domain == "graphc" and "tag" in n.attributes}
     k = 1
     fresh = tag

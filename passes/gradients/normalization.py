@@ -7,11 +7,15 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import dims, rank, same_dims
+from graphc.ir.facts import describe, dims, rank, same_dims
 from graphc.ir.infer import apply
+from graphc.ir.names import BUCKET
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
+from graphc.passes.gradients.collectives import fresh_tag
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -170,6 +174,36 @@ def batch_normalization_training(
         return _sum(op, gradients()[0], _through_statistics(op, x, *shaped))  # type: ignore[arg-type]
 
     return dx, lambda: gradients()[1], lambda: gradients()[2]
+
+
+@gradient("graphc::SharedNormalization")
+def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """As BatchNormalizationTraining, with both sums over all ranks; ∂scale and ∂bias are this rank's part of theirs.
+
+    The way through the statistics is in ∂x, so nothing flows back to them.
+    """
+    x, scale, _, mean, inv_std, count = _operands(node, 6)
+
+    @cache
+    def sums() -> tuple[ir.Value, ...]:
+        return tuple(op.graphc.SharedNormalizationSums(dy, x, mean, inv_std))
+
+    def dx() -> ir.Value:
+        tag = fresh_tag(op.graph, f"{node.attributes['tag'].as_string()}::grad")
+        attributes = {"tag": tag, "group": node.attributes.get_string("group", "data"), "reduce": "sum", BUCKET: tag}
+        product, slope = op.emit("AllReduce", sums()[2:], attributes, domain=DOMAIN)
+        return op.graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope)  # type: ignore[no-any-return]
+
+    return dx, lambda: sums()[0], lambda: sums()[1]
+
+
+@gradient("graphc::SharedNormalizationSums", "graphc::SharedNormalizationGrad", "graphc::BatchStatistics")
+def shared_statistics(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
+    """Refused: the rule of SharedNormalization leaves out what a second derivative would need."""
+    raise UnsupportedOpError(
+        f"no derivative of {node.op_type}: after sync_batchnorm the loss cannot be differentiated twice, nor with respect to"
+        f" batch statistics; leave sync_batchnorm out: {describe(node)}"
+    )
 
 
 @gradient("LayerNormalization")

@@ -496,3 +496,24 @@ def test_local_response_normalization_gradient(size: int, pool: ThreadPool) -> N
     attributes = {"alpha": 0.3, "beta": 0.75 if size == 3 else 0.6, "bias": 1.5, "size": size}
     x = normal(2, 7, 20, 23)
     compare("graphc::LRNGrad", [normal(*x.shape), x, normal(*x.shape)], attributes, pool, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 7, 11), (2, 40, 33, 31)])
+@pytest.mark.parametrize("live", [1.0, 0.0])
+def test_shared_normalization(shape: tuple[int, ...], live: float, pool: ThreadPool) -> None:
+    """Far from zero too, where a variance from float32 sums would be lost."""
+    x, scale, bias, dy = normal(*shape) * np.float32(0.5) + 1000, normal(shape[1]), normal(shape[1]), normal(*shape)
+    compare("graphc::BatchMoments", [x, np.array(live, np.float32)], {}, pool, tolerance=1e-12)
+    axes = tuple(k for k in range(x.ndim) if k != 1)
+    wide = x.astype(np.float64)
+    sums = [np.array(x.size / shape[1]), wide.sum(axes), (wide * wide).sum(axes)]
+    compare("graphc::BatchStatistics", sums, {"epsilon": 1e-3}, pool)
+    mean, var, inv_std = native(
+        "graphc::BatchStatistics", sums, {"epsilon": 1e-3}, pool, [x[0, :, ...].reshape(shape[1], -1)[:, 0]] * 3
+    )
+    np.testing.assert_allclose(mean, wide.mean(axes), rtol=1e-7)
+    np.testing.assert_allclose(var, wide.var(axes), rtol=1e-6)
+    compare("graphc::SharedNormalization", [x, scale, bias, mean, inv_std, sums[0]], {"tag": "t"}, pool)
+    compare("graphc::SharedNormalizationSums", [dy, x, mean, inv_std], {}, pool)
+    product, slope = normal(shape[1]).astype(np.float64), normal(shape[1]).astype(np.float64)
+    compare("graphc::SharedNormalizationGrad", [dy, x, scale, mean, inv_std, sums[0], product, slope], {}, pool)

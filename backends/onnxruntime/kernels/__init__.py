@@ -9,6 +9,7 @@ from graphc.backends.onnxruntime.kernels import (
     normalization,
     pooling,
     random,
+    synchronized,
     transforms,
     updates,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "normalization",
     "pooling",
     "random",
+    "synchronized",
     "transforms",
     "updates",
 ]

@@ -14,13 +14,14 @@ from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.ir.facts import static_dims
 
 
-def _by_channel(array: Array) -> Array:
+def by_channel(array: Array) -> Array:
     """N × C × positions, one position for rank 2."""
     return array.reshape(array.shape[0], array.shape[1], -1)
 
 
-def _grain(channel_size: int) -> int:
-    return max(1, 16384 // max(1, channel_size))
+def grain_of(x: Array) -> int:
+    """Channels of ``x`` worth handing to another thread."""
+    return max(1, 16384 // max(1, x.size // max(1, x.shape[1])))
 
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTraining")
@@ -28,8 +29,8 @@ def batch_normalization_training(k: Binding) -> Run:
     """A channel at a time: mean, then variance, then y, so that memory is read once."""
     (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
     epsilon = np.float32(k.attributes["epsilon"])
-    arguments = (_by_channel(x), scale, bias, epsilon, _by_channel(y), mean, var, inv_std)
-    pool, channels, grain = k.pool, x.shape[1], _grain(x.size // max(1, x.shape[1]))
+    arguments = (by_channel(x), scale, bias, epsilon, by_channel(y), mean, var, inv_std)
+    pool, channels, grain = k.pool, x.shape[1], grain_of(x)
     return lambda: pool.run(_batch_normalization, arguments, channels, grain)
 
 
@@ -66,8 +67,8 @@ def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, 
 def batch_normalization_training_grad(k: Binding) -> Run:
     """A channel at a time: both sums, then dx."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
-    arguments = (_by_channel(dy), _by_channel(x), scale, mean, inv_std, _by_channel(dx), dscale, dbias)
-    pool, channels, grain = k.pool, x.shape[1], _grain(x.size // max(1, x.shape[1]))
+    arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, by_channel(dx), dscale, dbias)
+    pool, channels, grain = k.pool, x.shape[1], grain_of(x)
     return lambda: pool.run(_batch_normalization_grad, arguments, channels, grain)
 
 
@@ -218,7 +219,7 @@ def lrn_grad(k: Binding) -> Run:
     parts = max(1, min(k.pool.threads, samples * blocks))
     scratch = np.zeros((parts, 2, channels, block), dtype=np.float32)
     coefficients = np.array([a["alpha"] / a["size"], a["beta"], a["bias"]], dtype=np.float32)
-    arguments = (_by_channel(dy), _by_channel(x), _by_channel(y), coefficients, int(a["size"]), scratch, _by_channel(dx))
+    arguments = (by_channel(dy), by_channel(x), by_channel(y), coefficients, int(a["size"]), scratch, by_channel(dx))
     pool = k.pool
     return lambda: pool.run(_lrn_grad, arguments, parts)
 

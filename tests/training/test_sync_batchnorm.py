@@ -1,0 +1,134 @@
+"""BatchNormalization over the global batch: workers follow one worker, and one step is that of PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphc
+from graphc.bench.models import build
+from graphc.bench.specs import SPECS
+from graphc.data import share
+from graphc.runtime.threads import run_threads
+from tests.runtime.mpi_run import map_ranks
+from tests.training import torch_models
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str], str]) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("sync")
+    cnn, mlp = (torch_models.save(torch_models.make(k), folder / f"{k.__name__}.onnx", torch.randn(4, *torch_models.SHAPES[k])) for k in KINDS)
+    return {"cnn": cnn, "mlp": mlp, "resnet": exported("resnet18-small")}
+
+
+KINDS = (torch_models.Cnn, torch_models.Mlp)
+
+
+def feeds(name: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    if name == "resnet":
+        return SPECS["resnet18-small"].batch(count, seed)
+    return torch_models.batch(torch_models.SHAPES[torch_models.Cnn if name == "cnn" else torch_models.Mlp], count, seed)
+
+
+def train(
+    comm: Any, path: str, name: str, steps: int, lr: float, size: int, edges: list[int] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Losses and final state of one rank; ``edges`` are the borders of uneven shares."""
+    options = {"sync_batchnorm": True, **options}
+    program = graphc.compile(
+        path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=lr, momentum=0.9), **options
+    )
+    losses = []
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        for step in range(steps):
+            x, y = feeds(name, size, step)
+            mine = slice(*edges[comm.rank : comm.rank + 2]) if edges else share(size, comm.rank, comm.size)
+            losses.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["loss"])
+        return {"losses": np.array(losses), "hash": trainer.state_sha256(), "state": trainer.state.snapshot()}
+
+
+def follows(one: dict[str, Any], many: list[dict[str, Any]]) -> None:
+    assert len({result["hash"] for result in many}) == 1
+    np.testing.assert_allclose(many[0]["losses"], one["losses"], rtol=1e-5)
+    for key, value in one["state"].items():
+        if value.dtype.kind == "f" and "::" not in key:
+            np.testing.assert_allclose(
+                many[0]["state"][key], value, rtol=0, atol=5e-5 * np.abs(value).max() + 1e-6, err_msg=key
+            )
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp"])
+def test_workers_follow_one_for_twenty_steps(name: str, paths: dict[str, str]) -> None:
+    (one,) = run_threads(1, lambda comm: train(comm, paths[name], name, 20, 0.05, SIZE))
+    for workers, edges in ((2, None), (2, [0, 3, SIZE]), (4, None), (4, [0, 1, 8, 10, SIZE])):
+        follows(one, run_threads(workers, lambda comm, e=edges: train(comm, paths[name], name, 20, 0.05, SIZE, e)))
+
+
+@pytest.mark.parametrize("edges", [None, [0, 10, 32]])
+def test_a_residual_network_follows_one_worker_for_ten_steps(edges: list[int] | None, paths: dict[str, str]) -> None:
+    """Ten steps that move the loss by a few percent each.
+
+    Parameters of two workers differ in their last bit after one step (float32 sums of two halves), and a ReLU that flips
+    makes of that 1e-5 of the loss: with a learning rate of 1e-2 in five steps, with this one not in ten.
+    """
+    (one,) = run_threads(1, lambda comm: train(comm, paths["resnet"], "resnet", 10, 1e-3, 32))
+    assert np.abs(np.diff(one["losses"])).max() > 1e-2
+    follows(one, run_threads(2, lambda comm: train(comm, paths["resnet"], "resnet", 10, 1e-3, 32, edges)))
+
+
+@pytest.mark.mpi
+def test_mpi_workers_follow_one(paths: dict[str, str]) -> None:
+    (one,) = run_threads(1, lambda comm: train(comm, paths["cnn"], "cnn", 20, 0.05, SIZE))
+    follows(one, map_ranks(2, train, paths["cnn"], "cnn", 20, 0.05, SIZE, [0, 5, SIZE]))
+
+
+def test_without_the_pass_statistics_are_those_of_a_share(paths: dict[str, str]) -> None:
+    """The comparison above would see the difference."""
+    (one,) = run_threads(1, lambda comm: train(comm, paths["cnn"], "cnn", 3, 0.05, SIZE))
+    two = run_threads(2, lambda comm: train(comm, paths["cnn"], "cnn", 3, 0.05, SIZE, sync_batchnorm=False))
+    assert np.abs(two[0]["losses"] - one["losses"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet"])
+def test_one_step_on_uneven_shares_is_that_of_pytorch_on_the_whole_batch(name: str, paths: dict[str, str]) -> None:
+    """``torch.nn.SyncBatchNorm`` is defined as BatchNorm over the whole batch."""
+    module = torch_models.make(torch_models.Cnn) if name == "cnn" else build("resnet18-small").train()
+    start = {n: p.detach().numpy().copy() for n, p in module.named_parameters()}
+    x, y = feeds(name, SIZE, 0)
+    loss = torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
+    loss.backward()
+    got = run_threads(2, lambda comm: train(comm, paths[name], name, 1, 1.0, SIZE, [0, 5, SIZE]))[0]
+    assert abs(got["losses"][0] - loss.item()) < 1e-5 * loss.item()
+    for key, parameter in module.named_parameters():
+        gradient = start[key] - got["state"][key]
+        assert parameter.grad is not None
+        want = parameter.grad.numpy()
+        # a weight minus its gradient is rounded to the weight's precision
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4 * np.abs(want).max() + 3e-7, err_msg=key)
+    for key, buffer in module.named_buffers():
+        if key.endswith("running_mean"):
+            np.testing.assert_allclose(got["state"][key], buffer.numpy(), rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_halves_share_statistics_too(paths: dict[str, str]) -> None:
+    """bfloat16 products round the same on every number of workers; sums stay float64."""
+    options = {"precision": "bf16"}
+    (one,) = run_threads(1, lambda comm: train(comm, paths["cnn"], "cnn", 5, 0.05, SIZE, **options))
+    two = run_threads(2, lambda comm: train(comm, paths["cnn"], "cnn", 5, 0.05, SIZE, [0, 3, SIZE], **options))
+    assert two[0]["hash"] == two[1]["hash"]
+    np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_recomputed_activations_need_no_further_reduction(backend: str, paths: dict[str, str]) -> None:
+    options = {"backend": backend}
+    kept = run_threads(2, lambda comm: train(comm, paths["cnn"], "cnn", 2, 0.05, 8, **options))
+    again = run_threads(2, lambda comm: train(comm, paths["cnn"], "cnn", 2, 0.05, 8, recompute="cheap", **options))
+    np.testing.assert_allclose(again[0]["losses"], kept[0]["losses"], rtol=1e-6)
