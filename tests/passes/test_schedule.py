@@ -16,7 +16,9 @@ from tests.training import torch_models
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return torch_models.save(torch_models.make(torch_models.Cnn), tmp_path_factory.mktemp("schedule") / "cnn.onnx", torch.randn(4, 3, 8, 8))
+    return torch_models.save(
+        torch_models.make(torch_models.Cnn), tmp_path_factory.mktemp("schedule") / "cnn.onnx", torch.randn(4, 3, 8, 8)
+    )
 
 
 def compiled(path: str, **options: object) -> list[ir.Node]:

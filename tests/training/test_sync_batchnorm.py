@@ -24,7 +24,10 @@ SIZE = 16
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str], str]) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("sync")
-    cnn, mlp = (torch_models.save(torch_models.make(k), folder / f"{k.__name__}.onnx", torch.randn(4, *torch_models.SHAPES[k])) for k in KINDS)
+    cnn, mlp = (
+        torch_models.save(torch_models.make(k), folder / f"{k.__name__}.onnx", torch.randn(4, *torch_models.SHAPES[k]))
+        for k in KINDS
+    )
     return {"cnn": cnn, "mlp": mlp, "resnet": exported("resnet18-small")}
 
 
