@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from graphc.runtime.communicator import Communicator, agree, open_communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State
+from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.world import find_world, threads_for
 
 Callback = Callable[[dict[str, Any]], None]
@@ -52,7 +54,9 @@ class Trainer:
         seed: of random ops (Dropout); None keeps the program's.
         check_finite: test loss and gradients before each update, so that a bad step changes nothing.
         schedule: finished steps → learning rate of the next one, such as :class:`graphc.optim.Schedule`.
-        wrap: hook around every plan step, for tracing.
+        wrap: hook around every plan step, for measuring.
+        trace: file for a timeline of the first training steps of all workers, written at the end of the ``with`` block; see
+            :class:`~graphc.runtime.trace.Trace`.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -68,6 +72,7 @@ class Trainer:
         check_finite: bool = True,
         schedule: Callable[[int], float] | None = None,
         wrap: Callable[[str, str, Run], Run] | None = None,
+        trace: str | Path | Trace | None = None,
     ) -> None:
         self.program = program
         world = find_world() if comm is None else None
@@ -85,6 +90,7 @@ class Trainer:
         self.state = State(program.model)
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule
+        self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
         self._training: dict[tuple[Any, ...], Executor] = {}
         self._evaluation: dict[tuple[Any, ...], Executor] = {}
         self._inputs = [(v.name or "", v) for v in program.model.graph.inputs]
@@ -97,6 +103,8 @@ class Trainer:
             self.state.arrays[SEED][...] = seed
         agree(self.comm, _signature(program), "program")
         self._broadcast()
+        if self._trace is not None:
+            self._trace.watch(self.comm)
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -134,7 +142,10 @@ class Trainer:
             share = len(next(iter(arrays.values()))) if arrays else 0
             position[...] = self.rank * share if offset is None else offset
         try:
-            executor.run(arrays)
+            if self._trace is None:
+                executor.run(arrays)
+            else:
+                self._trace.step(self.steps_done, functools.partial(executor.run, arrays))
         except NonFiniteStepError:
             raise self._explain_nonfinite(executor, arrays) from None
         self.steps_done += 1
@@ -269,6 +280,14 @@ class Trainer:
             frontends.save(frontends.write_back(self.program.original, self.trained_values()), path)
         self.comm.barrier()
 
+    def write_trace(self) -> Summary | None:
+        """End the recording, write its file on rank 0, and say how much of the communication was hidden; None: no trace.
+
+        Every worker calls it at the same point; leaving the ``with`` block does when nobody has.
+        """
+        trace, self._trace = self._trace, None
+        return trace.write(self.comm) if trace is not None else None
+
     def close(self) -> None:
         """Leave the world and release threads."""
         self.comm.close()
@@ -280,6 +299,8 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self.comm.abort(f"{type(error).__name__}: {error}")
+        else:
+            self.write_trace()
         self.close()
 
     # Inner workings ---------------------------------------------------------------------------------------------------
@@ -298,10 +319,17 @@ class Trainer:
         if model is self.program.model:
             self._compare_collectives(plan)
         executor = Executor(
-            plan, self.state, self.backend, self.comm if self.size > 1 else None, check=self._check_finite, wrap=self._wrap
+            plan, self.state, self.backend, self.comm if self.size > 1 else None, check=self._check_finite, wrap=self._hook()
         )
         cache[_key(feeds)] = executor
         return executor
+
+    def _hook(self) -> Callable[[str, str, Run], Run] | None:
+        """What goes around every plan step: the caller's hook, inside the trace's."""
+        trace, wrap = self._trace, self._wrap
+        if trace is None or wrap is None:
+            return trace.wrap if trace is not None else wrap
+        return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
 
     def _compare_collectives(self, plan: Plan) -> None:
         if self._collectives is None:

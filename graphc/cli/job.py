@@ -30,6 +30,7 @@ from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.pipeline import Step
 from graphc.runtime.communicator import Communicator
+from graphc.runtime.trace import Summary, Trace
 from graphc.trainer import Trainer
 
 
@@ -69,6 +70,8 @@ class Job:
     prefetch: int = 0
     scale_lr_from: int | None = None
     warmup_steps: int = 0
+    trace: str | None = None
+    trace_steps: int = 200
     output: str | None = None
     form: str = "text"
 
@@ -168,7 +171,7 @@ def fixed_batch(model: ir.Model) -> int | None:
 
 def _check_places(job: Job) -> None:
     """Find out before training, not after it, that a result has no place to go."""
-    for what, place in (("--output", job.output), ("--checkpoint", job.checkpoint)):
+    for what, place in (("--output", job.output), ("--checkpoint", job.checkpoint), ("--trace", job.trace)):
         if place is None:
             continue
         if place == "-":
@@ -213,7 +216,11 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     start = time.perf_counter()
     failure: NonFiniteError | None = None
     program = prepared.program
-    with Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule) as trainer, without_tracebacks():
+    trace = Trace(job.trace, steps=job.trace_steps) if job.trace is not None else None
+    with (
+        Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace) as trainer,
+        without_tracebacks(),
+    ):
         batches = _training_batches(job, program, prepared.arrays, trainer.rank)
         trainer.attach(batches)
         if job.resume is not None:
@@ -228,6 +235,9 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
                 failure = _keep_last_good(job, trainer, error)
             else:
                 event = _end_event(job, trainer, time.perf_counter() - start)
+                communication = trainer.write_trace()
+                if communication is not None:
+                    event |= _traced(job, communication)
                 if job.output is not None:
                     trainer.export(job.output)
                 # Inside the block: on a terminal these lines and the progress bar take one way, and so keep their order.
@@ -247,6 +257,18 @@ def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
         "allreduces_per_step": collectives,
         "seconds": round(seconds, 3),
         **({"output": job.output} if job.output else {}),
+    }
+
+
+def _traced(job: Job, found: Summary) -> dict[str, Any]:
+    """What the last event says about a traced run; times are milliseconds per step, means over the workers."""
+    return {
+        "trace": job.trace,
+        "traced_steps": found.steps,
+        "communication_ms": round(found.in_flight, 4),
+        "waited_ms": round(found.waited, 4),
+        "hidden_percent": round(found.hidden_percent, 1),
+        "communication": str(found),
     }
 
 

@@ -98,6 +98,9 @@ class Reporter:
         reductions = output.count(event["allreduces_per_step"], "AllReduce")
         output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
         output.say(f"state {event['state_sha256']}")
+        if "trace" in event:
+            output.say(event["communication"])
+            output.say(f"wrote {event['trace']}")
         if "output" in event:
             output.say(f"wrote {event['output']}")
 

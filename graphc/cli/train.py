@@ -84,6 +84,11 @@ def command(
     checkpoint: Annotated[
         str | None, typer.Option("--checkpoint", metavar="DIR", help="Save all state after each epoch.")
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FILE.json", help="Timeline of all workers, for Perfetto or chrome://tracing."),
+    ] = None,
+    trace_steps: Annotated[int, typer.Option("--trace-steps", metavar="N", help="Steps that --trace records.", min=1)] = 200,
     resume: Annotated[str | None, typer.Option("--resume", metavar="DIR", help="Go on from this checkpoint.")] = None,
     out: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="The trained model: your file with new weights.")
@@ -138,6 +143,8 @@ def command(
         tail=tail,
         prefetch=prefetch,
         scale_lr_from=scale_lr_from,
+        trace=trace,
+        trace_steps=trace_steps,
         warmup_steps=warmup_steps,
         output=out,
         form=form.value,

@@ -47,6 +47,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    observer: Callable[[Handle], None] | None
 
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors; ``lengths`` as in ``start``."""
