@@ -84,7 +84,7 @@ def training_pipeline(
         optimizer.step(),  # one update node a parameter
         Step("allreduce"),  # between every gradient and its update
         *([Step("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
-        *parallel.gradient_steps(),  # micro-batches, clipping, compression
+        *parallel.gradient_steps(),  # micro-batches, clipping, compression, skipping
         Step("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
         *parallel.strategy_steps(),  # who holds and updates what
         Step("schedule"),  # start early, wait late
@@ -149,6 +149,7 @@ def compile(
     clip_value: float | None = None,
     compress: str | None = None,
     deterministic: str | None = None,
+    nonfinite: str = "stop",
     example_inputs: Sequence[Any] | None = None,
     dump_dir: str | Path | None = None,
     after: Callable[[Step, ir.Model, float], None] | None = None,
@@ -171,8 +172,8 @@ def compile(
         precision: ``bf16`` or ``fp16`` (``fp32`` and None: as the file has it), with options of the ``mixed_precision`` pass:
             ``"bf16:deny=Conv|head/*"``.
         recompute: ``cheap``, ``all`` or options of the ``recompute`` pass: ``"budget_mb=64,batch=32"``.
-        strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic: how workers divide the work;
-            see :class:`graphc.strategy.Parallel`.
+        strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite: how workers divide
+            the work; see :class:`graphc.strategy.Parallel`.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
 
@@ -197,7 +198,7 @@ def compile(
             bucket_mb=bucket_mb,
             precision=precision,
             recompute=recompute,
-            parallel=Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic),
+            parallel=Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite),
         )
     ctx = Context()
     dump = Path(dump_dir) if dump_dir is not None else None

@@ -20,7 +20,7 @@ from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan, make_plan
 from graphc.trainer import make_backend
 
-NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale")
+NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
 """Update ops whose state is neither a parameter nor an optimizer's."""
 
 

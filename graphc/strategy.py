@@ -28,6 +28,10 @@ DETERMINISM = ("run", "any-world")
 """``run``: equal bits for equal runs, which always holds; ``any-world``: for any number of workers too."""
 
 
+NONFINITE = ("stop", "skip")
+"""``stop``: the run ends with the state of the last good step; ``skip``: the step changes nothing, and the next one follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """What ``compile`` takes about workers, each as its text form.
@@ -39,6 +43,7 @@ class Parallel:
         clip_norm, clip_value: bound of the global norm of the gradient, and of each of its elements.
         compress: what travels in place of float32 gradients: ``fp16``, ``bf16``, ``powersgd:rank=4``, ``topk:ratio=0.01``.
         deterministic: one of :data:`DETERMINISM`, with the number of shards: ``"any-world:shards=4"``.
+        nonfinite: one of :data:`NONFINITE`: what a NaN or infinity in loss or gradients does.
     """
 
     strategy: str = "mirrored"
@@ -48,6 +53,7 @@ class Parallel:
     clip_value: float | None = None
     compress: str | None = None
     deterministic: str | None = None
+    nonfinite: str = "stop"
 
     def forward_steps(self) -> list[Step]:
         """Passes between ``train_mode`` and the loss.
@@ -80,6 +86,12 @@ class Parallel:
         if self.compress is not None:
             method, options = _parse("compress", self.compress, {}, own=("method",))
             steps.append(Step("compress", {"method": method, **options}))
+        if self.nonfinite not in NONFINITE:
+            raise UsageError(
+                f"nonfinite={self.nonfinite!r}{nearest(self.nonfinite, NONFINITE)}; it is {' or '.join(NONFINITE)}"
+            )
+        if self.nonfinite == "skip":
+            steps.append(Step("skip_nonfinite"))
         return steps
 
     def strategy_steps(self) -> list[Step]:

@@ -19,7 +19,7 @@ from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.errors import FeedError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
-from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.plan import Plan, make_plan
 from graphc.runtime import checkpoint
@@ -117,6 +117,12 @@ class Trainer:
     def learning_rate(self, value: float) -> None:
         self.state.arrays[LEARNING_RATE][...] = value
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps changed nothing because of a NaN or an infinity (``nonfinite="skip"``)."""
+        count = self.state.arrays.get(SKIPPED)
+        return 0 if count is None else int(count)
+
     def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, float]:
         """One training step on this worker's share of the global batch.
 
@@ -129,7 +135,8 @@ class Trainer:
 
         Raises:
             FeedError: a feed with a wrong name, shape, dtype or label; nothing was changed.
-            NonFiniteError: a NaN or infinity; the state is that of the last good step.
+            NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
+                counts in :attr:`skipped_steps` instead.
         """
         executor = self._training.get(_key(feeds))
         if executor is None:
@@ -165,8 +172,9 @@ class Trainer:
             batches: :class:`~graphc.data.Shards`, which go on from their position (and from that of a checkpoint restored
                 before), or an iterable that can be walked once per epoch.
             epochs: passes; the rest of an epoch counts as one.
-            callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps and
-                ``{"event": "epoch", "epoch": e, "loss": …}`` with sample-weighted means at the end of each epoch.
+            callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps,
+                ``{"event": "skipped", …}`` for a step that was skipped, and ``{"event": "epoch", "epoch": e, "loss": …}``
+                with sample-weighted means at the end of each epoch.
 
         Returns:
             The last epoch's means.
@@ -177,19 +185,24 @@ class Trainer:
         for epoch in range(epochs):
             number = batches.position[0] if isinstance(batches, Shards) else epoch
             sums: dict[str, float] = {}
-            count = 0
+            count, at_start = 0, self.skipped_steps
             for item in batches:
                 batch = item if isinstance(item, Batch) else Batch(item, -1, len(next(iter(item.values()))) * self.size)
+                skipped = self.skipped_steps
                 metrics = self.step(batch.feeds, offset=batch.offset if batch.offset >= 0 else None)
+                if self.skipped_steps > skipped:
+                    for callback in callbacks:
+                        callback({"event": "skipped", "step": self.steps_done, "skipped": self.skipped_steps})
+                    continue
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value * batch.global_size
                 count += batch.global_size
                 if log_every and self.steps_done % log_every == 0:
                     for callback in callbacks:
                         callback({"event": "step", "step": self.steps_done, **metrics})
-            if count == 0:
+            if count == 0 and self.skipped_steps == at_start:
                 raise FeedError("fit got no batches; an iterator can be walked only once, give a list or graphc.data.shard(…)")
-            means = {name: total / count for name, total in sums.items()}
+            means = {name: total / max(count, 1) for name, total in sums.items()}
             for callback in callbacks:
                 callback({"event": "epoch", "epoch": number + 1, **means})
         return means

@@ -42,6 +42,7 @@ def command(
     clip_value: options.ClipValue = None,
     compress: options.Compress = None,
     deterministic: options.Deterministic = None,
+    nonfinite: options.Nonfinite = "stop",
     passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
     dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
@@ -74,6 +75,7 @@ def command(
         clip_value=clip_value,
         compress=compress,
         deterministic=deterministic,
+        nonfinite=nonfinite,
         dump_dir=dump_dir,
         after=times.add,
     )

@@ -61,6 +61,7 @@ class Job:
     clip_value: float | None = None
     compress: str | None = None
     deterministic: str | None = None
+    nonfinite: str = "stop"
     freeze: list[str] | None = None
     train: list[str] | None = None
     eval_data: str | None = None
@@ -130,6 +131,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         clip_value=job.clip_value,
         compress=job.compress,
         deterministic=job.deterministic,
+        nonfinite=job.nonfinite,
         after=after,
     )
     graph = program.model.graph
@@ -292,13 +294,19 @@ def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, rep
         sums: dict[str, float] = {}
         samples = 0
         for batch in batches:
+            skipped = trainer.skipped_steps
             metrics = trainer.step(batch.feeds, offset=batch.offset)
+            if trainer.skipped_steps > skipped:
+                reporter.skipped(trainer.steps_done, trainer.skipped_steps)
+                continue
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value * batch.global_size
             samples += batch.global_size
             reporter.step(trainer.steps_done, metrics)
         event: dict[str, Any] = {"event": "epoch", "epoch": epoch + 1}
-        event |= {name: total / samples for name, total in sums.items()}
+        event |= {name: total / samples for name, total in sums.items()}  # of the steps that were not skipped
+        if trainer.skipped_steps:
+            event["skipped"] = trainer.skipped_steps
         if prepared.evaluation is not None:
             found = trainer.evaluate(_batches(job, prepared.evaluation, trainer.rank))
             event |= {f"eval_{name}": value for name, value in found.items()}

@@ -81,6 +81,9 @@ Deterministic = Annotated[
     str | None,
     typer.Option("--deterministic", metavar="MODE", help="any-world: the same bits for 1, 2 and 4 workers."),
 ]
+Nonfinite = Annotated[
+    str, typer.Option("--nonfinite", metavar="MODE", help="A step with a NaN or infinity: stop, or skip it and go on.")
+]
 Backend = Annotated[str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists.")]
 
 

@@ -75,6 +75,13 @@ class Reporter:
             else:
                 output.say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
 
+    def skipped(self, step: int, count: int) -> None:
+        """Step ``step`` changed nothing; it is the ``count``-th such step of the run."""
+        if self._main and self._json:
+            output.event({"event": "skipped", "step": step, "skipped": count})
+        elif self._main:
+            output.say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.count(count, 'step')} so far)")
+
     def epoch(self, event: Mapping[str, Any]) -> None:
         """An epoch is finished."""
         if not self._main:
@@ -112,7 +119,7 @@ def _width(name: str) -> int:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if name == "epoch":
+    if name in ("epoch", "skipped"):
         return str(value)
     if name == "seconds":
         return f"{value:.2f}"

@@ -78,6 +78,7 @@ def command(
     clip_value: options.ClipValue = None,
     compress: options.Compress = None,
     deterministic: options.Deterministic = None,
+    nonfinite: options.Nonfinite = "stop",
     eval_data: Annotated[
         str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
     ] = None,
@@ -135,6 +136,7 @@ def command(
         clip_value=clip_value,
         compress=compress,
         deterministic=deterministic,
+        nonfinite=nonfinite,
         freeze=freeze,
         train=train,
         eval_data=eval_data,

@@ -32,10 +32,13 @@ BY_RANK = (SAMPLE_OFFSET, LIVE)
 LOSS_SCALE = "graphc.loss_scale"
 """float32 scalar initializer: what the differentiated loss is multiplied by in float16 training."""
 
+SKIPPED = "graphc.skipped"
+"""int64 scalar initializer: how many steps were skipped because of a NaN or an infinity."""
+
 GOOD_STEPS = "graphc.good_steps"
 """int64 scalar initializer: how many steps in a row did not overflow."""
 
-RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LIVE, LOSS_SCALE, GOOD_STEPS)
+RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LIVE, LOSS_SCALE, GOOD_STEPS, SKIPPED)
 
 LOSS_TOTAL = "graphc.loss_total"
 """Metadata key on the value that autodiff differentiates: the sum over this rank's samples, before any division."""

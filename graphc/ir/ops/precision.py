@@ -33,6 +33,12 @@ def any_non_finite(op: Builder, *x: ir.Value) -> ir.Value:
     return op.IsNaN(op.Sum(*sums))  # type: ignore[no-any-return]
 
 
+@declare("Tally", inputs="count flag", outputs="next_count", attributes={"bucket": ""}, infer=same_as(0), next_value={0: 0})
+def tally(op: Builder, count: ir.Value, flag: ir.Value, *, bucket: str) -> ir.Value:
+    """count' = count + 1 in a step whose flag is true"""
+    return op.Add(count, op.cast_like(flag, count))  # type: ignore[no-any-return]
+
+
 def _scale_spec(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
     return [spec_of(inputs[0]), spec_of(inputs[1])]
 
