@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,28 +12,37 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import static_dims
-from graphc.steps import ALIGNMENT, Slice, Step, UpdateGroup
+from graphc.ir.ops.collectives import collective_of
+from graphc.steps import ALIGNMENT, Slice, Step, Transfer, UpdateGroup, shares
+
+Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
 
 def lay_out(
-    graph: ir.Graph, steps: Sequence[Step], groups: Sequence[UpdateGroup], views: Mapping[ir.Value, ir.Value]
+    graph: ir.Graph,
+    steps: Sequence[Step],
+    groups: Sequence[UpdateGroup],
+    views: Mapping[ir.Value, ir.Value],
+    homes: Homes,
+    world_size: int,
 ) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
-    """Where every value lives that crosses steps, and the size in bytes of each buffer."""
+    """Where every value lives that crosses steps, and the size in bytes of each buffer; fills in the steps' transfers.
+
+    Sharded state and gradients have no place: a rank may hold any part of one, or nothing.
+    """
     places: dict[ir.Value, Slice] = {}
     buffers: dict[str, int] = {}
     for group in groups:
         _place_group(group, places, buffers)
+    blocks = _Blocks(views)
+    waits = {step.transfer.tag: step for step in steps if step.transfer is not None and step.kind == "wait"}
     for step in steps:
-        if step.kind == "start":
-            _place_collective(step, places, buffers)
-    for step in steps:
-        if step.kind in ("start", "wait"):
-            for source, result in zip(step.inputs, step.outputs, strict=True):
-                places[result] = places[source]
+        if step.transfer is not None and step.kind == "start":
+            _place_transfer(step, waits[step.transfer.tag], homes, world_size, places, blocks)
     for view, source in views.items():
         if view in places:
             places[source] = replace(places[view], shape=_shape(source))
-    _place_activations(graph, steps, views, places, buffers)
+    _place_activations(graph, steps, views, places, buffers, blocks)
     for view, source in views.items():
         if source in places:
             places[view] = replace(places[source], shape=_shape(view))
@@ -46,55 +56,141 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
     return found
 
 
+def _dtype(value: ir.Value) -> np.dtype[Any]:
+    assert value.dtype is not None
+    return np.dtype(value.dtype.numpy())
+
+
 def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
     """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place."""
     declaration = declaration_of(group.nodes[0])
     assert declaration is not None
     for index in group.flat:
-        first = group.nodes[0].inputs[index]
-        assert first is not None
-        assert first.dtype is not None
-        dtype = np.dtype(first.dtype.numpy())
-        name = group.buffer(index)
-        buffers[name] = group.elements * dtype.itemsize
+        dtype, name = group.dtype(index), group.buffer(index)
+        buffers[name] = group.nbytes(index)
+        if index in group.scattered:
+            continue
         for node, offset in zip(group.nodes, group.offsets, strict=True):
             value = node.inputs[index]
             assert value is not None
-            place = Slice(name, offset * dtype.itemsize, _shape(value), dtype)
-            producer = value.producer()
-            if producer is not None and producer.op_type == "AllReduceWait":
-                wait_index = value.index()
-                assert wait_index is not None
-                start_out = producer.inputs[wait_index]
-                assert start_out is not None
-                start = start_out.producer()
-                assert start is not None
-                operand = start.inputs[start_out.index() or 0]
-                assert operand is not None
-                value = operand
-            places.setdefault(value, place)
+            places.setdefault(_operand(value), Slice(name, offset * dtype.itemsize, _shape(value), dtype))
     for output, index in declaration.next_value.items():
         for node in group.nodes:
             state = node.inputs[index] if index < len(node.inputs) else None
-            if state is not None and output < len(node.outputs):
+            if state is not None and state in places and output < len(node.outputs):
                 places[node.outputs[output]] = places[state]
 
 
-def _place_collective(step: Step, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
-    """Operands of a collective are one contiguous range: the gradient buffer of their group, or a buffer of their own."""
-    if all(v in places for v in step.inputs) and len({places[v].buffer for v in step.inputs}) == 1:
+def _operand(value: ir.Value) -> ir.Value:
+    """What is reduced, for a value that a collective gives; the value itself for any other."""
+    producer = value.producer()
+    if producer is None or collective_of(producer) is None or not producer.op_type.endswith("Wait"):
+        return value
+    flying = producer.inputs[value.index() or 0]
+    start = flying.producer() if flying is not None else None
+    assert flying is not None
+    assert start is not None
+    operand = start.inputs[flying.index() or 0]
+    assert operand is not None
+    return operand
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A range of the arena for the flat array of one collective: its members live and die together.
+
+    Attributes:
+        members: value as it is written → byte offset in the range.
+        readers: values that share the members' places: what the start and the wait give.
+    """
+
+    transfer: Transfer
+    members: dict[ir.Value, int]
+    readers: list[tuple[ir.Value, ir.Value]]
+
+
+class _Blocks:
+    def __init__(self, views: Mapping[ir.Value, ir.Value]) -> None:
+        self.views = views
+        self.of: dict[ir.Value, _Block] = {}
+
+    def add(self, step: Step, wait: Step, offsets: Sequence[int], written: Sequence[ir.Value]) -> None:
+        """A block for the collective of ``step`` whose array is first written through ``written``."""
+        assert step.transfer is not None
+        roots = [self.views.get(v, v) for v in written]
+        readers = [(root, out) for s in (step, wait) for root, out in zip(roots, s.outputs, strict=True) if out is not root]
+        block = _Block(step.transfer, dict(zip(roots, offsets, strict=True)), readers)
+        for root in roots:
+            self.of[root] = block
+
+
+def _place_transfer(
+    step: Step, wait: Step, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
+) -> None:
+    """Operands of a collective are one contiguous range: a buffer of their group, or a block of the arena."""
+    transfer = step.transfer
+    assert transfer is not None
+    transfer.dtype = _dtype(step.inputs[0])
+    home = _home(step, wait, homes)
+    if home is None:
+        _dense_block(step, wait, world_size, blocks)
         return
-    if any(v in places for v in step.inputs):
-        raise ModelError(f"the operands of {step.tag} lie in several buffers")
-    name = f"collective/{step.tag}"
-    position = 0
+    group, index = home
+    transfer.elements = group.elements
+    transfer.parts = group.parts if transfer.owner else None
+    transfer.lengths = _distances(group.offsets, group.elements)
+    if transfer.owner and not group.sharded:
+        raise ModelError(f"{transfer} divides the bucket {group.name!r}, whose updates are not sharded")
+    if index not in group.scattered:
+        transfer.buffer = group.buffer(index)
+        for source, flying, result in zip(step.inputs, step.outputs, wait.outputs, strict=True):
+            places[flying] = places[result] = places[source]
+        return
+    offsets = [offset * transfer.dtype.itemsize for offset in group.offsets]
+    if len(step.inputs) != len(offsets):
+        raise ModelError(f"{transfer} takes a part of the bucket {group.name!r}")
+    if transfer.op == "AllGather":
+        transfer.source = group.buffer(index)
+        blocks.add(step, wait, offsets, step.outputs)
+        return
+    transfer.sink = group.buffer(index)
+    ends = [o + int(np.prod(_shape(v), dtype=np.int64)) for o, v in zip(group.offsets, step.inputs, strict=True)]
+    transfer.gaps = [(e, o) for e, o in zip(ends, [*group.offsets[1:], group.elements], strict=True) if e < o]
+    blocks.add(step, wait, offsets, step.inputs)
+
+
+def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | None:
+    """The group and flat input that a collective serves: whose state it gathers, or whose gradients it reduces."""
+    for operands in (step.inputs, wait.outputs):
+        found = [homes.get(v) for v in operands]
+        first = found[0]
+        if first is None:
+            continue
+        if any(f is None or f[0] is not first[0] or f[1] != first[1] for f in found):
+            raise ModelError(f"the operands of {step.transfer} lie in several buffers")
+        return first
+    return None
+
+
+def _dense_block(step: Step, wait: Step, world_size: int, blocks: _Blocks) -> None:
+    transfer = step.transfer
+    assert transfer is not None
+    if any(_dtype(v) != transfer.dtype for v in step.inputs):
+        raise ModelError(f"the operands of {transfer} differ in type")
+    offsets, position = [], 0
     for value in step.inputs:
-        assert value.dtype is not None
-        dtype = np.dtype(value.dtype.numpy())
-        places[value] = Slice(name, position, _shape(value), dtype)
+        offsets.append(position)
         # Scalars pack densely: a padded buffer would send 64 bytes for each.
-        position += places[value].nbytes
-    buffers[name] = position
+        position += int(np.prod(_shape(value), dtype=np.int64))
+    unit = world_size if transfer.owner == "even" else 1
+    transfer.elements = -(-position // unit) * unit
+    transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
+    transfer.lengths = _distances(offsets, transfer.elements)
+    blocks.add(step, wait, [offset * transfer.dtype.itemsize for offset in offsets], step.inputs)
+
+
+def _distances(offsets: Sequence[int], end: int) -> list[int]:
+    return [after - before for before, after in zip(offsets, [*offsets[1:], end], strict=True)]
 
 
 def _place_activations(
@@ -103,29 +199,66 @@ def _place_activations(
     views: Mapping[ir.Value, ir.Value],
     places: dict[ir.Value, Slice],
     buffers: dict[str, int],
+    blocks: _Blocks,
 ) -> None:
     """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it."""
     last_use: dict[ir.Value, int] = {}
     for k, step in enumerate(steps):
-        for value in step.inputs:
+        for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
-    free: list[tuple[int, int]] = []
-    size = 0
-    expiring: dict[int, list[Slice]] = {}
+    arena = _Arena()
     for k, step in enumerate(steps):
         for value in step.outputs:
             if value in places or value.dtype is None:
                 continue
-            shape, dtype = _shape(value), np.dtype(value.dtype.numpy())
-            needed = _aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-            offset, size = _allocate(free, needed, size)
-            places[value] = place = Slice("arena", offset, shape, dtype)
-            dies = len(steps) if value in kept else last_use.get(value, k)
-            expiring.setdefault(dies, []).append(place)
-        for place in expiring.pop(k, []):
-            _release(free, place.offset, _aligned(place.nbytes))
-    buffers["arena"] = size
+            block = blocks.of.get(value)
+            if block is not None:
+                _place_block(block, arena, places, last_use, kept, len(steps))
+            elif step.kind not in ("update", "start", "wait"):
+                place = Slice("arena", 0, _shape(value), _dtype(value))
+                place.offset = arena.take(place.nbytes, len(steps) if value in kept else last_use.get(value, k))
+                places[value] = place
+        arena.free_after(k)
+    buffers["arena"] = arena.size
+
+
+def _place_block(
+    block: _Block,
+    arena: _Arena,
+    places: dict[ir.Value, Slice],
+    last_use: Mapping[ir.Value, int],
+    kept: set[ir.Value],
+    end: int,
+) -> None:
+    shared = [*block.members, *(out for _, out in block.readers)]
+    dies = end if not kept.isdisjoint(shared) else max(last_use[v] for v in shared if v in last_use)
+    transfer = block.transfer
+    transfer.buffer, transfer.offset = "arena", arena.take(transfer.nbytes, dies)
+    for value, offset in block.members.items():
+        places[value] = Slice("arena", transfer.offset + offset, _shape(value), _dtype(value))
+    for source, out in block.readers:
+        places[out] = replace(places[source], shape=_shape(out))
+
+
+class _Arena:
+    """Ranges of one buffer, handed out by best fit and taken back after a step."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[tuple[int, int]] = []
+        self._expiring: dict[int, list[tuple[int, int]]] = {}
+
+    def take(self, nbytes: int, until: int) -> int:
+        """The offset of ``nbytes`` that are free again after step ``until``."""
+        needed = _aligned(nbytes)
+        offset, self.size = _allocate(self._free, needed, self.size)
+        self._expiring.setdefault(until, []).append((offset, needed))
+        return offset
+
+    def free_after(self, step: int) -> None:
+        for offset, nbytes in self._expiring.pop(step, []):
+            _release(self._free, offset, nbytes)
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.emulation import emulate_halves, narrow_storage
 from graphc.errors import DataDependentShapeError, FeedError, ModelError
+from graphc.groups import find_homes, update_groups
 from graphc.ir import DOMAIN
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.declare import SHARD, declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph, is_decomposed
-from graphc.ir.facts import constant, describe, dims, static_dims
+from graphc.ir.facts import constant, describe, dims, is_state, static_dims
 from graphc.ir.infer import propagate
-from graphc.ir.names import BUCKET
+from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.layout import lay_out
 from graphc.pipeline import PASSES, Context
-from graphc.steps import ALIGNMENT, Slice, Step, UpdateGroup
+from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class Plan:
         buffers: name → bytes of every flat buffer and of the ``arena``.
         groups: the update groups, which own the flat state buffers.
         views: value → the value whose memory it shares under another shape.
+        homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
         collectives: one text line per collective in order, equal on all ranks.
     """
 
@@ -52,6 +53,8 @@ class Plan:
     groups: list[UpdateGroup]
     views: dict[ir.Value, ir.Value]
     world_size: int
+    rank: int
+    homes: dict[ir.Value, tuple[UpdateGroup, int]]
 
     @property
     def collectives(self) -> list[str]:
@@ -59,7 +62,7 @@ class Plan:
         for step in self.steps:
             if step.kind == "start":
                 shapes = ",".join(f"{v.dtype.name if v.dtype else '?'}{list(static_dims(v) or ())}" for v in step.inputs)
-                lines.append(f"AllReduce({step.reduce}) {step.tag} {shapes}")
+                lines.append(f"{step.transfer} {shapes}")
         return lines
 
     def text(self) -> str:
@@ -139,8 +142,8 @@ def prepare(
         if is_update(node) or (regions and node.op_type == "Recompute"):
             return True
         declaration = declaration_of(node)
-        if declaration is not None and declaration.effect:
-            return world_size > 1
+        if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
+            return world_size > 1 or (not declaration.effect and native(node))
         return native(node)
 
     while not is_decomposed(copy.graph, keep):
@@ -162,6 +165,7 @@ def make_plan(
     *,
     native: Callable[[ir.Node], bool],
     world_size: int = 1,
+    rank: int = 0,
     halves: Callable[[ir.Node], bool] = lambda node: False,
 ) -> Plan:
     """Plan one rank's steps.
@@ -171,31 +175,33 @@ def make_plan(
         shapes: concrete shape of every graph input.
         native: whether the backend runs a node as a kernel of its own.
         world_size: ranks on the data axis; on one rank collectives vanish.
+        rank: whose plan it is; plans differ in what a rank owns of sharded state.
         halves: whether the backend computes a node in half precision.
     """
     ready = prepare(model, shapes, native, world_size, halves=halves, regions=True)
     _privatise(ready.graph)
-    groups = update_groups(ready.graph)
+    groups = update_groups(ready.graph, world_size, rank)
     steps = list(_steps(ready.graph, native, groups))
     _dissolve_regions(ready.graph)
     _add_check(steps)
     steps, views = _take_out_views(steps, groups)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
-    places, buffers = lay_out(ready.graph, steps, groups, views)
-    return Plan(ready, steps, places, buffers, groups, views, world_size)
+    homes = find_homes(groups)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size)
+    return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes)
 
 
 def _privatise(graph: ir.Graph) -> None:
     """Give every value that will be overwritten in a flat buffer a copy of its own when others use it too.
 
     A collective works in place and a gradient lives in its bucket: an operand that occurs twice, is read elsewhere, or is
-    no node's result (an input, a constant) is copied first.
+    no node's result (an input, a constant) is copied first. State is meant to be overwritten.
     """
     operands: list[tuple[ir.Node, int]] = []
     for node in graph:
         declaration = declaration_of(node)
-        if node.op_type == "AllReduceStart" and node.domain == DOMAIN:
+        if collective_of(node) is not None and node.op_type.endswith("Start"):
             operands.extend((node, k) for k in range(len(node.inputs)))
         elif declaration is not None and declaration.next_value and 1 in declaration.reduces:
             operands.append((node, 1))
@@ -203,7 +209,9 @@ def _privatise(graph: ir.Graph) -> None:
         value = node.inputs[index]
         assert value is not None
         producer = value.producer()
-        if producer is not None and producer.op_type == "AllReduceWait":
+        if producer is not None and (is_update(producer) or (is_update(node) and _is_wait(producer))):
+            continue
+        if producer is None and is_state(value) and not is_update(node):
             continue
         fixed = producer is None or producer.op_type == "Constant"
         uses = sum(not _only_measures(user) for user, _ in value.uses())
@@ -212,65 +220,21 @@ def _privatise(graph: ir.Graph) -> None:
             node.replace_input_with(index, op.Identity(value))
 
 
+def _is_wait(node: ir.Node) -> bool:
+    return collective_of(node) is not None and node.op_type.endswith("Wait")
+
+
 def _only_measures(node: ir.Node) -> bool:
     """Whether the node reads a bucket where it lies and leaves nothing but a number: a sum of squares, a test for NaN."""
     declaration = declaration_of(node)
     return declaration is not None and bool(declaration.combine)
 
 
-def update_groups(graph: ir.Graph) -> list[UpdateGroup]:
-    """The update groups of a training graph; they depend on its state, not on the shapes of feeds."""
-    buckets: dict[tuple[Any, ...], list[ir.Node]] = {}
-    for node in graph:
-        declaration = declaration_of(node)
-        if declaration is None or not declaration.next_value:
-            continue
-        values = declaration.attribute_values(node)
-        name = values.get(BUCKET) or ""
-        shared = tuple(id(v) for k, v in enumerate(node.inputs) if k not in _flat_inputs(node))
-        key = (name, node.op_type, repr(sorted(values.items())), shared) if name else (id(node),)
-        buckets.setdefault(key, []).append(node)
-    groups: list[UpdateGroup] = []
-    taken: set[str] = set()
-    for nodes in buckets.values():
-        first = nodes[0]
-        assert first.inputs[0] is not None
-        declaration = declaration_of(first)
-        assert declaration is not None
-        name = declaration.attribute_values(first).get(BUCKET) or f"{first.inputs[0].name}"
-        while name in taken:
-            name += "'"
-        taken.add(name)
-        offsets, position = [], 0
-        for node in nodes:
-            state = node.inputs[0]
-            assert state is not None
-            assert state.dtype is not None
-            shape = static_dims(state)
-            if shape is None:
-                raise ModelError(f"state {state.name!r} has no static shape")
-            offsets.append(position)
-            unit = max(1, ALIGNMENT // int(state.dtype.itemsize))
-            count = int(np.prod(shape, dtype=np.int64))
-            position += -(-count // unit) * unit
-        groups.append(UpdateGroup(name, nodes, offsets, position, _flat_inputs(first)))
-    return groups
-
-
-def _flat_inputs(node: ir.Node) -> tuple[int, ...]:
-    """Inputs with one element per parameter element: the states, and input 1 (the gradient) where it has their shape."""
-    declaration = declaration_of(node)
-    assert declaration is not None
-    states = set(declaration.next_value.values())
-    if 1 in declaration.reduces:
-        states.add(1)
-    return tuple(sorted(k for k in states if k < len(node.inputs) and node.inputs[k] is not None))
-
-
 def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[Step]:
     group_of = {node: group for group in groups for node in group.nodes}
     segment: list[ir.Node] = []
     pending = {id(group): len(group.nodes) for group in groups}
+    transfers: dict[str, Transfer] = {}
 
     def close() -> Iterator[Step]:
         if segment:
@@ -289,18 +253,17 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
                 yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group)
         elif declaration is not None and declaration.effect:
             yield from close()
-            kind = {"AllReduceStart": "start", "AllReduceWait": "wait"}.get(node.op_type)
-            if kind is None:
+            if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
                 raise ModelError(f"{describe(node)} is not scheduled: run the 'schedule' pass")
-            yield Step(
-                kind,
-                f"{kind} {node.attributes['tag'].as_string()}",
-                [node],
-                [v for v in node.inputs if v is not None],
-                list(node.outputs),
-                tag=node.attributes["tag"].as_string(),
-                reduce=declaration.attribute_values(node)["reduce"],
-            )
+            kind = "wait" if _is_wait(node) else "start"
+            tag = node.attributes["tag"].as_string()
+            if kind == "start":
+                transfers[tag] = _transfer(node)
+            inputs = [v for v in node.inputs if v is not None]
+            yield Step(kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag])
+        elif declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
+            yield from close()
+            yield Step("kernel", node.name or node.op_type, [node])
         elif node.op_type == "Recompute" and node.domain == DOMAIN:
             yield from close()  # a runtime orders and merges the nodes of one segment as it likes
         elif native(node):
@@ -309,6 +272,16 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
         else:
             segment.append(node)
     yield from close()
+
+
+def _transfer(node: ir.Node) -> Transfer:
+    """What a started collective does; where, is a matter of the layout."""
+    name, declaration = collective_of(node), declaration_of(node)
+    assert name is not None
+    assert declaration is not None
+    values = declaration.attribute_values(node)
+    own = {k: values[k] for k in ("tag", "reduce", "owner", "root", "every") if k in values}
+    return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)
 
 
 def _dissolve_regions(graph: ir.Graph) -> None:

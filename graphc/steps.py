@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.declare import declaration_of
+from graphc.ir.ops.collectives import Kind
 
 ALIGNMENT = 64
 """Bytes to which every slice of a flat buffer and of the arena is aligned: a cache line, and an AVX-512 register."""
@@ -29,6 +30,49 @@ class Slice:
 
 
 @dataclass(slots=True)
+class Transfer:
+    """What one collective does, and on which memory; its start and its wait step share it.
+
+    Attributes:
+        op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
+        reduce, owner, root, every, transient: the op's attributes.
+        buffer, offset: where the flat array lies that the collective works on in place (bytes).
+        elements, dtype: its length and type.
+        parts: (start, stop) in elements that each rank owns, where ranks own parts.
+        source: buffer of this rank's part, which is copied into the array first.
+        sink: buffer that gets this rank's part of the array in the end.
+        gaps: (start, stop) of elements between operands, which must be finite.
+        lengths: elements from the beginning of each operand to that of the next.
+    """
+
+    op: str
+    kind: Kind
+    tag: str
+    reduce: str = ""
+    owner: str = ""
+    root: int = 0
+    every: int = 1
+    transient: bool = False
+    buffer: str = ""
+    offset: int = 0
+    elements: int = 0
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
+    parts: list[tuple[int, int]] | None = None
+    source: str = ""
+    sink: str = ""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        detail = [t for t in (self.reduce, self.owner, f"every={self.every}" if self.every > 1 else "") if t]
+        return f"{self.op}({','.join(detail)}) {self.tag}"
+
+
+@dataclass(slots=True)
 class Step:
     """One entry of the plan.
 
@@ -38,7 +82,7 @@ class Step:
         nodes: the graph's nodes it executes.
         inputs: values read from buffers (for a segment: its graph inputs).
         outputs: values written.
-        tag, reduce: of a collective.
+        transfer: of a ``start`` or ``wait`` step.
         group: the update group of an ``update`` step.
     """
 
@@ -47,9 +91,13 @@ class Step:
     nodes: list[ir.Node]
     inputs: list[ir.Value] = field(default_factory=list)
     outputs: list[ir.Value] = field(default_factory=list)
-    tag: str = ""
-    reduce: str = ""
+    transfer: Transfer | None = None
     group: UpdateGroup | None = None
+
+    @property
+    def tag(self) -> str:
+        """Of the collective; empty for other steps."""
+        return self.transfer.tag if self.transfer is not None else ""
 
 
 @dataclass(slots=True)
@@ -60,8 +108,13 @@ class UpdateGroup:
         name: the bucket, or the state's name for an update of its own.
         nodes: the update nodes in layout order.
         offsets: element offset of each node's slice in every flat buffer of the group.
-        elements: length of the flat buffers in elements, padding included.
+        elements: length of the flat arrays in elements, padding included.
         flat: input indices that are per-parameter (state and gradient); the others are shared scalars.
+        names: flat input index → name of its buffer.
+        parts: (start, stop) in elements that each rank updates; all of it for every rank unless the group is sharded.
+        rank: this rank's place in ``parts``.
+        scattered: flat input indices of which this rank keeps only its part.
+        offload: whether the state lies in the host's memory.
     """
 
     name: str
@@ -69,9 +122,49 @@ class UpdateGroup:
     offsets: list[int]
     elements: int
     flat: tuple[int, ...]
+    names: dict[int, str] = field(default_factory=dict)
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    rank: int = 0
+    scattered: frozenset[int] = frozenset()
+    offload: bool = False
 
     def buffer(self, index: int) -> str:
         """The flat buffer of input ``index``."""
+        return self.names[index]
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The elements that this rank updates."""
+        return self.parts[self.rank]
+
+    @property
+    def sharded(self) -> bool:
+        return self.owned != (0, self.elements) or len(set(self.parts)) > 1
+
+    def dtype(self, index: int) -> np.dtype[Any]:
+        """The element type of flat input ``index``."""
+        value = self.nodes[0].inputs[index]
+        assert value is not None
+        assert value.dtype is not None
+        return np.dtype(value.dtype.numpy())
+
+    def nbytes(self, index: int) -> int:
+        """Bytes of the buffer of flat input ``index`` on this rank."""
+        start, stop = self.owned if index in self.scattered else (0, self.elements)
+        return (stop - start) * self.dtype(index).itemsize
+
+    def states(self) -> list[int]:
+        """The flat inputs that are state, as opposed to gradients."""
         declaration = declaration_of(self.nodes[0])
         assert declaration is not None
-        return f"{self.name}/{declaration.inputs[index].name}"
+        return sorted(set(declaration.next_value.values()) & set(self.flat))
+
+
+def shares(elements: int, owner: str, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of the elements that each of ``size`` ranks owns; no ``owner``: everybody has all of them."""
+    if owner == "even":
+        each = elements // size
+        return [(rank * each, (rank + 1) * each) for rank in range(size)]
+    if owner == "root":
+        return [(0, elements), *[(elements, elements)] * (size - 1)]
+    return [(0, elements)] * size

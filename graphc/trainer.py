@@ -87,7 +87,7 @@ class Trainer:
         if threads is None:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
-        self.state = State(program.model)
+        self.state = State(program.model, self.rank, self.size)
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule
         self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
@@ -211,6 +211,7 @@ class Trainer:
         """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once."""
         names = [v.name or "" for v in self.program.inference.graph.outputs]
         sums = dict.fromkeys(names, 0.0)
+        self.state.gather(self.comm, self.program.inference.graph.initializers)
         for item in batches.epoch(0) if isinstance(batches, Shards) else batches:
             feeds = item.feeds if isinstance(item, Batch) else item
             if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
@@ -239,7 +240,7 @@ class Trainer:
         Raises:
             WorldError: ranks whose state differs.
         """
-        digest = checkpoint.state_sha256(self.state.snapshot())
+        digest = checkpoint.state_sha256(self.state.snapshot(self.comm))
         everyone = self.comm.allgather_object(digest)
         if len(set(everyone)) > 1:
             raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d in everyone]}")
@@ -259,15 +260,17 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (all state, by name, independent of the number of workers); atomic, by rank 0."""
+        state = self.state.snapshot(self.comm) if self.rank == 0 or self.state.shards else {}
         if self.rank == 0:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._shards is not None:
                 meta["data"] = self._shards.state_dict()
-            checkpoint.save(folder, self.state.snapshot(), meta)
+            checkpoint.save(folder, state, meta)
         self.comm.barrier()
 
     def restore(self, folder: str | Path) -> None:
         """Read a checkpoint on rank 0 and give it to every worker."""
+        arrays: dict[str, Array] = {}
         if self.rank == 0:
             arrays, meta = checkpoint.load(folder)
             missing = sorted(self.state.updated - arrays.keys())
@@ -276,21 +279,22 @@ class Trainer:
                 raise UsageError(f"the checkpoint lacks {missing[0]!r}{more}; was it made for another model?")
             self.state.load(arrays)
             self.steps_done, self._position = int(meta.get("steps", 0)), meta.get("data")
-        self._broadcast()
+        self._broadcast(arrays)
         self.steps_done, self._position = self.comm.allgather_object((self.steps_done, self._position))[0]
         if self._shards is not None:
             self.attach(self._shards)
 
     def trained_values(self) -> dict[str, Array]:
-        """The model's own initializers as they stand now, under the file's names."""
+        """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""
         graph = self.program.inference.graph
-        known = self.state.arrays
+        known = {**self.state.arrays, **self.state.gather(self.comm, graph.initializers)}
         return {n: known[n] for n, v in graph.initializers.items() if n in known and is_float(v)}
 
     def export(self, path: str | Path) -> None:
         """Write the user's own model with trained values, in inference mode, under its own names; by rank 0, atomic."""
+        values = self.trained_values()
         if self.rank == 0:
-            frontends.save(frontends.write_back(self.program.original, self.trained_values()), path)
+            frontends.save(frontends.write_back(self.program.original, values), path)
         self.comm.barrier()
 
     def write_trace(self) -> Summary | None:
@@ -318,17 +322,21 @@ class Trainer:
 
     # Inner workings ---------------------------------------------------------------------------------------------------
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, values: Mapping[str, Array] | None = None) -> None:
         if self.size > 1:
-            for array in self.state.replicated().values():
-                flat = np.ascontiguousarray(array).reshape(-1)
-                self.comm.broadcast(flat, 0)
-                np.copyto(array, flat.reshape(array.shape))
+            self.state.broadcast(self.comm, values)
 
     def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
         shapes = self._check_names(feeds, model)
         backend = self.backend
-        plan = make_plan(model, shapes, native=backend.prefers_native, world_size=self.size, halves=backend.computes_halves)
+        plan = make_plan(
+            model,
+            shapes,
+            native=backend.prefers_native,
+            world_size=self.size,
+            rank=self.rank,
+            halves=backend.computes_halves,
+        )
         if model is self.program.model:
             self._compare_collectives(plan)
         executor = Executor(
@@ -386,6 +394,7 @@ class Trainer:
         return arrays
 
     def _explain_nonfinite(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
+        self.state.gather(self.comm, self.program.model.graph.initializers)
         tensor = first_nonfinite(self.program.model, executor, feeds, self.state, self.backend)
         everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
         rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))

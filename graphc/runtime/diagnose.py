@@ -38,7 +38,7 @@ def first_nonfinite(
     watched = [out for n in nodes for out in n.outputs if is_float(out)]
     step = Step("segment", "replay", nodes, reads, watched)
     results = {v.name or "": np.empty(static_dims(v) or (), dtype=v.dtype.numpy()) for v in watched if v.dtype is not None}
-    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.arrays[v.name or ""] for v in reads}
+    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
     backend.bind_segment(
         segment_model(step), {n: np.ascontiguousarray(a).reshape(np.shape(a)) for n, a in sources.items()}, results
     )()

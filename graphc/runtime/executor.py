@@ -5,8 +5,9 @@ Everything is looked up, allocated and checked when the plan is bound; a step is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,19 +18,17 @@ from graphc.errors import ModelError
 from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import SHARD, declaration_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, is_float, static_dims
+from graphc.ir.names import STEP
 from graphc.plan import Plan
+from graphc.runtime.communicator import Communicator
 from graphc.runtime.state import State, aligned_zeros
-from graphc.steps import Slice, Step, UpdateGroup
+from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
-
-class Collectives(Protocol):
-    """The part of a communicator that a step uses."""
-
-    def start(self, array: Array, op: str, tag: str) -> Any: ...
-    def wait(self, handle: Any) -> None: ...
+FINITE = "finite?"
+"""Tag of the AllReduce by which ranks that hold parts of the gradients agree on whether all are finite."""
 
 
 class NonFiniteStepError(ArithmeticError):
@@ -53,7 +52,7 @@ class Executor:
         plan: Plan,
         state: State,
         backend: Backend,
-        comm: Collectives | None = None,
+        comm: Communicator | None = None,
         *,
         check: bool = True,
         wrap: Callable[[str, str, Run], Run] | None = None,
@@ -78,10 +77,10 @@ class Executor:
         self.outputs: dict[str, Array] = {v.name or "": self._array(v) for v in plan.model.graph.outputs}
         self._copies = [(name, buffer) for name, buffer in self.inputs.items()]
         self.runs: list[Run] = []
-        for step in plan.steps:
-            if step.kind == "check" and not check:
+        for k, step in enumerate(plan.steps):
+            if (step.kind == "check" and not check) or (step.group is not None and self._owns_nothing(step.group)):
                 continue
-            run = self._bind(step)
+            run = self._bind_collective(step, k) if step.transfer is not None else self._bind(step)
             self.runs.append(wrap(step.kind, step.name, run) if wrap else run)
 
     def run(self, feeds: Mapping[str, Array]) -> None:
@@ -102,7 +101,7 @@ class Executor:
             elif value in self.plan.views:
                 view = self._array(self.plan.views[value]).reshape(static_dims(value) or ())
             elif value.is_initializer():
-                view = self._state.arrays[value.name or ""]
+                view = self._state.array(value.name or "")
             else:
                 known = constant(value)
                 if known is None:
@@ -124,32 +123,89 @@ class Executor:
             )
         if step.kind == "kernel":
             (node,) = step.nodes
+            if node.attributes.get_string(SHARD, "") and self.plan.world_size > 1:
+                return self._bind_over_parts(node)
             inputs = [None if v is None else self._array(v) for v in node.inputs]
             return self._backend.bind_kernel(node, inputs, [self._array(v) for v in node.outputs], {})
         if step.kind == "update":
             assert step.group is not None
             return self._bind_update(step.group)
-        if step.kind == "check":
-            return self._bind_check()
-        return self._bind_collective(step)
+        return self._bind_check()
 
-    def _bind_collective(self, step: Step) -> Run:
-        if self._comm is None:
-            raise ModelError(f"the plan has the collective {step.tag!r}, but there is no communicator")
-        handles, tag, comm = self._handles, step.tag, self._comm
+    def _bind_collective(self, step: Step, index: int) -> Run:
+        transfer, handles, comm = step.transfer, self._handles, self._comm
+        assert transfer is not None
+        tag = transfer.tag
+        if comm is None:
+            raise ModelError(f"the plan has the collective {tag!r}, but there is no communicator")
+        flat = self._buffers[transfer.buffer][transfer.offset : transfer.offset + transfer.nbytes].view(transfer.dtype)
+        part = slice(*transfer.parts[self.plan.rank]) if transfer.parts else slice(0)
         if step.kind == "wait":
+            sink = self._buffers[transfer.sink].view(transfer.dtype) if transfer.sink else None
 
             def wait() -> None:
-                comm.wait(handles.pop(tag))
+                handle = handles.pop(tag, None)
+                if handle is not None:
+                    comm.wait(handle)
+                if sink is not None:
+                    np.copyto(sink, flat[part])
 
             return wait
-        place = self.plan.places[step.inputs[0]]
-        flat, reduce = self._buffers[place.buffer].view(place.dtype), step.reduce
+        source = self._buffers[transfer.source].view(transfer.dtype) if transfer.source else None
+        gaps = [flat[slice(*gap)] for gap in transfer.gaps]
+        skipped = self._skips(transfer, index)
+        if transfer.kind == "allreduce":
+            lengths = transfer.lengths if transfer.reduce == "adasum" else None
+            begin = functools.partial(comm.start, flat, transfer.reduce, tag, lengths=lengths)
+        else:
+            reduce, kind = transfer.reduce or "sum", transfer.kind
+            begin = functools.partial(comm.start, flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root)
 
         def start() -> None:
-            handles[tag] = comm.start(flat, reduce, tag)
+            for gap in gaps:
+                gap.fill(0)
+            if source is not None:
+                np.copyto(flat[part], source)
+            if not skipped():
+                handles[tag] = begin()
 
         return start
+
+    def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
+        """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""
+        if transfer.every <= 1:
+            return lambda: False
+        if STEP not in self._state.arrays:
+            raise ModelError(f"{transfer} runs every {transfer.every} steps, but the graph does not count steps in {STEP!r}")
+        done, every = self._state.arrays[STEP], transfer.every
+        counted = any(s.group is not None and _counts_steps(s.group) for s in self.plan.steps[:index])
+        return lambda: (int(done) + (not counted)) % every != 0
+
+    def _owns_nothing(self, group: UpdateGroup) -> bool:
+        start, stop = group.owned
+        return start == stop and group.elements > 0
+
+    def _part(self, group: UpdateGroup, index: int) -> Array:
+        """The elements of flat input ``index`` that this rank updates."""
+        array = self._buffers[group.buffer(index)].view(group.dtype(index))
+        return array if index in group.scattered else array[slice(*group.owned)]
+
+    def _bind_over_parts(self, node: ir.Node) -> Run:
+        """A reduction over gradients of which this rank has a part: its result is over the part."""
+        outputs = [self._array(v) for v in node.outputs]
+        parts: dict[str, Array] = {}
+        for value in node.inputs:
+            assert value is not None
+            group, index = self.plan.homes[value]
+            parts[group.buffer(index)] = self._part(group, index)
+        inputs: list[Array | None] = [array for array in parts.values() if array.size]
+        if not inputs:
+            for output in outputs:
+                output.fill(0)
+            return lambda: None
+        if self._backend.prefers_native(node):
+            return self._backend.bind_kernel(node, inputs, outputs, {})
+        return self._bind_decomposed(node, inputs, outputs)
 
     def _bind_check(self) -> Run:
         """Test all gradients of parameters, and the scalars reported, before the first update.
@@ -169,21 +225,27 @@ class Executor:
 
             return check_scale
         watched: list[Array] = [a.reshape(-1) for v, a in self._outputs() if is_float(v)]
-        for group in self.plan.groups:
-            gradient = group.buffer(1) if 1 in group.flat else None
-            if gradient in self._buffers and gradient not in self._state.flat:
-                first = group.nodes[0].inputs[1]
-                assert first is not None
-                assert first.dtype is not None
-                watched.append(self._buffers[gradient].view(first.dtype.numpy()))
-        finite = self._backend.all_finite
+        gradients = [group for group in self.plan.groups if 1 in group.flat and group.buffer(1) not in self._state.flat]
+        watched += [part for group in gradients if (part := self._part(group, 1)).size]
+        finite, comm = self._backend.all_finite, self._comm
+        if comm is None or not any(group.sharded for group in gradients):
 
-        def check() -> None:
-            for array in watched:
-                if not finite(array):
-                    raise NonFiniteStepError
+            def check() -> None:
+                for array in watched:
+                    if not finite(array):
+                        raise NonFiniteStepError
 
-        return check
+            return check
+        flag = np.zeros(1, dtype=np.float32)
+
+        def check_together() -> None:
+            """A rank sees its own parts only: all stop when one of them meets a NaN."""
+            flag[0] = not all(finite(array) for array in watched)
+            comm.allreduce(flag, "max", FINITE)
+            if flag[0]:
+                raise NonFiniteStepError
+
+        return check_together
 
     def _skip_flag(self) -> tuple[Array, Array, float] | None:
         """The flag that makes updates skip the step, the loss scale, and the least that this may become."""
@@ -208,22 +270,25 @@ class Executor:
             if value is None:
                 inputs.append(None)
             elif index in group.flat:
-                assert value.dtype is not None
-                inputs.append(self._buffers[group.buffer(index)].view(value.dtype.numpy()))
+                inputs.append(self._part(group, index))
             else:
                 inputs.append(self._array(value))
         targets: list[Array] = []
+        start, stop = group.owned
         for output in range(len(node.outputs)):
             target = inputs[declaration.next_value[output]] if declaration.next_value[output] < len(inputs) else None
             # An output whose state is left out (RMSprop without momentum, say) is written to memory nobody reads.
-            targets.append(target if target is not None else np.zeros(group.elements, dtype=np.float32))
+            targets.append(target if target is not None else np.zeros(stop - start, dtype=np.float32))
         if self._backend.prefers_native(node):
             return self._backend.bind_kernel(node, inputs, targets, dict(declaration.next_value))
-        return self._bind_decomposed_update(node, inputs, targets)
+        present = [k for k, t in enumerate(targets) if any(t is a for a in inputs)]
+        return self._bind_decomposed(node, inputs, targets, present)
 
-    def _bind_decomposed_update(self, node: ir.Node, inputs: list[Array | None], targets: list[Array]) -> Run:
-        """Run an update the backend has no kernel for: its decomposition over flat buffers, then copy the results back."""
-        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": DOMAIN_VERSION}, name="update")
+    def _bind_decomposed(
+        self, node: ir.Node, inputs: list[Array | None], targets: list[Array], present: Sequence[int] = (0,)
+    ) -> Run:
+        """Run what the backend has no kernel for over flat buffers: its decomposition, then copy the results back."""
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": DOMAIN_VERSION}, name=node.op_type)
         values: list[ir.Value | None] = []
         bound: dict[str, Array] = {}
         for index, array in enumerate(inputs):
@@ -240,7 +305,6 @@ class Executor:
         op = Builder(graph)
         names = [f"o{k}" for k in range(len(targets))]
         produced = op.emit(node.op_type, values, dict(node.attributes), domain="graphc", outputs=names)
-        present = [k for k, t in enumerate(targets) if any(t is a for a in inputs)]
         graph.outputs.extend(produced[k] for k in present)
         decompose_graph(graph, lambda n: False)
         results = {f"o{k}": np.empty_like(targets[k]) for k in present}
@@ -253,6 +317,11 @@ class Executor:
                 np.copyto(target, result)
 
         return update
+
+
+def _counts_steps(group: UpdateGroup) -> bool:
+    state = group.nodes[0].inputs[0]
+    return state is not None and state.name == STEP
 
 
 def segment_model(step: Step) -> onnx.ModelProto:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array
 from graphc.errors import UsageError, nearest
-from graphc.ir.declare import declaration_of
+from graphc.groups import update_groups
 from graphc.ir.facts import state_updates
 from graphc.ir.names import BY_RANK
-from graphc.plan import update_groups
+from graphc.runtime.communicator import Communicator
 from graphc.steps import ALIGNMENT, UpdateGroup
 
 
@@ -23,68 +25,195 @@ def aligned_zeros(nbytes: int) -> Array:
     return raw[start : start + nbytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Where a tensor lies of which this rank keeps only a part: at element ``offset`` of the array that ``group`` divides."""
+
+    group: UpdateGroup
+    buffer: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def mine(self) -> tuple[slice, slice]:
+        """Where this rank's elements are in its part of the flat array, and in the flattened tensor."""
+        start, stop = self.group.owned
+        low, high = max(self.offset, start), min(self.offset + self.size, stop)
+        if high <= low:
+            return slice(0), slice(0)
+        return slice(low - start, high - start), slice(low - self.offset, high - self.offset)
+
+
 class State:
     """All initializers of a training graph as writable arrays, by name.
 
-    State that belongs to a bucket is a slice of a flat buffer, so that one kernel updates the whole bucket.
+    State that belongs to a bucket is a slice of a flat buffer, so that one kernel updates the whole bucket. Of sharded state
+    a rank keeps the elements that it owns; such a tensor is in :attr:`shards` instead of :attr:`arrays`.
+
+    Args:
+        model: the training graph.
+        rank, size: of this worker on the data axis.
     """
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, rank: int = 0, size: int = 1) -> None:
         self.arrays: dict[str, Array] = {}
         self.flat: dict[str, Array] = {}
-        self.updated = frozenset(state.name or "" for _, state, _ in state_updates(model.graph))
+        self.shards: dict[str, Shard] = {}
+        self._whole: dict[str, Array] = {}
+        self._initial = model.graph.initializers
+        states = {state.name or "" for _, state, _ in state_updates(model.graph)}
+        self.copies = narrow_copies(model.graph)
+        self.updated = frozenset(states - {low for lows in self.copies.values() for low in lows})
         for name, value in model.graph.initializers.items():
             if value.const_value is None:
                 raise UsageError(f"initializer {name!r} has no value; run 'initialize'")
-            if name not in self.updated:
+            if name not in states:
                 self.arrays[name] = _own(value)
-        for group in update_groups(model.graph):
-            declaration = declaration_of(group.nodes[0])
-            assert declaration is not None
-            for index in sorted(set(declaration.next_value.values()) & set(group.flat)):
-                self._lay_out(group, index, group.buffer(index))
+        for group in update_groups(model.graph, size, rank):
+            for index in group.states():
+                self._lay_out(group, index)
 
-    def _lay_out(self, group: UpdateGroup, index: int, buffer: str) -> None:
-        first = group.nodes[0].inputs[index]
-        assert first is not None
-        assert first.dtype is not None
-        dtype = np.dtype(first.dtype.numpy())
-        self.flat[buffer] = flat = aligned_zeros(group.elements * dtype.itemsize).view(dtype)
+    def _lay_out(self, group: UpdateGroup, index: int) -> None:
+        buffer, dtype = group.buffer(index), group.dtype(index)
+        self.flat[buffer] = flat = aligned_zeros(group.nbytes(index)).view(dtype)
         for node, offset in zip(group.nodes, group.offsets, strict=True):
             value = node.inputs[index]
             assert value is not None
-            name = value.name or ""
-            source = value.const_value
-            assert source is not None
-            initial = np.asarray(source.numpy())
-            view = flat[offset : offset + initial.size].reshape(initial.shape)
-            np.copyto(view, initial)
-            self.arrays[name] = view
+            name, initial = value.name or "", self.initial(value.name or "")
+            if index in group.scattered:
+                self.shards[name] = Shard(group, buffer, offset, initial.shape)
+            else:
+                self.arrays[name] = flat[offset : offset + initial.size].reshape(initial.shape)
+            self._write(name, initial)
 
-    def snapshot(self) -> dict[str, Array]:
-        """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank."""
-        return {name: self.arrays[name].copy() for name in sorted(self.updated)}
+    def initial(self, name: str) -> Array:
+        """What the graph says that state ``name`` begins with."""
+        tensor = self._initial[name].const_value
+        assert tensor is not None
+        return np.asarray(tensor.numpy())
+
+    def array(self, name: str) -> Array:
+        """State ``name``, whole; of sharded state the copy that :meth:`gather` made.
+
+        Raises:
+            UsageError: sharded state that was not gathered.
+        """
+        found = self.arrays.get(name)
+        if found is None:
+            found = self._whole.get(name)
+        if found is None:
+            raise UsageError(f"state {name!r} is sharded over the ranks; it has to be gathered first")
+        return found
+
+    def gather(self, comm: Communicator, names: Iterable[str]) -> dict[str, Array]:
+        """Whole copies of the sharded state among ``names``, refreshed in place; every rank calls it with the same names."""
+        wanted = [n for n in names if n in self.shards]
+        for buffer in dict.fromkeys(self.shards[n].buffer for n in wanted):
+            members = [n for n in wanted if self.shards[n].buffer == buffer]
+            shard = self.shards[members[0]]
+            whole = np.zeros(shard.group.elements, dtype=self.flat[buffer].dtype)
+            whole[slice(*shard.group.owned)] = self.flat[buffer]
+            comm.wait(comm.start(whole, "sum", f"state/{buffer}", kind="all_gather", parts=shard.group.parts))
+            for name in members:
+                one = self.shards[name]
+                view = whole[one.offset : one.offset + one.size].reshape(one.shape)
+                if name in self._whole:
+                    np.copyto(self._whole[name], view)
+                else:
+                    self._whole[name] = view.copy()
+        return {n: self._whole[n] for n in wanted}
+
+    def snapshot(self, comm: Communicator | None = None) -> dict[str, Array]:
+        """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank.
+
+        Sharded state is gathered over ``comm``, which every rank calls then.
+        """
+        sharded = sorted(self.updated & self.shards.keys())
+        if sharded and comm is None:
+            raise UsageError(f"state {sharded[0]!r} is sharded over the ranks: a snapshot needs their communicator")
+        before = set(self._whole)
+        found = self.gather(comm, sharded) if comm is not None else {}
+        for name in found.keys() - before:
+            del self._whole[name]
+        return {n: found[n] if n in found and n not in before else self.array(n).copy() for n in sorted(self.updated)}
 
     def load(self, values: Mapping[str, Array]) -> None:
-        """Overwrite state by name.
+        """Overwrite state by name; of sharded state this rank's part. Copies in a narrower type follow.
 
         Raises:
             UsageError: a name, shape or dtype that does not belong to this state; nothing is changed then.
         """
         for name, array in values.items():
-            if name not in self.arrays:
+            if name not in self.arrays and name not in self.shards:
                 raise UsageError(f"there is no state {name!r}{nearest(name, self.arrays)}")
-            have = self.arrays[name]
-            if have.shape != array.shape or have.dtype != array.dtype:
+            shape, dtype = self._spec(name)
+            if shape != array.shape or dtype != array.dtype:
                 raise UsageError(
-                    f"state {name!r} is {have.dtype}{list(have.shape)}, the value offered is {array.dtype}{list(array.shape)}"
+                    f"state {name!r} is {dtype}{list(shape)}, the value offered is {array.dtype}{list(array.shape)}"
                 )
         for name, array in values.items():
+            self._write(name, array)
+            for low in self.copies.get(name, ()):
+                self._write(low, array.astype(self._spec(low)[1]))
+
+    def _spec(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        shard = self.shards.get(name)
+        if shard is not None:
+            return shard.shape, self.flat[shard.buffer].dtype
+        return self.arrays[name].shape, self.arrays[name].dtype
+
+    def _write(self, name: str, array: Array) -> None:
+        shard = self.shards.get(name)
+        if shard is None:
             np.copyto(self.arrays[name], array)
+            return
+        here, there = shard.mine
+        self.flat[shard.buffer][here] = array.reshape(-1)[there]
+
+    def broadcast(self, comm: Communicator, values: Mapping[str, Array] | None = None) -> None:
+        """Give every rank the state of rank 0.
+
+        Args:
+            values: of sharded state on rank 0, whole; None: what the graph begins with.
+        """
+        for array in self.replicated().values():
+            flat = np.ascontiguousarray(array).reshape(-1)
+            comm.broadcast(flat, 0)
+            np.copyto(array, flat.reshape(array.shape))
+        for name in sorted(self.shards):
+            shape, dtype = self._spec(name)
+            whole = np.zeros(shape, dtype=dtype)
+            if comm.rank == 0:
+                np.copyto(whole, self._first(name, values))
+            comm.broadcast(whole.reshape(-1), 0)
+            self._write(name, whole)
+
+    def _first(self, name: str, values: Mapping[str, Array] | None) -> Array:
+        if values is None:
+            return self.initial(name)
+        if name in values:
+            return values[name]
+        master = next(wide for wide, lows in self.copies.items() if name in lows)
+        return values[master].astype(self._spec(name)[1])
 
     def replicated(self) -> dict[str, Array]:
         """Every array that must be equal on all ranks (views, not copies)."""
         return {name: array for name, array in sorted(self.arrays.items()) if name not in BY_RANK}
+
+
+def narrow_copies(graph: ir.Graph) -> dict[str, list[str]]:
+    """State → the states that are its copy in a narrower type (op ``Narrow``), which no checkpoint needs."""
+    found: dict[str, list[str]] = {}
+    state_of = {following: state for _, state, following in state_updates(graph)}
+    for node, low, _ in state_updates(graph):
+        wide = state_of.get(node.inputs[1]) if node.op_type == "Narrow" and node.inputs[1] is not None else None
+        if wide is not None:
+            found.setdefault(wide.name or "", []).append(low.name or "")
+    return found
 
 
 def _own(value: ir.Value) -> Array:

@@ -12,7 +12,7 @@ elements hold the result. So the graph does not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import onnx_ir as ir
 
@@ -22,9 +22,12 @@ from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
 OWNERS = ("even", "root")
 """How the elements of a flat array are divided among the ranks of a group."""
 
+Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+"""A communicator's name of a collective."""
+
 COMMON: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "bucket": ""}
 
-COLLECTIVES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
+COLLECTIVES: Mapping[str, tuple[Kind, Mapping[str, Any], str]] = {
     "AllReduce": (
         "allreduce",
         {"reduce": "sum", "every": 1},
