@@ -23,7 +23,7 @@ from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.plan import Plan, make_plan
 from graphc.runtime import checkpoint
-from graphc.runtime.communicator import Communicator, agree, open_communicator
+from graphc.runtime.communicator import Communicator, agree, check_deadline, open_communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State
@@ -57,6 +57,7 @@ class Trainer:
         wrap: hook around every plan step, for measuring.
         trace: file for a timeline of the first training steps of all workers, written at the end of the ``with`` block; see
             :class:`~graphc.runtime.trace.Trace`.
+        deadline: seconds after which a collective that has not ended ends the run; None: GRAPHC_DEADLINE, or 300.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -73,10 +74,13 @@ class Trainer:
         schedule: Callable[[int], float] | None = None,
         wrap: Callable[[str, str, Run], Run] | None = None,
         trace: str | Path | Trace | None = None,
+        deadline: float | None = None,
     ) -> None:
         self.program = program
         world = find_world() if comm is None else None
         self.comm = open_communicator(world) if comm is None else comm
+        if deadline is not None:
+            self.comm.deadline = check_deadline(deadline)
         self.rank, self.size = self.comm.rank, self.comm.size
         if program.mesh is not None and program.mesh.size != self.size:
             self.comm.close()
@@ -148,6 +152,7 @@ class Trainer:
         if position is not None:
             share = len(next(iter(arrays.values()))) if arrays else 0
             position[...] = self.rank * share if offset is None else offset
+        self.comm.step = self.steps_done
         try:
             if self._trace is None:
                 executor.run(arrays)

@@ -13,6 +13,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def flight_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs that fail on purpose leave their logs here."""
+    folder: Path = tmp_path_factory.mktemp("flights")
+    os.environ["GRAPHC_FLIGHT_DIR"] = str(folder)
+    yield folder
+    del os.environ["GRAPHC_FLIGHT_DIR"]
+
+
 @pytest.fixture
 def det_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every differentiable op of ONNX has a gradient; tests of what happens without one take that of Det away."""

@@ -1,4 +1,4 @@
-"""The ``graphc`` command line: one file per sub-command, each with a function ``command`` and nothing heavy at import.
+"""The ``graphc`` command line: one file per sub-command, each with a function ``command`` or ``group``, light to import.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 unsupported op, 130 interrupted. Results go to standard output; progress, notes and
 errors to standard error.
@@ -79,7 +79,10 @@ def _app() -> typer.Typer:
     app.callback()(_common)
     for name in COMMANDS:
         module = importlib.import_module(f"graphc.cli.{name}")
-        app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+        if hasattr(module, "group"):
+            app.add_typer(module.group(), name=name)
+        else:
+            app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
     return app
 
 

@@ -74,6 +74,7 @@ class Job:
     trace: str | None = None
     trace_steps: int = 200
     output: str | None = None
+    deadline: float | None = None
     form: str = "text"
 
 
@@ -220,7 +221,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     program = prepared.program
     trace = Trace(job.trace, steps=job.trace_steps) if job.trace is not None else None
     with (
-        Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace) as trainer,
+        Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace, deadline=job.deadline) as trainer,
         without_tracebacks(),
     ):
         batches = _training_batches(job, program, prepared.arrays, trainer.rank)

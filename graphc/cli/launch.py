@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from graphc.cli import options
+
 SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 """What follows SCRIPT belongs to the script."""
 
@@ -20,8 +22,9 @@ def command(
         bool,
         typer.Option("--keep-going", help="Go on without workers of parameter servers that die."),
     ] = False,
+    deadline: options.Deadline = None,
 ) -> int:
     """Run SCRIPT as N workers; inside, graphc.Trainer finds its rank."""
     from graphc.runtime.launch import launch
 
-    return launch(workers, script, transport=transport, keep_going=keep_going)
+    return launch(workers, script, transport=transport, keep_going=keep_going, deadline=deadline)

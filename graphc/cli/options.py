@@ -48,6 +48,10 @@ Initialize = Annotated[
         help="Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.",
     ),
 ]
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", metavar="SECONDS", help="A collective may take so long; default GRAPHC_DEADLINE, or 300."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and Dropout.")]
 BucketMB = Annotated[float, typer.Option("--bucket-mb", help="Size of a gradient bucket in megabytes.")]
 Precision = Annotated[

@@ -1,16 +1,34 @@
-"""``graphc show``: the plan of a training graph as text."""
+"""``graphc show``: the plan of a training graph, and the flight logs of a run, as text."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from graphc.cli import options, output
+from graphc.cli import flight, options, output
 from graphc.cli.output import Format
 
 
-def command(
+class _PlanUnlessNamed(TyperGroup):
+    """``graphc show MODEL`` is ``graphc show plan MODEL``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+
+def group() -> typer.Typer:
+    """The sub-commands."""
+    app = typer.Typer(cls=_PlanUnlessNamed, help="Show a plan, or what the workers of a failed run did.")
+    app.command("plan")(plan)
+    app.command("flight")(flight.command)
+    return app
+
+
+def plan(
     model: options.Model,
     batch: Annotated[int, typer.Option("--batch", help="Size of every symbolic dimension.", min=1)] = 1,
     workers: Annotated[
@@ -36,19 +54,19 @@ def command(
     shapes = {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in loaded.graph.inputs}
     engine = make_backend(backend, threads=1)
     try:
-        plan = make_plan(loaded, shapes, native=engine.prefers_native, world_size=size)
+        found = make_plan(loaded, shapes, native=engine.prefers_native, world_size=size)
     finally:
         engine.close()
     if form is Format.text:
-        output.say(plan.text())
+        output.say(found.text())
         return
     steps = [
         {
             "kind": step.kind,
             "name": step.name,
             "nodes": [node.name for node in step.nodes],
-            "bytes": sum(plan.places[v].nbytes for v in step.outputs if v in plan.places),
+            "bytes": sum(found.places[v].nbytes for v in step.outputs if v in found.places),
         }
-        for step in plan.steps
+        for step in found.steps
     ]
-    output.document({"workers": size, "inputs": shapes, "steps": steps, "buffers": plan.buffers})
+    output.document({"workers": size, "inputs": shapes, "steps": steps, "buffers": found.buffers})

@@ -96,6 +96,7 @@ def command(
     ] = None,
     freeze: options.Freeze = None,
     train: options.Train = None,
+    deadline: options.Deadline = None,
     form: options.Format = Format.text,
 ) -> int:
     """Train MODEL on DATA."""
@@ -149,6 +150,7 @@ def command(
         trace_steps=trace_steps,
         warmup_steps=warmup_steps,
         output=out,
+        deadline=deadline,
         form=form.value,
     )
     return run_job(job, transport=transport, alone=world.size == 1)
@@ -181,7 +183,7 @@ def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: P
         ready = prepared or prepare(job)
         try:
             if job.workers > 1 and alone:
-                run_threads(job.workers, lambda comm: execute(job, ready, comm))
+                run_threads(job.workers, lambda comm: execute(job, ready, comm), deadline=job.deadline)
             else:
                 execute(job, ready)
         except KeyboardInterrupt:
@@ -209,4 +211,4 @@ def _launch(job: Job, folder: Path) -> int:
     path.write_text(json.dumps(job_fields(job)))
     # The workers write into pipes; what they look like on the user's terminal is decided by what this process has.
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
-    return launch(job.workers, ["-m", "graphc.cli.worker", str(path)], transport="mpi", env=environment)
+    return launch(job.workers, ["-m", "graphc.cli.worker", str(path)], transport="mpi", env=environment, deadline=job.deadline)

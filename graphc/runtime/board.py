@@ -1,7 +1,7 @@
 """The notice board of the workers of one machine: who is here, who left in good order, who failed and why.
 
-A file of one slot per rank, mapped into every worker. A worker writes only its own slot, and the state byte last, so a
-reader never sees half a notice. It survives ``kill -9``, since the kernel owns the mapping.
+A file of one slot and one flight recorder per rank, mapped into every worker. A worker writes only its own, and the state
+byte of its slot last, so a reader never sees half a notice. It survives ``kill -9``, since the kernel owns the mapping.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphc.errors import WorldError
+from graphc.runtime.flight import RING_SIZE, Ring
 
 _SLOT = 4096
+_STAMP = 64
 _HEAD = struct.Struct("<qdqq")  # pid, time, exit code, length of the text
 
 
@@ -52,7 +54,7 @@ class Board:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._map = mmap.mmap(descriptor, size * _SLOT)
+                self._map = mmap.mmap(descriptor, _length(size))
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
@@ -62,8 +64,20 @@ class Board:
     def create(cls, path: Path, size: int) -> Board:
         """Make an empty board."""
         with open(path, "xb") as file:
-            file.truncate(size * _SLOT)
-        return cls(path, size)
+            file.truncate(_length(size))
+        board = cls(path, size)
+        stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        board._map[-_STAMP : len(stamp) - _STAMP] = stamp.encode()
+        return board
+
+    @property
+    def stamp(self) -> str:
+        """A name for the run, the same for everyone on the board."""
+        return self._map[-_STAMP:].rstrip(b"\0").decode()
+
+    def ring(self, rank: int) -> Ring:
+        """The flight recorder of ``rank``."""
+        return Ring(self._map, self.size * _SLOT + rank * RING_SIZE)
 
     def write(self, rank: int, state: State, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
         """Replace the notice of ``rank``; a failure stands: nothing that follows from it overwrites it."""
@@ -89,3 +103,7 @@ class Board:
 
     def close(self) -> None:
         self._map.close()
+
+
+def _length(size: int) -> int:
+    return size * (_SLOT + RING_SIZE) + _STAMP

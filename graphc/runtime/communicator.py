@@ -10,21 +10,26 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from graphc.errors import UsageError, WorldError, nearest
+from graphc.runtime.flight import Ring
 from graphc.runtime.reductions import LOW, Array, Parts, even_parts
 from graphc.runtime.world import World, find_world
 
 Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
 T = TypeVar("T")
+
+DEADLINE = "GRAPHC_DEADLINE"
+"""Environment variable: seconds after which a collective that has not ended ends the work."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REDUCTIONS = ("sum", "mean", "min", "max", "prod", "tree", "adasum")
@@ -42,12 +47,17 @@ class Communicator(Protocol):
 
     Raises (all calls):
         UsageError: an array or reduction that is not supported.
-        WorldError: another rank is gone, or called something else.
+        WorldError: another rank is gone, called something else, or did not come before the deadline. Where a rank is blocked
+            inside MPI there is nobody to raise it: the process ends with the message instead.
     """
 
     rank: int
     size: int
     observer: Callable[[Handle], None] | None
+    step: int
+    """The step of the training, which errors and flight logs name; set by whoever takes steps, -1 before the first."""
+    deadline: float
+    """Seconds after which a collective that has not ended ends the work; by default GRAPHC_DEADLINE, or 300."""
 
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors; ``lengths`` as in ``start``."""
@@ -104,22 +114,29 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """A collective that was started."""
+    """A collective that was started; ``since`` and ``until`` are when it ran, by ``time.monotonic()`` in seconds."""
 
-    __slots__ = ("_action", "_done", "error", "finished", "since", "until", "what")
+    __slots__ = ("_action", "_done", "error", "finished", "kind", "nbytes", "op", "since", "tag", "until")
 
-    def __init__(self, action: Callable[[], Any], what: str) -> None:
+    def __init__(self, action: Callable[[], Any], kind: str, op: str = "", tag: str = "", nbytes: int = 0) -> None:
         self._action = action
         self._done = threading.Lock()
         self._done.acquire()
-        self.what = what
+        self.kind = kind
+        self.op = op
+        self.tag = tag
+        self.nbytes = nbytes
         self.since = 0.0
         self.until = 0.0
         self.finished = False
         self.error: BaseException | None = None
 
+    @property
+    def what(self) -> str:
+        """The collective in words."""
+        return f"{self.kind} {self.tag}".rstrip()
+
     def execute(self) -> None:
-        self.since = time.monotonic()
         try:
             self._action()
         except BaseException as error:
@@ -141,7 +158,8 @@ class QueuedCommunicator(ABC):
     Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. Mostly that is the communication thread; a
     caller that waits while the runner is free runs the entry itself: a blocking call saves two thread switches (about 15 µs).
 
-    ``observer``, where set, is called after each collective, on the thread that ran it.
+    ``observer``, where set, is called after each collective, on the thread that ran it. ``ring`` is the flight recorder of
+    the rank, in which this communicator is the one of that ``number``; ``step`` is what is noted there.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -149,6 +167,11 @@ class QueuedCommunicator(ABC):
         self.size = size
         self.current: Handle | None = None
         self.observer: Callable[[Handle], None] | None = None
+        self.ring = Ring()
+        self.number = 1
+        self.step = -1
+        self.deadline = find_deadline()
+        self._sequence = 0
         self._queue: collections.deque[Handle] = collections.deque()
         self._runner = threading.Lock()
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -194,7 +217,7 @@ class QueuedCommunicator(ABC):
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         check_array(array, op, lengths)
         what = f"allreduce {tag}"
-        self._blocking(lambda: self._reduce(array, op, what, lengths), what)
+        self._blocking(Handle(lambda: self._reduce(array, op, what, lengths), "allreduce", op, tag, array.nbytes))
 
     def start(
         self,
@@ -207,8 +230,9 @@ class QueuedCommunicator(ABC):
         root: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> Handle:
-        what = f"{kind} {tag}"
-        return self._enqueue(Handle(self._action(array, op, what, kind, parts, root, lengths), what))
+        action = self._action(array, op, f"{kind} {tag}", kind, parts, root, lengths)
+        reduces = kind in ("allreduce", "reduce_scatter")
+        return self._enqueue(Handle(action, kind, op if reduces else "", tag, array.nbytes))
 
     def _action(
         self,
@@ -253,15 +277,15 @@ class QueuedCommunicator(ABC):
     def broadcast(self, array: Array, root: int = 0) -> None:
         check_layout(array)
         check_root(root, self.size)
-        self._blocking(lambda: self._broadcast(array, root, "broadcast"), "broadcast")
+        self._blocking(Handle(lambda: self._broadcast(array, root, "broadcast"), "broadcast", nbytes=array.nbytes))
 
     def allgather_object(self, item: T) -> list[T]:
         result: list[T] = []
-        self._blocking(lambda: result.extend(self._gather(item)), "allgather_object")
+        self._blocking(Handle(lambda: result.extend(self._gather(item)), "allgather_object"))
         return result
 
     def barrier(self) -> None:
-        self._blocking(self._barrier, "barrier")
+        self._blocking(Handle(self._barrier, "barrier"))
 
     def close(self) -> None:
         if self._closed:
@@ -272,8 +296,7 @@ class QueuedCommunicator(ABC):
             self._thread.join()
             self._thread = None
 
-    def _blocking(self, action: Callable[[], Any], what: str) -> None:
-        handle = Handle(action, what)
+    def _blocking(self, handle: Handle) -> None:
         if not self._closed and self._runner.acquire(blocking=False):
             try:
                 if not self._queue:
@@ -286,7 +309,7 @@ class QueuedCommunicator(ABC):
 
     def _enqueue(self, handle: Handle) -> Handle:
         if self._closed:
-            raise UsageError(f"{handle.what.strip()}: the communicator is closed")
+            raise UsageError(f"{handle.what}: the communicator is closed")
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"graphc-communication-{self.rank}", daemon=True)
             self._thread.start()
@@ -304,9 +327,15 @@ class QueuedCommunicator(ABC):
             self._execute(self._queue.popleft())
 
     def _execute(self, handle: Handle) -> None:
+        self._sequence += 1
+        handle.since = time.monotonic()
+        place = self.ring.begin(
+            self.number, self._sequence, self.step, handle.kind, handle.op, handle.tag, handle.nbytes, handle.since
+        )
         self.current = handle
         handle.execute()
         self.current = None
+        self.ring.end(place, handle.until)
         if self.observer is not None:
             self.observer(handle)
 
@@ -380,6 +409,26 @@ def check_layout(array: Array) -> None:
             f"a collective takes a writable, contiguous one-dimensional array, not one of shape {array.shape} "
             f"and strides {array.strides}"
         )
+
+
+def find_deadline(environment: Mapping[str, str] | None = None) -> float:
+    """Seconds a collective may take: ``GRAPHC_DEADLINE``, or 300.
+
+    Raises:
+        UsageError: it is no positive number.
+    """
+    text = (os.environ if environment is None else environment).get(DEADLINE, "300")
+    try:
+        return check_deadline(float(text))
+    except ValueError:
+        raise UsageError(f"{DEADLINE} is {text!r}, not a positive number of seconds") from None
+
+
+def check_deadline(seconds: float) -> float:
+    """``seconds``, or UsageError unless they are a positive number."""
+    if not seconds > 0:
+        raise UsageError(f"the deadline of collectives must be a positive number of seconds, not {seconds:g}")
+    return seconds
 
 
 def open_communicator(world: World | None = None) -> Communicator:

@@ -28,7 +28,7 @@ from types import CodeType
 
 from graphc.errors import GraphcError, MissingExtraError, UsageError
 from graphc.runtime.board import Board
-from graphc.runtime.communicator import Communicator
+from graphc.runtime.communicator import DEADLINE, Communicator, check_deadline, find_deadline
 from graphc.runtime.supervise import Supervisor
 from graphc.runtime.threads import run_threads
 from graphc.runtime.watch import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
@@ -52,6 +52,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     *,
     keep_going: bool = False,
+    deadline: float | None = None,
 ) -> int:
     """Run a Python program as ``workers`` ranks on this machine and wait for it.
 
@@ -60,13 +61,14 @@ def launch(
         transport: ``"mpi"`` (a process a worker) or ``"threads"`` (all in this process).
         env: variables set for the workers on top of this process's environment (``mpi`` only).
         keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
+        deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.
 
     Returns:
         The exit code: 0 when all ranks ended well, the failing rank's own code when it ended by an exit code or a
         GraphcError, 130 after Ctrl-C, else 1.
 
     Raises:
-        UsageError: fewer than one worker, no such script or module, unknown transport.
+        UsageError: fewer than one worker, no such script or module, unknown transport, a deadline that is not positive.
         MissingExtraError: no ``mpiexec``.
     """
     if workers < 1:
@@ -75,8 +77,9 @@ def launch(
         raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
     _check_program(argv)
     if transport == "threads":
-        return _launch_threads(workers, list(argv))
-    return _launch_mpi(workers, list(argv), env or {}, keep_going)
+        return _launch_threads(workers, list(argv), deadline)
+    found = find_deadline({**os.environ, **(env or {})}) if deadline is None else check_deadline(deadline)
+    return _launch_mpi(workers, list(argv), {**(env or {}), DEADLINE: str(found)}, keep_going)
 
 
 def find_mpiexec() -> Path:
@@ -122,7 +125,7 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the workers in order
         )
-        return Supervisor(process, board, pipes).run()
+        return Supervisor(process, board, pipes, float(env[DEADLINE])).run()
 
 
 def worker_environment(workers: int, env: Mapping[str, str], directory: Path) -> dict[str, str]:
@@ -187,7 +190,7 @@ def _check_program(argv: Sequence[str]) -> None:
         raise UsageError(f"there is no script {argv[0]!r}")
 
 
-def _launch_threads(workers: int, argv: list[str]) -> int:
+def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> int:
     code, arguments, path = _compile_program(argv)
     before_argv, before_path = sys.argv, list(sys.path)
     sys.argv, sys.path = arguments, [path, *sys.path]
@@ -206,7 +209,7 @@ def _launch_threads(workers: int, argv: list[str]) -> int:
             raise
 
     try:
-        run_threads(workers, work)
+        run_threads(workers, work, deadline=deadline)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException as error:

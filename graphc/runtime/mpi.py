@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from graphc.errors import GraphcError, MissingExtraError, WorldError
-from graphc.runtime.communicator import QueuedCommunicator
+from graphc.runtime.communicator import QueuedCommunicator, find_deadline
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts, widen
-from graphc.runtime.watch import KEEP_GOING, Watch, watch_peers
+from graphc.runtime.watch import KEEP_GOING, Watch, join_launcher, watch_peers
 from graphc.runtime.world import World
 
 SLICE = 2 << 20  # bytes
@@ -43,8 +43,10 @@ def open_mpi(world: World) -> QueuedCommunicator:
         MissingExtraError: mpi4py or an MPI library is not installed.
         WorldError: MPI knows another world than ``world``.
     """
+    watch = join_launcher()
     try:
-        from mpi4py import MPI
+        with watch.joining() if watch is not None else _unwatched(find_deadline()):
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(
             f"workers in several processes need mpi4py and an MPI library ({error}); run: pip install 'graphc[mpi]'"
@@ -57,11 +59,29 @@ def open_mpi(world: World) -> QueuedCommunicator:
             f"this worker should be rank {world.rank} of {world.size}, but MPI started rank {everyone.Get_rank()} of "
             f"{everyone.Get_size()}; start the workers with 'graphc launch -n {world.size}' or mpiexec"
         )
-    communicator = MpiCommunicator(MPI, world)
-    communicator.watch = watch_peers(communicator, world)
+    with _unwatched(find_deadline()):
+        communicator = MpiCommunicator(MPI, world)
+        communicator.watch = watch_peers(communicator, world)
     communicator.watch.end_all = communicator.end_all
     atexit.register(communicator.leave)
     return communicator
+
+
+@contextlib.contextmanager
+def _unwatched(deadline: float) -> Iterator[None]:
+    """Around the first meeting of the processes, where no watch can tell who is missing."""
+
+    def end() -> None:
+        print(f"graphc: the workers did not all join the world within {deadline:g} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(min(deadline, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class MpiCommunicator(QueuedCommunicator):
@@ -84,7 +104,8 @@ class MpiCommunicator(QueuedCommunicator):
         if self.watch is not None:
             self.watch.fail(reason, code)
             if not self.watch.launched:
-                print(f"graphc: rank {self.rank} stopped: {reason}", file=sys.stderr, flush=True)
+                message = "; ".join(filter(None, (f"rank {self.rank} stopped: {reason}", self.watch.dump(reason))))
+                print(f"graphc: {message}", file=sys.stderr, flush=True)
         self.end_all(code)
 
     def end_all(self, code: int) -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 from signal import Signals
 
 from graphc.runtime.board import Board, Notice, State
-from graphc.runtime.watch import is_alive
+from graphc.runtime.flight import dump
+from graphc.runtime.watch import is_alive, is_stopped
 
 TICK = 0.05  # seconds between looks at the board
 PARTIAL = 0.1  # seconds after which an unfinished line is shown as it is (a progress bar)
 PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
+MARGIN = 2.0  # seconds more than the deadline that a worker may be stopped: the others know better what they wait for
 TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
 
 # Open MPI's own words about the first process that ended badly; the text is wrapped, so blanks are normalised before.
@@ -70,9 +72,14 @@ class Stream:
 class Supervisor:
     """Watches over ``process`` (mpiexec) and the workers on ``board``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], board: Board, pipes: Mapping[tuple[str, int], Path]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], board: Board, pipes: Mapping[tuple[str, int], Path], deadline: float
+    ) -> None:
         self.process = process
         self.board = board
+        self.deadline = deadline
+        self._stopped: dict[int, float] = {}
+        self._stopped_looked = 0.0
         self._streams = [Stream(path, name) for (name, _), path in pipes.items()]
         self._mpiexec_text = b""
         self._failed_at: float | None = None
@@ -119,6 +126,7 @@ class Supervisor:
             bad = (State.FAILED, State.STOPPED)
             if any(n.state in bad or (n.state is State.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
                 self._failed_at = time.monotonic()
+            self._look_for_stopped()
             return
         late = time.monotonic() - self._failed_at - PATIENCE
         if late > TERMINATION:
@@ -126,6 +134,21 @@ class Supervisor:
         elif late > 0 and not self._signalled:
             self._signalled = True
             self.process.terminate()
+
+    def _look_for_stopped(self) -> None:
+        """A stopped worker for which nobody waits in a collective (at its end, say) would never be missed."""
+        now = time.monotonic()
+        if now - self._stopped_looked < min(1.0, self.deadline):
+            return
+        # The time between two looks counts only so far: this process can have been stopped too.
+        passed, self._stopped_looked = min(now - self._stopped_looked, 2.0), now
+        for rank, notice in enumerate(self.board.notices()):
+            waited = self._stopped.get(rank, 0.0) + passed if notice.pid and is_stopped(notice.pid) else 0.0
+            self._stopped[rank] = waited
+            if waited > self.deadline + MARGIN:
+                text = f"rank {rank} (pid {notice.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
+                self.board.write(rank, State.STOPPED, text=text, code=1, pid=notice.pid)
+                self._failed_at = now
 
     def _end_all(self) -> None:
         """Nothing of this run may outlive it."""
@@ -166,9 +189,9 @@ class Supervisor:
             first = min(failed, key=lambda rank: notices[rank].time)
             self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
             return notices[first].code or 1
-        stopped = [notice.text for notice in notices if notice.state is State.STOPPED]
+        stopped = [notice for notice in notices if notice.state is State.STOPPED]
         if stopped:
-            self._say(stopped[0])
+            self._say(min(stopped, key=lambda notice: notice.time).text)
             return 1
         gone = [rank for rank, notice in enumerate(notices) if notice.state in (State.RUNNING, State.ABSENT)]
         lost = [rank for rank, notice in enumerate(notices) if notice.state is State.SPARE]
@@ -187,8 +210,13 @@ class Supervisor:
         self._say(f"{who} failed: {notice.text}", alone=len(ranks) == self.board.size)
 
     def _say(self, message: str, *, alone: bool = False) -> None:
-        others = "" if alone or self.board.size == 1 else "; the other workers were stopped"
-        print(f"graphc: {message}{others}", file=sys.stderr, flush=True)
+        if alone or self.board.size == 1:
+            print(f"graphc: {message}", file=sys.stderr, flush=True)
+            return
+        logs = {rank: self.board.ring(rank).entries() for rank in range(self.board.size)}
+        where = dump(logs, self.board.size, self.board.stamp, message)
+        text = "; ".join(filter(None, (message, "the other workers were stopped", where)))
+        print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ one rank, so results do not depend on timing. A rank that raises, leaves early o
 from __future__ import annotations
 
 import contextvars
+import os
 import pickle
 import threading
 import time
@@ -17,8 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from graphc.errors import GraphcError, UsageError, WorldError
-from graphc.runtime.communicator import QueuedCommunicator
+from graphc.runtime.communicator import QueuedCommunicator, check_deadline, find_deadline
+from graphc.runtime.flight import dump
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
+from graphc.runtime.verdict import late
 from graphc.runtime.world import THREAD_WORLD, World
 
 T = TypeVar("T")
@@ -31,15 +34,16 @@ class ThreadGroup:
 
     Args:
         size: number of ranks.
-        deadline: seconds after which a rank that has not come to a collective counts as lost.
+        deadline: seconds after which a rank that has not come to a collective counts as lost; by default GRAPHC_DEADLINE.
     """
 
-    def __init__(self, size: int, *, deadline: float = 300.0) -> None:
+    def __init__(self, size: int, *, deadline: float | None = None) -> None:
         if size < 1:
             raise UsageError(f"a group needs at least one rank, not {size}")
         self.size = size
-        self.deadline = deadline
         self.communicators = [ThreadCommunicator(self, rank) for rank in range(size)]
+        for communicator in self.communicators:
+            communicator.deadline = find_deadline() if deadline is None else check_deadline(deadline)
         self.failure: str | None = None
         self._changed = threading.Condition()
         self._arrived: dict[int, tuple[str, Any]] = {}
@@ -61,13 +65,13 @@ class ThreadGroup:
                 self._finish_round()
             else:
                 self._check(rank, what)
-                limit = time.monotonic() + self.deadline
+                deadline = self.communicators[rank].deadline
+                limit = time.monotonic() + deadline
                 while self._generation == generation and self.failure is None:
                     if time.monotonic() < limit:
                         self._changed.wait(limit - time.monotonic())
                     else:
-                        missing = ", ".join(str(r) for r in range(self.size) if r not in self._arrived)
-                        self._fail(f"rank {missing} did not come to {what!r} within {self.deadline:g} s")
+                        self._fail(self._late(rank, deadline))
             if self._generation == generation:
                 raise WorldError(self.failure or "the group has failed")
             return self._table
@@ -92,6 +96,12 @@ class ThreadGroup:
             if self.failure is not None:
                 raise WorldError(self.failure)
             return frozenset(self._gone)
+
+    def _late(self, rank: int, deadline: float) -> str:
+        logs = {communicator.rank: communicator.ring.entries() for communicator in self.communicators}
+        message = late(logs[rank][-1], deadline, logs, {}, time.monotonic(), self.size)
+        where = dump(logs, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
+        return f"{message}; {where}"
 
     def _check(self, rank: int, what: str) -> None:
         for gone, reason in self._gone.items():
@@ -184,7 +194,7 @@ def communicator_of(world: World) -> ThreadCommunicator:
     return found
 
 
-def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadline: float = 300.0) -> list[T]:
+def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadline: float | None = None) -> list[T]:
     """Run ``function(communicator)`` in ``size`` worker threads; returns the results in rank order.
 
     Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others are set

@@ -2,11 +2,15 @@
 
 A worker killed in mid-step leaves the others blocked inside an AllReduce, where no Python runs. A daemon thread therefore
 waits on the process descriptors of the peers. When a peer ends without having left in good order, it says which rank is gone
-and ends this process; so it does when a peer left in good order while this rank waits for it in a collective.
+and ends this process; so it does when a peer left in good order while this rank waits for it in a collective, when a peer
+is in another collective, and when a collective has not ended by its deadline: then it reads the flight recorders of the
+peers and says who has not come.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -15,13 +19,15 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 from graphc.errors import GraphcError
+from graphc.runtime import verdict
 from graphc.runtime.board import Board, State
-from graphc.runtime.communicator import QueuedCommunicator
+from graphc.runtime.communicator import Handle, QueuedCommunicator, find_deadline
+from graphc.runtime.flight import Entry, dump, last_of
 from graphc.runtime.world import World
 
 RUN_DIRECTORY = "GRAPHC_RUN_DIR"
@@ -36,6 +42,7 @@ KEEP_GOING = "GRAPHC_KEEP_GOING"
 BOARD_FILE = "board"
 POLL = 0.25  # seconds between looks at what has no process descriptor
 GRACE = 0.5  # seconds between the message and the end
+RECENT = 16  # collectives that are compared with those of the peers at every look
 PATIENCE = 3.0  # seconds a collective may hang after a peer left in good order
 
 
@@ -78,11 +85,20 @@ class ProcessWatch:
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine is there and no zombie."""
+    return process_state(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    return process_state(pid) in "Tt"
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process; ``X`` where there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in "ZX"
+        return "X"
 
 
 class Watch:
@@ -92,18 +108,25 @@ class Watch:
         self.board = board
         self.rank = rank
         self.launched = launched
+        self.world_size = board.size
         self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
-        self.processes = ProcessWatch()
-        self.processes.idle = self._look_for_desertion
+        self.ring = board.ring(rank)
         self.communicators: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
         self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
+        self._local = list(range(board.size)) if launched else [rank]
+        self._joining: Handle | None = None
+        self._waited: dict[int, tuple[Handle, float]] = {}
+        self._looked = time.monotonic()
         board.write(rank, State.RUNNING)
+        self.processes = ProcessWatch()
+        self.processes.idle = self._look
         if launched:
             self.processes.add(int(os.environ[LAUNCHER]), _launcher_gone)
 
     def follow(self, ranks: list[int]) -> None:
         """Watch these ranks of this machine; each has written its process id on the board."""
+        self._local = ranks
         for rank in ranks:
             if rank != self.rank and rank not in self._peers:
                 self._peers.append(rank)
@@ -131,22 +154,85 @@ class Watch:
         reason = f"failed: {notice.text}" if notice.text else "ended without a word; it was killed or crashed"
         self._end(f"rank {rank} (pid {notice.pid}) is gone: {reason}")
 
-    def _look_for_desertion(self) -> None:
-        now = time.monotonic()
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Around the call in which all processes of the world meet for the first time."""
+        handle = Handle(lambda: None, "join")
+        handle.since = time.monotonic()
+        place = self.ring.begin(0, 1, -1, "join", "", "", 0, handle.since)
+        self._joining = handle
+        yield
+        self._joining = None
+        self.ring.end(place, time.monotonic())
+
+    def _in_progress(self) -> Iterator[tuple[int, Handle, float]]:
+        """Number of the communicator, collective under way, and its deadline."""
+        if self._joining is not None:
+            yield 0, self._joining, find_deadline()
         for communicator in self.communicators:
-            current = communicator.current
-            if current is None:
-                continue
+            if communicator.current is not None:
+                yield communicator.number, communicator.current, communicator.deadline
+
+    def _look(self) -> None:
+        """Look after the collectives under way. Time in which this process itself was stopped does not count."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 4 * POLL), now
+        for number, handle, deadline in self._in_progress():
+            before, seconds = self._waited.get(number, (None, 0.0))
+            seconds = seconds + passed if before is handle else min(now - handle.since, passed)
+            self._waited[number] = (handle, seconds)
+            self._look_for_desertion(handle, now)
+            if seconds > deadline:
+                self._look_for_the_late(number, deadline)
+        self._look_for_differences()
+
+    def _look_for_desertion(self, current: Handle, now: float) -> None:
+        for rank in self._peers:
+            notice = self.board.read(rank)
+            if notice.state is State.LEFT and now - max(notice.time, current.since) > PATIENCE:
+                self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {current.what!r}")
+
+    def _look_for_the_late(self, number: int, deadline: float) -> None:
+        logs = self.logs()
+        wanted = last_of(logs[self.rank], number)
+        if wanted is not None and wanted.end is None:
+            self._end(verdict.late(wanted, deadline, logs, self._states(), time.monotonic(), self.world_size))
+
+    def _look_for_differences(self) -> None:
+        """Collectives of one size pass even where the ranks mean different ones."""
+        for entry in self.ring.newest(RECENT):
             for rank in self._peers:
-                notice = self.board.read(rank)
-                if notice.state is State.LEFT and now - max(notice.time, current.since) > PATIENCE:
-                    what = current.what.strip()
-                    self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {what!r}")
+                other = self.board.ring(rank).find(entry.number)
+                if other is None or not entry.contradicts(other):
+                    continue
+                time.sleep(0.001)  # what another process is just writing can be half there, but not for long
+                again = self.board.ring(rank).find(entry.number)
+                if again is not None and self.ring.find(entry.number) is not None and entry.contradicts(again):
+                    self._end(verdict.disagree(self.rank, entry, rank, again))
+
+    def logs(self) -> dict[int, list[Entry]]:
+        """The flight logs of all ranks of this machine."""
+        return {rank: self.board.ring(rank).entries() for rank in self._local}
+
+    def _states(self) -> dict[int, str]:
+        """Words on the ranks of this machine that do not run."""
+        words = {}
+        for rank in self._local:
+            notice = self.board.read(rank)
+            if notice.state is State.ABSENT:
+                words[rank] = "has not started"
+            elif is_stopped(notice.pid):
+                words[rank] = f"(pid {notice.pid}) is stopped (SIGSTOP)"
+        return words
+
+    def dump(self, reason: str) -> str:
+        """Write the flight logs of this machine's ranks to files; returns words about where they are."""
+        return dump(self.logs(), self.world_size, self.board.stamp, reason)
 
     def _end(self, message: str) -> None:
         self.board.write(self.rank, State.STOPPED, text=message, code=1)
         if not self.launched:  # the launcher reads the board and says it once
-            print(f"graphc: {message}", file=sys.stderr, flush=True)
+            print(f"graphc: {'; '.join(filter(None, (message, self.dump(message))))}", file=sys.stderr, flush=True)
         time.sleep(GRACE)
         os._exit(1)
 
@@ -158,6 +244,7 @@ def _launcher_gone() -> None:
 
 
 _watch: Watch | None = None
+_numbers = itertools.count(1)
 
 
 def join_launcher() -> Watch | None:
@@ -178,6 +265,8 @@ def watch_peers(communicator: QueuedCommunicator, world: World) -> Watch:
     mine = join_launcher()
     if mine is None:
         mine = _watch = _open_own_board(communicator, world)
+    communicator.ring = mine.ring
+    communicator.number = next(_numbers)
     mine.communicators.add(communicator)
     hosts = communicator.allgather_object(_host())
     mine.follow([rank for rank, host in enumerate(hosts) if host == hosts[world.rank]])
@@ -209,7 +298,8 @@ def _report_uncaught(watch: Watch) -> None:
         text = str(error) if isinstance(error, GraphcError) else f"{kind.__name__}: {error}"
         watch.fail(text, getattr(error, "exit_code", 1))
         previous(kind, error, trace)
-        print(f"graphc: rank {watch.rank} failed: {text}", file=sys.stderr, flush=True)
+        where = watch.dump(f"rank {watch.rank} failed: {text}")
+        print(f"graphc: {'; '.join(filter(None, (f'rank {watch.rank} failed: {text}', where)))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         watch.end_all(1)
 

@@ -27,9 +27,9 @@ _LAUNCH = """
 import json, sys
 from graphc.errors import GraphcError
 from graphc.runtime.launch import launch
-workers, transport, env, argv, keep_going = json.loads(sys.argv[1])
+workers, transport, env, argv, options = json.loads(sys.argv[1])
 try:
-    sys.exit(launch(workers, argv, transport, env, keep_going=keep_going))
+    sys.exit(launch(workers, argv, transport, env, **options))
 except GraphcError as error:
     print(f"graphc: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
@@ -72,14 +72,14 @@ def start_mpi(
     *arguments: str,
     transport: str = "mpi",
     env: dict[str, str] | None = None,
-    keep_going: bool = False,
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    """Start the launcher and return at once."""
+    """Start the launcher and return at once; ``options`` are those of ``launch``."""
     import json
 
     argv = ["-c", program, *arguments] if isinstance(program, str) else [str(program), *arguments]
     return subprocess.Popen(
-        [sys.executable, "-c", _LAUNCH, json.dumps([workers, transport, env or {}, argv, keep_going])],
+        [sys.executable, "-c", _LAUNCH, json.dumps([workers, transport, env or {}, argv, options])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -108,10 +108,10 @@ def run_mpi(
     timeout: float = 60.0,
     transport: str = "mpi",
     env: dict[str, str] | None = None,
-    keep_going: bool = False,
+    **options: Any,
 ) -> Done:
     """Run program text, or a script, as ``workers`` ranks and wait."""
-    return finish(start_mpi(workers, program, *arguments, transport=transport, env=env, keep_going=keep_going), timeout)
+    return finish(start_mpi(workers, program, *arguments, transport=transport, env=env, **options), timeout)
 
 
 def map_ranks(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:

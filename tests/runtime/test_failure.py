@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from graphc.runtime.flight import load
 from graphc.runtime.launch import find_mpiexec
 from graphc.runtime.watch import is_alive
 from tests.runtime.mpi_run import ROOT, Done, finish, run_mpi, start_mpi
@@ -19,6 +20,12 @@ from tests.runtime.mpi_run import ROOT, Done, finish, run_mpi, start_mpi
 pytestmark = pytest.mark.mpi
 
 LIMIT = 15.0
+
+STEPS = """
+    for k in range(n):
+        comm.step = k
+        comm.wait(comm.start(buffer, "mean", f"bucket{k % 2}"))
+"""
 
 START = """
 import os, signal, sys, threading, time
@@ -238,3 +245,74 @@ def test_without_our_launcher(program: str, message: str, tmp_path: Path) -> Non
     ended_well(Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start))
     assert done.returncode != 0
     assert message in done.stderr, done.stderr
+
+
+# A collective that does not end by its deadline ------------------------------------------------------------------------
+
+WAITING = "comm.deadline = 1.5\ndef busy():\n steps(7)\n time.sleep(60)\n"
+BUCKET = r"allreduce\(mean\) 'bucket\d' of step \d+ \(16000000 bytes\)"
+LATE = [
+    pytest.param(
+        "if comm.rank == 1: shoot(19)\nsteps()",
+        rf"(rank 1 did not come to {BUCKET} within 1.5 s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\); it"
+        rf"(s last was| is in) {BUCKET}|{BUCKET} did not end within 1.5 s: all ranks have come to it, "
+        r"but rank 1 \(pid \d+\) is stopped \(SIGSTOP\))",
+        id="stopped",
+    ),
+    pytest.param(
+        "if comm.rank == 2: busy()\nsteps()",
+        r"rank 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 2 is busy with "
+        r"something else; its last was allreduce\(mean\) 'bucket0' of step 6 \(16000000 bytes\), which ended \d.\d s ago",
+        id="slow",
+    ),
+    pytest.param(
+        "if comm.rank in (0, 2): busy()\nsteps()",
+        r"ranks 0, 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 0 is busy",
+        id="slow-two",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps()",
+        r"the ranks disagree: rank 0 is in allreduce\(mean\) 'bucket1' of step 7 .* and rank 1 is in allreduce\(mean\) 'other'",
+        id="other-collective",
+    ),
+    pytest.param(
+        "comm.allreduce(np.ones(3 + comm.rank), 'sum', 'w')\nsteps()",
+        r"the ranks disagree: rank 0 is in allreduce\(sum\) 'w' before the first step \(24 bytes\) and rank 1 is in "
+        r"allreduce\(sum\) 'w' before the first step \(32 bytes\)"
+        r"|rank \d failed: allreduce w failed on rank \d: .*MPI_ERR_TRUNCATE",
+        id="other-length",
+        marks=FULL,
+    ),
+    pytest.param(
+        "if comm.rank == 1: os.kill(os.getpid(), 19)",
+        r"rank 1 \(pid \d+\) has been stopped \(SIGSTOP\) for 2 s",
+        id="stopped-at-the-end",
+        marks=FULL,
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "message"), LATE)
+def test_a_late_worker_is_named_and_the_logs_tell_where(program: str, message: str) -> None:
+    done = run_mpi(3, START + "def steps(n=100_000):\n" + STEPS + WAITING + program, timeout=LIMIT + 15, deadline=2.0)
+    assert done.code == 1, done.text
+    assert re.search(f"^graphc: ({message}).*; the other workers were stopped; flight logs: ", done.err, re.MULTILINE), (
+        done.text
+    )
+    assert done.err.count("graphc: ") == 1, done.text
+    ended_well(done)
+    found = re.search(r"flight logs: (\S+) \(", done.err)
+    assert found is not None
+    flights = load(Path(found[1]))
+    assert [flight.rank for flight in flights] == [0, 1, 2]
+    assert {flight.reason for flight in flights} <= {done.err[len("graphc: ") :].partition("; the other workers")[0]}
+
+
+def test_stopped_before_the_workers_met() -> None:
+    """Nobody watches yet; the launcher's own patience, or that of the others as they join, ends the run."""
+    program = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 19)\n"
+    done = run_mpi(2, program + START, timeout=LIMIT + 15, deadline=2.0)
+    assert done.code == 1, done.text
+    assert re.search(r"rank 1 (\(pid \d+\) has been|did not come to join before the first step) ", done.err), done.text
+    assert done.seconds < LIMIT, done.text

@@ -100,13 +100,19 @@ def test_a_rank_that_leaves_early_is_named() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     def work(comm: ThreadCommunicator) -> None:
+        comm.allreduce(np.ones(5), "sum", "w")
+        comm.step = 3
         if comm.rank == 1:
             time.sleep(1)
         else:
-            comm.barrier()
+            comm.allreduce(np.ones(6), "mean", "b0")
 
-    with pytest.raises(WorldError, match=r"rank 1 did not come to 'barrier' within 0.2 s"):
-        run_threads(2, work, deadline=0.2)
+    message = (
+        r"rank 1 did not come to allreduce\(mean\) 'b0' of step 3 \(48 bytes\) within 0.2 s: rank 1 is busy with something "
+        r"else; its last was allreduce\(sum\) 'w' before the first step \(40 bytes\), which ended 0.2 s ago; flight logs: "
+    )
+    with pytest.raises(WorldError, match=message):
+        run_threads(3, work, deadline=0.2)
 
 
 def test_abort_names_the_rank_and_the_reason() -> None:

@@ -1,0 +1,114 @@
+"""The flight recorder: what it keeps, what it costs, and what its logs tell."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphc.cli import main
+from graphc.errors import UsageError, WorldError
+from graphc.runtime.communicator import find_deadline
+from graphc.runtime.flight import ENTRIES, Ring, load
+from graphc.runtime.threads import ThreadCommunicator, run_threads
+
+
+def record(ring: Ring, sequence: int, tag: str = "b", *, ended: bool = True) -> None:
+    place = ring.begin(1, sequence, sequence - 1, "allreduce", "mean", tag, 4096, float(sequence))
+    if ended:
+        ring.end(place, sequence + 0.5)
+
+
+def test_the_ring_keeps_the_last_256() -> None:
+    ring = Ring()
+    for sequence in range(1, 301):
+        record(ring, sequence, f"bucket{sequence}", ended=sequence < 300)
+    entries = ring.entries()
+    assert [entry.number for entry in entries] == list(range(301 - ENTRIES, 301))
+    assert entries[0].what == "allreduce(mean) 'bucket45' of step 44 (4096 bytes)"
+    assert (entries[0].start, entries[0].end, entries[-1].end) == (45.0, 45.5, None)
+    assert ring.find(44) is None
+    assert [entry.tag for entry in ring.newest(2)] == ["bucket299", "bucket300"]
+
+
+def test_a_long_tag_is_cut_and_not_spilled() -> None:
+    ring = Ring()
+    for sequence in (1, 2):
+        record(ring, sequence, "größe" * 40)
+    assert [entry.number for entry in ring.entries()] == [1, 2]
+    assert all(entry.tag.startswith("größe" * 10) for entry in ring.entries())
+
+
+def test_a_record_costs_next_to_nothing() -> None:
+    ring = Ring()
+    best = min(_seconds(ring) for _ in range(5))
+    assert best < 5e-6, f"{best * 1e9:.0f} ns a collective"
+
+
+def _seconds(ring: Ring) -> float:
+    start = time.perf_counter()
+    for k in range(2000):
+        ring.end(ring.begin(1, k, k, "allreduce", "mean", "bucket0", 4096, 1.0), 2.0)
+    return (time.perf_counter() - start) / 2000
+
+
+def test_logs_of_a_slow_rank(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The logs of a run in which rank 1 stays away from the third step; the command says so, and from single files too."""
+
+    def work(comm: ThreadCommunicator) -> None:
+        for comm.step in range(3):
+            if (comm.rank, comm.step) == (1, 2):
+                time.sleep(0.6)
+            comm.wait(comm.start(np.ones(7), "mean", "bucket0"))
+
+    with pytest.raises(WorldError, match="flight logs: ") as caught:
+        run_threads(2, work, deadline=0.3)
+    folder = Path(str(caught.value).partition("flight logs: ")[2].partition(" (")[0])
+    assert folder.parent == flight_logs
+    assert [flight.rank for flight in load(folder)] == [0, 1]
+    assert main(["show", "flight", str(folder)]) == 0
+    text = capfd.readouterr().out
+    assert "the run ended: rank 1 did not come to allreduce(mean) 'bucket0' of step 2 (56 bytes) within 0.3 s" in text
+    assert (
+        "rank 1 is behind by 1: it has ended #2 allreduce(mean) 'bucket0' of step 1 (56 bytes); "
+        "the front is #3 allreduce(mean) 'bucket0' of step 2 (56 bytes), where rank 0 waited" in text
+    )
+    assert "did not end" in text
+    files = sorted(map(str, folder.glob("*.json")))
+    assert main(["show", "flight", *files, "--format", "json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert len(found["verdict"]) == 1
+    assert [len(rank["entries"]) for rank in found["ranks"]] == [3, 2]
+    assert main(["show", "flight", files[0]]) == 0
+    assert "there is no log of rank 1" in capfd.readouterr().out
+
+
+def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from graphc.runtime.flight import dump
+
+    rings = [Ring(), Ring()]
+    for rank, ring in enumerate(rings):
+        for sequence, tag in enumerate(("a", "b", "c" if rank else "d"), 1):
+            record(ring, sequence, tag)
+    dump({rank: ring.entries() for rank, ring in enumerate(rings)}, 2, "disagree", "")
+    assert main(["show", "flight", str(flight_logs / "graphc-flight-disagree"), "--last", "0"]) == 0
+    expected = (
+        "#3: the ranks disagree: rank 0 is in allreduce(mean) 'd' of step 2 (4096 bytes) and rank 1 is in allreduce(mean) 'c'"
+    )
+    assert expected in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["hello", '{"rank": 0}', "{}"])
+def test_a_file_that_is_no_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank-0.json").write_text(text)
+    assert main(["show", "flight", str(tmp_path)]) == 1
+    assert "rank-0.json is no flight log" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_deadline_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match=r"GRAPHC_DEADLINE is '.*', not a positive number of seconds"):
+        find_deadline({"GRAPHC_DEADLINE": text})
