@@ -1,0 +1,289 @@
+"""Grouping the nodes of a segment into launches: fused kernels, and nodes that a library or a kernel of their own runs.
+
+    Add ─► ReduceMean ─► Sub ─► Mul ─► … ─► Gemm        becomes        [Add … normalisation] , [Gemm]
+
+What several kernels need is written to memory; everything else lives in registers. A value joins the last kernel that walks
+over the same elements, shares an operand with it, and stands behind everything the value depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy import views
+from graphc.backends.cupy.generator import REDUCTIONS, Generator, NotFusibleError, Source, Spec, reduced_axes
+from graphc.backends.cupy.launch import BLOCKS
+from graphc.backends.cupy.views import shape_of
+from graphc.ir.facts import constant, static_dims
+
+OPERANDS = 24
+"""Most arrays one kernel touches: beyond, addresses crowd out values in registers."""
+
+LOOK_BACK = 12
+"""How many earlier kernels a value may join."""
+
+SMALL = 1 << 16
+"""Elements below which a kernel costs its launch more than its memory, so that unrelated values may share one."""
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A fused kernel in the making."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    reductions: list[ir.Node] = field(default_factory=list)
+    stores: list[ir.Value] = field(default_factory=list)
+    reads: set[ir.Value] = field(default_factory=set)
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape, self.axes, tuple(self.reductions), tuple(self.stores))
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """A node that is no fused kernel."""
+
+    node: ir.Node
+
+
+Launch = Kernel | Opaque
+
+
+@dataclass(slots=True)
+class Grouping:
+    """The launches of a segment in order.
+
+    Attributes:
+        memory: the values that are written to memory.
+        aliases: value → the value of another shape whose memory it is.
+    """
+
+    launches: list[Launch]
+    memory: set[ir.Value]
+    aliases: dict[ir.Value, ir.Value]
+
+
+def in_place_of(value: ir.Value) -> ir.Value:
+    """The value whose memory this one shares because only reshapes stand between them."""
+    producer = value.producer()
+    while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+        (value, *_) = (v for v in producer.inputs if v is not None)
+        producer = value.producer()
+    return value
+
+
+def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> Grouping:
+    """Group the nodes of ``graph``, whose shapes are static.
+
+    Args:
+        opaque: nodes that must not be fused because a library runs them better; what cannot be fused is opaque anyway.
+    """
+    return _Grouper(graph, opaque).run()
+
+
+class _Grouper:
+    def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> None:
+        self.graph = graph
+        self.nodes = [n for n in graph if not _is_constant(n)]
+        self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n)}
+        self.aliases: dict[ir.Value, ir.Value] = {}
+        self.memory = self._memory()
+        self.launches: list[Launch] = []
+        self.made: dict[ir.Value, int] = {}
+
+    def run(self) -> Grouping:
+        for node in self.nodes:
+            if node in self.opaque:
+                self.launches.append(Opaque(node))
+                self.made.update((out, len(self.launches) - 1) for out in node.outputs)
+            else:
+                for out in node.outputs:
+                    if out in self.memory:
+                        self._place(node, out)
+        self._strip()
+        kept = {v for launch in self.launches for v in _written(launch)}
+        return Grouping(self.launches, kept, self.aliases)
+
+    # What is written to memory ------------------------------------------------------------------------------------------
+
+    def _memory(self) -> set[ir.Value]:
+        """Values that cannot or should not live in registers only."""
+        found: set[ir.Value] = set(self.graph.outputs)
+        for node in self.opaque:
+            found.update(node.outputs)
+            for value in node.inputs:
+                if value is None or constant(value) is not None:
+                    continue
+                base = in_place_of(value)
+                found.add(base)
+                if base is not value:
+                    self.aliases[value] = base
+        for node in self.nodes:
+            if node in self.opaque:
+                continue
+            for out in node.outputs:
+                if node.op_type in REDUCTIONS or self._is_shared(node, out):
+                    found.add(out)
+        return {v for v in found if v.producer() is not None and v not in self.aliases}
+
+    def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
+        """Whether several nodes use a value that costs something to compute again."""
+        users = list(out.uses())
+        if len(users) < 2 or (node.domain == "" and node.op_type in views.RULES) or node.op_type == "Cast":
+            return False
+        size = _size(out)
+        return not all(_size(o) >= 8 * size for user, _ in users for o in user.outputs[:1]) or size > SMALL
+
+    # Placing values -------------------------------------------------------------------------------------------------------
+
+    def _place(self, node: ir.Node, value: ir.Value) -> None:
+        if node.op_type in REDUCTIONS and node not in self.opaque:
+            axes = reduced_axes(node)
+            assert axes is not None
+            wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
+        else:
+            wanted = Kernel(shape_of(value), (), [], [value])
+        first = len(self.launches) - 1
+        for k in range(first, max(-1, first - LOOK_BACK), -1):
+            launch = self.launches[k]
+            if isinstance(launch, Kernel):
+                merged = self._joined(launch, k, wanted)
+                if merged is not None:
+                    self.launches[k] = merged
+                    self.made[value] = k
+                    return
+        source = self._generate(wanted, len(self.launches))
+        if source is None:
+            raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
+        wanted.reads = set(source.operands[: source.reads])
+        self.made[value] = len(self.launches)
+        self.launches.append(wanted)
+
+    def _joined(self, kernel: Kernel, at: int, new: Kernel) -> Kernel | None:
+        """``kernel`` with the result of ``new``, or None where they do not go together."""
+        found = _common_walk(kernel, new)
+        if found is None:
+            return None
+        shape, axes = found
+        both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
+        source = self._generate(both, at)
+        if source is None or len(source.operands) > OPERANDS:
+            return None
+        both.reads = set(source.operands[: source.reads])
+        alone = self._generate(new, len(self.launches))
+        if alone is not None and _size_of(shape) > SMALL:
+            shared = set(alone.operands[: alone.reads]) & (kernel.reads | set(kernel.stores))
+            if not any(_size(v) * 4 >= _size_of(shape) for v in shared):
+                return None
+        return both
+
+    def _generate(self, kernel: Kernel, at: int) -> Source | None:
+        """The source of a kernel that would stand at position ``at``."""
+        own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
+
+        def in_memory(value: ir.Value) -> bool:
+            if value in own:
+                return False
+            made = self.made.get(value)
+            return made < at if made is not None else value.producer() is None or _is_constant(value.producer())
+
+        try:
+            return Generator(kernel.spec, in_memory).source()
+        except NotFusibleError:
+            return None
+
+    # Clearing up -----------------------------------------------------------------------------------------------------------
+
+    def _strip(self) -> None:
+        """Take out what is written and never read."""
+        while True:
+            needed = set(self.graph.outputs)
+            for launch in self.launches:
+                if isinstance(launch, Opaque):
+                    needed.update(self.aliases.get(v, v) for v in launch.node.inputs if v is not None)
+                else:
+                    needed |= launch.reads
+            before = sum(len(_written(launch)) for launch in self.launches)
+            for k, launch in enumerate(self.launches):
+                if isinstance(launch, Kernel) and any(v not in needed for v in launch.stores):
+                    self.launches[k] = self._without(launch, k, needed)
+            if sum(len(_written(launch)) for launch in self.launches) == before:
+                break
+        kept = [launch for launch in self.launches if isinstance(launch, Opaque) or launch.stores]
+        self.launches = kept
+
+    def _without(self, kernel: Kernel, at: int, needed: set[ir.Value]) -> Kernel:
+        less = Kernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
+        if not less.stores:
+            return less
+        source = self._generate(less, at)
+        assert source is not None
+        less.reads = set(source.operands[: source.reads])
+        return less
+
+
+def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(shape, axes) over which both can walk together."""
+    rows, size = kernel.spec.rows, _size_of(kernel.shape)
+    if new.axes:
+        if new.shape != kernel.shape:
+            return None
+        if new.axes == kernel.axes:
+            return kernel.shape, kernel.axes
+        return (new.shape, new.axes) if not kernel.axes and _walks_well(new) else None
+    if new.shape == kernel.shape or (not kernel.axes and _size_of(new.shape) == size):
+        return kernel.shape, kernel.axes
+    if kernel.axes and _size_of(new.shape) in (rows, size) and _walks_well(kernel):
+        return kernel.shape, kernel.axes
+    return None
+
+
+def _walks_well(kernel: Kernel) -> bool:
+    """Whether one pass over rows keeps the device busy, so that several levels of reductions may share a kernel."""
+    return kernel.spec.rows >= BLOCKS // 2 or _size_of(kernel.shape) <= SMALL
+
+
+def fusible(node: ir.Node) -> bool:
+    """Whether a fused kernel can compute the node's results from its operands in memory."""
+    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
+        return False
+    if any(_size(v) == 0 for v in (*node.inputs, *node.outputs) if v is not None):
+        return False
+    if node.op_type in REDUCTIONS and node.domain == "":
+        axes = reduced_axes(node)
+        if not axes:
+            return False
+        spec = Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))
+    else:
+        spec = Spec(shape_of(node.outputs[0]), (), (), (node.outputs[0],))
+    own = set(node.outputs)
+    try:
+        for out in node.outputs:
+            if out is not node.outputs[0]:
+                spec = Spec(shape_of(out), (), (), (out,))
+            Generator(spec, lambda v: v not in own).source()
+    except (NotFusibleError, KeyError):
+        return False
+    return True
+
+
+def _written(launch: Launch) -> Iterable[ir.Value]:
+    return launch.stores if isinstance(launch, Kernel) else launch.node.outputs
+
+
+def _is_constant(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "Constant" and node.domain == ""
+
+
+def _size(value: ir.Value) -> int:
+    return _size_of(shape_of(value))
+
+
+def _size_of(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))

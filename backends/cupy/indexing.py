@@ -1,0 +1,194 @@
+"""Index arithmetic of generated kernels: linear forms over loop variables, with exact division and remainder.
+
+    Linear({row: 768, column: 1}) // 768  ─►  row            where 0 ≤ column < 768
+    Linear({row: 768, column: 1}) % 768   ─►  column
+
+Every Reshape, Transpose, Slice, Expand or Split between two elementwise nodes is such a form, so that it costs no memory
+pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A loop variable, or an index read from memory: ``name`` in [0, ``size``)."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quotient:
+    """``of`` ÷ ``by``, rounded down; ``of`` is not negative."""
+
+    of: Linear
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """``of`` modulo ``by``; ``of`` is not negative."""
+
+    of: Linear
+    by: int
+
+
+Term = Variable | Quotient | Remainder
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``constant`` + Σ coefficient · term."""
+
+    terms: tuple[tuple[Term, int], ...] = ()
+    constant: int = 0
+
+    @staticmethod
+    def of(value: Term | int) -> Linear:
+        if isinstance(value, int):
+            return Linear((), value)
+        return Linear(((value, 1),)) if _extent(value) > 1 else Linear()
+
+    def __add__(self, other: Linear | int) -> Linear:
+        if isinstance(other, int):
+            return Linear(self.terms, self.constant + other)
+        found = dict(self.terms)
+        for term, coefficient in other.terms:
+            found[term] = found.get(term, 0) + coefficient
+        return Linear(tuple((t, c) for t, c in found.items() if c), self.constant + other.constant)
+
+    def __mul__(self, factor: int) -> Linear:
+        if factor == 0:
+            return Linear()
+        return Linear(tuple((t, c * factor) for t, c in self.terms), self.constant * factor)
+
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest value."""
+        low = high = self.constant
+        for term, coefficient in self.terms:
+            reach = coefficient * (_extent(term) - 1)
+            low, high = low + min(0, reach), high + max(0, reach)
+        return low, high
+
+    def __floordiv__(self, by: int) -> Linear:
+        whole, rest = self._split(by)
+        low, high = rest.bounds()
+        if low >= 0 and high < by:
+            return whole
+        return whole + Linear.of(Quotient(rest, by))
+
+    def __mod__(self, by: int) -> Linear:
+        _, rest = self._split(by)
+        low, high = rest.bounds()
+        if low >= 0 and high < by:
+            return rest
+        return Linear.of(Remainder(rest, by))
+
+    def _split(self, by: int) -> tuple[Linear, Linear]:
+        """(q, r) with self = by · q + r, where r takes the terms that ``by`` does not divide."""
+        whole = tuple((t, c // by) for t, c in self.terms if c % by == 0)
+        rest = tuple((t, c) for t, c in self.terms if c % by)
+        shift = self.constant // by
+        return Linear(whole, shift), Linear(rest, self.constant - shift * by)
+
+    def variables(self) -> Iterator[tuple[Variable, int]]:
+        """Every variable with its coefficient, at any depth; 0 marks one inside a quotient or remainder."""
+        for term, coefficient in self.terms:
+            if isinstance(term, Variable):
+                yield term, coefficient
+            else:
+                for inner, _ in term.of.variables():
+                    yield inner, 0
+
+    def text(self, names: Mapping[Variable, str]) -> str:
+        """As a C expression."""
+        parts = []
+        for term, coefficient in self.terms:
+            if isinstance(term, Variable):
+                shown = names.get(term, term.name)
+            else:
+                sign = "/" if isinstance(term, Quotient) else "%"
+                shown = f"({term.of.text(names)}) {sign} {term.by}"
+                shown = f"({shown})"
+            if shown != "0":
+                parts.append(shown if coefficient == 1 else f"{shown} * {coefficient}")
+        if self.constant or not parts:
+            parts.append(str(self.constant))
+        return " + ".join(parts)
+
+
+def _extent(term: Term) -> int:
+    """One more than the greatest value of a term, whose least value is 0."""
+    if isinstance(term, Variable):
+        return term.size
+    if isinstance(term, Remainder):
+        return min(term.by, term.of.bounds()[1] + 1)
+    return term.of.bounds()[1] // term.by + 1
+
+
+Map = tuple[Linear, ...]
+"""The index of an element: one linear form per dimension."""
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """Strides in elements of a contiguous array."""
+    strides, step = [0] * len(shape), 1
+    for k in reversed(range(len(shape))):
+        strides[k] = step
+        step *= shape[k]
+    return strides
+
+
+def flatten(index: Map, shape: Sequence[int]) -> Linear:
+    """The offset of the element in a contiguous array."""
+    total = Linear()
+    for part, stride in zip(index, row_major(shape), strict=True):
+        total = total + part * stride
+    return total
+
+
+def unflatten(offset: Linear, shape: Sequence[int]) -> Map:
+    """The index in an array of ``shape`` of the element at ``offset``."""
+    parts = []
+    for k, (size, stride) in enumerate(zip(shape, row_major(shape), strict=True)):
+        part = offset // stride if stride > 1 else offset
+        parts.append(Linear() if size == 1 else part if k == 0 else part % size)
+    return tuple(parts)
+
+
+@dataclass(slots=True)
+class Domain:
+    """Loop variables, of which neighbours merge into one where every index allows it."""
+
+    variables: list[Variable]
+    used: list[Linear] = field(default_factory=list)
+
+    def merged(self) -> list[list[Variable]]:
+        """Groups of neighbouring variables that may run as one: each use has coefficient(k) = coefficient(k+1) · size(k+1)."""
+        groups: list[list[Variable]] = []
+        uses = [_coefficients(linear) for linear in self.used]
+        for variable in (v for v in self.variables if v.size > 1):
+            if groups:
+                inner = variable
+                outer = groups[-1][-1]
+                if all(_mergeable(found, outer, inner) for found in uses):
+                    groups[-1].append(variable)
+                    continue
+            groups.append([variable])
+        return groups
+
+
+def _coefficients(linear: Linear) -> dict[Variable, int | None]:
+    found: dict[Variable, int | None] = {}
+    for variable, coefficient in linear.variables():
+        found[variable] = coefficient if coefficient and variable not in found else None
+    return found
+
+
+def _mergeable(found: Mapping[Variable, int | None], outer: Variable, inner: Variable) -> bool:
+    first, second = found.get(outer, 0), found.get(inner, 0)
+    return first is not None and second is not None and first == second * inner.size

@@ -1,0 +1,82 @@
+"""From a generated kernel to a launch: how many threads share a row, how many blocks there are, and the text to compile."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from graphc.backends.cupy import prelude
+from graphc.backends.cupy.generator import Source
+
+WARP = 32
+BLOCKS = 264
+"""Blocks that keep the device busy: two for each of 132 multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kernel is spread over threads.
+
+    Attributes:
+        threads: of a block.
+        lanes: threads that share a row: 1, 32 or all of a block.
+        span: rows of a block.
+        splits: blocks that share the columns of a row.
+        blocks: of the grid.
+    """
+
+    threads: int
+    lanes: int
+    span: int
+    splits: int
+    blocks: int
+
+
+def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1) -> Shape:
+    """The launch shape on a device.
+
+    Args:
+        contiguous: neighbours along the columns are neighbours in memory; otherwise neighbouring rows are.
+    """
+    if columns <= 8 or not contiguous:
+        threads = 128 if rows < BLOCKS * 256 else 256
+        span = threads if columns > 1 else threads * 4
+        return Shape(threads, 1, span, splits, -(-rows // span) * splits)
+    if columns <= 1024 and rows >= BLOCKS:
+        return Shape(128, WARP, 4, splits, -(-rows // 4) * splits)
+    threads = 256 if columns <= 8192 else 512
+    return Shape(threads, threads, 1, splits, rows * splits)
+
+
+def wanted_splits(rows: int, columns: int, *, contiguous: bool = True) -> int:
+    """How many blocks should share the columns of one row, so that the device is busy."""
+    shape = spread(rows, columns, contiguous=contiguous)
+    if shape.blocks >= BLOCKS:
+        return 1
+    each = 64 if shape.lanes == 1 else 8 * shape.lanes  # columns below which a block is not worth its start
+    return max(1, min(-(-BLOCKS // shape.blocks), columns // each))
+
+
+def host(rows: int, columns: int, *, splits: int = 1) -> Shape:
+    """The launch shape of the host: one thread does everything."""
+    span = max(1, 4096 // max(1, columns))
+    return Shape(1, 1, span, splits, -(-rows // span) * splits)
+
+
+def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
+    """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
+    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, 1) * 4 >= 2**31
+    constants = {
+        "INDEX": "long long" if wide else "int",
+        "THREADS": shape.threads,
+        "LANES": shape.lanes,
+        "SPAN": shape.span,
+        "SPLITS": shape.splits,
+        "PARTS": parts,
+        "ROWS": source.rows,
+        "COLUMNS": source.columns,
+        "CHUNK": -(-source.columns // shape.splits),
+    }
+    head = "".join(f"#define {key} {value}\n" for key, value in constants.items())
+    name = "k" + hashlib.sha256((head + source.body).encode()).hexdigest()[:16]
+    return name, head + (prelude.CUDA if device else prelude.HOST) + source.body.replace("$name", name) + "\n"
