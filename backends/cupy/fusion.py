@@ -149,8 +149,12 @@ class _Grouper:
             wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
         else:
             wanted = Kernel(shape_of(value), (), [], [value])
-        first = len(self.launches) - 1
-        for k in range(first, max(-1, first - LOOK_BACK), -1):
+        source = self._generate(wanted, len(self.launches))
+        if source is None:
+            raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
+        wanted.reads = set(source.operands[: source.reads])
+        first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
+        for k in range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1):
             launch = self.launches[k]
             if isinstance(launch, Kernel):
                 merged = self._joined(launch, k, wanted)
@@ -158,10 +162,6 @@ class _Grouper:
                     self.launches[k] = merged
                     self.made[value] = k
                     return
-        source = self._generate(wanted, len(self.launches))
-        if source is None:
-            raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
-        wanted.reads = set(source.operands[: source.reads])
         self.made[value] = len(self.launches)
         self.launches.append(wanted)
 
@@ -171,16 +171,15 @@ class _Grouper:
         if found is None:
             return None
         shape, axes = found
+        if _size_of(shape) > SMALL:
+            shared = new.reads & (kernel.reads | set(kernel.stores))
+            if not any(_size(v) * 4 >= _size_of(shape) for v in shared):
+                return None
         both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
         source = self._generate(both, at)
         if source is None or len(source.operands) > OPERANDS:
             return None
         both.reads = set(source.operands[: source.reads])
-        alone = self._generate(new, len(self.launches))
-        if alone is not None and _size_of(shape) > SMALL:
-            shared = set(alone.operands[: alone.reads]) & (kernel.reads | set(kernel.stores))
-            if not any(_size(v) * 4 >= _size_of(shape) for v in shared):
-                return None
         return both
 
     def _generate(self, kernel: Kernel, at: int) -> Source | None:

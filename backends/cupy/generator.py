@@ -39,10 +39,14 @@ class Reduction:
 
 
 def _least(dtype: ir.DataType) -> str:
+    if dtype == ir.DataType.BOOL:
+        return "false"
     return literal(dtype, -np.inf if dtype.is_floating_point() else np.iinfo(dtype.numpy()).min)
 
 
 def _greatest(dtype: ir.DataType) -> str:
+    if dtype == ir.DataType.BOOL:
+        return "true"
     return literal(dtype, np.inf if dtype.is_floating_point() else np.iinfo(dtype.numpy()).max)
 
 
@@ -258,7 +262,9 @@ class Generator:
             found |= self._reductions_before(operand, seen)
         return found
 
-    def _reduce(self, nodes: Sequence[ir.Node], *, final: bool = True, beside: Sequence[tuple[ir.Value, str]] = ()) -> list[str]:
+    def _reduce(
+        self, nodes: Sequence[ir.Node], *, final: bool = True, beside: Sequence[tuple[ir.Value, str]] = ()
+    ) -> list[str]:
         before, inside, after = [], [], []
         self._scope = _Scope()
         stored = [line for value, name in beside for line in self._store(value, name)]

@@ -59,7 +59,14 @@ class Linear:
         found = dict(self.terms)
         for term, coefficient in other.terms:
             found[term] = found.get(term, 0) + coefficient
-        return Linear(tuple((t, c) for t, c in found.items() if c), self.constant + other.constant)
+        joined = Linear(tuple((t, c) for t, c in found.items() if c), self.constant + other.constant)
+        for term, coefficient in joined.terms:
+            if isinstance(term, Remainder):  # by · (x ÷ by) + x mod by = x
+                whole = Quotient(term.of, term.by)
+                if found.get(whole) == coefficient * term.by:
+                    rest = tuple((t, c) for t, c in joined.terms if t not in (term, whole))
+                    return Linear(rest, joined.constant) + term.of * coefficient
+        return joined
 
     def __mul__(self, factor: int) -> Linear:
         if factor == 0:

@@ -27,8 +27,8 @@ static DEVICE inline INDEX lesser(INDEX a, INDEX b) { return a < b ? a : b; }
 #define LANE (THREAD % LANES)
 #define SPLIT ((INDEX)(BLOCK % SPLITS))
 #define FOR_ROWS(r) \
-  for (INDEX r = (INDEX)(BLOCK / SPLITS) * SPAN + THREAD / LANES, r##_end = lesser((INDEX)(BLOCK / SPLITS) * SPAN + SPAN, ROWS); \
-       r < r##_end; r += THREADS / LANES)
+  for (INDEX r##_start = (INDEX)(BLOCK / SPLITS) * SPAN, r##_end = lesser(r##_start + SPAN, ROWS), \
+       r = r##_start + THREAD / LANES; r < r##_end; r += THREADS / LANES)
 #define FOR_COLUMNS(c) \
   for (INDEX c = SPLIT * CHUNK + LANE, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); c < c##_end; c += LANES)
 #define NAN_VALUE bits_to_float(0x7FC00000u)
@@ -49,9 +49,10 @@ static __device__ inline unsigned short half_store(float x) {
 """
     + COMMON
     + r"""
-template <class T> static __device__ inline T floor_mod(T a, T b) { T r = a % b; return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
-template <> __device__ inline float floor_mod(float a, float b) { float r = fmodf(a, b); return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
-template <> __device__ inline double floor_mod(double a, double b) { double r = fmod(a, b); return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
+template <class T> static __device__ inline T with_sign_of(T b, T r) { return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
+template <class T> static __device__ inline T floor_mod(T a, T b) { return with_sign_of(b, (T)(a % b)); }
+template <> __device__ inline float floor_mod(float a, float b) { return with_sign_of(b, fmodf(a, b)); }
+template <> __device__ inline double floor_mod(double a, double b) { return with_sign_of(b, fmod(a, b)); }
 struct Sum { template <class T> static __device__ T of(T a, T b) { return a + b; } };
 struct Prod { template <class T> static __device__ T of(T a, T b) { return a * b; } };
 struct Maximum { template <class T> static __device__ T of(T a, T b) { return (a > b || a != a) ? a : b; } };
@@ -91,9 +92,10 @@ static inline unsigned short half_store(float x) { _Float16 h = (_Float16)x; uns
 """
     + COMMON
     + r"""
-template <class T> static inline T floor_mod(T a, T b) { T r = a % b; return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
-template <> inline float floor_mod(float a, float b) { float r = fmodf(a, b); return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
-template <> inline double floor_mod(double a, double b) { double r = fmod(a, b); return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
+template <class T> static inline T with_sign_of(T b, T r) { return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
+template <class T> static inline T floor_mod(T a, T b) { return with_sign_of(b, (T)(a % b)); }
+template <> inline float floor_mod(float a, float b) { return with_sign_of(b, fmodf(a, b)); }
+template <> inline double floor_mod(double a, double b) { return with_sign_of(b, fmod(a, b)); }
 struct Sum { template <class T> static T of(T a, T b) { return a + b; } };
 struct Prod { template <class T> static T of(T a, T b) { return a * b; } };
 struct Maximum { template <class T> static T of(T a, T b) { return (a > b || a != a) ? a : b; } };

@@ -89,19 +89,19 @@ def check(case: Case, backend: str) -> None:
     """Run the case through the code path of ``graphc run``; AssertionError where an output differs."""
     for inputs, outputs in case.data_sets:
         names = [value.name for value in case.model.graph.input]
-        feeds = dict(zip(names, map(_plain, inputs), strict=False))
+        feeds = dict(zip(names, map(plain, inputs), strict=False))
         results = list(run_model(case.model, feeds, backend, threads=1).values())
         assert len(results) == len(outputs), f"{len(results)} outputs, {len(outputs)} expected"
-        for result, expected in zip(results, map(_plain, outputs), strict=True):
+        for result, expected in zip(results, map(plain, outputs), strict=True):
             _same(result, expected, case)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The suite gives some tensors as protos, and scalars of numpy as they are."""
     if isinstance(value, onnx.TensorProto):
         return numpy_helper.to_array(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if value is None else np.asarray(value)
 
 

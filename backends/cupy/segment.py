@@ -1,0 +1,114 @@
+"""A segment as a list of calls: generated kernels and nodes left to a library or the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+from graphc.backends.cupy.composites import take_apart
+from graphc.backends.cupy.fusion import Kernel, Opaque, group
+from graphc.backends.cupy.generator import Generator, Source
+from graphc.backends.cupy.launch import Shape, host, render, spread, wanted_splits
+from graphc.ir.infer import propagate
+
+LIBRARY = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose"})
+"""Ops that cuBLASLt and cuDNN run."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A generated kernel.
+
+    Attributes:
+        source: its operands, and the partial totals it shares with the call before or after it.
+        name, text: what is compiled.
+        shape: how it is launched.
+        parts: partial totals of each row; 1 where nothing is shared.
+    """
+
+    source: Source
+    name: str
+    text: str
+    shape: Shape
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCall:
+    """A node that no generated kernel computes."""
+
+    node: ir.Node
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The calls of a segment, in order.
+
+    Attributes:
+        graph: the values that calls refer to.
+        aliases: value → the value of another shape whose memory it is.
+    """
+
+    graph: ir.Graph
+    calls: list[KernelCall | NodeCall]
+    aliases: dict[ir.Value, ir.Value]
+
+
+def compile_segment(
+    model: onnx.ModelProto, *, device: bool = True, splits: Callable[[int, int, bool], int] | None = None
+) -> Segment:
+    """Turn a segment of standard ops with static shapes into calls.
+
+    Args:
+        device: write CUDA C; otherwise C++ for the host.
+        splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
+    """
+    graph = ir.from_proto(model).graph
+    take_apart(graph)
+    propagate(graph)
+    for node in reversed(list(graph)):
+        if not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            graph.remove(node, safe=True)
+    grouping = group(graph, lambda node: node.op_type in LIBRARY and node.domain == "")
+    share = splits or (lambda rows, columns, contiguous: wanted_splits(rows, columns, contiguous=contiguous))
+    calls: list[KernelCall | NodeCall] = []
+    for launch in grouping.launches:
+        if isinstance(launch, Opaque):
+            calls.append(NodeCall(launch.node))
+        else:
+            calls += _kernel_calls(launch, grouping.memory, device, share)
+    return Segment(graph, calls, grouping.aliases)
+
+
+def _kernel_calls(
+    kernel: Kernel, memory: set[ir.Value], device: bool, share: Callable[[int, int, bool], int]
+) -> list[KernelCall | NodeCall]:
+    own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
+
+    def in_memory(value: ir.Value) -> bool:
+        producer = value.producer()
+        return value not in own and (value in memory or producer is None or producer.op_type == "Constant")
+
+    generator = Generator(kernel.spec, in_memory)
+    contiguous = not kernel.axes or len(kernel.shape) - 1 in kernel.axes
+    spec = kernel.spec
+    parts = share(spec.rows, spec.columns, contiguous) if kernel.axes and generator.divides() else 1
+    if parts == 1:
+        return [_call(generator.source(), contiguous, device)]
+    first, second = generator.halves()
+    return [_call(first, contiguous, device, splits=parts, parts=parts), _call(second, True, device, columns=1, parts=parts)]
+
+
+def _call(
+    source: Source, contiguous: bool, device: bool, *, splits: int = 1, columns: int | None = None, parts: int = 1
+) -> KernelCall:
+    width = source.columns if columns is None else columns
+    if device:
+        shape = spread(source.rows, width, contiguous=contiguous, splits=splits)
+    else:
+        shape = host(source.rows, width, splits=splits)
+    name, text = render(source, shape, device=device, parts=parts)
+    return KernelCall(source, name, text, shape, parts)

@@ -1,0 +1,229 @@
+"""Generated kernels: index arithmetic against numpy, ONNX's own cases and whole training graphs against onnxruntime."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphc
+from graphc.backends.cupy.indexing import Linear, Variable, flatten, unflatten
+from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.bench.models import export
+from graphc.bench.specs import SPECS
+from graphc.ir.declare import is_update
+from graphc.pipeline import run
+from graphc.plan import prepare
+from tests.backends.host_kernels import run_segment
+from tests.conformance.suite import plain, quick_cases
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+CASES = [
+    "test_add_bcast",
+    "test_and_bcast3v1d",
+    "test_cast_FLOAT_to_FLOAT16",
+    "test_cast_FLOAT16_to_FLOAT",
+    "test_ceil",
+    "test_celu_expanded",
+    "test_clip",
+    "test_concat_3d_axis_1",
+    "test_concat_2d_axis_negative_1",
+    "test_depthtospace_crd_mode_example",
+    "test_div_uint8",
+    "test_elu",
+    "test_erf",
+    "test_expand_dim_changed",
+    "test_eyelike_with_dtype",
+    "test_flatten_axis2",
+    "test_gather_1",
+    "test_gather_negative_indices",
+    "test_gather_elements_0",
+    "test_gelu_tanh_1",
+    "test_hardsigmoid",
+    "test_layer_normalization_4d_axis1",
+    "test_layer_normalization_3d_axis_negative_1_epsilon",
+    "test_leakyrelu",
+    "test_log",
+    "test_logsoftmax_axis_1",
+    "test_max_float64",
+    "test_mean_example",
+    "test_mod_mixed_sign_int32",
+    "test_mod_mixed_sign_float32",
+    "test_onehot_negative_indices",
+    "test_pow_bcast_array",
+    "test_prelu_broadcast",
+    "test_reduce_l2_keep_dims_random",
+    "test_reduce_log_sum_exp_do_not_keepdims_random",
+    "test_reduce_max_negative_axes_keepdims_random",
+    "test_reduce_mean_keepdims_random",
+    "test_reduce_min_bool_inputs",
+    "test_reduce_prod_do_not_keepdims_random",
+    "test_reduce_sum_square_keepdims_random",
+    "test_relu",
+    "test_reshape_negative_dim",
+    "test_rms_normalization_3d_axis1_epsilon",
+    "test_round",
+    "test_selu",
+    "test_sigmoid",
+    "test_sign",
+    "test_slice",
+    "test_slice_negative_axes",
+    "test_softmax_axis_0",
+    "test_softmax_large_number",
+    "test_softplus",
+    "test_spacetodepth",
+    "test_split_variable_parts_2d_opset18",
+    "test_squeeze_negative_axes",
+    "test_sub_bcast",
+    "test_sum_example",
+    "test_transpose_all_permutations_3",
+    "test_triu_neg",
+    "test_tril_square",
+    "test_unsqueeze_three_axes",
+    "test_where_example",
+    "test_xor_bcast4v4d",
+    "test_batchnorm_epsilon_training_mode",
+]
+
+
+REDUCING = ("test_reduce", "test_layer_norm", "test_rms_norm", "test_softmax", "test_logsoftmax", "test_batchnorm")
+
+SHAPES = frozenset({"axes", "shape", "new_shape", "starts", "ends", "steps", "repeats", "split", "depth", "k"})
+"""Inputs of the cases that decide the shape of the result."""
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_reshapes_and_transposes_compose_to_the_elements_numpy_finds(shape: list[int], random: object) -> None:
+    size = int(np.prod(shape))
+    variable = Variable("i", size)
+    names = {variable: "i"}
+    array = np.arange(size)
+    offset = Linear.of(variable)
+    for _ in range(3):
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        first = random.choice(divisors)  # type: ignore[attr-defined]
+        view = (first, size // first)
+        offset = flatten(tuple(reversed(unflatten(offset, (view[1], view[0])))), view)
+        array = array.reshape(view).T.reshape(-1)
+    text = offset.text(names).replace("/", "//")
+    assert [eval(text, {"i": i}) for i in range(size)] == array.tolist()
+
+
+def test_a_split_and_its_inverse_cancel() -> None:
+    row, column = Variable("r", 12), Variable("c", 768)
+    offset = flatten((Linear.of(row), Linear.of(column)), (12, 768))
+    heads = unflatten(offset, (12, 12, 64))
+    assert flatten(heads, (12, 12, 64)).terms == offset.terms, "merging what was split leaves no division"
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "splits"), [(n, 1) for n in CASES] + [(n, 3) for n in CASES if n.startswith(REDUCING)])
+def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    case = quick_cases()[name]
+    inputs, outputs = case.data_sets[0]
+    feeds = {v.name: plain(x) for v, x in zip(case.model.graph.input, inputs, strict=True)}
+    model = ir.from_proto(case.model)
+    for value in [v for v in model.graph.inputs if v.name in SHAPES]:  # a training graph has them as constants
+        value.const_value = ir.tensor(feeds.pop(value.name), name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    run(model, "legalize")
+    model = prepare(model, {n: x.shape for n, x in feeds.items()}, lambda node: False, 1)
+    results, segment = run_segment(ir.to_proto(model), feeds, tmp_path, splits=splits)
+    assert any(isinstance(call, KernelCall) for call in segment.calls), "nothing was generated"
+    for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
+        assert results[value.name].dtype == expected.dtype
+        np.testing.assert_allclose(results[value.name], expected, rtol=case.rtol, atol=max(case.atol, 1e-6))
+
+
+def gradients_model(name: str, batch: int, tmp_path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:  # type: ignore[no-untyped-def]
+    """Loss and gradients of a network in standard ops, and feeds."""
+    path = str(tmp_path / f"{name}.onnx")
+    export(name, path)
+    program = graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
+    x, y = SPECS[name].batch(batch)
+    feeds = {"input": x, "label": y}
+    model = prepare(program.model, {n: a.shape for n, a in feeds.items()}, lambda node: False, 1)
+    graph = model.graph
+    updates = [n for n in graph if is_update(n)]
+    gradients = [n.inputs[1] for n in updates if n.op_type == "SGD"]
+    for node in reversed(updates):
+        for out in node.outputs:
+            out.replace_all_uses_with(node.inputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    graph.outputs.extend(g for g in dict.fromkeys(gradients) if g is not None and not g.is_graph_output())
+    return ir.to_proto(model), feeds
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
+def test_loss_and_gradients_of_networks_are_those_of_onnxruntime(name: str, splits: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model, feeds = gradients_model(name, 3, tmp_path)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    used = {i.name for i in session.get_inputs()}
+    names = [o.name for o in session.get_outputs()]
+    expected = dict(zip(names, session.run(None, {n: a for n, a in feeds.items() if n in used}), strict=True))
+    results, _ = run_segment(model, feeds, tmp_path, splits=splits)
+    for output, value in expected.items():
+        scale = max(float(np.abs(value).max()), 1e-12)
+        np.testing.assert_allclose(results[output] / scale, value / scale, rtol=0, atol=1e-5, err_msg=output)
+
+
+def launches(text: str) -> int:
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
+    return len(compile_segment(model).calls)
+
+
+HEAD = '<ir_version: 10, opset_import: ["": 26]> g '
+
+
+def test_a_normalisation_behind_a_residual_sum_is_one_kernel() -> None:
+    body = "(float[512,64] x, float[512,64] r, float[64] s, float[64] b) => (float[512,64] y, float[512,64] t)"
+    assert launches(HEAD + body + "{ t = Add(x, r)  y = LayerNormalization<axis=-1>(t, s, b) }") == 1
+
+
+def test_a_chain_through_reshapes_and_transposes_is_one_kernel() -> None:
+    body = "(float[8,128,256] x, float[256] b) => (float[8,8,128,32] y)"
+    nodes = """{
+      h = Add(x, b)
+      shape = Constant<value_ints=[8, 128, 8, 32]>()
+      s = Reshape(h, shape)
+      g = Gelu(s)
+      y = Transpose<perm=[0, 2, 1, 3]>(g)
+    }"""
+    assert launches(HEAD + body + nodes) == 1
+
+
+def test_what_a_library_reads_transposed_is_written_once() -> None:
+    body = "(float[64,32] x, float[64,16] w) => (float[32,16] y)"
+    assert launches(HEAD + body + "{ e = Exp(x)  t = Transpose<perm=[1, 0]>(e)  y = MatMul(t, w) }") == 2
+
+
+def test_long_sums_of_few_rows_are_shared_by_many_blocks() -> None:
+    text = HEAD + "(float[8,1000000] x) => (float[8] y) { a = Constant<value_ints=[1]>()  y = ReduceSum<keepdims=0>(x, a) }"
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
+    first, second = compile_segment(model).calls
+    assert isinstance(first, KernelCall)
+    assert isinstance(second, KernelCall)
+    assert first.shape.blocks >= 132, "every multiprocessor has work"
+    assert second.source.reads == 0, "the second kernel adds up partial totals only"
+
+
+def test_equal_kernels_are_one_text_to_compile() -> None:
+    body = "(float[64,32] x, float[32,32] k) => (float[64,32] z)"
+    model = onnx.parser.parse_model(HEAD + body + "{ y = Softmax(x)  m = MatMul(y, k)  z = Softmax(m) }")
+    calls = compile_segment(onnx.shape_inference.infer_shapes(model)).calls
+    names = [call.name for call in calls if isinstance(call, KernelCall)]
+    assert len(names) == 2
+    assert len(set(names)) == 1
