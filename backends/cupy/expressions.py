@@ -57,9 +57,9 @@ def literal(dtype: ir.DataType, value: Any) -> str:
     if dtype == ir.DataType.BOOL:
         return "true" if value else "false"
     if not dtype.is_floating_point():
-        number = int(value)
+        whole = int(value)
         suffix = {"long long": "LL", "unsigned long long": "ULL", "unsigned int": "U"}.get(compute_type(dtype), "")
-        return f"({number + 1}{suffix} - 1)" if number == np.iinfo(np.int64).min else f"({number}{suffix})"
+        return f"({whole + 1}{suffix} - 1)" if whole == np.iinfo(np.int64).min else f"({whole}{suffix})"
     number, single = float(value), compute_type(dtype) == "float"
     if math.isnan(number):
         return "NAN_VALUE" if single else "((double)NAN_VALUE)"

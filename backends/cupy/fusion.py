@@ -8,7 +8,7 @@ over the same elements, shares an operand with it, and stands behind everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -272,7 +272,7 @@ def fusible(node: ir.Node) -> bool:
     return True
 
 
-def _written(launch: Launch) -> Iterable[ir.Value]:
+def _written(launch: Launch) -> Sequence[ir.Value]:
     return launch.stores if isinstance(launch, Kernel) else launch.node.outputs
 
 
