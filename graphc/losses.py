@@ -21,11 +21,14 @@ class Loss:
     Attributes:
         reduction: ``mean`` over what counts, exact over uneven shares of the workers, or ``sum``.
         keep_outputs: keep the model's own outputs behind the loss.
+        sample_weight: value of the graph, or name of a new float32 input (N,), by which each sample's loss is multiplied; a
+            mean divides by the sum of the weights, and metrics are weighted too. None: every sample weighs 1.
     """
 
     kind: ClassVar[str]
     reduction: str = "mean"
     keep_outputs: bool = False
+    sample_weight: str | None = None
 
     def step(self) -> Step:
         """The step of the pipeline that puts this loss on a model."""

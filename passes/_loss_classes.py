@@ -11,7 +11,15 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe_value, dims, is_float, rank
 from graphc.ir.ops.losses import class_count
-from graphc.passes._loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
+from graphc.passes._loss_request import (
+    Request,
+    Sums,
+    check_same_shape,
+    hits,
+    over_elements,
+    positions_of,
+    producer_behind_views,
+)
 
 
 def softmax_cross_entropy(request: Request) -> Sums:
@@ -30,7 +38,12 @@ def softmax_cross_entropy(request: Request) -> Sums:
         return _probabilities(request, logits, label, axis, smoothing)
     logits, label = _match_labels(request, logits, label, axis)
     attributes = {"axis": axis, "ignore_index": options.get("ignore_index"), "label_smoothing": smoothing}
-    total, weight, _ = op.graphc.SoftmaxCrossEntropy(logits, label, _class_weight(request, logits, axis), **attributes)
+    class_weight = _class_weight(request, logits, axis)
+    if "sample_weight" in options:
+        log_prob = op.LogSoftmax(logits, axis=axis)
+        total, weight = _weighted(request, log_prob, label, class_weight, axis, smoothing)
+    else:
+        total, weight, _ = op.graphc.SoftmaxCrossEntropy(logits, label, class_weight, **attributes)
     return Sums(total, weight, *_accuracy(request, logits, label, axis))
 
 
@@ -45,11 +58,46 @@ def negative_log_likelihood(request: Request) -> Sums:
     scores, label = _match_labels(request, scores, request.existing_label(), axis)
     inputs = (scores, label, _class_weight(request, scores, axis))
     attributes = {"axis": axis, "ignore_index": request.options.get("ignore_index")}
-    if fused:
+    if "sample_weight" in request.options:
+        log_prob = request.op.LogSoftmax(scores, axis=axis) if fused else scores
+        total, weight = _weighted(request, log_prob, label, inputs[2], axis, 0.0)
+    elif fused:
         total, weight, _ = request.op.graphc.SoftmaxCrossEntropy(*inputs, **attributes)
     else:
         total, weight = request.op.graphc.NegativeLogLikelihood(*inputs, **attributes)
     return Sums(total, weight, *_accuracy(request, scores, label, axis))
+
+
+def _weighted(
+    request: Request, log_prob: ir.Value, label: ir.Value, class_weight: ir.Value | None, axis: int, smoothing: float
+) -> tuple[ir.Value, ir.Value]:
+    """Total and weight of class indices with a weight per sample; definitions as in ``graphc.SoftmaxCrossEntropy``."""
+    op, ignore_index = request.op, request.options.get("ignore_index")
+    index = op.Cast(label, to=int(ir.DataType.INT64))
+    counts = None if ignore_index is None else op.Not(op.Equal(index, ignore_index))
+    if counts is not None:
+        index = op.Where(counts, index, op.const(np.array(0, dtype=np.int64)))
+    picked = op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(index, [axis]), axis=axis), [axis])
+    sample = request.sample_weight(picked)
+    assert sample is not None
+    if counts is not None:
+        sample = op.Mul(sample, op.cast_like(counts, sample))
+    position = sample if class_weight is None else op.Mul(sample, op.Gather(class_weight, index))
+    total = op.Neg(op.ReduceSum(op.Mul(picked, position), keepdims=0))
+    if smoothing:
+        spread = op.Mul(log_prob, _along(op, class_weight, axis, rank(log_prob))) if class_weight is not None else log_prob
+        over_classes = op.ReduceSum(spread, np.array([axis], dtype=np.int64), keepdims=0)
+        evenly = op.Neg(op.ReduceSum(op.Mul(over_classes, sample), keepdims=0))
+        share = op.Div(op.scalar(smoothing, log_prob), class_count(op, log_prob, axis))
+        total = op.Add(op.Mul(total, 1.0 - smoothing), op.Mul(evenly, share))
+    return total, op.ReduceSum(position, keepdims=0)
+
+
+def _along(op: Builder, class_weight: ir.Value, axis: int, count: int) -> ir.Value:
+    """The class weights as a tensor of rank ``count`` that broadcasts along the class axis."""
+    shape = np.ones(count, dtype=np.int64)
+    shape[axis] = -1
+    return op.Reshape(class_weight, shape)  # type: ignore[no-any-return]
 
 
 def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, axis: int, smoothing: float) -> Sums:
@@ -70,15 +118,14 @@ def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, a
         share = op.Add(op.Mul(share, 1.0 - smoothing), spread)
     class_weight = _class_weight(request, logits, axis)
     if class_weight is not None:
-        shape = np.ones(rank(logits), dtype=np.int64)
-        shape[axis] = -1
-        share = op.Mul(share, op.Reshape(class_weight, shape))
-    total = op.Neg(op.ReduceSum(op.Mul(share, op.LogSoftmax(logits, axis=axis)), keepdims=0))
-    positions = op.Div(count_elements(op, logits), class_count(op, logits, axis))
+        share = op.Mul(share, _along(op, class_weight, axis, rank(logits)))
+    sums = over_elements(request, op.Mul(share, op.LogSoftmax(logits, axis=axis)))
+    total = op.Neg(sums.total)
+    positions = op.Div(sums.weight, class_count(op, logits, axis))
     if not request.metrics:
         return Sums(total, positions)
     best = op.ArgMax(logits, axis=axis, keepdims=0), op.ArgMax(label, axis=axis, keepdims=0)
-    return Sums(total, positions, hits(op, op.Equal(*best)), op.Cast(positions, to=int(ir.DataType.FLOAT)))
+    return Sums(total, positions, hits(request, op.Equal(*best)), op.Cast(positions, to=int(ir.DataType.FLOAT)))
 
 
 def _without_softmax(request: Request, value: ir.Value, kinds: Sequence[str]) -> tuple[ir.Value, int]:
@@ -157,9 +204,9 @@ def _accuracy(request: Request, scores: ir.Value, label: ir.Value, axis: int) ->
     hit = op.Equal(op.ArgMax(scores, axis=axis, keepdims=0), index)
     ignore_index = request.options.get("ignore_index")
     if ignore_index is None:
-        return hits(op, hit), op.Cast(count_elements(op, index), to=int(ir.DataType.FLOAT))
+        return hits(request, hit), positions_of(request, index)
     counts = op.Not(op.Equal(index, ignore_index))
-    return hits(op, op.And(hit, counts)), hits(op, counts)
+    return hits(request, op.And(hit, counts)), hits(request, counts)
 
 
 def _class_weight(request: Request, scores: ir.Value, axis: int) -> ir.Value | None:

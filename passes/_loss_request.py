@@ -76,6 +76,25 @@ class Request:
         self.graph.inputs.append(value)
         return value
 
+    def sample_weight(self, like: ir.Value) -> ir.Value | None:
+        """The weights of the samples in the shape and type of ``like``, whose first axis is the sample; None: all weigh 1."""
+        name = self.options.get("sample_weight")
+        if name is None:
+            return None
+        if like.shape is None or len(like.shape) == 0:
+            raise UsageError(f"sample_weight={name!r}: {describe_value(like)} has no axis of samples")
+        op, graph = self.op, self.graph
+        known = {v.name: v for v in graph.inputs} | {v.name: v for node in graph for v in node.outputs}
+        weight = known.get(name)
+        if weight is None:
+            shape = ir.Shape([like.shape.dims[0]])
+            weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
+            graph.inputs.append(weight)
+        if not is_float(weight) or weight.shape is None or len(weight.shape) != 1:
+            raise UsageError(f"sample_weight {describe_value(weight)} must be floating point, one number per sample")
+        column = op.Unsqueeze(weight, list(range(1, len(like.shape)))) if len(like.shape) > 1 else weight
+        return op.Expand(op.cast_like(column, like), op.shape(like))  # type: ignore[no-any-return]
+
 
 def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
     have, want = dims(label), dims(value) or ()
@@ -87,8 +106,29 @@ def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
         raise UsageError(f"label {describe_value(label)} and {option} {describe_value(value)} must have one shape")
 
 
-def hits(op: Builder, flags: ir.Value) -> ir.Value:
-    return op.ReduceSum(op.Cast(flags, to=int(ir.DataType.FLOAT)), keepdims=0)  # type: ignore[no-any-return]
+def hits(request: Request, flags: ir.Value) -> ir.Value:
+    """The number of true flags, as float32; weighted where samples are."""
+    op = request.op
+    found = op.Cast(flags, to=int(ir.DataType.FLOAT))
+    weight = request.sample_weight(found)
+    return op.ReduceSum(found if weight is None else op.Mul(found, weight), keepdims=0)  # type: ignore[no-any-return]
+
+
+def over_elements(request: Request, losses: ir.Value) -> Sums:
+    """Σ of a loss per element, and the number of elements; weighted where samples are."""
+    op, weight = request.op, request.sample_weight(losses)
+    if weight is None:
+        return Sums(op.ReduceSum(losses, keepdims=0), count_elements(op, losses))
+    return Sums(op.ReduceSum(op.Mul(losses, weight), keepdims=0), op.ReduceSum(weight, keepdims=0))
+
+
+def positions_of(request: Request, index: ir.Value) -> ir.Value:
+    """The number of positions that ``index`` has, as float32; weighted where samples are."""
+    op = request.op
+    weight = request.sample_weight(op.Cast(index, to=int(ir.DataType.FLOAT)))
+    if weight is not None:
+        return op.ReduceSum(weight, keepdims=0)  # type: ignore[no-any-return]
+    return op.Cast(count_elements(op, index), to=int(ir.DataType.FLOAT))  # type: ignore[no-any-return]
 
 
 def count_elements(op: Builder, value: ir.Value) -> ir.Value:

@@ -20,16 +20,16 @@ from graphc.ir.facts import constant, describe_value, is_float, static_dims
 from graphc.ir.names import LOSS_TOTAL
 from graphc.passes._loss_classes import negative_log_likelihood, softmax_cross_entropy
 from graphc.passes._loss_model import inline_model
-from graphc.passes._loss_request import Request, Sums, check_same_shape, count_elements, hits, producer_behind_views
+from graphc.passes._loss_request import Request, Sums, check_same_shape, hits, over_elements, producer_behind_views
 from graphc.pipeline import Context, graph_pass
 
-ELEMENTWISE = ("prediction", "label")
-OVER_CLASSES = ("logits", "label", "axis", "ignore_index", "class_weight")
+ELEMENTWISE = ("prediction", "label", "sample_weight")
+OVER_CLASSES = ("logits", "label", "axis", "ignore_index", "class_weight", "sample_weight")
 
 OPTIONS: Mapping[str, Sequence[str]] = {
     "softmax_cross_entropy": (*OVER_CLASSES, "label_smoothing", "label_kind"),
     "nll": OVER_CLASSES,
-    "bce_with_logits": ("logits", "label"),
+    "bce_with_logits": ("logits", "label", "sample_weight"),
     "mse": ELEMENTWISE,
     "l1": ELEMENTWISE,
     "huber": (*ELEMENTWISE, "delta"),
@@ -57,6 +57,7 @@ def loss(
     class_weight: Sequence[float] | str | None = None,
     label_kind: str | None = None,
     delta: float | None = None,
+    sample_weight: str | None = None,
     metrics: bool = False,
     keep_outputs: bool = False,
 ) -> bool:
@@ -76,6 +77,8 @@ def loss(
         class_weight: a number per class, or the name of an initializer that holds them; constant in either case.
         label_kind: ``class``, ``probabilities`` or ``auto``: probabilities if the label exists and is floating point.
         delta: of huber, where it turns from square to linear; default 1.
+        sample_weight: a value of the graph, or the name of a new float32 input (N,): each sample's loss is multiplied by it, a
+            mean divides by the sum of the weights, and metrics are weighted too. Losses over samples only.
         metrics: also report ``accuracy`` (losses over classes, and bce_with_logits at a threshold of 0).
         keep_outputs: keep the model's outputs behind the loss.
 
@@ -85,7 +88,7 @@ def loss(
     given = {
         "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "axis": axis,
         "ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weight": class_weight,
-        "label_kind": label_kind, "delta": delta,
+        "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
     }  # fmt: skip
     options = {key: value for key, value in given.items() if value is not None}
     if kind not in OPTIONS:
@@ -139,11 +142,11 @@ def _bce_with_logits(request: Request) -> Sums:
         value = op.reshape_like(sigmoid.inputs[0], value)
     label = _regression_label(request, value, "logits")
     losses = op.graphc.BinaryCrossEntropyWithLogits(value, label)
-    sums = Sums(op.ReduceSum(losses, keepdims=0), count_elements(op, value))
+    sums = over_elements(request, losses)
     if not request.metrics:
         return sums
     hit = op.Equal(op.Greater(value, 0.0), op.Greater(label, 0.5))
-    return Sums(sums.total, sums.weight, hits(op, hit), op.Cast(sums.weight, to=int(ir.DataType.FLOAT)))
+    return Sums(sums.total, sums.weight, hits(request, hit), op.Cast(sums.weight, to=int(ir.DataType.FLOAT)))
 
 
 def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[Request], Sums]:
@@ -152,7 +155,7 @@ def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[
     def build(request: Request) -> Sums:
         value = request.scored("prediction")
         difference = request.op.Sub(value, _regression_label(request, value, "prediction"))
-        return Sums(request.op.ReduceSum(formula(request, difference), keepdims=0), count_elements(request.op, value))
+        return over_elements(request, formula(request, difference))
 
     return build
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc import compiler, frontends, losses, optim
@@ -86,6 +87,7 @@ class Prepared:
     arrays: Mapping[str, Array]
     evaluation: Mapping[str, Array] | None
     schedule: optim.Schedule | None = None
+    weight: str | None = None
 
 
 def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, float], None] | None = None) -> Prepared:
@@ -136,21 +138,36 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         after=after,
     )
     graph = program.model.graph
-    arrays = match_inputs(read_arrays(job.data), graph, job.data, note)
-    _training_batches(job, program, arrays, 0)
+    arrays = match_inputs(_weighed(read_arrays(job.data), loss), graph, job.data, note)
+    _training_batches(job, program, arrays, 0, loss.sample_weight)
     evaluation = None
     if job.eval_data is not None:
-        evaluation = match_inputs(read_arrays(job.eval_data), program.inference.graph, job.eval_data, note)
+        evaluation = match_inputs(_weighed(read_arrays(job.eval_data), loss), program.inference.graph, job.eval_data, note)
         check_labels(graph, evaluation, job.eval_data)
         _batches(job, evaluation, 0)
-    return Prepared(program, arrays, evaluation, _schedule(job, optimizer.lr))
+    return Prepared(program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight)
+
+
+SAMPLE_WEIGHT = "sample_weight"
+"""Input that weighs padding with zero where no label says that a sample does not count."""
 
 
 def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
-    """The loss with a label that does not count, which padding gets."""
-    if not isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL):
-        raise UsageError(f"--tail pad needs a loss over class labels, which can ignore padding; {loss.kind} is none")
-    return loss if loss.ignore_index is not None else dataclasses.replace(loss, ignore_index=-100)
+    """The loss with a label that does not count, or with weights of samples."""
+    if isinstance(loss, losses.Output | losses.Model):
+        raise UsageError(f"--tail pad needs a loss over samples, of which some can weigh nothing; {loss.kind!r} is one number")
+    if loss.sample_weight is not None:
+        return loss
+    if isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL) and getattr(loss, "label_kind", "class") != "probabilities":
+        return loss if loss.ignore_index is not None else dataclasses.replace(loss, ignore_index=-100)
+    return dataclasses.replace(loss, sample_weight=SAMPLE_WEIGHT)
+
+
+def _weighed(arrays: dict[str, Array], loss: losses.Loss) -> dict[str, Array]:
+    """The arrays with weights of samples, all 1, where the loss wants some that the file does not have."""
+    if loss.sample_weight == SAMPLE_WEIGHT and SAMPLE_WEIGHT not in arrays and arrays:
+        arrays[SAMPLE_WEIGHT] = np.ones(len(next(iter(arrays.values()))), np.float32)
+    return arrays
 
 
 def _schedule(job: Job, lr: float) -> optim.Schedule | None:
@@ -195,7 +212,7 @@ def _batches(job: Job, arrays: Mapping[str, Array], rank: int) -> Shards:
     return shard(arrays, global_batch=job.batch_size, rank=rank, size=job.workers, shuffle=False)
 
 
-def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int) -> Shards:
+def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int, weight: str | None) -> Shards:
     ignored = {name: ignore for name, (_, _, ignore) in label_checks(program.model.graph).items() if ignore is not None}
     return shard(
         arrays,
@@ -206,6 +223,7 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
         seed=job.seed,
         tail=job.tail,
         prefetch=job.prefetch,
+        weight=weight,
         padding=ignored,
     )
 
@@ -224,7 +242,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace, deadline=job.deadline) as trainer,
         without_tracebacks(),
     ):
-        batches = _training_batches(job, program, prepared.arrays, trainer.rank)
+        batches = _training_batches(job, program, prepared.arrays, trainer.rank, prepared.weight)
         trainer.attach(batches)
         if job.resume is not None:
             trainer.restore(job.resume)

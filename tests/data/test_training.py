@@ -230,6 +230,11 @@ def test_command_line_data(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert two[-2]["loss"] == pytest.approx(plain[-2]["loss"], rel=1e-5)
     pad = run(capfd, "--batch-size", 20, "--tail", "pad", "-n", 2, "--transport", "threads")
     assert pad[-2]["loss"] == pytest.approx(plain[-2]["loss"], rel=1e-5)
+    numbers = ("--batch-size", 20, "--loss", "mse:prediction=logits,label=label", "--data", "numbers.npz")
+    with np.load("d.npz") as arrays:
+        np.savez("numbers.npz", x=arrays["x"], label=np.eye(3, dtype=np.float32)[arrays["label"]])
+    weighed = run(capfd, *numbers, "--tail", "pad", "-n", 3, "--transport", "threads")
+    assert weighed[-2]["loss"] == pytest.approx(run(capfd, *numbers)[-2]["loss"], rel=1e-5)
     assert (plain[-1]["steps"], run(capfd, "--batch-size", 20, "--tail", "drop")[-1]["steps"]) == (10, 8)
 
 
@@ -239,7 +244,7 @@ def test_command_line_data(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
         (("--batch-size", 8, "--per-worker-batch", 4), "one of the two"),
         (("--tail", "dorp"), "did you mean 'drop'"),
         (("--tail", "drop", "--batch-size", 97), "leaves none"),
-        (("--tail", "pad", "--loss", "mse:prediction=logits,label=label"), "class labels"),
+        (("--tail", "pad", "--loss", "output:name=logits"), "a loss over samples"),
     ],
 )
 def test_command_line_mistakes(
