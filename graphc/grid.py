@@ -18,7 +18,7 @@ from graphc.plan import Plan
 from graphc.steps import Step
 
 SYMBOLS: Mapping[str, str] = {"segment": "c", "kernel": "k", "update": "u", "check": "?", "start": ">", "wait": "<"}
-"""Kind of a step → its letter; any other kind is ``·``."""
+"""Kind of a step → its letter; any other kind is ``·``, and ``-`` an update of state that other ranks own."""
 
 COMPUTING = ("segment", "kernel", "update")
 WIDTH = 100
@@ -46,7 +46,7 @@ def flights(plan: Plan) -> list[Flight]:
             begun[tag] = k
         elif step.kind == "wait" and tag in begun:
             start = begun.pop(tag)
-            computing = tuple(i for i in range(start + 1, k) if plan.steps[i].kind in COMPUTING)
+            computing = tuple(i for i in range(start + 1, k) if _computes(plan.steps[i]))
             found.append(Flight(tag, start, k, _nbytes(plan.steps[start]), computing))
     return sorted(found, key=lambda f: f.start)
 
@@ -68,14 +68,24 @@ def grid(plans: Sequence[Plan]) -> str:
     for rank, plan in enumerate(plans):
         rows.setdefault(_row(plan), []).append(rank)
     lines = [f"{len(plans)} worker(s), a row each; a column is a step"]
-    lines.append("  " + "   ".join(f"{symbol} {kind}" for kind, symbol in SYMBOLS.items()) + "   ═ in flight")
+    lines.append(
+        "  " + "   ".join(f"{symbol} {kind}" for kind, symbol in SYMBOLS.items()) + "   - not this rank's   ═ in flight"
+    )
     for row, ranks in rows.items():
         lines += ["", *_block(row, ranks, plans[ranks[0]])]
     return "\n".join(lines)
 
 
 def _row(plan: Plan) -> str:
-    return "".join(SYMBOLS.get(step.kind, "·") for step in plan.steps)
+    return "".join("-" if _owns_nothing(step) else SYMBOLS.get(step.kind, "·") for step in plan.steps)
+
+
+def _owns_nothing(step: Step) -> bool:
+    return step.group is not None and step.group.elements > 0 and step.group.owned[0] == step.group.owned[1]
+
+
+def _computes(step: Step) -> bool:
+    return step.kind in COMPUTING and not _owns_nothing(step)
 
 
 def _block(row: str, ranks: Sequence[int], plan: Plan) -> list[str]:
@@ -102,7 +112,7 @@ def _block(row: str, ranks: Sequence[int], plan: Plan) -> list[str]:
             f"  {name}  {flight.tag:<{width}}  {flight.nbytes:>11,} bytes  steps {flight.start}-{flight.wait}  {beside}"
         )
     busy = {k for flight in found for k in flight.computing}
-    computing = sum(step.kind in COMPUTING for step in plan.steps)
+    computing = sum(map(_computes, plan.steps))
     lines.append(f"  {len(busy)} of {computing} computing steps run while a collective is in flight")
     return lines
 

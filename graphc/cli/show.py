@@ -30,17 +30,18 @@ def group() -> typer.Typer:
 
 def plan(
     model: options.Model,
-    batch: Annotated[int, typer.Option("--batch", help="Size of every symbolic dimension.", min=1)] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Size of every symbolic dimension: samples of one worker.", min=1)] = 1,
     workers: Annotated[
         int | None, typer.Option("-n", "--workers", help="Default: the mesh the graph was compiled for.", min=1)
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
 ) -> None:
-    """Show what one worker executes for a training graph that 'compile' wrote: its steps and buffers in order."""
+    """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
     from graphc import frontends
     from graphc.cli.inspect import is_training_graph
     from graphc.errors import UsageError
+    from graphc.grid import flights, grid
     from graphc.ir.facts import dims
     from graphc.ir.names import MESH
     from graphc.mesh import Mesh
@@ -55,9 +56,16 @@ def plan(
     engine = make_backend(backend, threads=1)
     try:
         found = make_plan(loaded, shapes, native=engine.prefers_native, world_size=size)
+        plans = [found] * size
+        if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have one plan
+            plans[1:] = [
+                make_plan(loaded, shapes, native=engine.prefers_native, world_size=size, rank=r) for r in range(1, size)
+            ]
     finally:
         engine.close()
     if form is Format.text:
+        if size > 1:
+            output.say(grid(plans) + "\n")
         output.say(found.text())
         return
     steps = [
@@ -69,4 +77,7 @@ def plan(
         }
         for step in found.steps
     ]
-    output.document({"workers": size, "inputs": shapes, "steps": steps, "buffers": found.buffers})
+    collectives = [
+        {"tag": f.tag, "start": f.start, "wait": f.wait, "bytes": f.nbytes, "computing": f.computing} for f in flights(found)
+    ]
+    output.document({"workers": size, "inputs": shapes, "steps": steps, "collectives": collectives, "buffers": found.buffers})

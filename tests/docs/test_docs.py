@@ -60,6 +60,7 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             words = shlex.split(line[2:])[1:]
             assert words[0] in COMMANDS, line
             command = group.commands[words[0]]  # type: ignore[attr-defined]
+            command = getattr(command, "commands", {}).get(words[1], command)
             known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
             for word in words[1:]:
                 if word == "--":
