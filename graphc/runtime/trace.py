@@ -32,12 +32,16 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Something that ran from ``start`` to ``stop``, in seconds of a rank's clock; ``kind`` is a plan step's, or ``step``."""
+    """Something that ran from ``start`` to ``stop``, in seconds of a rank's clock.
+
+    ``kind`` is that of a plan step, ``step`` or ``collective``; ``nbytes`` is what a collective works on.
+    """
 
     kind: str
     name: str
     start: float
     stop: float
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -158,7 +162,7 @@ class Trace:
 
     def _observe(self, handle: Handle) -> None:
         if handle.since < self._end:
-            self.lanes.communicating.append(Span("collective", handle.what.strip(), handle.since, handle.until))
+            self.lanes.communicating.append(Span("collective", handle.what, handle.since, handle.until, handle.nbytes))
 
 
 def summarise(lanes: Sequence[Lanes]) -> Summary:
@@ -210,7 +214,8 @@ def trace_events(lanes: Sequence[Lanes]) -> dict[str, Any]:
             for span in sorted(spans, key=lambda s: (s.start, -s.stop)):
                 start, duration = (span.start + rank.shift - origin) * 1e6, (span.stop - span.start) * 1e6
                 common = {"ph": "X", "pid": number, "tid": thread, "ts": round(start, 3), "dur": round(duration, 3)}
-                events.append({"name": span.name, "cat": span.kind, **common})
+                sizes = {"args": {"bytes": span.nbytes}} if span.nbytes else {}
+                events.append({"name": span.name, "cat": span.kind, **common, **sizes})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -112,6 +112,25 @@ def test_padding_does_not_count(exported: Callable[[str], str]) -> None:
             np.testing.assert_allclose(three[0][2][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+def weighed(comm: Any, trained: graphc.Program) -> Any:
+    x, y = SPECS["mlp"].batch(9, 0)
+    weight = np.array([3, 0, 0.5, 1, 2, 0, 0, 0.25, 1], np.float32)
+    with graphc.Trainer(trained, comm=comm, threads=1) as trainer:
+        shards = shard({"input": x, "label": y, "w": weight}, global_batch=9, rank=comm.rank, size=comm.size, shuffle=False)
+        return [trainer.fit(shards)["loss"] for _ in range(4)], trainer.state.snapshot()
+
+
+def test_weights_of_samples_average_exactly(exported: Callable[[str], str]) -> None:
+    """Weights that sum to very different numbers on three workers, on shares of equal size: a mean of means would be wrong."""
+    trained = program(exported("mlp"), sample_weight="w")
+    (one,) = run_threads(1, lambda comm: weighed(comm, trained))
+    three = run_threads(3, lambda comm: weighed(comm, trained))
+    np.testing.assert_allclose(three[0][0], one[0], rtol=1e-5)
+    for name, value in one[1].items():
+        if value.dtype.kind == "f" and "::" not in name:
+            np.testing.assert_allclose(three[0][1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 def failing(comm: Any, trained: graphc.Program) -> None:
     x, y = SPECS["mlp"].batch(16, 0)
 

@@ -171,6 +171,7 @@ def test_two_processes_in_one_file(here: Path) -> None:
     first, second = collectives(trace, 0), collectives(trace, 1)
     assert first == second
     assert len(first) == 7 * end["allreduces_per_step"]
+    assert all(e["args"]["bytes"] > 0 for e in trace["traceEvents"] if e.get("cat") == "collective")
     assert end["traced_steps"] == 7
     assert end["communication_ms"] > 0
     assert end["waited_ms"] >= 0
