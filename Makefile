@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test quick lint type bench clean
+.PHONY: help setup demo test quick faults lint type bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -31,10 +31,13 @@ test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 c
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi"
-	$(BIN)/python -m pytest -m mpi
+	$(BIN)/python -m pytest -m "mpi and not faults"
 
 quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi"
+
+faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI processes (about 10 minutes)
+	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

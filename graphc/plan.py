@@ -60,9 +60,9 @@ class Plan:
     def collectives(self) -> list[str]:
         lines = []
         for step in self.steps:
-            if step.kind == "start":
+            if step.kind == "start" and step.transfer is not None:
                 shapes = ",".join(f"{v.dtype.name if v.dtype else '?'}{list(static_dims(v) or ())}" for v in step.inputs)
-                lines.append(f"{step.transfer} {shapes}")
+                lines.append(f"{step.transfer} over {step.transfer.group}: {shapes}")
         return lines
 
     def text(self) -> str:
@@ -280,7 +280,7 @@ def _transfer(node: ir.Node) -> Transfer:
     assert name is not None
     assert declaration is not None
     values = declaration.attribute_values(node)
-    own = {k: values[k] for k in ("tag", "reduce", "owner", "root", "every") if k in values}
+    own = {k: values[k] for k in ("tag", "group", "reduce", "owner", "root", "every") if k in values}
     return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)
 
 

@@ -35,7 +35,7 @@ class Transfer:
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
-        reduce, owner, root, every, transient: the op's attributes.
+        group, reduce, owner, root, every, transient: the op's attributes.
         buffer, offset: where the flat array lies that the collective works on in place (bytes).
         elements, dtype: its length and type.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
@@ -48,6 +48,7 @@ class Transfer:
     op: str
     kind: Kind
     tag: str
+    group: str = "data"
     reduce: str = ""
     owner: str = ""
     root: int = 0

@@ -17,12 +17,13 @@ from graphc import frontends
 from graphc.backend import BACKENDS, Array, Backend, Run
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
-from graphc.errors import FeedError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
+from graphc.errors import FeedError, GraphcError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.plan import Plan, make_plan
 from graphc.runtime import checkpoint
+from graphc.runtime.agreement import check_programs
 from graphc.runtime.communicator import Communicator, agree, check_deadline, open_communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
@@ -105,7 +106,7 @@ class Trainer:
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.arrays:
             self.state.arrays[SEED][...] = seed
-        agree(self.comm, _signature(program), "program")
+        check_programs(self.comm, program)
         self._broadcast()
         if self._trace is not None:
             self._trace.watch(self.comm)
@@ -320,7 +321,7 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.comm.abort(f"{type(error).__name__}: {error}")
+            self.comm.abort(str(error) if isinstance(error, GraphcError) else f"{type(error).__name__}: {error}")
         else:
             self.write_trace()
         self.close()
@@ -415,12 +416,3 @@ class Trainer:
 
 def _key(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
     return tuple((name, np.shape(array)) for name, array in sorted(feeds.items()))
-
-
-def _signature(program: Program) -> list[str]:
-    """What must be equal on all ranks before anything starts."""
-    graph = program.model.graph
-    lines = [f"graphc {graphc.__version__}", f"pipeline {program.pipeline}"]
-    lines += [f"input {v.name} {v.dtype}" for v in graph.inputs]
-    lines += [f"state {n} {v.dtype} {dims(v)}" for n, v in sorted(graph.initializers.items())]
-    return lines

@@ -26,6 +26,9 @@ from graphc.ir.links import silent_reader, sort_and_link
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
+FILE = "graphc.file"
+"""Entry of ``ir.Model.meta``: the path that the model was read from."""
+
 _SIGNATURES = (
     (b"PK\x03\x04", "a zip archive, perhaps a PyTorch or Keras checkpoint; export the model to ONNX first"),
     (b"\x89HDF", "an HDF5 file, perhaps Keras weights; export the model to ONNX first"),
@@ -64,7 +67,17 @@ def load(source: Source) -> ir.Model:
         raise ModelError(f"{path} is a folder; name the .onnx file in it") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    return _from_bytes(data, str(path), path.parent)
+    model = _from_bytes(data, str(path), path.parent)
+    model.meta[FILE] = str(path.absolute())
+    return model
+
+
+def files_of(model: ir.Model) -> list[str]:
+    """The file a model was read from and those of its external tensors, in a fixed order; empty for any other model."""
+    if FILE not in model.meta:
+        return []
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return [model.meta[FILE], *sorted({str(t.path) for t in tensors if isinstance(t, ir.ExternalTensor)})]
 
 
 def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
@@ -313,4 +326,4 @@ def to_inference(node: ir.Node) -> None:
         node.resize_outputs(1)
 
 
-__all__ = ["Source", "atomic_write", "load", "save", "to_inference", "write_back"]
+__all__ = ["Source", "atomic_write", "files_of", "load", "save", "to_inference", "write_back"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError
+from graphc.files import whole_file
 
 EXTERNAL_ABOVE = 1 << 30
 """Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
@@ -32,19 +32,11 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises:
         ModelError: the folder does not exist or cannot be written to, or the disk is full.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with whole_file(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def save(model: ir.Model, path: str | os.PathLike[str]) -> None:

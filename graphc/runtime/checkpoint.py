@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from graphc.errors import GraphcError, UsageError
+from graphc.files import whole_file
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -76,25 +76,15 @@ def save(directory: str | os.PathLike[str], state: Mapping[str, Array], metadata
     arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in state.items()}
     header = _header(arrays, metadata)
     folder = Path(directory)
-    temporary: str | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE_NAME}.")
-        with os.fdopen(descriptor, "wb") as file:
+        with whole_file(folder / FILE_NAME) as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for name in _order(arrays):
                 file.write(_bytes(arrays[name]))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, folder / FILE_NAME)
-        temporary = None
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {str(folder)!r}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
     return folder / FILE_NAME
 
 
@@ -186,13 +176,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 def _bytes(array: Array) -> memoryview:
     """The memory of a contiguous array, whatever its dtype."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
-def _umask() -> int:
-    """The process's file mode mask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,94 @@
+"""Workers that do not run the same thing are told so before the first step, by what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+import graphc
+from graphc.compiler import training_pipeline
+from graphc.pipeline import PASSES, Context, Step, graph_pass
+from graphc.runtime.threads import ThreadCommunicator, run_threads
+from graphc.runtime.world import find_world
+from tests.cli.models import MLP, blobs, parse, write_mlp
+from tests.runtime.mpi_run import run_mpi
+
+LOSS = graphc.losses.SoftmaxCrossEntropy()
+OPTIMIZER = graphc.optim.SGD(lr=0.1)
+
+
+def train(comm: ThreadCommunicator, model: Any, **options: Any) -> None:
+    program = graphc.compile(model, loss=LOSS, optimizer=OPTIMIZER, backend="numpy", **options)
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        data = blobs(8)
+        trainer.step({name: data[name] for name in ("x", "label")})
+
+
+def test_different_model_files(tmp_path: Path) -> None:
+    """Files that differ in nothing but a weight, which rank 0 would give to all."""
+    for rank in range(3):
+        onnx.save(parse(MLP, seed=rank // 2), tmp_path / f"{rank}.onnx")
+    message = r"different model files: \S+/0.onnx \(sha256 \w{12}…\) on rank 0 and \S+/2.onnx \(sha256 \w{12}…\) on rank 2"
+    with pytest.raises(graphc.GraphcError, match=message):
+        run_threads(3, lambda comm: train(comm, tmp_path / f"{comm.rank}.onnx"))
+
+
+def test_external_data_belongs_to_the_file(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        options = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
+        onnx.save(parse(MLP, seed=rank), tmp_path / str(rank) / "m.onnx", **options)
+    with pytest.raises(graphc.GraphcError, match="different model files"):
+        run_threads(2, lambda comm: train(comm, tmp_path / str(comm.rank) / "m.onnx"))
+    run_threads(2, lambda comm: train(comm, tmp_path / "0" / "m.onnx"))
+
+
+def test_models_in_memory_get_the_weights_of_rank_0() -> None:
+    run_threads(2, lambda comm: train(comm, parse(MLP, seed=comm.rank)))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "shown"),
+    [
+        ("tag", "other", r"AllReduce\(sum\) other over data: FLOAT\[\]"),
+        ("reduce", "max", r"AllReduce\(max\) \S+ over data: FLOAT\[\]"),
+        ("group", "pipe", r"AllReduce\(sum\) \S+ over pipe: FLOAT\[\]"),
+    ],
+)
+def test_different_collectives(attribute: str, value: str, shown: str, tmp_path: Path) -> None:
+    """A pass that does something else on rank 1 only: the collective is named as either rank has it."""
+
+    @graph_pass("unequal")
+    def unequal(model: ir.Model, ctx: Context) -> bool:
+        tag = next(node.attributes["tag"].as_string() for node in reversed(model.graph) if node.op_type == "AllReduceWait")
+        for node in model.graph:
+            if find_world().rank == 1 and "tag" in node.attributes and node.attributes["tag"].as_string() == tag:
+                node.attributes[attribute] = ir.AttrString(attribute, value)
+        return True
+
+    try:
+        steps = [*training_pipeline(LOSS, OPTIMIZER, bucket_mb=1e-5), Step("unequal")]
+        path = write_mlp(tmp_path)
+        message = rf"disagree on collective: entry \d+ is 'AllReduce\(sum\) \S+ over data: FLOAT\[.*\]' on rank 0 and '{shown}"
+        message = message.replace(r"\[\]", r"\[[^']*\]")
+        with pytest.raises(graphc.GraphcError, match=message):
+            run_threads(2, lambda comm: train(comm, path, passes=steps))
+    finally:
+        del PASSES._items["unequal"]
+
+
+@pytest.mark.mpi
+def test_different_versions_of_graphc(tmp_path: Path) -> None:
+    program = (
+        "import os, graphc\nrank = os.environ['OMPI_COMM_WORLD_RANK']\nif rank == '1': graphc.__version__ = '9.0'\n"
+        f"p = graphc.compile({str(write_mlp(tmp_path))!r}, loss=graphc.losses.SoftmaxCrossEntropy(),"
+        " optimizer=graphc.optim.SGD(lr=0.1))\ngraphc.Trainer(p)\n"
+    )
+    done = run_mpi(2, program)
+    assert done.code == 1, done.text
+    told = f"the ranks have different versions of graphc: {graphc.__version__} on rank 0 and 9.0 on rank 1"
+    assert done.err == f"graphc: ranks 0, 1 failed: {told}\n"
