@@ -25,7 +25,7 @@ AS_THEY_ARE = frozenset(
 )
 """Ops that do no arithmetic on their operand, or convert it themselves."""
 
-CONVERSIONS = frozenset({"Narrow", "Widen"})
+CONVERSIONS = frozenset({"RoundTo", "Widen"})
 """The same among the ops of graphc."""
 
 

@@ -73,12 +73,28 @@ def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dic
         for node, offset in zip(group.nodes, group.offsets, strict=True):
             value = node.inputs[index]
             assert value is not None
-            places.setdefault(_operand(value), Slice(name, offset * dtype.itemsize, _shape(value), dtype))
+            place = Slice(name, offset * dtype.itemsize, _shape(value), dtype)
+            places.setdefault(_operand(value), place)
+            rounded = _rounded(value)
+            if rounded is not None:
+                places.setdefault(rounded, place)
     for output, index in declaration.next_value.items():
         for node in group.nodes:
             state = node.inputs[index] if index < len(node.inputs) else None
             if state is not None and state in places and output < len(node.outputs):
                 places[node.outputs[output]] = places[state]
+
+
+def _rounded(value: ir.Value) -> ir.Value | None:
+    """For a gradient that travelled in a low type, what was rounded to it: both take the same memory."""
+    widened = value.producer()
+    low = widened.inputs[value.index() or 0] if widened is not None and widened.op_type == "Widen" else None
+    sent = _operand(low) if low is not None else None
+    producer = sent.producer() if sent is not None else None
+    if sent is None or producer is None or producer.op_type != "RoundTo":
+        return None
+    found = producer.inputs[sent.index() or 0]
+    return found if found is not None and found.dtype == value.dtype else None
 
 
 def _operand(value: ir.Value) -> ir.Value:
@@ -133,7 +149,7 @@ def _place_transfer(
     transfer.dtype = _dtype(step.inputs[0])
     home = _home(step, wait, homes)
     if home is None:
-        _dense_block(step, wait, world_size, blocks)
+        _dense_block(step, wait, homes, world_size, blocks)
         return
     group, index = home
     transfer.elements = group.elements
@@ -154,8 +170,7 @@ def _place_transfer(
         blocks.add(step, wait, offsets, step.outputs)
         return
     transfer.sink = group.buffer(index)
-    ends = [o + int(np.prod(_shape(v), dtype=np.int64)) for o, v in zip(group.offsets, step.inputs, strict=True)]
-    transfer.gaps = [(e, o) for e, o in zip(ends, [*group.offsets[1:], group.elements], strict=True) if e < o]
+    _fill_gaps(transfer, group.offsets, step.inputs)
     blocks.add(step, wait, offsets, step.inputs)
 
 
@@ -172,11 +187,33 @@ def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | Non
     return None
 
 
-def _dense_block(step: Step, wait: Step, world_size: int, blocks: _Blocks) -> None:
+def _offsets_of_rounded(wait: Step, homes: Homes) -> tuple[list[int], int] | None:
+    """Offsets and length, in elements, of the array in which a group's gradients travel in a low type: those of the group."""
+    (user, *others) = wait.outputs[0].consumers() or (None,)
+    if user is None or others or user.op_type != "Widen" or list(user.inputs) != list(wait.outputs):
+        return None
+    home = homes.get(user.outputs[0])
+    if home is None:
+        return None
+    group, index = home
+    offset_of = {node.inputs[index]: offset for node, offset in zip(group.nodes, group.offsets, strict=True)}
+    if offset_of.keys() != set(user.outputs):
+        return None
+    return [offset_of[v] for v in user.outputs], group.elements
+
+
+def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: _Blocks) -> None:
     transfer = step.transfer
     assert transfer is not None
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
         raise ModelError(f"the operands of {transfer} differ in type")
+    alike = _offsets_of_rounded(wait, homes)
+    if alike is not None:  # as the gradients lie, so that one sweep converts all of them
+        offsets, transfer.elements = alike
+        order = sorted(zip(offsets, step.inputs, strict=True), key=lambda pair: pair[0])
+        _fill_gaps(transfer, [offset for offset, _ in order], [value for _, value in order])
+        blocks.add(step, wait, [offset * transfer.dtype.itemsize for offset in offsets], step.inputs)
+        return
     offsets, position = [], 0
     for value in step.inputs:
         offsets.append(position)
@@ -187,6 +224,11 @@ def _dense_block(step: Step, wait: Step, world_size: int, blocks: _Blocks) -> No
     transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
     transfer.lengths = _distances(offsets, transfer.elements)
     blocks.add(step, wait, [offset * transfer.dtype.itemsize for offset in offsets], step.inputs)
+
+
+def _fill_gaps(transfer: Transfer, offsets: Sequence[int], operands: Sequence[ir.Value]) -> None:
+    ends = [o + int(np.prod(_shape(v), dtype=np.int64)) for o, v in zip(offsets, operands, strict=True)]
+    transfer.gaps = [(e, o) for e, o in zip(ends, [*offsets[1:], transfer.elements], strict=True) if e < o]
 
 
 def _distances(offsets: Sequence[int], end: int) -> list[int]:

@@ -201,9 +201,10 @@ def _privatise(graph: ir.Graph) -> None:
     operands: list[tuple[ir.Node, int]] = []
     for node in graph:
         declaration = declaration_of(node)
-        if collective_of(node) is not None and node.op_type.endswith("Start"):
+        begins = collective_of(node) is not None and node.op_type.endswith("Start")
+        if begins or (node.op_type == "RoundTo" and node.domain == DOMAIN):
             operands.extend((node, k) for k in range(len(node.inputs)))
-        elif declaration is not None and declaration.next_value and 1 in declaration.reduces:
+        elif declaration is not None and declaration.next_value and (1 in declaration.reduces or declaration.elementwise):
             operands.append((node, 1))
     for node, index in operands:
         value = node.inputs[index]

@@ -266,7 +266,7 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (all state, by name, independent of the number of workers); atomic, by rank 0."""
-        state = self.state.snapshot(self.comm) if self.rank == 0 or self.state.shards else {}
+        state = self.state.snapshot(self.comm) if self.rank == 0 or self.state.shards or self.state.local else {}
         if self.rank == 0:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._shards is not None:

@@ -90,7 +90,7 @@ def _reduction_of(node: ir.Node) -> ir.Node | None:
 def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
     reduction = _reduction_of(node)
     source = reduction.inputs[0] if reduction is not None else _gradient(node)
-    narrowed = _producer(source, "Narrow")
+    narrowed = _producer(source, "RoundTo")
     return _position(narrowed.inputs[0] if narrowed is not None else source, position)
 
 
@@ -160,7 +160,7 @@ def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: st
         graph.remove(reduction, safe=True)
     merged = results[0].producer()
     assert merged is not None
-    _merge_conversions(graph, op, [_producer(v, "Narrow") for v in merged.inputs], f"narrow/{name}")
+    _merge_conversions(graph, op, [_producer(v, "RoundTo") for v in merged.inputs], f"narrow/{name}")
     _merge_conversions(graph, op, [_consumer(v, "Widen") for v in merged.outputs], f"widen/{name}")
 
 

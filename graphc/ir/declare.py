@@ -63,6 +63,8 @@ class OpDeclaration:
     Attributes:
         next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
             running statistics). A node with a non-empty ``next_value`` is an **update node**.
+        local: input indices of state that differs from rank to rank: it is neither broadcast nor compared, and a checkpoint
+            holds the sum over the ranks, of which each takes an equal part.
         reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input.
         elementwise: element k of every next value depends on element k of the states and of input 1, and on scalars only: the
             update may run over any part of a flat array.
@@ -85,6 +87,7 @@ class OpDeclaration:
     decompose: Decomposition | None = None
     elementwise: bool = False
     combine: str = ""
+    local: tuple[int, ...] = ()
 
     def attribute_values(self, node: ir.Node) -> dict[str, Any]:
         """The node's attributes as Python values, defaults filled in.
@@ -122,6 +125,7 @@ def declare_primitive(
     origin: str | None = None,
     elementwise: bool = False,
     combine: str = "",
+    local: tuple[int, ...] = (),
 ) -> OpDeclaration:
     """Register an op of the ``graphc`` domain; see :class:`OpDeclaration` for the arguments."""
     placement = PLACEMENT if next_value else {SHARD: ""} if combine else {}
@@ -143,6 +147,7 @@ def declare_primitive(
         decompose=decompose,
         elementwise=elementwise,
         combine=combine,
+        local=local,
     )
     OPS.register(name, declaration, origin=origin)
     return declaration
@@ -159,6 +164,7 @@ def declare(
     reduces: Mapping[int, str] | None = None,
     elementwise: bool = False,
     combine: str = "",
+    local: tuple[int, ...] = (),
 ) -> Callable[[Decomposition], Decomposition]:
     """Register an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``."""
 
@@ -176,6 +182,7 @@ def declare(
             origin=function.__module__,
             elementwise=elementwise,
             combine=combine,
+            local=local,
         )
         return function
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from graphc.backend import Array
 from graphc.errors import UsageError, nearest
 from graphc.groups import update_groups
+from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates
 from graphc.ir.names import BY_RANK
 from graphc.runtime.communicator import Communicator
@@ -53,6 +54,7 @@ class State:
 
     State that belongs to a bucket is a slice of a flat buffer, so that one kernel updates the whole bucket. Of sharded state
     a rank keeps the elements that it owns; such a tensor is in :attr:`shards` instead of :attr:`arrays`.
+    Local state (``local`` in the declaration of its update) differs from rank to rank; its sum is what counts.
 
     Args:
         model: the training graph.
@@ -67,6 +69,7 @@ class State:
         self._initial = model.graph.initializers
         states = {state.name or "" for _, state, _ in state_updates(model.graph)}
         self.copies = narrow_copies(model.graph)
+        self.local = local_states(model.graph)
         self.updated = frozenset(states - {low for lows in self.copies.values() for low in lows})
         for name, value in model.graph.initializers.items():
             if value.const_value is None:
@@ -130,8 +133,15 @@ class State:
     def snapshot(self, comm: Communicator | None = None) -> dict[str, Array]:
         """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank.
 
-        Sharded state is gathered over ``comm``, which every rank calls then.
+        Sharded state is gathered over ``comm``, which every rank calls then. Of local state it holds the sum over the ranks
+        then, of which :meth:`broadcast` gives each of any number of ranks an equal part.
         """
+        found = self._snapshot(comm)
+        for name in sorted(self.local) if comm is not None and comm.size > 1 else ():
+            comm.allreduce(found[name].reshape(-1), "sum", f"state/{name}")
+        return found
+
+    def _snapshot(self, comm: Communicator | None) -> dict[str, Array]:
         sharded = sorted(self.updated & self.shards.keys())
         if sharded and comm is None:
             raise UsageError(f"state {sharded[0]!r} is sharded over the ranks: a snapshot needs their communicator")
@@ -175,15 +185,18 @@ class State:
         self.flat[shard.buffer][here] = array.reshape(-1)[there]
 
     def broadcast(self, comm: Communicator, values: Mapping[str, Array] | None = None) -> None:
-        """Give every rank the state of rank 0.
+        """Give every rank the state of rank 0, and an equal part of the local state, of which rank 0 holds the sum.
 
         Args:
             values: of sharded state on rank 0, whole; None: what the graph begins with.
         """
-        for array in self.replicated().values():
+        local = {name: self.arrays[name] for name in sorted(self.local)}
+        for array in (*self.replicated().values(), *local.values()):
             flat = np.ascontiguousarray(array).reshape(-1)
             comm.broadcast(flat, 0)
             np.copyto(array, flat.reshape(array.shape))
+        for array in local.values():
+            np.divide(array, comm.size, out=array)
         for name in sorted(self.shards):
             shape, dtype = self._spec(name)
             whole = np.zeros(shape, dtype=dtype)
@@ -202,7 +215,17 @@ class State:
 
     def replicated(self) -> dict[str, Array]:
         """Every array that must be equal on all ranks (views, not copies)."""
-        return {name: array for name, array in sorted(self.arrays.items()) if name not in BY_RANK}
+        return {name: array for name, array in sorted(self.arrays.items()) if name not in {*BY_RANK, *self.local}}
+
+
+def local_states(graph: ir.Graph) -> frozenset[str]:
+    """The states that differ from rank to rank."""
+    found = set()
+    for node in graph:
+        declaration = declaration_of(node)
+        indices = declaration.local if declaration is not None else ()
+        found.update(v.name or "" for i in indices if (v := node.inputs[i]) is not None)
+    return frozenset(found)
 
 
 def narrow_copies(graph: ir.Graph) -> dict[str, list[str]]:

@@ -372,7 +372,7 @@ def test_conversions_to_and_from_low_types(low: Any, pool: ThreadPool) -> None:
     bits = rng.integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
     x = np.concatenate([edges, bits])
     to = int(ir.DataType.from_numpy(low))
-    (narrow,) = native("graphc::Narrow", [x], {"to": to}, pool, [np.zeros(x.size, low)])
+    (narrow,) = native("graphc::RoundTo", [x], {"to": to}, pool, [np.zeros(x.size, low)])
     with np.errstate(all="ignore"):
         wanted = [(wide, every.astype(np.float32), np.uint32), (narrow, x.astype(low), np.uint16)]
     for got, want, unsigned in wanted:

@@ -9,8 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array, Binding, Run, kernel
-from graphc.backends.onnxruntime.kernels.arrays import given
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.ir.declare import OPS
+from graphc.ir.ops.transforms import DEPENDENT
 from graphc.steps import ALIGNMENT
 
 BLOCK = 16384
@@ -44,7 +46,7 @@ def _sums_of_squares(flat, sums, start, stop):
         sums[block] = total
 
 
-@kernel("onnxruntime", "graphc::Narrow")
+@kernel("onnxruntime", "graphc::RoundTo")
 def narrow(k: Binding) -> Run:
     loop = _to_float16 if k.attributes["to"] == ir.DataType.FLOAT16 else _to_bfloat16
     return _convert(k, loop, np.uint32, np.uint16)
@@ -134,11 +136,64 @@ _POWERS[31] = np.inf
 """What the digits of a float16 with each exponent count."""
 
 
+@kernel("onnxruntime", "graphc::Orthogonalize")
+def orthogonalize(k: Binding) -> Run:
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    columns = np.zeros(x.shape[::-1])
+
+    def run() -> None:
+        np.copyto(columns, x.T)
+        _orthogonalize(columns, DEPENDENT)
+        np.copyto(y, columns.T, casting="unsafe")
+
+    return run
+
+
+@exact
+@no_type_check
+def _orthogonalize(rows, dependent):
+    for k in range(rows.shape[0]):
+        before = np.sum(rows[k] * rows[k])
+        for j in range(k):
+            rows[k] -= np.sum(rows[j] * rows[k]) * rows[j]
+        square = np.sum(rows[k] * rows[k])
+        if square <= dependent * before:
+            rows[k] = 0.0
+        else:  # NaN too, which must be seen
+            rows[k] /= np.sqrt(square)
+
+
+@kernel("onnxruntime", "graphc::Assign", inplace=OPS["Assign"].next_value)
+def assign(k: Binding) -> Run:
+    return _replace(k)
+
+
+@kernel("onnxruntime", "graphc::Residual", inplace=OPS["Residual"].next_value)
+def residual(k: Binding) -> Run:
+    return _replace(k)
+
+
+def _replace(k: Binding) -> Run:
+    state, value = given(k.inputs, 2)
+    (new,) = given(k.outputs, 1)
+    skip = optional(k.inputs, 2)
+
+    def run() -> None:
+        np.copyto(new, state if skip is not None and skip else value)
+
+    return run
+
+
 def contiguous(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays as few vectors: neighbours in one flat buffer become one, with the padding between them, which is zero."""
+    """The arrays as few vectors: neighbours in one flat buffer become one, with the padding between them, which is zero.
+
+    Buffers in the order in which they first occur, and arrays of one by address: the same on all ranks.
+    """
     found: list[Array] = []
-    for array in arrays:
-        flat = array.reshape(-1)
+    vectors = [array.reshape(-1) for array in arrays]
+    first = {id(v.base): k for k, v in reversed(list(enumerate(vectors))) if v.base is not None}
+    places = [(first.get(id(v.base), k), _address(v)) for k, v in enumerate(vectors)]
+    for _, flat in sorted(zip(places, vectors, strict=True), key=lambda pair: pair[0]):
         last = found[-1] if found else None
         if last is not None and last.base is not None and last.base is flat.base and last.dtype == flat.dtype:
             gap = _address(flat) - _address(last) - last.nbytes

@@ -7,8 +7,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
+from graphc.ir.declare import REQUIRED, Spec, declare, same_as, spec_of
+from graphc.ir.facts import describe_value, static_dims
+from graphc.ir.ops.updates import like_parameter
+
+DEPENDENT = 1e-10
+"""A column whose square falls below this part of what it was depends on those before it (1e-5 is what float32 leaves of it)."""
 
 
 def _double_scalar(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -25,13 +31,63 @@ def _of_type(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -
     return [(ir.DataType(attributes["to"]), spec_of(x)[1]) for x in inputs]
 
 
-@declare("Narrow", inputs="*x", outputs="*y", attributes={"to": REQUIRED}, infer=_of_type)
-def narrow(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
+@declare("RoundTo", inputs="*x", outputs="*y", attributes={"to": REQUIRED}, infer=_of_type)
+def round_to(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
     """y_k is the gradient x_k rounded (to nearest, ties to even) to the low type ``to`` in which it travels."""
     return tuple(op.Cast(v, to=to) for v in x)
 
 
 @declare("Widen", inputs="*x", outputs="*y", attributes={"to": int(ir.DataType.FLOAT)}, infer=_of_type)
 def widen(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
-    """y_k is x_k in the type ``to``; where x_k comes of a ``Narrow``, y_k may take the memory of what was narrowed."""
+    """y_k is x_k in the type ``to``; where x_k comes of a ``RoundTo``, y_k may take the memory of what was narrowed."""
     return tuple(op.Cast(v, to=to) for v in x)
+
+
+@declare("Orthogonalize", inputs="x", outputs="y", infer=same_as(0))
+def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
+    """The columns of the matrix x made orthonormal, from left to right (modified Gram–Schmidt).
+
+    A column that depends on those before it, up to rounding, becomes zero, so that y·yᵀ is a projection in every case.
+    """
+    shape = static_dims(x)
+    if shape is None or len(shape) != 2:
+        raise UnsupportedOpError(f"Orthogonalize needs a matrix of known size, not {describe_value(x)}")
+    columns: list[ir.Value] = []
+    for k in range(shape[1]):
+        column = op.Slice(x, [k], [k + 1], [1])
+        before = op.ReduceSumSquare(column, keepdims=1)
+        for other in columns:
+            column = op.Sub(column, op.Mul(other, op.ReduceSum(op.Mul(other, column), keepdims=1)))
+        square = op.ReduceSumSquare(column, keepdims=1)
+        dependent = op.LessOrEqual(square, op.Mul(before, DEPENDENT))  # not of NaN, which must be seen
+        columns.append(op.Where(dependent, op.zeros_like(column), op.Div(column, op.Sqrt(square))))
+    return op.Concat(*columns, axis=1)  # type: ignore[no-any-return]
+
+
+@declare(
+    "Assign",
+    inputs="state value skip?",
+    outputs="next_state",
+    attributes={"bucket": ""},
+    infer=like_parameter(1, 1),
+    next_value={0: 0},
+    elementwise=True,
+)
+def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+    """state' = value: state that is the same on all ranks."""
+    return value if skip is None else op.Where(skip, state, value)  # type: ignore[no-any-return]
+
+
+@declare(
+    "Residual",
+    inputs="residual unsent skip?",
+    outputs="next_residual",
+    attributes={"bucket": ""},
+    infer=like_parameter(1, 1),
+    next_value={0: 0},
+    local=(0,),
+    elementwise=True,
+)
+def residual(op: Builder, residual: ir.Value, unsent: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+    """residual' = unsent: what this rank's gradient holds and compression left out, for the next step (error feedback)."""
+    return unsent if skip is None else op.Where(skip, residual, unsent)  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from graphc.ir.declare import InferFunction, Spec, declare, same_as, spec_of
 from graphc.ir.facts import static_dims
 
 
-def _like_parameter(outputs: int, *same: int) -> InferFunction:
+def like_parameter(outputs: int, *same: int) -> InferFunction:
     """Inference of an optimizer: ``outputs`` tensors like input 0; the inputs ``same``, where given, must be like it too."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -46,7 +46,7 @@ def _like_parameter(outputs: int, *same: int) -> InferFunction:
     inputs="param grad lr divisor? skip?",
     outputs="next_param",
     attributes={"weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=_like_parameter(1, 1),
+    infer=like_parameter(1, 1),
     next_value={0: 0},
     reduces={1: "sum", 3: "sum"},
     elementwise=True,
@@ -73,7 +73,7 @@ def sgd(
     inputs="param grad momentum_buffer step lr divisor? skip?",
     outputs="next_param next_momentum_buffer",
     attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=_like_parameter(2, 1, 2),
+    infer=like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
     elementwise=True,
@@ -135,7 +135,7 @@ def _adam(
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=_like_parameter(3, 1, 2, 3),
+    infer=like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
     elementwise=True,
@@ -173,7 +173,7 @@ def adam(
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0, "bucket": ""},
-    infer=_like_parameter(3, 1, 2, 3),
+    infer=like_parameter(3, 1, 2, 3),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
     elementwise=True,
@@ -210,7 +210,7 @@ def adamw(
     inputs="param grad sum step lr divisor? skip?",
     outputs="next_param next_sum",
     attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=_like_parameter(2, 1, 2),
+    infer=like_parameter(2, 1, 2),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
     elementwise=True,
@@ -251,7 +251,7 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
         raise ValueError("grad_avg must be given exactly when centered")
     if bool(attributes["momentum"]) != (momentum_buffer is not None):
         raise ValueError("momentum_buffer must be given exactly when momentum is not 0")
-    return _like_parameter(4, 1, 2, 3, 4)(inputs, attributes)
+    return like_parameter(4, 1, 2, 3, 4)(inputs, attributes)
 
 
 @declare(
@@ -319,7 +319,7 @@ def rmsprop(
     inputs="running batch skip?",
     outputs="next_running",
     attributes={"momentum": 0.9, "bucket": ""},
-    infer=_like_parameter(1, 1),
+    infer=like_parameter(1, 1),
     next_value={0: 0},
     reduces={1: "mean"},
 )

@@ -1,0 +1,132 @@
+"""PowerSGD: a gradient matrix travels as two thin factors (T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical
+Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithms 1 and 2).
+
+    M = dW + residual                      n × m, this rank's
+    P = AllReduce(M·Q)                     n × r
+    P̂ = Orthogonalize(P)
+    S = AllReduce(Mᵀ·P̂)                    m × r
+    the update takes P̂·Sᵀ, and Q' = S (warm start), residual' = M − P̂·(Mᵀ·P̂)ᵀ (error feedback)
+
+All is summed where the paper takes means: the divisor of the update makes the mean. The residual is what this rank's own
+projection leaves; the paper's code takes M − P̂·Sᵀ/ranks. The sum over the ranks, which is all that later steps depend on, is
+the same, and ours cannot grow without bound where ranks see different data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.facts import static_dims
+from graphc.ir.names import BUCKET
+from graphc.ir.state import add_initializer
+
+FACTOR, RESIDUAL = "powersgd", "residual"
+"""State of a parameter W: ``W::powersgd`` is Q, ``W::residual`` is the residual."""
+
+
+class _Matrix(NamedTuple):
+    """A gradient that is compressed: its AllReduce, its parameter, and n, m, r."""
+
+    reduction: ir.Node
+    name: str
+    n: int
+    m: int
+    r: int
+
+
+def low_rank(graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str], rank: int, mb: float) -> tuple[int, float]:
+    """Replace the AllReduces of matrices for which it pays; returns their number and the part of all elements that travels.
+
+    Args:
+        reductions: AllReduces of single gradients, in node order.
+        names: of the parameters they belong to.
+        rank: r, at most; a matrix has no more than the smaller of its sides.
+        mb: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
+    """
+    chosen: list[_Matrix] = []
+    total = sent = 0
+    for node, name in zip(reductions, names, strict=True):
+        count = int(np.prod(static_dims(node.outputs[0]) or (1,), dtype=np.int64))
+        n, m = matrix_shape(node.outputs[0])
+        r = min(rank, n, m)
+        pays = r * (n + m) < n * m
+        total += count
+        sent += r * (n + m) if pays else count
+        if pays:
+            chosen.append(_Matrix(node, name, n, m, r))
+    order = list(graph)
+    following = dict(itertools.pairwise(order))
+    for k, part in enumerate(_portions(chosen, mb)):
+        _compress(graph, part, k, following)
+    graph.remove([matrix.reduction for matrix in chosen], safe=True)
+    return len(chosen), sent / max(total, 1)
+
+
+def matrix_shape(value: ir.Value) -> tuple[int, int]:
+    """(n, m) of the matrix that a gradient is: one row an output channel of a convolution's weight, one row below rank 2."""
+    shape = static_dims(value) or (1,)
+    count = int(np.prod(shape, dtype=np.int64))
+    return (shape[0], count // max(shape[0], 1)) if len(shape) > 1 else (1, count)
+
+
+def _portions(chosen: Sequence[_Matrix], mb: float) -> Iterator[list[_Matrix]]:
+    part: list[_Matrix] = []
+    filled = 0
+    for matrix in chosen:
+        size = 4 * matrix.n * matrix.m
+        if part and filled + size > mb * 1e6:
+            yield part
+            part, filled = [], 0
+        part.append(matrix)
+        filled += size
+    if part:
+        yield part
+
+
+def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, following: Mapping[ir.Node, ir.Node]) -> None:
+    """One portion: its P travel together, begun during the backward pass, then its S."""
+    op = Builder(graph)
+    group = part[0].reduction.attributes.get_string("group", "data")
+
+    def reduce(values: Sequence[ir.Value], letter: str) -> tuple[ir.Value, ...]:
+        name = f"powersgd{number}.{letter}"
+        attributes = {"tag": f"{group}/{name}", "group": group, BUCKET: name}
+        return op.emit("AllReduce", values, attributes, domain="graphc", name=f"allreduce/{name}")
+
+    matrices, factors, residuals, thin = [], [], [], []
+    for reduction, name, n, m, r in part:
+        residuals.append(add_initializer(graph, f"{name}::{RESIDUAL}", np.zeros((n, m), np.float32)))
+        rng = np.random.default_rng([zlib.crc32(name.encode()), r])
+        factors.append(add_initializer(graph, f"{name}::{FACTOR}", rng.standard_normal((m, r)).astype(np.float32)))
+        gradient = reduction.inputs[0]
+        assert gradient is not None
+        producer = gradient.producer()
+        op.scope, op.before = f"compress/{name}", reduction if producer is None else following[producer]
+        matrices.append(op.Add(op.Reshape(gradient, [n, m]), residuals[-1]))
+        thin.append(op.MatMul(matrices[-1], factors[-1]))
+    op.before = part[-1].reduction
+    bases, wide = [], []
+    for matrix, value, total in zip(part, matrices, reduce(thin, "P"), strict=True):
+        op.scope = f"compress/{matrix.name}"
+        bases.append(op.graphc.Orthogonalize(total))
+        wide.append(op.MatMul(op.Transpose(value, perm=[1, 0]), bases[-1]))
+    sums = reduce(wide, "S")
+    for k, matrix in enumerate(part):
+        op.scope, result = f"compress/{matrix.name}", matrix.reduction.outputs[0]
+        own, both = (op.MatMul(bases[k], op.Transpose(factor, perm=[1, 0])) for factor in (wide[k], sums[k]))
+        result.replace_all_uses_with(op.reshape_like(both, result))
+        # A column that is zero would stay so for ever: the old one, which this step had no use for, may serve later ones.
+        unused = op.Equal(op.ReduceSumSquare(sums[k], [0], keepdims=1), 0.0)
+        _update(op, "Residual", residuals[k], op.Sub(matrices[k], own))
+        _update(op, "Assign", factors[k], op.Where(unused, factors[k], sums[k]))
+
+
+def _update(op: Builder, kind: str, state: ir.Value, value: ir.Value) -> None:
+    op.emit(kind, [state, value], domain="graphc", outputs=[f"{state.name}::next"], name=f"update/{state.name}")
