@@ -258,8 +258,13 @@ class Trainer:
         :meth:`fit` does this with what it trains on; a loop of one's own calls it before the first batch.
 
         Raises:
-            UsageError: the position is one in other data, or in another order.
+            UsageError: these are another worker's shards, or the position is one in other data or in another order.
         """
+        if (shards.rank, shards.size) != (self.rank, self.size):
+            raise UsageError(
+                f"the data is that of rank {shards.rank} of {shards.size}, this worker is rank {self.rank} of {self.size};"
+                " give shard(…, rank=trainer.rank, size=trainer.size)"
+            )
         if self._position is not None:
             shards.load_state_dict(self._position)
         self._shards, self._position = shards, None

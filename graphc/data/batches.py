@@ -14,6 +14,7 @@ from graphc.backend import Array
 from graphc.data.prefetch import prefetched
 from graphc.data.sources import ArraySource, Source, StreamSource, is_loader, source_of
 from graphc.errors import DataError, FeedError, UsageError, nearest
+from graphc.runtime.world import find_world
 
 TAILS = ("keep", "drop", "pad", "weight-zero")
 """What becomes of a last batch with fewer samples than a global batch; see :class:`Shards`."""
@@ -325,8 +326,8 @@ def shard(
     *,
     global_batch: int | None = None,
     per_worker_batch: int | None = None,
-    rank: int = 0,
-    size: int = 1,
+    rank: int | None = None,
+    size: int | None = None,
     shuffle: bool | int | None = None,
     seed: int = 0,
     tail: str = "keep",
@@ -344,7 +345,7 @@ def shard(
             keeps its part of each batch, so its order must be the same on all of them.
         global_batch: samples of one step over all workers.
         per_worker_batch: samples of one step on one worker; exactly one of the two is given.
-        rank, size: this worker and the number of workers.
+        rank, size: this worker and the number of workers; default: the world this process was started in.
         shuffle: see :class:`~graphc.data.Shards`; default: shuffle, but neither a stream nor a DataLoader that does not.
         names: inputs in the order of the elements of a sample that is a tuple; a sample that is a mapping has them itself.
         seed, tail, prefetch, weight, padding: see :class:`~graphc.data.Shards`.
@@ -360,6 +361,11 @@ def shard(
             "say either global_batch=, the samples of one step over all workers, or per_worker_batch=, those of one worker"
             + hint
         )
+    if rank is None or size is None:
+        if rank is not size:
+            raise UsageError("rank= and size= go together; leave both out to take those of the world")
+        world = find_world()
+        rank, size = world.rank, world.size
     total = global_batch if global_batch is not None else (per_worker_batch or 0) * size
     found, default = source_of(source, names)
     return Shards(

@@ -90,6 +90,24 @@ def test_fit_goes_on_where_the_checkpoint_stands(exported: Callable[[str], str],
         assert [e["epoch"] for e in seen] == [2]
 
 
+def careless(comm: Any, trained: graphc.Program) -> list[int]:
+    x, y = SPECS["mlp"].batch(8, 0)
+    with graphc.Trainer(trained, comm=comm, threads=1) as trainer:
+        with pytest.raises(UsageError, match=rf"rank 0 of 1, this worker is rank {comm.rank} of 2"):
+            trainer.fit(graphc.data.ArrayBatches({"input": x, "label": y}, 8))
+        found = shard({"input": x, "label": y}, global_batch=8, shuffle=False)
+        trainer.fit(found)
+        return [found.rank, found.size]
+
+
+def test_shards_know_their_worker(exported: Callable[[str], str]) -> None:
+    """Every worker training on all of the data would go unnoticed; the world is asked, and a mistake refused."""
+    trained = program(exported("mlp"))
+    assert run_threads(2, lambda comm: careless(comm, trained)) == [[0, 2], [1, 2]]
+    with pytest.raises(UsageError, match="go together"):
+        shard({"x": np.zeros(4)}, global_batch=2, size=2)
+
+
 def padded(comm: Any, trained: graphc.Program, **options: Any) -> Any:
     with graphc.Trainer(trained, comm=comm, threads=1) as trainer:
         shapes = set()
