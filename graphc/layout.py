@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.arena import Arena
 from graphc.errors import ModelError
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.collectives import collective_of
-from graphc.steps import ALIGNMENT, Slice, Step, Transfer, UpdateGroup, shares
+from graphc.steps import Slice, Step, Transfer, UpdateGroup, shares
 
 Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
@@ -249,7 +250,7 @@ def _place_activations(
         for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
-    arena = _Arena()
+    arena = Arena()
     for k, step in enumerate(steps):
         for value in step.outputs:
             if value in places or value.dtype is None:
@@ -267,7 +268,7 @@ def _place_activations(
 
 def _place_block(
     block: _Block,
-    arena: _Arena,
+    arena: Arena,
     places: dict[ir.Value, Slice],
     last_use: Mapping[ir.Value, int],
     kept: set[ir.Value],
@@ -281,49 +282,3 @@ def _place_block(
         places[value] = Slice("arena", transfer.offset + offset, _shape(value), _dtype(value))
     for source, out in block.readers:
         places[out] = replace(places[source], shape=_shape(out))
-
-
-class _Arena:
-    """Ranges of one buffer, handed out by best fit and taken back after a step."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._free: list[tuple[int, int]] = []
-        self._expiring: dict[int, list[tuple[int, int]]] = {}
-
-    def take(self, nbytes: int, until: int) -> int:
-        """The offset of ``nbytes`` that are free again after step ``until``."""
-        needed = _aligned(nbytes)
-        offset, self.size = _allocate(self._free, needed, self.size)
-        self._expiring.setdefault(until, []).append((offset, needed))
-        return offset
-
-    def free_after(self, step: int) -> None:
-        for offset, nbytes in self._expiring.pop(step, []):
-            _release(self._free, offset, nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def _allocate(free: list[tuple[int, int]], needed: int, size: int) -> tuple[int, int]:
-    """Best fit: the smallest free range that holds ``needed`` bytes, else grow the arena."""
-    best = min((r for r in free if r[1] >= needed), key=lambda r: r[1], default=None)
-    if best is not None:
-        free.remove(best)
-        if best[1] > needed:
-            free.append((best[0] + needed, best[1] - needed))
-        return best[0], size
-    tail = next((r for r in free if r[0] + r[1] == size), None)
-    if tail is not None:
-        free.remove(tail)
-        return tail[0], tail[0] + needed
-    return size, size + needed
-
-
-def _release(free: list[tuple[int, int]], offset: int, count: int) -> None:
-    for neighbour in [r for r in free if r[0] + r[1] == offset or r[0] == offset + count]:
-        free.remove(neighbour)
-        offset, count = min(offset, neighbour[0]), count + neighbour[1]
-    free.append((offset, count))

@@ -1,0 +1,139 @@
+"""A segment bound to memory: every address is settled, and a run is a walk over closures.
+
+Values that never leave a segment lie in one scratch buffer that all segments of a backend share, for they run one after
+another. How large it must be is known only when the last segment is bound; the first run settles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.arena import Arena
+from graphc.backend import Array, Run
+from graphc.backends.cupy.device import Device
+from graphc.backends.cupy.expressions import compute_type
+from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
+from graphc.backends.cupy.views import shape_of
+from graphc.ir.facts import constant
+
+
+class Scratch:
+    """Memory that bound segments take turns to use."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._memory: Array | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """See to it that ``nbytes`` fit; what was handed out before keeps its memory."""
+        if nbytes > self.nbytes:
+            self.nbytes, self._memory = nbytes, None
+
+    def memory(self) -> Array:
+        if self._memory is None:
+            self._memory = self.device.zeros(self.nbytes)
+        return self._memory
+
+
+class BoundSegment:
+    """A callable that runs ``segment``.
+
+    Args:
+        inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        device: Device,
+        scratch: Scratch,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+    ) -> None:
+        self.segment = segment
+        self._device, self._scratch = device, scratch
+        self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
+        self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
+        kernels = [call for call in segment.calls if isinstance(call, KernelCall)]
+        self._kernels = device.compile({call.name: call.text for call in kernels})
+        self._offsets, self._partials, nbytes = _offsets(segment, set(self._arrays))
+        scratch.reserve(nbytes)
+        self._runs: list[Run] = []
+
+    def __call__(self) -> None:
+        if not self._runs:
+            self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
+        for run in self._runs:
+            run()
+
+    def _bind(self, index: int, call: KernelCall | NodeCall) -> Run:
+        if isinstance(call, NodeCall):
+            inputs = [None if v is None else self._array(v) for v in call.node.inputs]
+            return self._device.node(call.node, inputs, [self._array(v) for v in call.node.outputs])
+        arrays = [self._array(v) for v in call.source.operands]
+        for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
+            kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
+            count = call.parts * call.source.rows
+            arrays.append(self._scratch.memory()[offset : offset + count * kind.itemsize].view(kind))
+        return self._device.launch(self._kernels[call.name], arrays, call.shape)
+
+    def _array(self, value: ir.Value) -> Array:
+        found = self._arrays.get(value)
+        if found is None:
+            base = self.segment.aliases.get(value)
+            if base is not None:
+                found = self._array(base).reshape(shape_of(value))
+            elif value in self._offsets:
+                offset, dtype = self._offsets[value], _dtype(value)
+                nbytes = int(np.prod(shape_of(value), dtype=np.int64)) * dtype.itemsize
+                found = self._scratch.memory()[offset : offset + nbytes].view(dtype).reshape(shape_of(value))
+            else:
+                known = constant(value)
+                if known is None and value.const_value is not None:
+                    known = value.const_value.numpy()
+                assert known is not None, f"{value.name} has no place"
+                found = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
+            self._arrays[value] = found
+        return found
+
+
+def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
+    """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together."""
+    reads: list[list[ir.Value]] = []
+    writes: list[list[ir.Value]] = []
+    for call in segment.calls:
+        if isinstance(call, NodeCall):
+            reads.append([segment.aliases.get(v, v) for v in call.node.inputs if v is not None])
+            writes.append([v for v in call.node.outputs if v.dtype is not None])
+        else:
+            reads.append(list(call.source.operands[: call.source.reads]))
+            writes.append(list(call.source.operands[call.source.reads :]))
+    last = {v: k for k, values in enumerate(zip(reads, writes, strict=True)) for part in values for v in part}
+    arena = Arena()
+    offsets: dict[ir.Value, int] = {}
+    partials: dict[int, tuple[int, ...]] = {}
+    for k, call in enumerate(segment.calls):
+        for value in writes[k]:
+            if value not in placed:
+                offsets[value] = arena.take(_nbytes(value), last[value])
+        if isinstance(call, KernelCall) and call.source.partials:
+            if call.shape.splits > 1:
+                sizes = [call.parts * call.source.rows * max(4, int(d.itemsize)) for d in call.source.partials]
+                partials[k] = tuple(arena.take(size, k + 1) for size in sizes)
+            else:
+                partials[k] = partials[k - 1]
+        arena.free_after(k)
+    return offsets, partials, arena.size
+
+
+def _dtype(value: ir.Value) -> np.dtype[np.generic]:
+    assert value.dtype is not None
+    return np.dtype(value.dtype.numpy())
+
+
+def _nbytes(value: ir.Value) -> int:
+    return int(np.prod(shape_of(value), dtype=np.int64)) * _dtype(value).itemsize

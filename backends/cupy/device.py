@@ -1,0 +1,36 @@
+"""What a bound segment needs of the machine that runs it: memory, compiled kernels, and libraries for single nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import onnx_ir as ir
+
+from graphc.backend import Array, Run
+from graphc.backends.cupy.launch import Shape
+
+
+class Device(Protocol):
+    """A GPU; in tests, the host.
+
+    Attributes:
+        writes_cuda: whether kernels are written in CUDA C; otherwise in C++ for the host.
+    """
+
+    writes_cuda: bool
+
+    def zeros(self, nbytes: int) -> Array:
+        """New zeroed memory as a flat array of bytes."""
+
+    def put(self, array: Array) -> Array:
+        """A copy of a host array on the device."""
+
+    def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
+        """Compile kernels by name."""
+
+    def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
+        """A closure that launches a compiled kernel on these arrays."""
+
+    def node(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        """A closure that runs one node: by a library, or at last on the host."""

@@ -1,0 +1,51 @@
+"""Offsets in one buffer by liveness: ranges are handed out by best fit and taken back when nothing reads them any more."""
+
+from __future__ import annotations
+
+from graphc.steps import ALIGNMENT
+
+
+class Arena:
+    """Ranges of one buffer, handed out by best fit and taken back after a step."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[tuple[int, int]] = []
+        self._expiring: dict[int, list[tuple[int, int]]] = {}
+
+    def take(self, nbytes: int, until: int) -> int:
+        """The offset of ``nbytes`` that are free again after step ``until``."""
+        needed = aligned(nbytes)
+        offset, self.size = _allocate(self._free, needed, self.size)
+        self._expiring.setdefault(until, []).append((offset, needed))
+        return offset
+
+    def free_after(self, step: int) -> None:
+        for offset, nbytes in self._expiring.pop(step, []):
+            _release(self._free, offset, nbytes)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _allocate(free: list[tuple[int, int]], needed: int, size: int) -> tuple[int, int]:
+    """Best fit: the smallest free range that holds ``needed`` bytes, else grow the arena."""
+    best = min((r for r in free if r[1] >= needed), key=lambda r: r[1], default=None)
+    if best is not None:
+        free.remove(best)
+        if best[1] > needed:
+            free.append((best[0] + needed, best[1] - needed))
+        return best[0], size
+    tail = next((r for r in free if r[0] + r[1] == size), None)
+    if tail is not None:
+        free.remove(tail)
+        return tail[0], tail[0] + needed
+    return size, size + needed
+
+
+def _release(free: list[tuple[int, int]], offset: int, count: int) -> None:
+    for neighbour in [r for r in free if r[0] + r[1] == offset or r[0] == offset + count]:
+        free.remove(neighbour)
+        offset, count = min(offset, neighbour[0]), count + neighbour[1]
+    free.append((offset, count))
