@@ -271,7 +271,11 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (all state, by name, independent of the number of workers); atomic, by rank 0."""
-        state = self.state.snapshot(self.comm) if self.rank == 0 or self.state.shards or self.state.local else {}
+        state = (
+            self.state.snapshot(self.comm)
+            if self.rank == 0 or self.state.shards or self.state.local or self.state.apart()
+            else {}
+        )
         if self.rank == 0:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._shards is not None:
@@ -299,7 +303,12 @@ class Trainer:
         """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""
         graph = self.program.inference.graph
         known = {**self.state.arrays, **self.state.gather(self.comm, graph.initializers)}
-        return {n: known[n] for n, v in graph.initializers.items() if n in known and is_float(v)}
+        found = {n: known[n] for n, v in graph.initializers.items() if n in known and is_float(v)}
+        for name in self.state.apart() if self.size > 1 else ():
+            if name in found:  # ranks that train on their own: their mean
+                found[name] = found[name].copy()
+                self.comm.allreduce(found[name].reshape(-1), "mean", f"state/{name}")
+        return found
 
     def export(self, path: str | Path) -> None:
         """Write the user's own model with trained values, in inference mode, under its own names; by rank 0, atomic."""

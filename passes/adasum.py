@@ -17,9 +17,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.passes._updates import trains, updates_of
+from graphc.passes._reductions import gradient_reductions, operand_of, reduced_weight
 from graphc.pipeline import Context, graph_pass
 
 
@@ -39,34 +38,15 @@ def adasum(model: ir.Model, ctx: Context) -> bool:
     return bool(reductions)
 
 
-def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
-    """The AllReduces whose results the optimizer's updates take as gradients, in node order.
-
-    Raises:
-        UsageError: a gradient that comes of something else.
-    """
-    wanted: set[ir.Node] = set()
-    for node in updates_of(graph):
-        if not trains(node):
-            continue
-        producer = node.inputs[1].producer() if node.inputs[1] is not None else None
-        if producer is None or producer.op_type != "AllReduce" or producer.attributes.get_string("reduce", "sum") != "sum":
-            raise UsageError(f"strategy {strategy!r} takes gradients as they are; leave compress and other strategies out")
-        wanted.add(producer)
-    return [node for node in graph if node in wanted]
-
-
 def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
     """Make the operands of ``reductions`` mean gradients over this rank's samples, and 1 what the updates divide by.
 
     Returns whether the loss is a mean at all.
     """
-    total = _reduced_weight(graph)
+    total = reduced_weight(graph)
     if total is None:
         return False
-    reduction = total.producer()
-    own = reduction.inputs[total.index() or 0] if reduction is not None else None
-    assert own is not None
+    own = operand_of(total)
     order = list(graph)
     position, following = {n: k for k, n in enumerate(order)}, dict(itertools.pairwise(order))
     op = Builder(graph, scope="mean")
@@ -84,17 +64,6 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
         if user.op_type != "Mean":
             user.replace_input_with(index, one)
     return True
-
-
-def _reduced_weight(graph: ir.Graph) -> ir.Value | None:
-    """The summed weight by which the reported loss is divided, where it is a mean."""
-    for node in graph:
-        if node.op_type == "Mean" and node.domain == "graphc" and len(node.inputs) > 1:
-            weight = node.inputs[1]
-            producer = weight.producer() if weight is not None else None
-            if producer is not None and producer.op_type == "AllReduce":
-                return weight
-    return None
 
 
 def _after(

@@ -177,9 +177,14 @@ class Executor:
             return lambda: False
         if STEP not in self._state.arrays:
             raise ModelError(f"{transfer} runs every {transfer.every} steps, but the graph does not count steps in {STEP!r}")
-        done, every = self._state.arrays[STEP], transfer.every
+        done, every, since = self._state.arrays[STEP], transfer.every, transfer.since
         counted = any(s.group is not None and _counts_steps(s.group) for s in self.plan.steps[:index])
-        return lambda: (int(done) + (not counted)) % every != 0
+
+        def skipped() -> bool:
+            number = int(done) + (not counted)
+            return number > since and number % every != 0
+
+        return skipped
 
     def _owns_nothing(self, group: UpdateGroup) -> bool:
         start, stop = group.owned

@@ -14,7 +14,8 @@ from graphc.errors import UsageError, nearest
 from graphc.groups import update_groups
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates
-from graphc.ir.names import BY_RANK
+from graphc.ir.names import BY_RANK, STEP
+from graphc.ir.ops.collectives import collective_of
 from graphc.runtime.communicator import Communicator
 from graphc.steps import ALIGNMENT, UpdateGroup
 
@@ -70,6 +71,7 @@ class State:
         states = {state.name or "" for _, state, _ in state_updates(model.graph)}
         self.copies = narrow_copies(model.graph)
         self.local = local_states(model.graph)
+        self.averaged = averaged_states(model.graph)
         self.updated = frozenset(states - {low for lows in self.copies.values() for low in lows})
         for name, value in model.graph.initializers.items():
             if value.const_value is None:
@@ -130,15 +132,23 @@ class State:
                     self._whole[name] = view.copy()
         return {n: self._whole[n] for n in wanted}
 
+    def apart(self) -> list[str]:
+        """State in which the ranks have gone different ways since the last average (local SGD)."""
+        done = int(self.arrays[STEP]) if self.averaged else 0
+        return sorted(n for n, (every, since) in self.averaged.items() if done > since and (not every or done % every))
+
     def snapshot(self, comm: Communicator | None = None) -> dict[str, Array]:
         """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank.
 
         Sharded state is gathered over ``comm``, which every rank calls then. Of local state it holds the sum over the ranks
-        then, of which :meth:`broadcast` gives each of any number of ranks an equal part.
+        then, of which :meth:`broadcast` gives each of any number of ranks an equal part;
+        of what is averaged every few steps, the mean.
         """
         found = self._snapshot(comm)
-        for name in sorted(self.local) if comm is not None and comm.size > 1 else ():
-            comm.allreduce(found[name].reshape(-1), "sum", f"state/{name}")
+        if comm is not None and comm.size > 1:
+            for names, reduce in ((self.apart(), "mean"), (sorted(self.local), "sum")):
+                for name in names:
+                    comm.allreduce(found[name].reshape(-1), reduce, f"state/{name}")
         return found
 
     def _snapshot(self, comm: Communicator | None) -> dict[str, Array]:
@@ -216,6 +226,21 @@ class State:
     def replicated(self) -> dict[str, Array]:
         """Every array that must be equal on all ranks (views, not copies)."""
         return {name: array for name, array in sorted(self.arrays.items()) if name not in {*BY_RANK, *self.local}}
+
+
+def averaged_states(graph: ir.Graph) -> dict[str, tuple[int, int]]:
+    """State that ranks update on their own (local SGD) → (every, since) of the AllReduce that averages it; (0, 0): none."""
+    found: dict[str, tuple[int, int]] = {}
+    alone: set[ir.Node] = set()
+    for node, state, following in state_updates(graph):
+        averages = [user for user in following.consumers() if collective_of(user) == "AllReduce"]
+        if averages:
+            alone.add(node)
+            attributes = averages[0].attributes
+            found[state.name or ""] = attributes.get_int("every", 1), attributes.get_int("since", 0)
+        elif node in alone:
+            found[state.name or ""] = 0, 0
+    return found
 
 
 def local_states(graph: ir.Graph) -> frozenset[str]:
