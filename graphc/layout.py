@@ -118,7 +118,7 @@ class _Block:
 
     Attributes:
         members: value as it is written → byte offset in the range.
-        readers: values that share the members' places: what the start and the wait give.
+        readers: (member, value) that shares its place: what the start and the wait give.
     """
 
     transfer: Transfer
@@ -131,12 +131,13 @@ class _Blocks:
         self.views = views
         self.of: dict[ir.Value, _Block] = {}
 
-    def add(self, step: Step, wait: Step, offsets: Sequence[int], written: Sequence[ir.Value]) -> None:
-        """A block for the collective of ``step`` whose array is first written through ``written``."""
-        assert step.transfer is not None
+    def add(
+        self, transfer: Transfer, offsets: Sequence[int], written: Sequence[ir.Value], shared: Sequence[Sequence[ir.Value]]
+    ) -> None:
+        """A block whose array is first written through ``written``, and which the values of each of ``shared`` lie in too."""
         roots = [self.views.get(v, v) for v in written]
-        readers = [(root, out) for s in (step, wait) for root, out in zip(roots, s.outputs, strict=True) if out is not root]
-        block = _Block(step.transfer, dict(zip(roots, offsets, strict=True)), readers)
+        readers = [(root, out) for values in shared for root, out in zip(roots, values, strict=True) if out is not root]
+        block = _Block(transfer, dict(zip(roots, offsets, strict=True)), readers)
         for root in roots:
             self.of[root] = block
 
@@ -163,16 +164,24 @@ def _place_transfer(
         for source, flying, result in zip(step.inputs, step.outputs, wait.outputs, strict=True):
             places[flying] = places[result] = places[source]
         return
-    offsets = [offset * transfer.dtype.itemsize for offset in group.offsets]
-    if len(step.inputs) != len(offsets):
+    gathers = transfer.op == "AllGather"
+    offsets = _offsets_of(step.inputs if gathers else wait.outputs, group, index)
+    if len(offsets) != len(group.offsets):
         raise ModelError(f"{transfer} takes a part of the bucket {group.name!r}")
-    if transfer.op == "AllGather":
+    where = [offset * transfer.dtype.itemsize for offset in offsets]
+    if gathers:
         transfer.source = group.buffer(index)
-        blocks.add(step, wait, offsets, step.outputs)
+        blocks.add(transfer, where, step.outputs, [step.outputs, wait.outputs])
         return
     transfer.sink = group.buffer(index)
-    _fill_gaps(transfer, group.offsets, step.inputs)
-    blocks.add(step, wait, offsets, step.inputs)
+    _fill_gaps(transfer, offsets, step.inputs)
+    blocks.add(transfer, where, step.inputs, [step.outputs])
+
+
+def _offsets_of(values: Sequence[ir.Value], group: UpdateGroup, index: int) -> list[int]:
+    """Element offset of each of ``values``, which are flat input ``index`` of the updates of ``group`` in any order."""
+    found = {node.inputs[index]: offset for node, offset in zip(group.nodes, group.offsets, strict=True)}
+    return [found[value] for value in values]
 
 
 def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | None:
@@ -213,7 +222,8 @@ def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: 
         offsets, transfer.elements = alike
         order = sorted(zip(offsets, step.inputs, strict=True), key=lambda pair: pair[0])
         _fill_gaps(transfer, [offset for offset, _ in order], [value for _, value in order])
-        blocks.add(step, wait, [offset * transfer.dtype.itemsize for offset in offsets], step.inputs)
+        where = [offset * transfer.dtype.itemsize for offset in offsets]
+        blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
         return
     offsets, position = [], 0
     for value in step.inputs:
@@ -224,12 +234,14 @@ def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: 
     transfer.elements = -(-position // unit) * unit
     transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
     transfer.lengths = _distances(offsets, transfer.elements)
-    blocks.add(step, wait, [offset * transfer.dtype.itemsize for offset in offsets], step.inputs)
+    where = [offset * transfer.dtype.itemsize for offset in offsets]
+    blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
 
 
 def _fill_gaps(transfer: Transfer, offsets: Sequence[int], operands: Sequence[ir.Value]) -> None:
-    ends = [o + int(np.prod(_shape(v), dtype=np.int64)) for o, v in zip(offsets, operands, strict=True)]
-    transfer.gaps = [(e, o) for e, o in zip(ends, [*offsets[1:], transfer.elements], strict=True) if e < o]
+    used = sorted((o, o + int(np.prod(_shape(v), dtype=np.int64))) for o, v in zip(offsets, operands, strict=True))
+    following = [*(start for start, _ in used[1:]), transfer.elements]
+    transfer.gaps = [(stop, start) for (_, stop), start in zip(used, following, strict=True) if stop < start]
 
 
 def _distances(offsets: Sequence[int], end: int) -> list[int]:

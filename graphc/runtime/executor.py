@@ -205,9 +205,7 @@ class Executor:
             parts[group.buffer(index)] = self._part(group, index)
         inputs: list[Array | None] = [array for array in parts.values() if array.size]
         if not inputs:
-            for output in outputs:
-                output.fill(0)
-            return lambda: None
+            return functools.partial(outputs[0].fill, 0)
         if self._backend.prefers_native(node):
             return self._backend.bind_kernel(node, inputs, outputs, {})
         return self._bind_decomposed(node, inputs, outputs)

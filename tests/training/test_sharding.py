@@ -1,0 +1,212 @@
+"""ZeRO and central storage: what mirrored training computes, with state divided among the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import graphc
+from graphc.bench.specs import SPECS
+from graphc.data import share
+from graphc.errors import NonFiniteError, UsageError
+from graphc.runtime.threads import run_threads
+from tests.runtime.mpi_run import map_ranks
+from tests.training import small, torch_models
+
+STRATEGIES = ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"]
+SIZES = (8, 7)  # global batches, in turn: shares are uneven
+
+
+def run(
+    comm: Any, program: graphc.Program, batches: list[dict[str, Any]], then: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Train on each worker's share of ``batches``; losses, state and its hash."""
+    losses = []
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        for feeds in batches:
+            mine = share(len(next(iter(feeds.values()))), comm.rank, comm.size)
+            losses.append(trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)["loss"])
+        extra = then(trainer) if then is not None else None
+        state, digest = trainer.state.snapshot(comm), trainer.state_sha256()
+        return {"losses": losses, "state": state, "hash": digest, "then": extra}
+
+
+def compile_for(path: Any, strategy: str = "mirrored", optimizer: str = "adam:lr=0.002", **options: Any) -> graphc.Program:
+    return graphc.compile(
+        path,
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.parse(optimizer),
+        strategy=strategy,
+        **{"bucket_mb": 0.02, **options},
+    )
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses and parameters within 1e-5; an element of Adam's whose gradient is rounding noise moves by its sign."""
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+    assert found["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        if "::" not in name and value.dtype == np.float32:
+            scale = np.abs(value).max()
+            np.testing.assert_allclose(found["state"][name], value, rtol=0, atol=1e-5 * max(scale, 1), err_msg=name)
+
+
+def digits(count: int, steps: int) -> list[dict[str, Any]]:
+    return [dict(zip(("input", "label"), small.batch(SIZES[k % 2] * count, k), strict=True)) for k in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def cnn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("sharding")
+    return torch_models.save(torch_models.make(torch_models.Cnn), folder / "cnn.onnx", torch.randn(4, 3, 8, 8))
+
+
+def cnn_batches(steps: int) -> list[dict[str, Any]]:
+    return [
+        dict(zip(("input", "label"), torch_models.batch((3, 8, 8), 2 * SIZES[k % 2], k), strict=True)) for k in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_classifier_follows_one_worker(strategy: str, workers: int) -> None:
+    batches = digits(1, 20)
+    (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01"), batches))
+    program = small.compiled("adam:lr=0.01", strategy=strategy)
+    many = run_threads(workers, lambda comm: run(comm, program, batches))
+    assert len({result["hash"] for result in many}) == 1
+    assert_close(many[-1], one)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
+    """Statistics are those of each worker's share, so it is mirrored training that the strategies have to follow."""
+    batches = cnn_batches(20)
+    expected = run_threads(workers, lambda comm: run(comm, compile_for(cnn, optimizer="sgd:lr=0.05,momentum=0.9"), batches))[0]
+    for strategy in STRATEGIES:
+        program = compile_for(cnn, strategy, "sgd:lr=0.05,momentum=0.9")
+        many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
+        assert len({result["hash"] for result in many}) == 1, strategy
+        assert_close(many[-1], expected)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_transformer_follows_one_worker(workers: int, exported: Callable[[str], str]) -> None:
+    path, spec = exported("transformer-small"), SPECS["transformer-small"]
+    batches = [dict(zip(("input", "label"), spec.batch(SIZES[k % 2], k), strict=True)) for k in range(20)]
+    options = {"optimizer": "sgd:lr=0.05,momentum=0.9", "bucket_mb": 0.3}
+    (one,) = run_threads(1, lambda comm: run(comm, compile_for(path, **options), batches))
+    for strategy in ("zero:stage=2", "zero:stage=3"):
+        program = compile_for(path, strategy, **options)
+        many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
+        assert len({result["hash"] for result in many}) == 1, strategy
+        assert_close(many[-1], one)
+
+
+def each_strategy(comm: Any) -> list[dict[str, Any]]:
+    programs = [small.compiled("adam:lr=0.01", strategy=strategy) for strategy in STRATEGIES]
+    return [run(Lent(comm), program, digits(1, 8)) for program in programs]
+
+
+class Lent:
+    """A communicator that outlives the trainer which closes it."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.mpi
+def test_real_processes_give_what_threads_give() -> None:
+    two, threads = map_ranks(2, each_strategy), run_threads(2, each_strategy)
+    for first, second, expected in zip(*two, threads[0], strict=True):
+        assert first["hash"] == second["hash"]
+        assert_close(first, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_do_not_depend_on_the_number_of_workers(strategy: str, tmp_path: Path) -> None:
+    """Save at 2; restore at 1, 2 and 4 and go on: as one worker that never stopped. So does an export, and an evaluation."""
+    program, batches, folder = small.compiled("adam:lr=0.01", strategy=strategy), digits(1, 6), tmp_path / "saved"
+    saved = run_threads(2, lambda comm: run(comm, program, batches[:3], lambda trainer: trainer.save(folder)))[0]
+    (whole,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01"), batches))
+
+    def resumed(comm: Any) -> dict[str, Any]:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            trainer.restore(folder)
+            before = trainer.state_sha256()
+            for feeds in batches[3:]:
+                mine = share(len(feeds["label"]), comm.rank, comm.size)
+                trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)
+            mine = share(8, comm.rank, comm.size)
+            loss = trainer.evaluate([{n: a[mine] for n, a in batches[0].items()}])["loss"]
+            trainer.export(tmp_path / f"{comm.size}.onnx")
+            return {"before": before, "state": trainer.state.snapshot(comm), "loss": loss, "losses": []}
+
+    for workers in (1, 2, 4):
+        found = run_threads(workers, resumed)
+        assert {result["before"] for result in found} == {saved["hash"]}
+        assert_close(found[-1], {**whole, "losses": []})
+        written = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / f"{workers}.onnx").graph.initializer}
+        for name in small.SHAPES:
+            np.testing.assert_array_equal(written[name], found[0]["state"][name])
+        assert np.isfinite(found[0]["loss"])
+        assert len({result["loss"] for result in found}) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_nan_stops_all_workers_before_any_update(strategy: str) -> None:
+    program, batches = small.compiled("adam:lr=0.01", strategy=strategy), digits(1, 1)
+
+    def work(comm: Any) -> bool:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            before = trainer.state_sha256()
+            feeds = {n: a[share(8, comm.rank, comm.size)].copy() for n, a in batches[0].items()}
+            if comm.rank == 1:
+                feeds["input"][0, 0] = np.nan
+            with pytest.raises(NonFiniteError, match="'input' on rank 1"):
+                trainer.step(feeds)
+            return trainer.state_sha256() == before
+
+    assert run_threads(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_is_that_of_all_shards(strategy: str) -> None:
+    batches = digits(1, 6)
+    options = {"optimizer": "sgd:lr=0.5", "clip_norm": 0.3}
+    (one,) = run_threads(1, lambda comm: run(comm, small.compiled(**options), batches))
+    many = run_threads(2, lambda comm: run(comm, small.compiled(**options, strategy=strategy), batches))
+    free = run_threads(1, lambda comm: run(comm, small.compiled("sgd:lr=0.5"), batches))[0]
+    assert small.largest_difference(free["state"], one["state"]) > 1e-3  # the bound matters here
+    assert_close(many[0], one)
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=1", "zero:stage=3"])
+def test_loss_scaling_skips_on_all_workers_together(strategy: str) -> None:
+    batches = digits(1, 6)
+    options = {"optimizer": "sgd:lr=0.05", "precision": "fp16:loss_scale=1e9"}
+    mirrored = run_threads(2, lambda comm: run(comm, small.compiled(**options), batches))[0]
+    many = run_threads(2, lambda comm: run(comm, small.compiled(**options, strategy=strategy), batches))
+    assert int(mirrored["state"]["graphc.step"]) < 6  # some step overflowed
+    assert int(many[0]["state"]["graphc.step"]) == int(mirrored["state"]["graphc.step"])
+    assert small.largest_difference(many[0]["state"], mirrored["state"]) < 1e-3  # of sums rounded to float16
+    assert many[0]["hash"] == many[1]["hash"]
+
+
+def test_what_cannot_be_sharded_is_named() -> None:
+    with pytest.raises(UsageError, match="stage=4; the stages are 1, 2 and 3"):
+        small.compiled(strategy="zero:stage=4")
+    with pytest.raises(UsageError, match=r"zero replaces the AllReduce .* comes from .* compression"):
+        small.compiled(strategy="zero:stage=1", compress="bf16")
