@@ -107,7 +107,8 @@ def _block(row: str, ranks: Sequence[int], plan: Plan) -> list[str]:
     for name, flight in zip(names, found, strict=True):
         meanwhile = ", ".join(plan.steps[k].name for k in flight.computing[:3])
         more = f" and {len(flight.computing) - 3} more" if len(flight.computing) > 3 else ""
-        beside = f"beside {len(flight.computing)} computing steps: {meanwhile}{more}" if flight.computing else "beside nothing"
+        steps = "1 computing step" if len(flight.computing) == 1 else f"{len(flight.computing)} computing steps"
+        beside = f"beside {steps}: {meanwhile}{more}" if flight.computing else "beside nothing"
         lines.append(
             f"  {name}  {flight.tag:<{width}}  {flight.nbytes:>11,} bytes  steps {flight.start}-{flight.wait}  {beside}"
         )

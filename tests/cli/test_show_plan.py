@@ -12,14 +12,19 @@ from graphc.grid import SYMBOLS
 from tests.cli.models import write_mlp
 
 
-@pytest.fixture
-def training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    write_mlp(tmp_path)
-    target = str(tmp_path / "t.onnx")
-    options = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "--bucket-mb", "0.0001", "--workers", "2"]
-    assert main(["compile", str(tmp_path / "mlp.onnx"), "-o", target, *options]) == 0
+def compiled(folder: Path, capfd: pytest.CaptureFixture[str], *more: str) -> str:
+    """A training graph with several small buckets, for two workers."""
+    write_mlp(folder)
+    target = str(folder / "t.onnx")
+    options = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "--bucket-mb", "0.0001", "--workers", "2", *more]
+    assert main(["compile", str(folder / "mlp.onnx"), "-o", target, *options]) == 0
     capfd.readouterr()
     return target
+
+
+@pytest.fixture
+def training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    return compiled(tmp_path, capfd)
 
 
 def test_the_grid_is_the_plan(training: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +58,15 @@ def test_one_worker_has_no_grid(training: str, capfd: pytest.CaptureFixture[str]
     assert alone.startswith("plan for 1 worker(s)")
     assert main(["show", "plan", training, "-n", "1"]) == 0
     assert capfd.readouterr().out == alone
+
+
+def test_ranks_with_different_plans_have_a_row_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With central storage rank 0 updates everything, rank 1 nothing but what every rank keeps."""
+    training = compiled(tmp_path, capfd, "--strategy", "central_storage")
+    assert main(["show", "plan", training, "--batch", "4"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    first, second = (next(line for line in lines if line.startswith(f"rank {rank} ")) for rank in range(2))
+    assert "-" not in first
+    assert second.count("-") >= 2
+    assert len(first) == len(second)
+    assert first.count("u") == second.count("u") + second.count("-")
