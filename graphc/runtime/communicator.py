@@ -72,8 +72,11 @@ class Communicator(Protocol):
         parts: Parts | None = None,
         root: int = 0,
         lengths: Sequence[int] | None = None,
+        overlap: bool = True,
     ) -> Handle:
         """Begin a collective, in place. The array may not be touched until ``wait``. They run in the order of their start.
+
+        :meth:`prepare` and :meth:`begin` in one.
 
         Args:
             op: the reduction of ``allreduce`` and ``reduce_scatter``.
@@ -83,7 +86,25 @@ class Communicator(Protocol):
             parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
             lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
                 (padding may be a tensor of its own). None: one tensor.
+            overlap: begin at once, on another thread; False where nothing is done before ``wait``, which then does it all.
         """
+
+    def prepare(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+        overlap: bool = True,
+    ) -> Handle:
+        """Check a collective that will be begun, and waited for, again and again; arguments as for :meth:`start`."""
+
+    def begin(self, handle: Handle) -> None:
+        """Begin a prepared collective, which is not under way."""
 
     def wait(self, handle: Handle) -> None:
         """End what ``start`` began, or raise the error it met."""
@@ -114,37 +135,43 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """A collective that was started; ``since`` and ``until`` are when it ran, by ``time.monotonic()`` in seconds."""
+    """A collective; ``since`` and ``until`` are when it ran last, by ``time.monotonic()`` in seconds."""
 
-    __slots__ = ("_action", "_done", "error", "finished", "kind", "nbytes", "op", "since", "tag", "until")
+    __slots__ = ("_done", "action", "error", "finished", "kind", "nbytes", "op", "overlap", "since", "tag", "until")
 
-    def __init__(self, action: Callable[[], Any], kind: str, op: str = "", tag: str = "", nbytes: int = 0) -> None:
-        self._action = action
-        self._done = threading.Lock()
-        self._done.acquire()
+    def __init__(
+        self, action: Callable[[], Any], kind: str, op: str = "", tag: str = "", nbytes: int = 0, *, overlap: bool = False
+    ) -> None:
+        self.action = action
         self.kind = kind
         self.op = op
         self.tag = tag
         self.nbytes = nbytes
+        self.overlap = overlap
         self.since = 0.0
         self.until = 0.0
-        self.finished = False
+        self.finished = True
         self.error: BaseException | None = None
+        self._done = threading.Lock()
 
     @property
     def what(self) -> str:
         """The collective in words."""
         return f"{self.kind} {self.tag}".rstrip()
 
-    def execute(self) -> None:
-        try:
-            self._action()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.until = time.monotonic()
-            self.finished = True
-            self._done.release()
+    def arm(self) -> None:
+        """Get ready to run."""
+        if not self.finished:
+            raise UsageError(f"{self.what} was begun a second time before anybody waited for it")
+        self._done.acquire()
+        self.finished = False
+
+    def end(self, error: BaseException | None) -> None:
+        """Note the end, and wake up who blocks."""
+        self.error = error
+        self.until = time.monotonic()
+        self.finished = True
+        self._done.release()
 
     def block(self) -> None:
         """Sleep until another thread has executed the collective."""
@@ -155,8 +182,9 @@ class Handle:
 class QueuedCommunicator(ABC):
     """Common part of the real transports: checks, order, and the thread that runs what ``start`` queued.
 
-    Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. Mostly that is the communication thread; a
-    caller that waits while the runner is free runs the entry itself: a blocking call saves two thread switches (about 15 µs).
+    Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. That is the communication thread where there is
+    something to do meanwhile; a caller that waits while the runner is free runs the entry itself, which saves two thread
+    switches (about 15 µs).
 
     ``observer``, where set, is called after each collective, on the thread that ran it. ``ring`` is the flight recorder of
     the rank, in which this communicator is the one of that ``number``; ``step`` is what is noted there.
@@ -181,6 +209,10 @@ class QueuedCommunicator(ABC):
     @abstractmethod
     def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
         """Reduce in place; blocking."""
+
+    def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
+        """What reduces in place, for every time that the collective is begun."""
+        return lambda: self._reduce(array, op, what, lengths)
 
     @abstractmethod
     def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
@@ -229,10 +261,35 @@ class QueuedCommunicator(ABC):
         parts: Parts | None = None,
         root: int = 0,
         lengths: Sequence[int] | None = None,
+        overlap: bool = True,
+    ) -> Handle:
+        handle = self.prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+        self.begin(handle)
+        return handle
+
+    def prepare(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+        overlap: bool = True,
     ) -> Handle:
         action = self._action(array, op, f"{kind} {tag}", kind, parts, root, lengths)
         reduces = kind in ("allreduce", "reduce_scatter")
-        return self._enqueue(Handle(action, kind, op if reduces else "", tag, array.nbytes))
+        return Handle(action, kind, op if reduces else "", tag, array.nbytes, overlap=overlap)
+
+    def begin(self, handle: Handle) -> None:
+        if self._closed:
+            raise UsageError(f"{handle.what}: the communicator is closed")
+        handle.arm()
+        self._queue.append(handle)
+        if handle.overlap:
+            self._wake_up()
 
     def _action(
         self,
@@ -247,7 +304,7 @@ class QueuedCommunicator(ABC):
         """Check a collective and return what carries it out."""
         if kind == "allreduce":
             check_array(array, op, lengths)
-            return lambda: self._reduce(array, op, what, lengths)
+            return self._bind_reduce(array, op, what, lengths)
         if kind == "broadcast":
             check_layout(array)
             check_root(root, self.size)
@@ -264,13 +321,14 @@ class QueuedCommunicator(ABC):
 
     def wait(self, handle: Handle) -> None:
         while not handle.finished:
-            if self._runner.acquire(blocking=False):
-                try:
+            if self._runner.acquire(False):
+                if self._queue:
                     self._run_oldest()
-                finally:
-                    self._runner.release()
+                self._runner.release()
             else:
                 handle.block()
+        if self._queue and self._thread is not None:
+            self._wake.put(True)  # it may have found the runner taken
         if handle.error is not None:
             raise handle.error
 
@@ -290,6 +348,8 @@ class QueuedCommunicator(ABC):
     def close(self) -> None:
         if self._closed:
             return
+        if self._queue:
+            self._wake_up()  # what nobody has waited for
         self._closed = True
         if self._thread is not None:
             self._wake.put(False)
@@ -297,44 +357,35 @@ class QueuedCommunicator(ABC):
             self._thread = None
 
     def _blocking(self, handle: Handle) -> None:
-        if not self._closed and self._runner.acquire(blocking=False):
-            try:
-                if not self._queue:
-                    self._execute(handle)
-            finally:
-                self._runner.release()
-        if not handle.finished:
-            self._enqueue(handle)
+        self.begin(handle)
         self.wait(handle)
 
-    def _enqueue(self, handle: Handle) -> Handle:
-        if self._closed:
-            raise UsageError(f"{handle.what}: the communicator is closed")
+    def _wake_up(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"graphc-communication-{self.rank}", daemon=True)
             self._thread.start()
-        self._queue.append(handle)
         self._wake.put(True)
-        return handle
 
     def _serve(self) -> None:
         while self._wake.get():
-            with self._runner:
-                self._run_oldest()
+            while self._queue and self._runner.acquire(False):
+                if self._queue:
+                    self._run_oldest()
+                self._runner.release()
 
     def _run_oldest(self) -> None:
-        if self._queue:
-            self._execute(self._queue.popleft())
-
-    def _execute(self, handle: Handle) -> None:
+        handle = self._queue.popleft()
         self._sequence += 1
-        handle.since = time.monotonic()
-        place = self.ring.begin(
-            self.number, self._sequence, self.step, handle.kind, handle.op, handle.tag, handle.nbytes, handle.since
-        )
+        handle.since = now = time.monotonic()
+        place = self.ring.begin(self.number, self._sequence, self.step, handle.kind, handle.op, handle.tag, handle.nbytes, now)
         self.current = handle
-        handle.execute()
+        error = None
+        try:
+            handle.action()
+        except BaseException as raised:
+            error = raised
         self.current = None
+        handle.end(error)
         self.ring.end(place, handle.until)
         if self.observer is not None:
             self.observer(handle)
@@ -346,9 +397,8 @@ class NullCommunicator(QueuedCommunicator):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def _enqueue(self, handle: Handle) -> Handle:
-        handle.execute()
-        return handle
+    def begin(self, handle: Handle) -> None:
+        handle.action()
 
     def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
         pass

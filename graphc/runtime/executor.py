@@ -5,7 +5,6 @@ Everything is looked up, allocated and checked when the plan is bound; a step is
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,13 +152,13 @@ class Executor:
             return wait
         source = self._buffers[transfer.source].view(transfer.dtype) if transfer.source else None
         gaps = [flat[slice(*gap)] for gap in transfer.gaps]
-        skipped = self._skips(transfer, index)
+        skipped, overlap = self._skips(transfer, index), self._overlaps(step, index)
         if transfer.kind == "allreduce":
             lengths = transfer.lengths if transfer.reduce == "adasum" else None
-            begin = functools.partial(comm.start, flat, transfer.reduce, tag, lengths=lengths)
+            handle = comm.prepare(flat, transfer.reduce, tag, lengths=lengths, overlap=overlap)
         else:
             reduce, kind = transfer.reduce or "sum", transfer.kind
-            begin = functools.partial(comm.start, flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root)
+            handle = comm.prepare(flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root, overlap=overlap)
 
         def start() -> None:
             for gap in gaps:
@@ -167,9 +166,16 @@ class Executor:
             if source is not None:
                 np.copyto(flat[part], source)
             if not skipped():
-                handles[tag] = begin()
+                handles[tag] = handle
+                comm.begin(handle)
 
         return start
+
+    def _overlaps(self, step: Step, index: int) -> bool:
+        """Whether anything is computed between the start of a collective, which is step ``index``, and its wait."""
+        rest = self.plan.steps[index + 1 :]
+        end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
+        return any(s.transfer is None for s in rest[:end])
 
     def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
         """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""

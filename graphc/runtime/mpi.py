@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,20 +135,37 @@ class MpiCommunicator(QueuedCommunicator):
     def gone(self) -> frozenset[int]:
         return self.watch.lost if self.watch is not None else frozenset()
 
+    def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
+        operation = self._operations.get(op)
+        if operation is None or op == "mean" or array.dtype in LOW or array.nbytes > SLICE:
+            return super()._bind_reduce(array, op, what, lengths)
+        # A single slice: nothing of ours stands between the caller and MPI.
+        allreduce, in_place, failure = self._comm.Allreduce, self._mpi.IN_PLACE, self._mpi.Exception
+
+        def reduce() -> None:
+            try:
+                allreduce(in_place, array, operation)
+            except failure as error:
+                raise self._failed(what, error) from error
+
+        return reduce
+
     def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
-        if op not in self._operations or array.dtype in LOW:
+        operation = self._operations.get(op)
+        if operation is None or array.dtype in LOW:
             parts = even_parts(array.size, self.size)
             self._reduce_scatter(array, op, what, parts, lengths)
             self._all_gather(array, what, parts)
             return
-        operation = self._operations[op]
-        step = max(1, SLICE // array.itemsize)
-        with self._failures(what):
+        step = SLICE // array.itemsize
+        try:
             for start in range(0, array.size, step):
                 part = array[start : start + step]
                 self._comm.Allreduce(self._mpi.IN_PLACE, part, operation)
                 if op == "mean":
                     np.divide(part, self.size, out=part)
+        except self._mpi.Exception as error:
+            raise self._failed(what, error) from error
 
     def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
         """Every rank collects its part of all arrays, slice by slice, and reduces it: half the bytes of an AllReduce."""
@@ -223,7 +240,10 @@ class MpiCommunicator(QueuedCommunicator):
         try:
             yield
         except self._mpi.Exception as error:
-            raise WorldError(f"{what} failed on rank {self.rank}: {error}") from error
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: BaseException) -> WorldError:
+        return WorldError(f"{what} failed on rank {self.rank}: {error}")
 
     def _gather(self, item: Any) -> list[Any]:
         return list(self._comm.allgather(item))

@@ -116,7 +116,7 @@ class Watch:
         self._peers: list[int] = []
         self._local = list(range(board.size)) if launched else [rank]
         self._joining: Handle | None = None
-        self._waited: dict[int, tuple[Handle, float]] = {}
+        self._waited: dict[int, tuple[float, float]] = {}  # by communicator: since when, and how long of that counts
         self._looked = time.monotonic()
         board.write(rank, State.RUNNING)
         self.processes = ProcessWatch()
@@ -178,9 +178,9 @@ class Watch:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 4 * POLL), now
         for number, handle, deadline in self._in_progress():
-            before, seconds = self._waited.get(number, (None, 0.0))
-            seconds = seconds + passed if before is handle else min(now - handle.since, passed)
-            self._waited[number] = (handle, seconds)
+            before, seconds = self._waited.get(number, (0.0, 0.0))
+            seconds = seconds + passed if before == handle.since else min(now - handle.since, passed)
+            self._waited[number] = (handle.since, seconds)
             self._look_for_desertion(handle, now)
             if seconds > deadline:
                 self._look_for_the_late(number, deadline)

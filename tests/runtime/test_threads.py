@@ -200,3 +200,36 @@ def test_what_cannot_be_started(options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(UsageError, match=message):
         run_threads(2, work)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prepared_collective_is_begun_again_and_again(overlap: bool) -> None:
+    def work(comm: ThreadCommunicator) -> list[list[float]]:
+        arrays = [np.full(5, comm.rank + k, np.float32) for k in range(3)]
+        handles = [comm.prepare(array, "sum", f"b{k}", overlap=overlap) for k, array in enumerate(arrays)]
+        for _ in range(50):
+            for handle in handles:
+                comm.begin(handle)
+            for handle in handles:
+                comm.wait(handle)
+            for array in arrays:
+                array /= 2
+        comm.begin(handles[0])
+        with pytest.raises(UsageError, match=r"allreduce b0 was begun a second time before anybody waited"):
+            comm.begin(handles[0])
+        comm.wait(handles[0])
+        return [array.tolist() for array in arrays]
+
+    for result in run_threads(2, work):
+        assert result == [[1.0] * 5, [1.5] * 5, [2.5] * 5]
+
+
+def test_what_nobody_waits_for_is_done_at_the_end() -> None:
+    arrays = [np.full(3, rank, np.float32) for rank in range(2)]
+
+    def work(comm: ThreadCommunicator) -> None:
+        comm.start(arrays[comm.rank], "sum", "b", overlap=False)
+        comm.close()
+
+    run_threads(2, work)
+    assert [array.tolist() for array in arrays] == [[1.0] * 3] * 2
