@@ -5,6 +5,7 @@ Everything is looked up, allocated and checked when the plan is bound; a step is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
