@@ -35,7 +35,7 @@ class Transfer:
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
-        group, reduce, owner, root, every, since, transient: the op's attributes.
+        group, reduce, owner, root, every, since, nonzero, transient: the op's attributes.
         buffer, offset: where the flat array lies that the collective works on in place (bytes).
         elements, dtype: its length and type.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
@@ -54,6 +54,7 @@ class Transfer:
     root: int = 0
     every: int = 1
     since: int = 0
+    nonzero: int = 0
     transient: bool = False
     buffer: str = ""
     offset: int = 0
@@ -69,8 +70,13 @@ class Transfer:
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
+    def sparse(self, size: int) -> bool:
+        """Whether it is worth while for ``size`` ranks to exchange only what is not zero."""
+        return 0 < self.nonzero * size < self.elements
+
     def __str__(self) -> str:
-        detail = [t for t in (self.reduce, self.owner, f"every={self.every}" if self.every > 1 else "") if t]
+        counts = [f"{name}={n}" for name, n, least in (("every", self.every, 2), ("nonzero", self.nonzero, 1)) if n >= least]
+        detail = [t for t in (self.reduce, self.owner, *counts) if t]
         return f"{self.op}({','.join(detail)}) {self.tag}"
 
 

@@ -110,7 +110,12 @@ def _key(node: ir.Node) -> tuple[str, ...]:
     if reduction is not None:
         dtype = reduction.outputs[0].dtype
         how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}/{dtype}"
+        how += "/sparse" * (_nonzero(reduction) > 0)
     return (node.op_type, str(_gradient(node).dtype), how, present, repr(sorted(attributes.items())))
+
+
+def _nonzero(reduction: ir.Node) -> int:
+    return reduction.attributes.get_int("nonzero", 0)
 
 
 def _bytes(node: ir.Node) -> int:
@@ -147,6 +152,8 @@ def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: st
         _sink(graph, reductions, position)
     op.before, op.scope = last, f"allreduce/{name}"
     attributes = {k: reductions[0].attributes[k].value for k in ("group", "reduce") if k in reductions[0].attributes}
+    if _nonzero(reductions[0]):
+        attributes["nonzero"] = sum(map(_nonzero, reductions))
     group = reductions[0].attributes["group"].as_string()
     results = op.emit(
         "AllReduce",

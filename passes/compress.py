@@ -2,12 +2,15 @@
 
     before   dW ─► AllReduce ─► Adam(W, ·)
     fp16     dW ─► RoundTo(float16) ─► AllReduce ─► Widen ─► Adam(W, ·)                and bf16 alike
+    topk     dW + residual ─► KeepLargest ─► AllReduce(nonzero=k) ─► Adam(W, ·);  Residual(…)
     powersgd dW, residual ─► AllReduce of two thin factors ─► their product ─► Adam(W, ·);  Residual(…)
 
 Low types halve the bytes. Sums over the ranks are made in float32 and rounded once; gradients here are sums over samples, not
 means, so it is large batches that overflow float16 (65504), which the finite check sees; bfloat16 does not overflow.
 PowerSGD (:mod:`graphc.passes._powersgd`) sends r·(n + m) numbers for a gradient of n × m; vectors, and matrices for which
 that is no less, travel as they are.
+
+Top-k (:mod:`graphc.passes._topk`) sends the largest elements.
 
 It runs after ``allreduce`` (and ``accumulate``: micro-batches are summed in float32) and before ``bucket``.
 """
@@ -21,20 +24,30 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.passes._powersgd import low_rank
+from graphc.passes._topk import keep_largest
 from graphc.passes._updates import trains, updates_of
 from graphc.pipeline import Context, graph_pass
 
 LOW: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-METHODS = (*LOW, "powersgd")
+METHODS = (*LOW, "powersgd", "topk")
 
 
 @graph_pass("compress", requires=("optimizer", "allreduce"))
-def compress(model: ir.Model, ctx: Context, *, method: str = "bf16", rank: int | None = None, mb: float = 25.0) -> bool:
+def compress(
+    model: ir.Model,
+    ctx: Context,
+    *,
+    method: str = "bf16",
+    rank: int | None = None,
+    ratio: float | None = None,
+    mb: float = 25.0,
+) -> bool:
     """Compress the gradients that are summed over the ranks.
 
     Args:
-        method: ``fp16`` or ``bf16``: float32 gradients travel in that type; ``powersgd``.
+        method: ``fp16`` or ``bf16``: float32 gradients travel in that type; ``powersgd``; ``topk``.
         rank: of powersgd: columns of the factors (default 2).
+        ratio: of topk: the part of a gradient's elements that each rank sends (default 0.01).
         mb: of powersgd: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
 
     Raises:
@@ -44,12 +57,18 @@ def compress(model: ir.Model, ctx: Context, *, method: str = "bf16", rank: int |
         raise UsageError(f"compress: unknown method {method!r}{nearest(method, METHODS)}; it is {', '.join(METHODS)}")
     if rank is not None and (method != "powersgd" or rank < 1):
         raise UsageError(f"compress: rank={rank} belongs to method=powersgd and is at least 1")
+    if ratio is not None and (method != "topk" or not 0 < ratio <= 1):
+        raise UsageError(f"compress: ratio={ratio} belongs to method=topk, above 0 and at most 1")
     graph = model.graph
     found = reductions(graph)
     if method in LOW:
         _narrow(graph, found, LOW[method])
         ctx.note(f"compress: {len(found)} gradients travel in {method}")
         return bool(found)
+    if method == "topk":
+        number = keep_largest(graph, found, _parameters(graph, found), ratio or 0.01)
+        ctx.note(f"compress: of {number} of {len(found)} gradients {100 * (ratio or 0.01):.3g} % of the elements travel")
+        return number > 0
     number, part = low_rank(graph, found, _parameters(graph, found), rank or 2, mb)
     ctx.note(f"compress: {number} of {len(found)} gradients travel as factors, {100 * part:.3g} % of all elements")
     return number > 0

@@ -24,6 +24,7 @@ from graphc.ir.facts import constant, is_float, static_dims
 from graphc.ir.names import STEP
 from graphc.plan import Plan
 from graphc.runtime.communicator import Communicator
+from graphc.runtime.sparse import SparseSum
 from graphc.runtime.state import State, aligned_zeros
 from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
@@ -62,6 +63,7 @@ class Executor:
         self._backend = backend
         self._comm = comm
         self._handles: dict[str, Any] = {}
+        self._sparse: dict[str, SparseSum] = {}
         self._buffers: dict[str, Array] = {}
         for name, nbytes in plan.buffers.items():
             self._buffers[name] = state.flat[name].view(np.uint8) if name in state.flat else aligned_zeros(nbytes)
@@ -140,6 +142,8 @@ class Executor:
             raise ModelError(f"the plan has the collective {tag!r}, but there is no communicator")
         flat = self._buffers[transfer.buffer][transfer.offset : transfer.offset + transfer.nbytes].view(transfer.dtype)
         part = slice(*transfer.parts[self.plan.rank]) if transfer.parts else slice(0)
+        if transfer.sparse(self.plan.world_size):
+            return self._bind_sparse(step, index, flat)
         if step.kind == "wait":
             sink = self._buffers[transfer.sink].view(transfer.dtype) if transfer.sink else None
 
@@ -177,6 +181,30 @@ class Executor:
         rest = self.plan.steps[index + 1 :]
         end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
         return any(s.transfer is None for s in rest[:end])
+
+    def _bind_sparse(self, step: Step, index: int, flat: Array) -> Run:
+        transfer, handles = step.transfer, self._handles
+        assert transfer is not None
+        tag = transfer.tag
+        if step.kind == "wait":
+            exchange = self._sparse[tag]
+
+            def wait() -> None:
+                if handles.pop(tag, None) is not None:
+                    exchange.finish()
+
+            return wait
+        exchange = SparseSum(flat, transfer.nonzero, self.plan.rank, self.plan.world_size)
+        handle = exchange.prepare(self._comm, tag, overlap=self._overlaps(step, index))
+        self._sparse[tag] = exchange
+        skipped = self._skips(transfer, index)
+
+        def start() -> None:
+            if not skipped():
+                handles[tag] = handle
+                exchange.start()
+
+        return start
 
     def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
         """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""

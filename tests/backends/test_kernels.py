@@ -381,6 +381,31 @@ def test_conversions_to_and_from_low_types(low: Any, pool: ThreadPool) -> None:
         assert np.isnan(got.astype(np.float32)[nan]).all()
 
 
+@pytest.mark.parametrize(("shape", "count"), [((7,), 3), ((40, 33), 40), ((2000, 100), 2000), ((5, 4), 20)])
+def test_keep_largest(shape: tuple[int, ...], count: int, pool: ThreadPool) -> None:
+    """Against the decomposition, ties and zeros among the elements; nothing is lost, bit for bit."""
+    x = np.round(normal(*shape) * 20) / 20
+    compare("graphc::KeepLargest", [x], {"count": count}, pool, tolerance=0)
+    kept, rest = native("graphc::KeepLargest", [x], {"count": count}, pool, [x, x])
+    assert np.count_nonzero(kept) <= count
+    np.testing.assert_array_equal(np.where(kept != 0, kept, rest), x)
+    assert np.abs(kept[kept != 0]).min() >= np.abs(rest).max()
+
+
+@pytest.mark.parametrize("shape", [(50, 4), (3, 3), (200, 1)])
+def test_orthogonalize(shape: tuple[int, ...], pool: ThreadPool) -> None:
+    x = normal(*shape)
+    (y,) = native("graphc::Orthogonalize", [x], {}, pool, [x])
+    np.testing.assert_allclose(y.T @ y, np.eye(shape[1]), atol=1e-5)
+    compare("graphc::Orthogonalize", [x], {}, pool, tolerance=2e-5)
+    if shape[1] > 1:
+        x[:, 1] = 3 * x[:, 0]  # depends on another column
+        (y,) = native("graphc::Orthogonalize", [x], {}, pool, [x])
+        assert not y[:, 1].any()
+    x[0, 0] = np.nan
+    assert np.isnan(native("graphc::Orthogonalize", [x], {}, pool, [x])[0]).any()
+
+
 def test_sum_of_squares(pool: ThreadPool) -> None:
     """Over slices of one flat buffer, padding between them, and over arrays of their own; exact to float64's rounding."""
     flat = aligned_zeros(4 * 100_000).view(np.float32)

@@ -230,6 +230,69 @@ def test_powersgd_of_a_gradient_of_lower_rank() -> None:
     assert small.largest_difference(low["state"], full["state"]) < 1e-4
 
 
+class TopK:
+    """Each worker sends the k largest elements of gradient and memory, and remembers the others (float64)."""
+
+    def __init__(self, ratio: float, workers: int) -> None:
+        self.ratio = ratio
+        self.memory = [{name: np.zeros(shape) for name, shape in small.SHAPES.items()} for _ in range(workers)]
+
+    def total(self, grads: list[dict[str, Array]]) -> dict[str, Array]:
+        found = {name: np.zeros(shape) for name, shape in small.SHAPES.items()}
+        for grad, memory in zip(grads, self.memory, strict=True):
+            for name in small.SHAPES:
+                if grad[name].ndim < 2:
+                    found[name] += grad[name]
+                    continue
+                memory[name] += grad[name]
+                flat, count = memory[name].reshape(-1), int(np.ceil(self.ratio * memory[name].size))
+                largest = np.argsort(-np.abs(flat), kind="stable")[:count]
+                found[name].reshape(-1)[largest] += flat[largest]
+                flat[largest] = 0
+        return found
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_topk_is_the_published_algorithm(workers: int, backend: str) -> None:
+    program = small.compiled("sgd:lr=0.1", compress="topk:ratio=0.05", backend=backend)
+    published = TopK(0.05, workers)
+    parameters = {n: v.astype(np.float64) for n, v in small.weights().items()}
+    for step in range(6):
+        update = published.total(gradients({n: p.astype(np.float32) for n, p in parameters.items()}, step, workers))
+        for name in parameters:
+            parameters[name] -= 0.1 * update[name] / 16
+    ranks = run_threads(workers, lambda comm: small.train(comm, program, 6))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    assert small.largest_difference(ranks[0]["state"], parameters) < 1e-5
+    for rank, memory in zip(ranks, published.memory, strict=True):
+        for name in ("w1", "w2"):
+            np.testing.assert_allclose(rank["state"][f"{name}::residual"], memory[name], atol=1e-5)
+
+
+def test_topk_sends_places_and_values_where_that_is_less() -> None:
+    """Bytes handed to the communicator in one step: 8 for each element sent, of all ranks, against 4 for each element."""
+
+    def bytes_of(compress: str | None) -> dict[str, int]:
+        found: dict[str, int] = {}
+
+        def train(comm: Any) -> None:
+            if comm.rank == 0:
+                comm.observer = lambda handle: found.update({handle.what: handle.nbytes})
+            small.train(comm, small.compiled("sgd:lr=0.1", compress=compress, bucket_mb=25), 1)
+
+        run_threads(2, train)
+        return {what: size for what, size in found.items() if "data/b" in what}
+
+    elements = small.INPUTS * small.HIDDEN + small.HIDDEN * small.CLASSES
+    sparse = bytes_of("topk:ratio=0.05")
+    sent = 12 + 5  # 5 % of 240 and of 100 elements
+    (gathered,) = (size for what, size in sparse.items() if "all_gather" in what or "gather" in what)
+    assert gathered == 2 * 4 * (1 + 2 * sent)  # two ranks, a count and pairs of 32 bits
+    assert sum(bytes_of(None).values()) >= 4 * elements
+    assert "all_gather" not in " ".join(bytes_of("topk:ratio=0.9"))  # dense again: no less
+
+
 def test_unknown_method() -> None:
     with pytest.raises(UsageError, match="did you mean 'bf16'"):
         small.compiled(compress="bf17")

@@ -163,6 +163,45 @@ def _orthogonalize(rows, dependent):
             rows[k] /= np.sqrt(square)
 
 
+@kernel("onnxruntime", "graphc::KeepLargest")
+def keep_largest(k: Binding) -> Run:
+    (x,), (kept, rest) = given(k.inputs, 1), given(k.outputs, 2)
+    bits, source, targets = x.reshape(-1).view(np.uint32), x.reshape(-1), (kept.reshape(-1), rest.reshape(-1))
+    count, bins = min(int(k.attributes["count"]), x.size), np.zeros(1 << 16, dtype=np.int64)
+    return lambda: _keep_largest(bits, source, *targets, count, bins)
+
+
+@exact
+@no_type_check
+def _keep_largest(bits, source, kept, rest, count, bins):
+    """The bits of floats without sign are ordered as their magnitudes: the threshold is found 16 bits at a time."""
+    high, left = np.uint32(0), count
+    bins[:] = 0
+    for i in range(bits.size):
+        bins[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(16)] += 1
+    for k in range(bins.size - 1, -1, -1):
+        if bins[k] >= left:
+            high = np.uint32(k)
+            break
+        left -= bins[k]
+    bins[:] = 0
+    for i in range(bits.size):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        bins[size & np.uint32(0xFFFF)] += size >> np.uint32(16) == high
+    threshold = high << np.uint32(16)
+    for k in range(bins.size - 1, -1, -1):
+        if bins[k] >= left:
+            threshold |= np.uint32(k)
+            break
+        left -= bins[k]
+    for i in range(bits.size):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        keep = size > threshold or (size == threshold and left > 0)
+        left -= size == threshold
+        kept[i] = source[i] if keep else np.float32(0)
+        rest[i] = np.float32(0) if keep else source[i]
+
+
 @kernel("onnxruntime", "graphc::Assign", inplace=OPS["Assign"].next_value)
 def assign(k: Binding) -> Run:
     return _replace(k)

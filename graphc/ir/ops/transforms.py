@@ -43,6 +43,16 @@ def widen(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
     return tuple(op.Cast(v, to=to) for v in x)
 
 
+@declare("KeepLargest", inputs="x", outputs="kept rest", attributes={"count": REQUIRED}, infer=same_as(0, 0))
+def keep_largest(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, ir.Value]:
+    """kept: the ``count`` elements of x of largest magnitude (the first where some are equal), else 0;  rest = x − kept"""
+    flat = op.Reshape(x, [-1])
+    _, places = op.TopK(op.Abs(flat), [count], _outputs=2)
+    kept = op.ScatterElements(op.zeros_like(flat), places, op.Gather(flat, places, axis=0))
+    kept = op.reshape_like(kept, x)
+    return kept, op.Sub(x, kept)
+
+
 @declare("Orthogonalize", inputs="x", outputs="y", infer=same_as(0))
 def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
     """The columns of the matrix x made orthonormal, from left to right (modified Gram–Schmidt).

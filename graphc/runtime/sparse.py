@@ -1,0 +1,58 @@
+"""An AllReduce of arrays that are mostly zero: what is not zero travels with its place, to all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graphc.backend import Array
+from graphc.errors import ModelError
+
+
+class SparseSum:
+    """The sum over the ranks of ``flat``, in place, where each rank has at most ``nonzero`` elements that are not zero.
+
+    A rank sends 8 bytes for each of them to every other one; a ring of dense sums moves 8 bytes for each element of the
+    array. So it is worth while for fewer than 1 / ranks of the elements. Sums run in rank order, the same on all ranks.
+
+    Args:
+        flat: float32 vector.
+    """
+
+    def __init__(self, flat: Array, nonzero: int, rank: int, size: int) -> None:
+        if flat.dtype != np.float32 or flat.size >= 2**31:
+            raise ModelError(f"a sparse sum takes fewer than 2³¹ float32 elements, not {flat.dtype}[{flat.size}]")
+        self._flat, self._nonzero = flat, nonzero
+        # A row a rank: how many, their places, their values as bits.
+        self._rows = np.zeros((size, 1 + 2 * nonzero), dtype=np.int32)
+        self._mine = self._rows[rank]
+        self._comm: Any = None
+        self._handle: Any = None
+
+    def prepare(self, comm: Any, tag: str, *, overlap: bool) -> Any:
+        """Take the communicator of this rank; returns the prepared collective."""
+        width = self._rows.shape[1]
+        parts = [(r * width, (r + 1) * width) for r in range(len(self._rows))]
+        rows = self._rows.reshape(-1)
+        self._comm, self._handle = comm, comm.prepare(rows, "sum", tag, kind="all_gather", parts=parts, overlap=overlap)
+        return self._handle
+
+    def start(self) -> None:
+        """Begin; the array may not be touched until ``finish``."""
+        places = np.flatnonzero(self._flat)
+        count = places.size
+        if count > self._nonzero:
+            raise ModelError(f"{count} elements are not zero where {self._nonzero} were promised")
+        self._mine[0] = count
+        self._mine[1 : 1 + count] = places
+        self._mine[1 + self._nonzero : 1 + self._nonzero + count] = self._flat[places].view(np.int32)
+        self._comm.begin(self._handle)
+
+    def finish(self) -> None:
+        """Wait, and put the sum in place."""
+        self._comm.wait(self._handle)
+        self._flat[self._mine[1 : 1 + self._mine[0]]] = 0
+        for row in self._rows:
+            places, bits = row[1 : 1 + row[0]], row[1 + self._nonzero : 1 + self._nonzero + row[0]]
+            self._flat[places] += bits.view(np.float32)
