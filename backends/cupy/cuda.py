@@ -1,0 +1,158 @@
+"""The GPU through CuPy: memory, NVRTC with a cache on disk, launches, and nodes by library or, at last, on the host.
+
+CuPy's own library calls refuse a capturing stream, so products go through cuBLASLt's bindings (:mod:`.products`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import BACKENDS, Array, Run
+from graphc.backends.cupy.launch import Shape
+from graphc.backends.cupy.products import Products, is_product
+from graphc.errors import GraphcError, MissingExtraError
+from graphc.ir.facts import constant
+from graphc.runtime.executor import segment_model
+from graphc.steps import Step
+
+CACHE = "GRAPHC_CACHE_DIR"
+"""Environment variable: folder for compiled kernels and measured choices; by default ``~/.cache/graphc``."""
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels and measured choices."""
+    found = os.environ.get(CACHE)
+    if found:
+        return Path(found)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "graphc"
+
+
+def import_cupy() -> Any:
+    """CuPy with a usable GPU.
+
+    Raises:
+        MissingExtraError: CuPy is not installed.
+        GraphcError: no GPU, or a driver that is too old for this CuPy.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingExtraError(f"the cupy backend needs CuPy ({error}); run: pip install 'graphc[gpu]'") from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        wanted = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        raise GraphcError(
+            f"the cupy backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
+            " (nvidia-smi shows yours), or use backend='onnxruntime'"
+        ) from error
+    if count == 0:
+        raise GraphcError("the cupy backend finds no GPU; use backend='onnxruntime' on this machine")
+    return cupy
+
+
+class CudaDevice:
+    """One GPU and the stream on which everything of this worker runs.
+
+    Attributes:
+        fallbacks: the nodes that run on the host, for the report of the plan.
+    """
+
+    writes_cuda = True
+
+    def __init__(self, index: int) -> None:
+        self.cupy = import_cupy()
+        self.device = self.cupy.cuda.Device(index)
+        self.device.use()
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.stream.use()
+        self.products = Products(self)
+        self.fallbacks: list[ir.Node] = []
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def zeros(self, nbytes: int) -> Array:
+        return self.cupy.zeros(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
+
+    def put(self, array: Array) -> Array:
+        return self.cupy.asarray(array)  # type: ignore[no-any-return]
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy between device arrays, or from the host."""
+        if isinstance(source, self.cupy.ndarray):
+            self.cupy.copyto(target, source)
+        else:
+            target.set(np.ascontiguousarray(source), stream=self.stream)  # type: ignore[attr-defined]
+
+    def host(self, array: Array) -> Array:
+        """A copy in the memory of the host, once what is queued has run."""
+        return array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array  # type: ignore[no-any-return]
+
+    # Kernels ----------------------------------------------------------------------------------------------------------
+
+    def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
+        """Compile what the cache does not hold, several kernels at once; NVRTC works outside the interpreter lock."""
+        major, minor = divmod(int(self.device.compute_capability), 10)
+        folder = cache_folder() / f"kernels-sm{major}{minor}"
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [name for name in texts if not (folder / f"{name}.cubin").exists()]
+        if missing:
+            with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+                list(pool.map(lambda name: self._compile(name, texts[name], folder, f"sm_{major}{minor}"), missing))
+        found = {}
+        for name in texts:
+            module = self.cupy.cuda.function.Module()
+            module.load_file(str(folder / f"{name}.cubin"))
+            found[name] = module.get_function(name)
+        return found
+
+    def _compile(self, name: str, text: str, folder: Path, architecture: str) -> None:
+        nvrtc = self.cupy.cuda.compiler.nvrtc
+        program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+        options = (f"--gpu-architecture={architecture}", "--std=c++17", "--diag-suppress=177,128")
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise GraphcError(f"a generated kernel does not compile: {nvrtc.getProgramLog(program)}") from error
+        partial = folder / f"{name}.{os.getpid()}.{time.monotonic_ns()}.tmp"
+        partial.write_bytes(nvrtc.getCUBIN(program))
+        partial.rename(folder / f"{name}.cubin")
+
+    def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
+        pointers = tuple(array.data.ptr for array in arrays)
+        grid, block, stream = (shape.blocks, 1, 1), (shape.threads, 1, 1), self.stream
+
+        def run() -> None:
+            kernel(grid, block, pointers, stream=stream)
+
+        return run
+
+    # Nodes ------------------------------------------------------------------------------------------------------------
+
+    def node(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        if is_product(node):
+            return self.products.bind(node, inputs, outputs)
+        self.fallbacks.append(node)
+        return self._on_host(node, inputs, outputs)
+
+    def _on_host(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
+        model = segment_model(Step("segment", node.op_type, [node], read, [o for o in node.outputs if o.name]))
+        sources = {v.name or "": a for v, a in zip(node.inputs, inputs, strict=True) if v in read}
+        targets = [(o.name or "", a) for o, a in zip(node.outputs, outputs, strict=True) if o.name]
+        engine = BACKENDS["auto" if "auto" in BACKENDS else "numpy"](threads=1)
+
+        def run() -> None:
+            results = engine.run_whole(model, {name: self.host(array) for name, array in sources.items()})
+            for name, array in targets:
+                self.copy(array, np.asarray(results[name]).reshape(array.shape))
+
+        return run
