@@ -1,6 +1,69 @@
-"""Code generation for NVIDIA GPUs: a segment becomes fused kernels in CUDA C and nodes that a library runs.
+"""The GPU backend: a segment becomes fused kernels in CUDA C and nodes that a library runs.
 
-    segment ─► take apart ─► group ─► kernels (text, launch shape) and library nodes, in order
+    segment ─► take apart ─► group ─► kernels (text, launch shape) and library nodes, in order ─► bound to addresses
 
-Nothing here needs a GPU: the same kernels run on the host in the tests.
+Only :mod:`.cuda` and :mod:`.products` need a GPU; in the tests the same kernels run on the host.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.backend import BACKENDS, Array, Run
+from graphc.backends.cupy.bound import BoundSegment, Scratch
+from graphc.backends.cupy.device import Device
+from graphc.backends.cupy.segment import compile_segment
+from graphc.errors import UnsupportedOpError
+
+
+class CupyBackend:
+    """Segments on one device.
+
+    Args:
+        threads, spin: for the host's side of things; unused.
+        device: the machine; None: the first GPU.
+    """
+
+    name = "cupy"
+
+    def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None) -> None:
+        del threads, spin
+        if device is None:
+            from graphc.backends.cupy.cuda import CudaDevice
+
+            device = CudaDevice(0)
+        self.device = device
+        self._scratch = Scratch(device)
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return False
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        return True
+
+    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+        segment = compile_segment(model, device=self.device.writes_cuda)
+        return BoundSegment(segment, self.device, self._scratch, inputs, outputs)
+
+    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""
+        return BACKENDS["numpy"](threads=1, spin=False).run_whole(model, feeds)
+
+    def bind_kernel(
+        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
+    ) -> Run:
+        raise UnsupportedOpError(f"the cupy backend has no native kernel for {node.op_type}")
+
+    def inplace(self, node: ir.Node) -> Mapping[int, int]:
+        return {}
+
+    def all_finite(self, array: Array) -> bool:
+        return bool(np.isfinite(array).all())
+
+    def close(self) -> None:
+        """Nothing to release."""

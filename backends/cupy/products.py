@@ -115,6 +115,7 @@ class Products:
         self._handle = cublasLt.create()
         self._workspace = device.zeros(WORKSPACE)
         self._chosen: dict[str, Any] = {}
+        self._scalars: list[Any] = []
 
     def bind(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         """A closure that runs the node; all descriptors are made here."""
@@ -167,7 +168,7 @@ class Products:
         result = self._layout(kind, p.n, p.m, p.batch, p.strides[2])
         scale = np.float64 if double else np.float32
         alpha, beta = np.array(p.alpha, scale), np.array(p.beta, scale)
-        self._keep = [*getattr(self, "_keep", []), alpha, beta]  # the library reads them at every call
+        self._scalars += [alpha, beta]  # the library reads them at every call
         pointers = (b.data.ptr, first, a.data.ptr, second)  # type: ignore[attr-defined]
         head = (self._handle, description, alpha.ctypes.data, *pointers, beta.ctypes.data)
         target = (d.data.ptr, result, d.data.ptr, result)  # type: ignore[attr-defined]

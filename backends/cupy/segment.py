@@ -67,6 +67,7 @@ def compile_segment(
         splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
     """
     graph = ir.from_proto(model).graph
+    propagate(graph)
     take_apart(graph)
     propagate(graph)
     for node in reversed(list(graph)):
