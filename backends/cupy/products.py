@@ -102,6 +102,29 @@ def product_of(node: ir.Node) -> tuple[Product, ir.Value | None]:
     return Product(m, n, k, 1, (0, 0, 0), (ta, tb), dtype, alpha, beta), c
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A matrix as the library counts it: ``rows`` × ``columns``, column by column, ``batch`` of them ``stride`` apart.
+
+    Attributes:
+        transposed: whether the library turns it before it multiplies.
+    """
+
+    rows: int
+    columns: int
+    batch: int
+    stride: int
+    transposed: bool = False
+
+
+def layouts(p: Product) -> tuple[Layout, Layout, Layout]:
+    """The library's first operand (b), its second (a) and its result (d): row-major matrices, read column by column."""
+    ta, tb = p.transposed
+    first = Layout(*((p.k, p.n) if tb else (p.n, p.k)), p.batch, p.strides[1], tb)
+    second = Layout(*((p.m, p.k) if ta else (p.k, p.m)), p.batch, p.strides[0], ta)
+    return first, second, Layout(p.n, p.m, p.batch, p.strides[2])
+
+
 class Products:
     """Binds products on one device."""
 
@@ -109,7 +132,9 @@ class Products:
         try:
             from nvmath.bindings import cublas, cublasLt
         except ImportError as error:
-            raise MissingExtraError(f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'") from error
+            raise MissingExtraError(
+                f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'"
+            ) from error
         self._lt, self._compute = cublasLt, cublas.ComputeType
         self._device, self._tf32 = device, tf32
         self._handle = cublasLt.create()
@@ -156,16 +181,14 @@ class Products:
             compute = self._compute.COMPUTE_32F
         description = lt.matmul_desc_create(int(compute), 1 if double else 0)
         attribute = lt.MatmulDescAttribute
-        # The first operand of the library is b, the second a.
-        self._set_description(description, attribute.TRANSA, int(p.transposed[1]))
-        self._set_description(description, attribute.TRANSB, int(p.transposed[0]))
+        shapes = layouts(p)
+        self._set_description(description, attribute.TRANSA, int(shapes[0].transposed))
+        self._set_description(description, attribute.TRANSB, int(shapes[1].transposed))
         if bias is not None:
             self._set_description(description, attribute.EPILOGUE, int(lt.Epilogue.BIAS))
             self._set_description(description, attribute.BIAS_POINTER, bias.data.ptr)  # type: ignore[attr-defined]
             self._set_description(description, attribute.BIAS_DATA_TYPE, kind)
-        first = self._layout(kind, *((p.k, p.n) if p.transposed[1] else (p.n, p.k)), p.batch, p.strides[1])
-        second = self._layout(kind, *((p.m, p.k) if p.transposed[0] else (p.k, p.m)), p.batch, p.strides[0])
-        result = self._layout(kind, p.n, p.m, p.batch, p.strides[2])
+        first, second, result = (self._layout(kind, shape) for shape in shapes)
         scale = np.float64 if double else np.float32
         alpha, beta = np.array(p.alpha, scale), np.array(p.beta, scale)
         self._scalars += [alpha, beta]  # the library reads them at every call
@@ -179,13 +202,12 @@ class Products:
         held = np.array([value], dtype=self._lt.get_matmul_desc_attribute_dtype(int(attribute)))
         self._lt.matmul_desc_set_attribute(description, int(attribute), held.ctypes.data, held.nbytes)
 
-    def _layout(self, kind: int, columns: int, rows: int, batch: int, stride: int) -> int:
-        """A row-major matrix of ``rows`` × ``columns``, which the library sees as ``columns`` × ``rows``."""
+    def _layout(self, kind: int, shape: Layout) -> int:
         lt = self._lt
-        layout: int = lt.matrix_layout_create(kind, columns, rows, columns)
-        if batch > 1:
+        layout: int = lt.matrix_layout_create(kind, shape.rows, shape.columns, shape.rows)
+        if shape.batch > 1:
             names = lt.MatrixLayoutAttribute
-            for attribute, value in ((names.BATCH_COUNT, batch), (names.STRIDED_BATCH_OFFSET, stride)):
+            for attribute, value in ((names.BATCH_COUNT, shape.batch), (names.STRIDED_BATCH_OFFSET, shape.stride)):
                 held = np.array([value], dtype=lt.get_matrix_layout_attribute_dtype(int(attribute)))
                 lt.matrix_layout_set_attribute(layout, int(attribute), held.ctypes.data, held.nbytes)
         return layout

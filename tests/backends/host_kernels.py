@@ -18,6 +18,7 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.launch import Shape
+from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
 from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant
@@ -54,7 +55,12 @@ class HostDevice:
         pointers = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
         return lambda: kernel(pointers, ctypes.c_longlong(shape.blocks))
 
+    def host(self, array: Any) -> Any:
+        return array
+
     def node(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        if is_product(node):
+            return _product(node, inputs, outputs[0])
         read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
         written = [o for o in node.outputs if o.name]
         model = segment_model(Step("segment", node.op_type, [node], read, written))
@@ -70,20 +76,48 @@ class HostDevice:
 
 
 def run_segment(
-    model: onnx.ModelProto, feeds: Mapping[str, Any], folder: Path, *, splits: int = 1
+    model: onnx.ModelProto, feeds: Mapping[str, Any], device: Any, *, splits: int | None = None
 ) -> tuple[dict[str, Any], Segment]:
     """Outputs by name, and the calls that made them; rows with over 3 columns are shared by ``splits`` blocks."""
-    segment = compile_segment(model, device=False, splits=lambda rows, columns, _: splits if columns > 3 else 1)
-    device = HostDevice(folder)
-    inputs = {v.name: np.ascontiguousarray(feeds[v.name]).reshape(shape_of(v)) for v in segment.graph.inputs}
-    outputs = {
-        v.name: device.zeros(int(np.prod(shape_of(v))) * v.dtype.numpy().itemsize).view(v.dtype.numpy()).reshape(shape_of(v))
-        for v in segment.graph.outputs
-    }
+    share = None if splits is None else lambda rows, columns, _: splits if columns > 3 else 1
+    segment = compile_segment(model, device=device.writes_cuda, splits=share)
+    inputs = {v.name: device.put(np.ascontiguousarray(feeds[v.name]).reshape(shape_of(v))) for v in segment.graph.inputs}
+    outputs = {}
+    for value in segment.graph.outputs:
+        dtype, shape = np.dtype(value.dtype.numpy()), shape_of(value)
+        outputs[value.name] = device.zeros(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
     bound = BoundSegment(segment, device, Scratch(device), inputs, outputs)
     for _ in range(2):  # the second run meets memory that the first has used
         bound()
-    return outputs, segment
+    return {name: device.host(array) for name, array in outputs.items()}, segment
+
+
+def _product(node: ir.Node, inputs: Sequence[Any], d: Any) -> Callable[[], None]:
+    """What cuBLASLt makes of the layouts and flags it is given: matrices that are read column by column."""
+    product, addend = product_of(node)
+    shapes = layouts(product)
+
+    def matrices(array: Any, layout: Layout) -> Any:
+        size, step = layout.rows * layout.columns, array.itemsize
+        return np.lib.stride_tricks.as_strided(
+            array.reshape(-1),
+            (layout.batch, layout.rows, layout.columns),
+            ((layout.stride or size if layout.batch > 1 and layout.stride else 0) * step, step, layout.rows * step),
+        )
+
+    def run() -> None:
+        if addend is not None:
+            np.copyto(d, np.broadcast_to(inputs[2], d.shape))
+        first, second, result = (matrices(x, s) for x, s in zip((inputs[1], inputs[0], d), shapes, strict=True))
+        turned = [m.transpose(0, 2, 1) if s.transposed else m for m, s in zip((first, second), shapes, strict=False)]
+        found = product.alpha * (turned[0].astype(np.float64) @ turned[1].astype(np.float64))
+        if product.bias:
+            found += inputs[2].reshape(-1).astype(np.float64)[None, :, None]
+        if product.beta:
+            found += product.beta * result.astype(np.float64)
+        result[...] = found.astype(d.dtype)
+
+    return run
 
 
 def compile_kernels(texts: Mapping[str, str], folder: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphc
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.indexing import Linear, Variable, flatten, unflatten
 from graphc.backends.cupy.segment import KernelCall, compile_segment
 from graphc.bench.models import export
@@ -20,7 +24,7 @@ from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update
 from graphc.pipeline import run
 from graphc.plan import prepare
-from tests.backends.host_kernels import run_segment
+from tests.backends.host_kernels import HostDevice, run_segment
 from tests.conformance.suite import plain, quick_cases
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -127,7 +131,12 @@ def test_a_split_and_its_inverse_cancel() -> None:
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "splits"), [(n, 1) for n in CASES] + [(n, 3) for n in CASES if n.startswith(REDUCING)])
-def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int, tmp_path: Path) -> None:
+    check_case(name, HostDevice(tmp_path), splits)
+
+
+def check_case(name: str, device: object, splits: int | None) -> None:
+    """The case comes out of generated kernels as the standard says."""
     case = quick_cases()[name]
     inputs, outputs = case.data_sets[0]
     feeds = {v.name: plain(x) for v, x in zip(case.model.graph.input, inputs, strict=True)}
@@ -138,14 +147,14 @@ def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int, 
         model.graph.register_initializer(value)
     run(model, "legalize")
     model = prepare(model, {n: x.shape for n, x in feeds.items()}, lambda node: False, 1)
-    results, segment = run_segment(ir.to_proto(model), feeds, tmp_path, splits=splits)
+    results, segment = run_segment(ir.to_proto(model), feeds, device, splits=splits)
     assert any(isinstance(call, KernelCall) for call in segment.calls), "nothing was generated"
     for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
         assert results[value.name].dtype == expected.dtype
         np.testing.assert_allclose(results[value.name], expected, rtol=case.rtol, atol=max(case.atol, 1e-6))
 
 
-def gradients_model(name: str, batch: int, tmp_path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:  # type: ignore[no-untyped-def]
+def gradients_model(name: str, batch: int, tmp_path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """Loss and gradients of a network in standard ops, and feeds."""
     path = str(tmp_path / f"{name}.onnx")
     export(name, path)
@@ -168,16 +177,21 @@ def gradients_model(name: str, batch: int, tmp_path) -> tuple[onnx.ModelProto, d
 @pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
-def test_loss_and_gradients_of_networks_are_those_of_onnxruntime(name: str, splits: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_loss_and_gradients_of_networks_are_those_of_onnxruntime(name: str, splits: int, tmp_path: Path) -> None:
+    check_network(name, HostDevice(tmp_path), splits, tmp_path)
+
+
+def check_network(name: str, device: object, splits: int | None, tmp_path: Path, tolerance: float = 1e-5) -> None:
+    """Loss and gradients are those of onnxruntime, relative to the largest element of each."""
     model, feeds = gradients_model(name, 3, tmp_path)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     used = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     expected = dict(zip(names, session.run(None, {n: a for n, a in feeds.items() if n in used}), strict=True))
-    results, _ = run_segment(model, feeds, tmp_path, splits=splits)
+    results, _ = run_segment(model, feeds, device, splits=splits)
     for output, value in expected.items():
         scale = max(float(np.abs(value).max()), 1e-12)
-        np.testing.assert_allclose(results[output] / scale, value / scale, rtol=0, atol=1e-5, err_msg=output)
+        np.testing.assert_allclose(results[output] / scale, value / scale, rtol=0, atol=tolerance, err_msg=output)
 
 
 def launches(text: str) -> int:
@@ -227,3 +241,45 @@ def test_equal_kernels_are_one_text_to_compile() -> None:
     names = [call.name for call in calls if isinstance(call, KernelCall)]
     assert len(names) == 2
     assert len(set(names)) == 1
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "sgd:lr=0.05,momentum=0.9"), ("transformer-small", "adamw:lr=1e-3")])
+def test_training_on_generated_kernels_follows_onnxruntime(
+    name: str, optimizer: str, tmp_path: Path, exported: Callable[[str], str]
+) -> None:
+    """Forward, backward and updates of the GPU backend with its memory plan; the machine is the host."""
+    BACKENDS.register("generated", lambda **_: CupyBackend(device=HostDevice(tmp_path)), origin=__name__, override=True)
+    x, y = SPECS[name].batch(4)
+    losses = {}
+    for backend in ("onnxruntime", "generated"):
+        program = graphc.compile(
+            exported(name),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.parse(optimizer),
+            backend=backend,
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            losses[backend] = [trainer.step({"input": x, "label": y})["loss"] for _ in range(4)]
+    assert losses["onnxruntime"][3] < losses["onnxruntime"][0]
+    np.testing.assert_allclose(losses["generated"], losses["onnxruntime"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", [
+    "(float[5,7] a, float[7,3] b, float[3] c) => (float[5,3] y) { y = Gemm(a, b, c) }",
+    "(float[7,5] a, float[3,7] b, float[5,1] c) => (float[5,3] y)"
+    "{ y = Gemm<transA=1, transB=1, alpha=0.5, beta=2.0>(a, b, c) }",
+    "(float[2,4,5,7] a, float[2,4,7,3] b) => (float[2,4,5,3] y) { y = MatMul(a, b) }",
+    "(float[2,4,5,7] a, float[7,3] b) => (float[2,4,5,3] y) { y = MatMul(a, b) }",
+    "(float[5,7] a, float[4,7,3] b) => (float[4,5,3] y) { y = MatMul(a, b) }",
+])  # fmt: skip
+def test_products_tell_the_library_the_right_layouts(text: str, tmp_path: Path) -> None:
+    """cuBLASLt counts columns first and knows strides only."""
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
+    rng = np.random.default_rng(0)
+    shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input]
+    feeds = {v.name: rng.standard_normal(s).astype(np.float32) for v, s in zip(model.graph.input, shapes, strict=True)}
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    results, _ = run_segment(model, feeds, HostDevice(tmp_path))
+    np.testing.assert_allclose(results["y"], session.run(None, feeds)[0], rtol=1e-5, atol=1e-6)
