@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test quick faults lint type bench clean
+.PHONY: help setup demo test quick gpu-test faults lint type bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -38,6 +38,9 @@ quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
 
 faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI processes (about 10 minutes)
 	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py
+
+gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); skipped without one
+	$(BIN)/python -m pytest -m gpu -rs
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

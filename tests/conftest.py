@@ -13,6 +13,25 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the GPU are skipped where there is none; ``make gpu-test`` says so in one line."""
+    if not any(item.get_closest_marker("gpu") for item in items) or has_gpu():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and the gpu extra"))
+
+
+def has_gpu() -> bool:
+    """Whether CuPy finds a GPU."""
+    try:
+        import cupy
+
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # no CuPy, no driver, or one that does not fit
+        return False
+
+
 @pytest.fixture(scope="session", autouse=True)
 def flight_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Runs that fail on purpose leave their logs here."""

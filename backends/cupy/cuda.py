@@ -59,6 +59,11 @@ def import_cupy() -> Any:
     return cupy
 
 
+def address(array: Any) -> int:
+    """Where a device array begins."""
+    return int(array.data.ptr)
+
+
 class CudaDevice:
     """One GPU and the stream on which everything of this worker runs.
 
@@ -85,16 +90,16 @@ class CudaDevice:
     def put(self, array: Array) -> Array:
         return self.cupy.asarray(array)  # type: ignore[no-any-return]
 
-    def copy(self, target: Array, source: Array) -> None:
+    def copy(self, target: Any, source: Array) -> None:
         """Copy between device arrays, or from the host."""
         if isinstance(source, self.cupy.ndarray):
             self.cupy.copyto(target, source)
         else:
-            target.set(np.ascontiguousarray(source), stream=self.stream)  # type: ignore[attr-defined]
+            target.set(np.ascontiguousarray(source), stream=self.stream)
 
-    def host(self, array: Array) -> Array:
+    def host(self, array: Any) -> Array:
         """A copy in the memory of the host, once what is queued has run."""
-        return array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array  # type: ignore[no-any-return]
+        return np.asarray(array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array)
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 
@@ -127,7 +132,7 @@ class CudaDevice:
         partial.rename(folder / f"{name}.cubin")
 
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
-        pointers = tuple(array.data.ptr for array in arrays)
+        pointers = tuple(address(array) for array in arrays)
         grid, block, stream = (shape.blocks, 1, 1), (shape.threads, 1, 1), self.stream
 
         def run() -> None:

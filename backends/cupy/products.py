@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
+from graphc.backend import Run
 from graphc.backends.cupy.views import shape_of
 from graphc.errors import MissingExtraError
 
@@ -138,16 +138,14 @@ class Products:
         self._lt, self._compute = cublasLt, cublas.ComputeType
         self._device, self._tf32 = device, tf32
         self._handle = cublasLt.create()
-        self._workspace = device.zeros(WORKSPACE)
+        self._workspace: Any = device.zeros(WORKSPACE)
         self._chosen: dict[str, Any] = {}
         self._scalars: list[Any] = []
 
-    def bind(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
         """A closure that runs the node; all descriptors are made here."""
         product, addend = product_of(node)
         a, b = inputs[0], inputs[1]
-        assert a is not None
-        assert b is not None
         d = outputs[0]
         bias = inputs[2] if product.bias else None
         arguments = self._arguments(product, a, b, d, bias)
@@ -159,7 +157,6 @@ class Products:
         if addend is None:
             return run
         source = inputs[2]
-        assert source is not None
         cupy = self._device.cupy
         whole = cupy.broadcast_to(source, d.shape)
 
@@ -169,7 +166,7 @@ class Products:
 
         return run_on_addend
 
-    def _arguments(self, p: Product, a: Array, b: Array, d: Array, bias: Array | None) -> tuple[Any, ...]:
+    def _arguments(self, p: Product, a: Any, b: Any, d: Any, bias: Any) -> tuple[Any, ...]:
         lt = self._lt
         kind = CUDA_TYPES[p.dtype]
         double = p.dtype == ir.DataType.DOUBLE
@@ -186,17 +183,17 @@ class Products:
         self._set_description(description, attribute.TRANSB, int(shapes[1].transposed))
         if bias is not None:
             self._set_description(description, attribute.EPILOGUE, int(lt.Epilogue.BIAS))
-            self._set_description(description, attribute.BIAS_POINTER, bias.data.ptr)  # type: ignore[attr-defined]
+            self._set_description(description, attribute.BIAS_POINTER, bias.data.ptr)
             self._set_description(description, attribute.BIAS_DATA_TYPE, kind)
         first, second, result = (self._layout(kind, shape) for shape in shapes)
         scale = np.float64 if double else np.float32
         alpha, beta = np.array(p.alpha, scale), np.array(p.beta, scale)
         self._scalars += [alpha, beta]  # the library reads them at every call
-        pointers = (b.data.ptr, first, a.data.ptr, second)  # type: ignore[attr-defined]
+        pointers = (b.data.ptr, first, a.data.ptr, second)
         head = (self._handle, description, alpha.ctypes.data, *pointers, beta.ctypes.data)
-        target = (d.data.ptr, result, d.data.ptr, result)  # type: ignore[attr-defined]
+        target = (d.data.ptr, result, d.data.ptr, result)
         algorithm = self._algorithm(p, head, target, (description, first, second, result))
-        return (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE)  # type: ignore[attr-defined]
+        return (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE)
 
     def _set_description(self, description: int, attribute: Any, value: int) -> None:
         held = np.array([value], dtype=self._lt.get_matmul_desc_attribute_dtype(int(attribute)))
@@ -241,7 +238,7 @@ class Products:
         stream = self._device.stream
         for k in range(int(count[0])):
             algorithm = np.ascontiguousarray(proposals["algo"][k])
-            arguments = (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE, stream.ptr)  # type: ignore[attr-defined]
+            arguments = (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE, stream.ptr)
             lt.matmul(*arguments)
             begin, end = cuda.Event(), cuda.Event()
             begin.record(stream)

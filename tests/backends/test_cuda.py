@@ -8,6 +8,7 @@ import pytest
 
 from graphc.errors import GraphcError
 from tests.backends.test_fusion import CASES, check_case, check_network
+from tests.conftest import has_gpu
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,8 @@ def test_loss_and_gradients_of_networks_are_those_of_the_cpu(
 
 
 def test_a_machine_without_gpu_is_told_what_is_missing() -> None:
-    try:
-        import cupy
-
-        if cupy.cuda.runtime.getDeviceCount():
-            pytest.skip("this machine has a GPU")
-    except Exception:  # no CuPy, or no driver: what the test is about
-        pass
+    if has_gpu():
+        pytest.skip("this machine has a GPU")
     from graphc.backends.cupy import CupyBackend
 
     with pytest.raises(GraphcError, match=r"graphc\[gpu\]|no GPU"):
