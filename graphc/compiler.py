@@ -78,6 +78,7 @@ def training_pipeline(
         Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
         *parallel.forward_steps(),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
+        Step("attention", {"saves": "logsumexp"} if again else {}),  # one op, which a backend may compute in cache
         *([Step("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
         *([Step("recompute", again)] if again else []),  # fewer activations wait for the backward pass
@@ -227,7 +228,7 @@ def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:
                 if value is not None:
                     op = Builder(model.graph)
                     model.graph.outputs.append(op.Identity(value, _outputs=[f"{node.outputs[0].name}::{part}"]))
-    run(model, [Step("simplify"), Step("verify")], inner)
+    run(model, [Step("attention", {"saves": "logsumexp"}), Step("simplify"), Step("verify")], inner)
     return model
 
 

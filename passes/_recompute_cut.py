@@ -27,7 +27,7 @@ from graphc.passes.autodiff import ancestors
 
 EXPENSIVE = frozenset(
     {"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention", "RNN", "GRU", "LSTM", "Det", "DFT", "STFT"}
-    | {"TopK", "Unique", "MatMulInteger", "ConvInteger", "NonMaxSuppression"}
+    | {"TopK", "Unique", "MatMulInteger", "ConvInteger", "NonMaxSuppression", "ScaledDotProductAttention"}
 )
 """Ops that take much more time than it takes to read and write their operands."""
 

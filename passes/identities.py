@@ -283,7 +283,7 @@ def _permutation(node: ir.Node) -> list[int] | None:
 
 @rule("Transpose")
 def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
-    """Transpose that moves nothing → x;   Transpose(Transpose(x, a), b) → Transpose(x, a∘b)"""
+    """Transpose that moves nothing → x;   Transpose(Transpose(x, a), b) → Transpose(x, a∘b);   (a·b)ᵀ → bᵀ·aᵀ"""
     perm = _permutation(node)
     if perm is None:
         return None
@@ -292,11 +292,23 @@ def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
     inner = _producer(node.inputs[0], "Transpose")
     first = _permutation(inner) if inner is not None else None
     if inner is None or first is None:
-        return None
+        return _transposed_product(op, node)
     combined = [first[k] for k in perm]
     if combined == sorted(combined):
         return inner.inputs[0]
     return op.Transpose(inner.inputs[0], perm=combined)  # type: ignore[no-any-return]
+
+
+def _transposed_product(op: Builder, node: ir.Node) -> ir.Value | None:
+    """(a·b)ᵀ → bᵀ·aᵀ, when the product is used nowhere else: Gemm transposes its operands in passing"""
+    product = _producer(node.inputs[0], "Gemm")
+    if product is None or len(product.inputs) > 2 or len(list(product.outputs[0].uses())) != 1:
+        return None
+    if product.outputs[0].is_graph_output() or _permutation(node) != [1, 0]:
+        return None
+    attributes = {name: attr.value for name, attr in product.attributes.items()}
+    swapped = {"transA": 1 - attributes.get("transB", 0), "transB": 1 - attributes.get("transA", 0)}
+    return op.emit("Gemm", product.inputs[::-1], {k: v for k, v in {**attributes, **swapped}.items() if v})[0]
 
 
 @rule("Slice")

@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
-from graphc.ir import OPSET
+from graphc.ir import DOMAIN, OPSET
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
@@ -111,6 +111,8 @@ class _Rewriter:
         return count
 
     def runs_low(self, node: ir.Node) -> bool:
+        if _is_attention(node):
+            return not self.deny.matches(node) and all(self.convertible(v) for v in node.inputs[:3] if v is not None)
         schema = _schema(node)
         if schema is None or not schema.outputs or any(LOSS_TOTAL in out.metadata_props for out in node.outputs):
             return False
@@ -134,6 +136,9 @@ class _Rewriter:
         if node.op_type == "Cast" and node.domain == "":
             return  # it takes anything, and the file says what it gives
         schema = _schema(node)
+        if _is_attention(node) and wanted == self.low:
+            self.convert_attention(node)
+            return
         kinds = list(_formals(schema, node)) if schema is not None else [(v, "") for v in node.inputs if v is not None]
         targets: dict[str, ir.DataType] = {}
         for _, kind in kinds:
@@ -155,6 +160,13 @@ class _Rewriter:
             if node.op_type == "Attention" and wanted == self.low:
                 node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", int(ir.DataType.FLOAT))
             apply(node)
+
+    def convert_attention(self, node: ir.Node) -> None:
+        """Cast what is multiplied; the scores, with the numbers added to them, are float32 inside the op."""
+        for index, value in enumerate(node.inputs[:3]):
+            if value is not None and value.dtype != self.low:
+                node.replace_input_with(index, self.cast(value, self.low, node))
+        apply(node)
 
     def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node | None) -> ir.Value:
         """``value`` as ``dtype``, one cast for all its readers, in front of the first of them."""
@@ -178,6 +190,10 @@ class _Rewriter:
             value.name = self.op.unique(f"{name}.{self.low.name.lower()}", value=True)
             wide.name = name
             self.graph.outputs[k] = wide
+
+
+def _is_attention(node: ir.Node) -> bool:
+    return node.domain == DOMAIN and node.op_type == "ScaledDotProductAttention"
 
 
 def _schema(node: ir.Node) -> onnx.defs.OpSchema | None:

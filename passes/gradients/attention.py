@@ -1,4 +1,4 @@
-"""Gradient of scaled dot-product attention (``ai.onnx::Attention``), with the probabilities computed anew."""
+"""Gradients of scaled dot-product attention: of the fused ``graphc`` op, and of ``ai.onnx::Attention`` by parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,31 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
+from graphc.ir.declare import OPS, decompose_node
 from graphc.ir.facts import describe, dims, rank
+from graphc.ir.ops.attention import mask_gradient, written
+from graphc.passes.autodiff import through
 from graphc.passes.gradients.linear import transpose
 from graphc.passes.gradients.shape import lengths
+
+
+@gradient("graphc::ScaledDotProductAttention", selective=True)
+def scaled_dot_product_attention(
+    op: Builder, node: ir.Node, dy: ir.Value | None, dsaved: ir.Value | None = None, *, needs: set[ir.Value]
+) -> Any:
+    """y = p·v, p = softmax(α·q·kᵀ + mask);  ∂q, ∂k, ∂v by ScaledDotProductAttentionGrad,  ∂mask = p·(dp - Σp·dp), dp = dy·vᵀ
+
+    What it saves has an adjoint in gradients of gradients only, which go through the decomposition.
+    """
+    if dsaved is not None or dy is None:
+        return tuple(through(op, node, (dy, dsaved), needs, lambda: decompose_node(op, node)))
+    q, k, v, mask = (*node.inputs, None)[:4]
+    y, saved = node.outputs
+    attributes = OPS[node.op_type].attribute_values(node)
+    places = written(attributes["layout"])
+    made = op.emit(f"{node.op_type}Grad", (dy, q, k, v, mask, y, saved), attributes, domain=node.domain, outputs=len(places))
+    found = dict(zip(places, made, strict=True))
+    return found.get(0), found.get(1), found.get(2), lambda: mask_gradient(op, node, dy, saved, attributes)
 
 
 @gradient("Attention")

@@ -17,6 +17,7 @@ from graphc.backend import Binding, native_kernel
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
+from graphc.ir.ops.attention import operand_axes, packed, written
 from graphc.passes.decompose import decompose_graph
 from graphc.runtime.state import aligned_zeros
 
@@ -54,7 +55,9 @@ def single_node(op: str, arrays: Arrays, attributes: Mapping[str, Any], constant
         graph.inputs.append(value)
         values.append(value)
     domain = "graphc" if op.startswith("graphc::") else ""
-    graph.outputs.extend(builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain))
+    # The only op with one output for each of several operands: those that do not share a tensor.
+    count = len(written(attributes["layout"])) if op.endswith("AttentionGrad") else None
+    graph.outputs.extend(builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain, outputs=count))
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
@@ -209,13 +212,16 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
         compare("graphc::AveragePoolGrad", [normal(*y.shape), shape_of(x)], both, pool, (1,))
 
 
-def test_gradients_of_activations(pool: ThreadPool) -> None:
+def test_activations(pool: ThreadPool) -> None:
     x = np.concatenate([normal(40_000) * 3, np.array([0.0, -0.0, 30.0, -30.0], dtype=np.float32)])
     dy = normal(x.size)
     compare("graphc::ReluGrad", [dy, x], {}, pool, tolerance=0)
     for approximate in ("none", "tanh"):
         exact = torch.tensor(x, dtype=torch.float64, requires_grad=True)
-        torch.nn.functional.gelu(exact, approximate=approximate).backward(torch.tensor(dy, dtype=torch.float64))
+        wanted = torch.nn.functional.gelu(exact, approximate=approximate)
+        (y,) = native("Gelu", [x], {"approximate": approximate}, pool, [x])
+        close(y, wanted.detach().numpy())
+        wanted.backward(torch.tensor(dy, dtype=torch.float64))
         (dx,) = native("graphc::GeluGrad", [dy, x], {"approximate": approximate}, pool, [x])
         close(dx, exact.grad.numpy())
 
@@ -227,6 +233,63 @@ def test_softmax(shape: tuple[int, ...], pool: ThreadPool) -> None:
     compare("Softmax", [x], {"axis": -1}, pool)
     y = torch.softmax(torch.tensor(x), -1).numpy()
     compare("graphc::SoftmaxGrad", [normal(*shape), y], {"axis": len(shape) - 1}, pool)
+
+
+SEEN = np.random.default_rng(0).random((4, 6, 7)) < 0.5
+SEEN[1, 2] = False  # a query that sees nothing
+ATTENTIONS = [
+    # layout, heads of q, of k and v, queries, keys, elements of k and of v, mask
+    ("bhtd,bhtd,bhtd->bhtd", 3, 3, 5, 7, 4, 6, None),
+    ("bthd,bthd,bthd->tbhd", 4, 2, 5, 7, 4, 4, None),
+    ("tb0hd,tb1hd,tb2hd->tbhd", 4, 4, 6, 6, 4, 4, None),
+    ("tbhd,tb0hd,tb1hd->bhtd", 4, 4, 6, 7, 4, 4, normal(2, 1, 6, 7)),
+    ("htbd,hbtd,thbd->tbhd", 4, 4, 6, 7, 4, 4, SEEN),
+    ("htbd,hbtd,thbd->tbhd", 4, 1, 6, 7, 4, 4, np.where(SEEN, normal(4, 6, 7), np.float32(-np.inf))),
+    ("btd,btd,btd->btd", 1, 1, 300, 700, 8, 8, None),
+]
+
+
+@pytest.mark.parametrize("saves", ["probabilities", "logsumexp"])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("case", ATTENTIONS, ids=lambda case: f"{case[0]}-{case[3]}x{case[4]}")
+def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadPool) -> None:
+    layout, heads, key_heads, queries, keys, size, width, mask = case
+    axes = operand_axes(layout)
+    sizes = [{"b": 2, "h": h, "t": t, "d": d} for h, t, d in ((heads, queries, size), (key_heads, keys, size))]
+    sizes += [{**sizes[1], "d": width}, {**sizes[0], "d": width}]
+    parts = sum(packed(a) is not None for a in axes)
+    made = [normal(*(parts if c.isdigit() else of[c] for c in a)) for a, of in zip(axes, sizes, strict=True)]
+    first = next((x for x, a in zip(made, axes, strict=True) if packed(a) is not None), None)
+    q, k, v = (x if packed(a) is None else first for x, a in zip(made[:3], axes, strict=False))
+    attributes = {"scale": 0.3, "causal": causal, "layout": layout, "saves": saves}
+    compare("graphc::ScaledDotProductAttention", [q, k, v, mask], attributes, pool)
+    y, saved = reference("graphc::ScaledDotProductAttention", [q, k, v, mask], attributes)
+    compare("graphc::ScaledDotProductAttentionGrad", [made[3], q, k, v, mask, y, saved], attributes, pool)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_against_pytorch(causal: bool, pool: ThreadPool) -> None:
+    arrays = [normal(2, 4, 40, 16) for _ in range(4)]
+    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], is_causal=causal)
+    wanted.backward(tensors[3])
+    attributes = {"scale": 0.25, "causal": int(causal), "layout": "bhtd,bhtd,bhtd->bhtd", "saves": "probabilities"}
+    like = [arrays[0], np.empty((2, 4, 40, 40), np.float32)]
+    y, saved = native("graphc::ScaledDotProductAttention", arrays[:3], attributes, pool, like)
+    operands = [arrays[3], *arrays[:3], None, y, saved]
+    found = native("graphc::ScaledDotProductAttentionGrad", operands, attributes, pool, arrays[:3])
+    for got, want in zip([y, *found], [wanted.detach(), *(t.grad for t in tensors[:3])], strict=True):
+        np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(128, 256, 64), (33, 1000, 70)])
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> None:
+    left, right = normal(*((k, m) if a else (m, k))), normal(*((n, k) if b else (k, n)))
+    for bias in (None, normal(n), normal(1, n)):
+        compare("Gemm", [left, right, bias], {"transA": a, "transB": b}, pool)
+    if not a and not b:
+        compare("MatMul", [left.reshape(1, m, 1, k), right], {}, pool)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])

@@ -238,6 +238,9 @@ ATTENTION = [
     c("Attention", (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 3), symbolic=1),
     c("Attention", (2, 4, 6), (2, 5, 6), (2, 5, 9), q_num_heads=3, kv_num_heads=3, symbolic=2),
     c("Attention", (2, 4, 12), (2, 5, 6), (2, 5, 6), q_num_heads=4, kv_num_heads=2, is_causal=1, symbolic=2),
+    c("graphc::ScaledDotProductAttention", (2, 4, 4, 5), (2, 2, 6, 5), (2, 2, 6, 7), (4, 6), scale=0.5, causal=1, symbolic=1),
+    c("graphc::ScaledDotProductAttention", (2, 4, 5), (2, 6, 5), (2, 6, 7), scale=0.5, layout="btd,btd,btd->tbd", symbolic=1),
+    c("graphc::ScaledDotProductAttention", (2, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 7), scale=0.5, saves="logsumexp"),
 ]
 
 CASES = [*ELEMENTWISE, *ACTIVATIONS, *LINEAR, *REDUCTIONS, *SHAPES, *INDEXING, *ATTENTION]

@@ -130,6 +130,24 @@ def transformer(approximate: str) -> Network:
     return Network(ours, theirs, sizes)
 
 
+def attention(saves: str) -> Network:
+    """The fused op over a packed projection, with a bias that trains."""
+    sizes = {"x": (4, 3, 4), "w": (4, 12), "bias": (2, 3, 3), "head": (4, 3)}
+
+    def ours(op: Any, v: Values) -> ir.Value:
+        packed = op.Reshape(op.MatMul(v["x"], v["w"]), [0, 0, 3, 2, 2])
+        layout = "bt0hd,bt1hd,bt2hd->bthd"
+        y, _ = op.graphc.ScaledDotProductAttention(packed, packed, packed, v["bias"], scale=0.7, layout=layout, saves=saves)
+        return cross_entropy(op, op.MatMul(op.ReduceMean(op.Reshape(y, [0, 0, 4]), [1], keepdims=0), v["head"]))
+
+    def theirs(v: Values) -> torch.Tensor:
+        q, k, w = (v["x"] @ v["w"]).reshape(4, 3, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        y = torch.softmax(q @ k.transpose(2, 3) * 0.7 + v["bias"], -1) @ w
+        return torch_cross_entropy(y.transpose(1, 2).reshape(4, 3, 4).mean(1) @ v["head"])
+
+    return Network(ours, theirs, sizes)
+
+
 NETWORKS = {
     "mlp-tanh": mlp("Tanh", torch.tanh),
     "mlp-relu": mlp("Relu", torch.relu),
@@ -146,8 +164,10 @@ NETWORKS = {
     "cnn-batchnorm-graphc": convolutional("graphc", "max"),
     "transformer": transformer("none"),
     "transformer-tanh": transformer("tanh"),
+    "attention": attention("probabilities"),
+    "attention-logsumexp": attention("logsumexp"),
 }
-QUICK = {"mlp-tanh", "cnn-batchnorm-graphc", "transformer"}
+QUICK = {"mlp-tanh", "cnn-batchnorm-graphc", "transformer", "attention"}
 
 
 def hessian_product(

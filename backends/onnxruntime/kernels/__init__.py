@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from graphc.backends.onnxruntime.kernels import (
     activations,
+    attention,
     convolution,
+    linear,
     losses,
     normalization,
     pooling,
@@ -17,7 +19,9 @@ from graphc.backends.onnxruntime.kernels.updates import nonfinite_count
 
 __all__ = [
     "activations",
+    "attention",
     "convolution",
+    "linear",
     "losses",
     "nonfinite_count",
     "normalization",

@@ -1,4 +1,4 @@
-"""Gradients of activations in one sweep over memory."""
+"""Gelu, softmax and gradients of activations in one sweep over memory."""
 
 from __future__ import annotations
 
@@ -37,6 +37,45 @@ def _relu_grad(dy, y, dx, start, stop):
     for i in range(y.size):
         slope = dy[i]  # read in any case, so that there is no branch
         dx[i] = slope if y[i] > np.float32(0.0) else np.float32(0.0)
+
+
+@kernel("onnxruntime", "Gelu")
+def gelu(k: Binding) -> Run:
+    """y = x·Φ(x), or its approximation by tanh"""
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    arguments, pool, size = (x.reshape(-1), y.reshape(-1)), k.pool, x.size
+    approximate = k.attributes.get("approximate", "none")
+    loop = _gelu_tanh if approximate in ("tanh", b"tanh") else _gelu
+    return lambda: pool.run(loop, arguments, size, GRAIN // 4)
+
+
+@jit
+@no_type_check
+def _gelu(x, y, start, stop):
+    """Φ as in :func:`_gelu_grad`."""
+    x, y = x[start:stop], y[start:stop]
+    one, half = np.float32(1.0), np.float32(0.5)
+    for i in range(x.size):
+        v = x[i]
+        e = exp(-half * v * v)
+        t = one / (one + np.float32(0.3275911) * _HALF_ROOT * abs(v))
+        series = np.float32(1.421413741) + t * (np.float32(-1.453152027) + t * np.float32(1.061405429))
+        series = t * (np.float32(0.254829592) + t * (np.float32(-0.284496736) + t * series))
+        tail = half * series * e
+        y[i] = v * (one - tail if v >= np.float32(0.0) else tail)
+
+
+@jit
+@no_type_check
+def _gelu_tanh(x, y, start, stop):
+    """½x(1 + tanh u) = x/(1 + exp(-2u))"""
+    x, y = x[start:stop], y[start:stop]
+    one, two = np.float32(1.0), np.float32(2.0)
+    for i in range(x.size):
+        v = x[i]
+        u = _TANH_SCALE * v * (one + _TANH_CUBIC * v * v)
+        e = exp(-two * abs(u))
+        y[i] = v * (one if u >= np.float32(0.0) else e) / (one + e)
 
 
 @kernel("onnxruntime", "graphc::GeluGrad")

@@ -1,7 +1,7 @@
-"""A small binding of oneDNN's C API (version 3): convolutions that are ready before the first step.
+"""A small binding of oneDNN's C API (version 3): convolutions and matrix products that are ready before the first step.
 
 The library comes with the wheel ``onednn-cpu-gomp``; without it :func:`library` is None and other kernels take over. A
-:class:`Convolution` is built once, over fixed addresses, and costs a few microseconds of Python a run.
+:class:`Primitive` is built once, over fixed addresses, and costs a few microseconds of Python a run.
 
 Source: oneAPI Deep Neural Network Library, developer guide and reference, https://uxlfoundation.github.io/oneDNN/.
 """
@@ -136,7 +136,7 @@ def _resting_threads() -> Iterator[None]:
 
 
 class Scratch:
-    """Memory for copies in blocked layouts, shared by all convolutions of one pool: they never run at the same time.
+    """Memory for copies in blocked layouts, shared by all primitives of one pool: they never run at the same time.
 
     It grows while kernels are bound; addresses are therefore taken at the first run after it grew.
     """
@@ -155,7 +155,85 @@ class Scratch:
         return -(-int(self._raw.ctypes.data) // 64) * 64
 
 
-class Convolution:
+class Primitive:
+    """An operation over fixed float32 arrays, with the copies to and from the layouts that it chose."""
+
+    def __init__(self, lib: Library, arrays: Sequence[np.ndarray[Any, Any] | None], threads: int, scratch: Scratch) -> None:
+        self._lib, self._threads, self._scratch = lib, threads, scratch
+        self._alive: list[Any] = list(arrays)
+        self._objects: list[tuple[str, Handle]] = []
+        weakref.finalize(self, lib.destroy, self._objects)
+        self._moves: list[tuple[Handle, int]] = []
+        self._calls: list[tuple[Handle, Handle, int, int]] = []
+        self._used = 0
+        self._generation = -1
+
+    def _create(self, function: str, *arguments: Any) -> Handle:
+        """Create an object that is destroyed with this primitive."""
+        handle = self._lib.create(function, *arguments)
+        destroyer = next(d for pattern, d in _DESTROYERS if re.fullmatch(pattern, function))
+        self._objects.append((destroyer, handle))
+        return handle
+
+    def _plain(self, shape: Sequence[int]) -> Handle:
+        """Layout of a C-contiguous float32 array."""
+        return self._strided(shape, [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))])
+
+    def _strided(self, shape: Sequence[int], strides: Sequence[int]) -> Handle:
+        """Layout of a float32 array with these steps, in elements."""
+        return self._create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
+
+    def _free_choice(self, shape: Sequence[int]) -> Handle:
+        """A layout that the primitive may choose."""
+        return self._create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
+
+    def _memory(self, layout: Handle, address: int | None) -> Handle:
+        return self._create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
+
+    def _scratch_memory(self, layout: Handle) -> Handle:
+        memory = self._memory(layout, None)
+        self._moves.append((memory, self._used))
+        self._used += -(-int(self._lib.size(layout)) // 64) * 64
+        return memory
+
+    def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
+        lib = self._lib
+        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
+        primitive = self._create("dnnl_primitive_create", description)
+        self._call(primitive, [(_SRC, source_memory), (_DST, target_memory)])
+
+    def _call(self, primitive: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
+        packed = (_Argument * len(arguments))(*(_Argument(role, memory.value) for role, memory in arguments))
+        self._alive.append(packed)
+        self._calls.append((primitive, self._lib.stream, len(arguments), ctypes.addressof(packed)))
+
+    def runner(self) -> Callable[[], None]:
+        """A closure that runs the primitive and its layout copies, in ``threads`` OpenMP threads."""
+        lib, threads, calls, scratch = self._lib, self._threads, tuple(self._calls), self._scratch
+        execute, use_threads, threads_in_use = lib.execute, lib.use_threads, lib.threads_in_use
+
+        def run() -> None:
+            if self._generation != scratch.generation:
+                self._place()
+            before = threads_in_use()  # a setting of this thread, which other users of OpenMP in the process share
+            use_threads(threads)
+            status = 0
+            for call in calls:
+                status |= execute(*call)
+            use_threads(before)
+            if status:
+                raise OneDnnError(f"{type(self).__name__} failed with status {status}")
+
+        return run
+
+    def _place(self) -> None:
+        base = self._scratch.address
+        for memory, offset in self._moves:
+            self._lib.move(memory, base + offset)
+        self._generation = self._scratch.generation
+
+
+class Convolution(Primitive):
     """One of the three primitives of a convolution over fixed float32 arrays.
 
     Args:
@@ -184,14 +262,7 @@ class Convolution:
         threads: int,
         scratch: Scratch,
     ) -> None:
-        self._lib, self._threads, self._scratch = lib, threads, scratch
-        self._alive: list[Any] = [x, w, y, bias]
-        self._objects: list[tuple[str, Handle]] = []
-        weakref.finalize(self, lib.destroy, self._objects)
-        self._moves: list[tuple[Handle, int]] = []
-        self._calls: list[tuple[Handle, Handle, int, int]] = []
-        self._used = 0
-        self._generation = -1
+        super().__init__(lib, [x, w, y, bias], threads, scratch)
         taps = (group, w.shape[0] // group, *w.shape[1:]) if group > 1 else w.shape
         n = len(pads) // 2
         geometry = [_Dims(*strides), _Dims(*(d - 1 for d in dilations)), _Dims(*pads[:n]), _Dims(*pads[n:])]
@@ -241,63 +312,39 @@ class Convolution:
         scratch.reserve(self._used)
         lib.use_threads(before)
 
-    def _create(self, function: str, *arguments: Any) -> Handle:
-        """Create an object that is destroyed with this convolution."""
-        handle = self._lib.create(function, *arguments)
-        destroyer = next(d for pattern, d in _DESTROYERS if re.fullmatch(pattern, function))
-        self._objects.append((destroyer, handle))
-        return handle
 
-    def _plain(self, shape: Sequence[int]) -> Handle:
-        """Layout of a C-contiguous float32 array."""
-        strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
-        return self._create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
+class Product(Primitive):
+    """c = a·b + bias over fixed float32 matrices.
 
-    def _free_choice(self, shape: Sequence[int]) -> Handle:
-        """A layout that the primitive may choose."""
-        return self._create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
+    Args:
+        a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N, C-contiguous.
+        bias: N elements, or None.
 
-    def _memory(self, layout: Handle, address: int | None) -> Handle:
-        return self._create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
+    Raises:
+        OneDnnError: oneDNN has no implementation for these shapes.
+    """
 
-    def _scratch_memory(self, layout: Handle) -> Handle:
-        memory = self._memory(layout, None)
-        self._moves.append((memory, self._used))
-        self._used += -(-int(self._lib.size(layout)) // 64) * 64
-        return memory
-
-    def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
-        lib = self._lib
-        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
-        primitive = self._create("dnnl_primitive_create", description)
-        self._call(primitive, [(_SRC, source_memory), (_DST, target_memory)])
-
-    def _call(self, primitive: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
-        packed = (_Argument * len(arguments))(*(_Argument(role, memory.value) for role, memory in arguments))
-        self._alive.append(packed)
-        self._calls.append((primitive, self._lib.stream, len(arguments), ctypes.addressof(packed)))
-
-    def runner(self) -> Callable[[], None]:
-        """A closure that runs the primitive and its layout copies, in ``threads`` OpenMP threads."""
-        lib, threads, calls, scratch = self._lib, self._threads, tuple(self._calls), self._scratch
-        execute, use_threads, threads_in_use = lib.execute, lib.use_threads, lib.threads_in_use
-
-        def run() -> None:
-            if self._generation != scratch.generation:
-                self._place()
-            before = threads_in_use()  # a setting of this thread, which other users of OpenMP in the process share
-            use_threads(threads)
-            status = 0
-            for call in calls:
-                status |= execute(*call)
-            use_threads(before)
-            if status:
-                raise OneDnnError(f"a convolution failed with status {status}")
-
-        return run
-
-    def _place(self) -> None:
-        base = self._scratch.address
-        for memory, offset in self._moves:
-            self._lib.move(memory, base + offset)
-        self._generation = self._scratch.generation
+    def __init__(
+        self,
+        lib: Library,
+        a: np.ndarray[Any, Any],
+        b: np.ndarray[Any, Any],
+        c: np.ndarray[Any, Any],
+        bias: np.ndarray[Any, Any] | None,
+        *,
+        threads: int,
+    ) -> None:
+        super().__init__(lib, [a, b, c, bias], threads, Scratch())
+        before = lib.threads_in_use()
+        lib.use_threads(threads)
+        operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]
+        layouts = [self._strided(m.shape, [step // m.itemsize for step in m.strides]) for _, m in operands]
+        row = self._plain((1, c.shape[1])) if bias is not None else None
+        description = self._create(
+            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], None
+        )
+        arguments = [(role, self._memory(held, m.ctypes.data)) for (role, m), held in zip(operands, layouts, strict=True)]
+        if bias is not None and row is not None:
+            arguments.append((_BIAS, self._memory(row, bias.ctypes.data)))
+        self._call(self._create("dnnl_primitive_create", description), arguments)
+        lib.use_threads(before)

@@ -1,0 +1,297 @@
+"""Attention, forward and backward, a head and a block of queries at a time: scores and probabilities stay in cache.
+
+Operands are read and gradients written where the layout of the op says they lie, through the leading dimensions of the
+matrix products, so nothing is transposed or taken apart. Probabilities that a backward pass needs are written once where
+the op saves them, and recomputed where it saves the logarithm of their sums: on a core that does 110 GFLOP/s, for 32
+heads of 128 × 128 over 32 elements, reading them back takes 0.1 ms and computing them again 0.6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Array, Binding, Run, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
+from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
+from graphc.backends.onnxruntime.kernels.products import product
+from graphc.ir.facts import static_dims
+from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
+
+TILE = 65536
+"""Scores of one block of queries: 256 KiB, a part of a core's level-2 cache."""
+
+# Columns of the table of operands that a kernel gets: where it begins, and steps along batch, head and length.
+_START, _BATCH, _HEAD, _ROW = range(4)
+
+
+def _fits(node: ir.Node) -> bool:
+    """Whether all operands are there, none is empty, and heads end in contiguous rows of their elements."""
+    backward = node.op_type.endswith("Grad")
+    layout = node.attributes.get_string("layout", "bhtd,bhtd,bhtd->bhtd")
+    shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
+    mask = node.inputs[4 if backward else 3] if len(node.inputs) > 3 else None
+    if any(not axes.endswith("d") for axes in operand_axes(layout)) or any(s is None or 0 in s for s in shapes):
+        return False
+    if mask is None:
+        return True
+    keys = static_dims(mask) or (1,)
+    return keys[-1] != 1 and mask.dtype in (ir.DataType.BOOL, ir.DataType.FLOAT)
+
+
+@dataclass
+class _Heads:
+    """What both kernels are told of the operands."""
+
+    flat: list[Array]
+    table: Array
+    shape: Array
+    bias: Array
+    seen: Array
+    numbers: Array
+    causal: bool
+    probabilities: bool
+
+    @property
+    def masks(self) -> tuple[Any, ...]:
+        return self.bias, self.seen, self.causal, self.probabilities
+
+
+def _heads(k: Binding, q: Array, key: Array, value: Array, mask: Array | None, others: list[tuple[Array, str]]) -> _Heads:
+    axes = operand_axes(k.attributes["layout"])
+    operands = [(q, axes[0]), (key, axes[1]), (value, axes[2]), *others]
+    table = np.array([_place(array, layout) for array, layout in operands], dtype=np.int64)
+    of_q, of_k, of_v = (_sizes(a, layout) for a, layout in operands[:3])
+    shape = np.array([of_q["b"], of_q["h"], of_k["h"], of_q["t"], of_k["t"], of_q["d"], of_v["d"]], dtype=np.int64)
+    bias, seen = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.uint8)
+    steps = [-1, 0, 0, 0]
+    if mask is not None:
+        padded = (1,) * (4 - mask.ndim) + mask.shape
+        steps = [int(mask.dtype != np.bool_), *(0 if n == 1 else math.prod(padded[d + 1 :]) for d, n in enumerate(padded[:3]))]
+        if mask.dtype == np.bool_:
+            seen = mask.view(np.uint8).reshape(-1)
+        else:
+            bias = mask.reshape(-1)
+    table = np.concatenate([table, np.array([steps], dtype=np.int64)])
+    numbers = np.array([k.attributes["scale"], 1.0, 0.0], dtype=np.float32)
+    flat = [array.reshape(-1) for array, _ in operands]
+    return _Heads(
+        flat, table, shape, bias, seen, numbers, bool(k.attributes["causal"]), k.attributes["saves"] == "probabilities"
+    )
+
+
+def _sizes(array: Array, axes: str) -> dict[str, int]:
+    return {letter: array.shape[axes.index(letter)] if letter in axes else 1 for letter in HEADS}
+
+
+def _place(array: Array, axes: str) -> tuple[int, int, int, int]:
+    """(start, step of batch, of heads, of rows) in elements of a C-contiguous array."""
+    step = {letter: math.prod(array.shape[k + 1 :]) for k, letter in enumerate(axes)}
+    part = packed(axes)
+    start = int(axes[part]) * step[axes[part]] if part is not None else 0
+    return start, step.get("b", 0), step.get("h", 0), step.get("t", array.shape[-1])
+
+
+def _rows(queries: int, keys: int) -> int:
+    """Queries in a block."""
+    return min(queries, max(16, TILE // keys))
+
+
+@kernel("onnxruntime", "graphc::ScaledDotProductAttention", when=_fits)
+def scaled_dot_product_attention(k: Binding) -> Run:
+    """y = p·v, p = softmax(scale·q·kᵀ + mask)"""
+    single_threaded_blas()
+    q, key, value = given(k.inputs, 3)
+    y, saved = given(k.outputs, 2)
+    heads = _heads(k, q, key, value, optional(k.inputs, 3), [(y, operand_axes(k.attributes["layout"])[3])])
+    batch, count, _, queries, keys = (int(n) for n in heads.shape[:5])
+    parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys)
+    scratch = np.empty((parts, rows, keys), dtype=np.float32)
+    arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
+    pool = k.pool
+    return lambda: pool.run(_forward, arguments, parts)
+
+
+@jit
+@no_type_check
+def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop):
+    batch, heads, key_heads, queries, keys, size, width = shape
+    parts, block = scratch.shape[0], scratch.shape[1]
+    scale, one, zero = numbers.ctypes.data, numbers.ctypes.data + 4, numbers.ctypes.data + 8
+    for part in range(start, stop):
+        for item in range(batch * heads * part // parts, batch * heads * (part + 1) // parts):
+            b, h = item // heads, item % heads
+            g = h * key_heads // heads
+            at_q, at_y = _at(q, table[0], b, h), _at(y, table[3], b, h)
+            at_k, at_v = _at(k, table[1], b, g), _at(v, table[2], b, g)
+            for first in range(0, queries, block):
+                last = min(first + block, queries)
+                count, limit = last - first, min(keys, last) if causal else keys
+                if probabilities:
+                    tile = saved[(item * queries + first) * keys : (item * queries + last) * keys].reshape(count, keys)
+                else:
+                    tile = scratch[part]
+                row_q, row_y = at_q + 4 * first * table[0, 3], at_y + 4 * first * table[3, 3]
+                product(
+                    False, True, count, limit, size, scale, row_q, table[0, 3], at_k, table[1, 3], zero, tile.ctypes.data, keys
+                )
+                for r in range(count):
+                    row = tile[r]
+                    own = min(limit, first + r + 1) if causal else limit
+                    _mask(row[:own], bias, seen, table[4], b, h, first + r)
+                    logarithm = _softmax(row[:own])
+                    row[own:] = np.float32(0.0)
+                    if not probabilities:
+                        saved[item * queries + first + r] = logarithm
+                product(
+                    False, False, count, width, limit, one, tile.ctypes.data, keys, at_v, table[2, 3], zero, row_y, table[3, 3]
+                )
+
+
+@jit
+@no_type_check
+def _at(array, place, b, h):
+    """Address of the first element of a head."""
+    return array.ctypes.data + 4 * (place[0] + b * place[1] + h * place[2])
+
+
+@jit
+@no_type_check
+def _mask(row, bias, seen, place, b, h, r):
+    """Mask the scores of query r; the first entry of ``place`` says by what: -1 nothing, 0 booleans, 1 numbers to add."""
+    begin = b * place[1] + h * place[2] + r * place[3]
+    if place[0] == 1:
+        own = bias[begin : begin + row.size]
+        for c in range(row.size):
+            row[c] += own[c]
+    elif place[0] == 0:
+        shown = seen[begin : begin + row.size]
+        for c in range(row.size):
+            row[c] = row[c] if shown[c] != 0 else -np.float32(np.inf)
+
+
+@jit
+@no_type_check
+def _softmax(row):
+    """Scores to probabilities; returns the logarithm of the sum that they were divided by. A row that is hidden gets zeros."""
+    top = highest_of(row)
+    if top == -np.float32(np.inf):
+        row[:] = np.float32(0.0)
+        return top
+    total = np.float32(0.0)
+    for c in range(row.size):
+        share = exp(row[c] - top)
+        row[c] = share
+        total += share
+    inverse = np.float32(1.0) / total
+    for c in range(row.size):
+        row[c] *= inverse
+    return top + np.float32(math.log(total))
+
+
+@kernel("onnxruntime", "graphc::ScaledDotProductAttentionGrad", when=_fits)
+def scaled_dot_product_attention_grad(k: Binding) -> Run:
+    """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dy·y), dp = dy·vᵀ"""
+    single_threaded_blas()
+    dy, q, key, value = given(k.inputs, 4)
+    y, saved = given(k.inputs[5:], 2)
+    axes = operand_axes(k.attributes["layout"])
+    gradients = dict(zip(written(k.attributes["layout"]), k.outputs, strict=True))
+    whole = next((gradients[i] for i in gradients if packed(axes[i]) is not None), None)
+    targets = [(gradients.get(i, whole), axes[i]) for i in range(3)]
+    others = [(y, axes[3]), (dy, axes[3]), *((array, layout) for array, layout in targets if array is not None)]
+    heads = _heads(k, q, key, value, k.inputs[4], others)
+    batch, _, key_heads, queries, keys = (int(n) for n in heads.shape[:5])
+    parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys)
+    scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
+    arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
+    pool = k.pool
+    return lambda: pool.run(_backward, arguments, parts)
+
+
+@jit
+@no_type_check
+def _backward(
+    q, k, v, y, dy, dq, dk, dv, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop
+):
+    batch, heads, key_heads, queries, keys, size, width = shape
+    parts, block = scratch.shape[0], scratch.shape[2]
+    scale, one, zero = numbers.ctypes.data, numbers.ctypes.data + 4, numbers.ctypes.data + 8
+    group = heads // key_heads
+    for part in range(start, stop):
+        ds = scratch[part, 0]
+        at_ds = ds.ctypes.data
+        for item in range(batch * key_heads * part // parts, batch * key_heads * (part + 1) // parts):
+            b, g = item // key_heads, item % key_heads
+            at_k, at_v = _at(k, table[1], b, g), _at(v, table[2], b, g)
+            at_dk, at_dv = _at(dk, table[6], b, g), _at(dv, table[7], b, g)
+            so_far = zero
+            for h in range(g * group, (g + 1) * group):
+                for first in range(0, queries, block):
+                    last = min(first + block, queries)
+                    # A later block sees more keys: one that comes first writes all rows of ∂k and ∂v, those unseen as zeros.
+                    count, limit = last - first, min(keys, last) if causal and so_far == one else keys
+                    begin = (b * heads + h) * queries + first
+                    row_q = _at(q, table[0], b, h) + 4 * first * table[0, 3]
+                    row_dy = _at(dy, table[4], b, h) + 4 * first * table[4, 3]
+                    row_dq = _at(dq, table[5], b, h) + 4 * first * table[5, 3]
+                    if probabilities:
+                        tile = saved[begin * keys : (begin + count) * keys].reshape(count, keys)
+                    else:
+                        tile = scratch[part, 1]
+                        at_tile = tile.ctypes.data
+                        product(
+                            False, True, count, limit, size, scale, row_q, table[0, 3], at_k, table[1, 3], zero, at_tile, keys
+                        )
+                        for r in range(count):
+                            row = tile[r, :limit]
+                            own = min(limit, first + r + 1) if causal else limit
+                            _mask(row[:own], bias, seen, table[8], b, h, first + r)
+                            _again(row, own, saved[begin + r])
+                    at_tile = tile.ctypes.data
+                    product(False, True, count, limit, width, one, row_dy, table[4, 3], at_v, table[2, 3], zero, at_ds, keys)
+                    product(
+                        True, False, limit, width, count, one, at_tile, keys, row_dy, table[4, 3], so_far, at_dv, table[7, 3]
+                    )
+                    for r in range(count):
+                        begin_y = table[3, 0] + b * table[3, 1] + h * table[3, 2] + (first + r) * table[3, 3]
+                        begin_dy = table[4, 0] + b * table[4, 1] + h * table[4, 2] + (first + r) * table[4, 3]
+                        total = _dot(y[begin_y : begin_y + width], dy[begin_dy : begin_dy + width])
+                        _score_gradient(ds[r, :limit], tile[r, :limit], total)
+                    product(False, False, count, size, limit, scale, at_ds, keys, at_k, table[1, 3], zero, row_dq, table[5, 3])
+                    product(True, False, limit, size, count, scale, at_ds, keys, row_q, table[0, 3], so_far, at_dk, table[6, 3])
+                    so_far = one
+
+
+@jit
+@no_type_check
+def _again(row, own, logarithm):
+    """Probabilities of the first ``own`` scores of a row, from these and the logarithm of their sum."""
+    shown = row[:own]
+    if logarithm == -np.float32(np.inf):
+        shown[:] = np.float32(0.0)
+    else:
+        for c in range(own):
+            shown[c] = exp(shown[c] - logarithm)
+    row[own:] = np.float32(0.0)
+
+
+@jit
+@no_type_check
+def _dot(a, b):
+    total = np.float32(0.0)
+    for c in range(a.size):
+        total += a[c] * b[c]
+    return total
+
+
+@jit
+@no_type_check
+def _score_gradient(ds, p, total):
+    for c in range(p.size):
+        ds[c] = p[c] * (ds[c] - total)
