@@ -252,7 +252,7 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             pending[id(group)] -= 1
             if pending[id(group)] == 0:
                 yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group)
-        elif declaration is not None and declaration.effect:
+        elif declaration is not None and declaration.effect and not native(node):
             yield from close()
             if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
                 raise ModelError(f"{describe(node)} is not scheduled: run the 'schedule' pass")

@@ -111,6 +111,11 @@ class Parallel:
         _, options = _parse(owner, self.strategy, {})
         return [Step(owner, options)]
 
+    @property
+    def servers(self) -> int:
+        """Processes beside the workers: parameter servers."""
+        return sum(step.options.get("servers", 1) for step in self.strategy_steps() if step.name == "parameter_server")
+
     def _shards(self) -> dict[str, Any]:
         """Options of ``micro_shards``; empty unless results may not depend on the number of workers."""
         if self.deterministic is None:

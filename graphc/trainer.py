@@ -22,6 +22,7 @@ from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.plan import Plan, make_plan
+from graphc.roles import server_options
 from graphc.runtime import checkpoint
 from graphc.runtime.agreement import check_programs
 from graphc.runtime.communicator import Communicator, agree, check_deadline, open_communicator
@@ -62,7 +63,16 @@ class Trainer:
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
+
+    A program with parameter servers makes a :class:`graphc.served.ServedTrainer`.
     """
+
+    def __new__(cls, program: Program, **options: Any) -> Self:
+        if cls is Trainer and server_options(program.model.graph) is not None:
+            from graphc.served import ServedTrainer
+
+            return super().__new__(ServedTrainer)  # type: ignore[type-var]
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -83,12 +93,11 @@ class Trainer:
         if deadline is not None:
             self.comm.deadline = check_deadline(deadline)
         self.rank, self.size = self.comm.rank, self.comm.size
-        if program.mesh is not None and program.mesh.size != self.size:
+        try:
+            self._check_world()
+        except GraphcError:
             self.comm.close()
-            raise WorldError(
-                f"the mesh {program.mesh} wants {program.mesh.size} worker(s), the world has {self.size};"
-                f" start with 'graphc launch -n {program.mesh.size} …' or compile for Mesh(data={self.size})"
-            )
+            raise
         if threads is None:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
@@ -229,8 +238,7 @@ class Trainer:
             for name in names:
                 sums[name] += float(executor.outputs[name])
         total = np.array([sums[name] for name in names], dtype=np.float64)
-        if self.size > 1:
-            self.comm.allreduce(total, "sum")
+        self._sum_over_workers(total)
         found = dict(zip(names, total.tolist(), strict=True))
         return {
             name: found[f"{name}::total"] / found.get(f"{name}::weight", 1.0)
@@ -341,6 +349,18 @@ class Trainer:
         self.close()
 
     # Inner workings ---------------------------------------------------------------------------------------------------
+
+    def _check_world(self) -> None:
+        mesh = self.program.mesh
+        if mesh is not None and mesh.size != self.size:
+            raise WorldError(
+                f"the mesh {mesh} wants {mesh.size} worker(s), the world has {self.size};"
+                f" start with 'graphc launch -n {mesh.size} …' or compile for Mesh(data={self.size})"
+            )
+
+    def _sum_over_workers(self, total: Array) -> None:
+        if self.size > 1:
+            self.comm.allreduce(total, "sum")
 
     def _broadcast(self, values: Mapping[str, Array] | None = None) -> None:
         if self.size > 1:

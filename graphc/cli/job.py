@@ -32,6 +32,8 @@ from graphc.mesh import Mesh
 from graphc.pipeline import Step
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.trace import Summary, Trace
+from graphc.served import ServedTrainer
+from graphc.strategy import Parallel
 from graphc.trainer import Trainer
 
 
@@ -77,6 +79,11 @@ class Job:
     output: str | None = None
     deadline: float | None = None
     form: str = "text"
+
+    @property
+    def processes(self) -> int:
+        """The workers, and the parameter servers beside them."""
+        return self.workers + Parallel(self.strategy).servers
 
 
 @dataclass(frozen=True)
@@ -207,9 +214,9 @@ def _check_places(job: Job) -> None:
         raise UsageError(f"--resume {job.resume}: there is no such checkpoint")
 
 
-def _batches(job: Job, arrays: Mapping[str, Array], rank: int) -> Shards:
+def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int | None = None) -> Shards:
     """The shares of an evaluation: every sample once, in the order of the file."""
-    return shard(arrays, global_batch=job.batch_size, rank=rank, size=job.workers, shuffle=False)
+    return shard(arrays, global_batch=job.batch_size, rank=rank, size=job.workers if size is None else size, shuffle=False)
 
 
 def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int, weight: str | None) -> Shards:
@@ -242,16 +249,19 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace, deadline=job.deadline) as trainer,
         without_tracebacks(),
     ):
-        batches = _training_batches(job, program, prepared.arrays, trainer.rank, prepared.weight)
+        served = isinstance(trainer, ServedTrainer)
+        rank = 0 if served else trainer.rank
+        batches = _training_batches(job, program, prepared.arrays, rank, prepared.weight)
         trainer.attach(batches)
         if job.resume is not None:
             trainer.restore(job.resume)
             if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position
                 epoch, done = divmod(trainer.steps_done, len(batches))
                 batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
-        with Reporter(job.form, job.epochs * len(batches), job.log_every, done=trainer.steps_done) as reporter:
+        steps = job.epochs * len(batches) * (trainer.pushes_per_batch if isinstance(trainer, ServedTrainer) else 1)
+        with Reporter(job.form, steps, job.log_every, done=trainer.steps_done) as reporter:
             try:
-                _epochs(job, prepared, trainer, batches, reporter)
+                (_serve if served else _epochs)(job, prepared, trainer, batches, reporter)
             except NonFiniteError as error:
                 failure = _keep_last_good(job, trainer, error)
             else:
@@ -275,6 +285,7 @@ def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
         "steps": trainer.steps_done,
         "state_sha256": trainer.state_sha256(),
         "world_size": trainer.size,
+        **({"servers": trainer.options.servers, "lost": sorted(trainer.lost)} if isinstance(trainer, ServedTrainer) else {}),
         "allreduces_per_step": collectives,
         "seconds": round(seconds, 3),
         **({"output": job.output} if job.output else {}),
@@ -333,6 +344,29 @@ def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, rep
         reporter.epoch(event)
         if job.checkpoint is not None:
             trainer.save(job.checkpoint)
+
+
+def _serve(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
+    """Train with parameter servers, the first of which tells how it goes."""
+    start = time.perf_counter()
+
+    def tell(event: dict[str, Any]) -> None:
+        nonlocal start
+        if event["event"] == "step":
+            reporter.step(event["step"], {k: v for k, v in event.items() if k not in ("event", "step")})
+        elif event["event"] == "lost":
+            output.note(f"worker {event['worker']} was lost after step {event['step']}; the others go on")
+        else:
+            if prepared.evaluation is not None:
+                found = trainer.evaluate(_batches(job, prepared.evaluation, 0, size=1))
+                event = event | {f"eval_{name}": value for name, value in found.items()}
+            now = time.perf_counter()
+            reporter.epoch(event | {"seconds": round(now - start, 3)})
+            start = now
+            if job.checkpoint is not None:
+                trainer.save(job.checkpoint)
+
+    trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[tell], log_every=1)
 
 
 def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFiniteError:

@@ -67,8 +67,8 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         metavar="STRATEGY",
-        help="NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:staleness=N, "
-        "local_sgd:every=N or adasum.",
+        help="NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:servers=1,staleness=N "
+        "(asynchronous, servers are processes beside the workers), local_sgd:every=N or adasum.",
     ),
 ]
 Accumulate = Annotated[int, typer.Option("--accumulate", metavar="K", help="Micro-batches of a step.", min=1)]

@@ -101,9 +101,14 @@ class Reporter:
         if self._json:
             output.event(event)
             return
-        steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"], "worker")
-        reductions = output.count(event["allreduces_per_step"], "AllReduce")
-        output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
+        servers = event.get("servers", 0)
+        steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"] - servers, "worker")
+        if servers:
+            lost = f", worker {', '.join(map(str, event['lost']))} lost on the way" if event["lost"] else ""
+            output.say(f"{steps} on {workers} and {output.count(servers, 'server')} in {event['seconds']:.1f} s{lost}")
+        else:
+            reductions = output.count(event["allreduces_per_step"], "AllReduce")
+            output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
         output.say(f"state {event['state_sha256']}")
         if "trace" in event:
             output.say(event["communication"])

@@ -39,7 +39,13 @@ def command(
         int | None, typer.Option("--per-worker-batch", help="Samples of one step on one worker, instead.", min=1)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("-n", "--workers", help="Default: 1, or the world this process was started in.", min=1)
+        int | None,
+        typer.Option(
+            "-n",
+            "--workers",
+            help="Processes that compute; parameter servers come on top. Default: 1, or the world this process was started in.",
+            min=1,
+        ),
     ] = None,
     transport: Annotated[
         str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process.")
@@ -103,13 +109,17 @@ def command(
     from graphc.cli.job import Job
     from graphc.errors import UsageError
     from graphc.runtime.world import find_world
+    from graphc.strategy import Parallel
 
     world = find_world()
     if transport not in ("mpi", "threads"):
         raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
-    if world.size > 1 and workers is not None and workers != world.size:
-        raise UsageError(f"-n {workers} inside a world of {world.size} workers; leave -n out, or start without mpiexec")
-    size = world.size if world.size > 1 else workers or 1
+    servers = Parallel(strategy).servers
+    if 1 < world.size <= servers:
+        raise UsageError(f"servers={servers} leaves no worker in a world of {world.size} processes")
+    size = world.size - servers if world.size > 1 else workers or 1
+    if world.size > 1 and workers is not None and workers != size:
+        raise UsageError(f"-n {workers} inside a world of {size} workers; leave -n out, or start without mpiexec")
     if batch_size is not None and per_worker_batch is not None:
         raise UsageError("--batch-size is over all workers, --per-worker-batch on one of them; give one of the two")
     batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32
@@ -164,7 +174,7 @@ def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | N
 
 
 def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: Prepared | None = None) -> int:
-    """Run ``job`` on as many workers as it says; returns the exit code.
+    """Run ``job`` on as many workers (and parameter servers) as it says; returns the exit code.
 
     Args:
         alone: this process is no worker yet, so that it has to start them.
@@ -174,16 +184,16 @@ def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: P
     from graphc.runtime.threads import run_threads
 
     with tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
-        if job.workers > 1 and alone and transport == "mpi":
+        several = job.processes > 1 and alone
+        if several and transport == "mpi":
             job = _on_disk(job, Path(name))
-        if job.workers > 1 and alone and transport == "mpi":
             if prepared is None:
                 prepare(job)  # every error in the arguments shows here, once, and before any worker starts
             return _launch(job, Path(name))
         ready = prepared or prepare(job)
         try:
-            if job.workers > 1 and alone:
-                run_threads(job.workers, lambda comm: execute(job, ready, comm), deadline=job.deadline)
+            if several:
+                run_threads(job.processes, lambda comm: execute(job, ready, comm), deadline=job.deadline)
             else:
                 execute(job, ready)
         except KeyboardInterrupt:
@@ -211,4 +221,6 @@ def _launch(job: Job, folder: Path) -> int:
     path.write_text(json.dumps(job_fields(job)))
     # The workers write into pipes; what they look like on the user's terminal is decided by what this process has.
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
-    return launch(job.workers, ["-m", "graphc.cli.worker", str(path)], transport="mpi", env=environment, deadline=job.deadline)
+    argv = ["-m", "graphc.cli.worker", str(path)]
+    served = job.processes > job.workers
+    return launch(job.processes, argv, transport="mpi", env=environment, keep_going=served, deadline=job.deadline)

@@ -116,6 +116,7 @@ class Shards:
         self._shuffle, self._seed = shuffle, seed
         self._weight, self._padding = weight, dict(padding or {})
         self._epoch, self._start = 0, 0
+        self._chunked: tuple[int, list[Sequence[Any]]] | None = None  # the global batches of the epoch that part() knows
         if self.samples is not None:
             self._check_count(self.samples)
 
@@ -143,6 +144,21 @@ class Shards:
         """
         batches = self._batches(epoch, start)
         return prefetched(batches, self.prefetch) if self.prefetch > 0 else batches
+
+    def part(self, epoch: int, index: int, rank: int, size: int) -> Batch:
+        """The share of worker ``rank`` of ``size`` in global batch ``index`` of an epoch, out of turn.
+
+        Raises:
+            UsageError: a stream, which can only be walked.
+        """
+        if self.samples is None:
+            raise UsageError("a stream can only be walked in order; take arrays, files or a dataset with a length")
+        if self._chunked is None or self._chunked[0] != epoch:
+            self._chunked = (epoch, list(self._with_tail(self._chunks(epoch, 0))))
+        chunks = self._chunked[1]
+        piece = self._piece(chunks[index], rank, size, sum(len(chunk) for chunk in chunks[: index + 1]))
+        feeds = next(iter(self.source.read(iter([piece.rows]))))
+        return Batch(self._finish(feeds, piece), piece.offset, piece.real, epoch, piece.stop)
 
     def __iter__(self) -> Iterator[Batch]:
         self._skip_end()
@@ -232,14 +248,18 @@ class Shards:
     def _pieces(self, epoch: int, start: int) -> Iterator[_Piece]:
         """This worker's part of every global batch from ``start`` on."""
         for chunk in self._with_tail(self._chunks(epoch, start)):
-            real = len(chunk)
-            if self.tail == "pad" and real < self.global_batch:
-                chunk = [chunk[k % real] for k in range(self.global_batch)]
-            mine = share(len(chunk), self.rank, self.size)
-            start += real
-            # An empty share still says what its arrays look like: one sample is read for it, and cut off.
-            keep = mine.stop - mine.start
-            yield _Piece(chunk[mine] if keep else chunk[:1], keep, mine.start, real, start)
+            start += len(chunk)
+            yield self._piece(chunk, self.rank, self.size, start)
+
+    def _piece(self, chunk: Sequence[Any], rank: int, size: int, stop: int) -> _Piece:
+        """The part of worker ``rank`` of ``size`` in a global batch that ends ``stop`` samples into the epoch."""
+        real = len(chunk)
+        if self.tail == "pad" and real < self.global_batch:
+            chunk = [chunk[k % real] for k in range(self.global_batch)]
+        mine = share(len(chunk), rank, size)
+        # An empty share still says what its arrays look like: one sample is read for it, and cut off.
+        keep = mine.stop - mine.start
+        return _Piece(chunk[mine] if keep else chunk[:1], keep, mine.start, real, stop)
 
     def _with_tail(self, chunks: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         """All whole batches, and what :attr:`tail` makes of the last one."""

@@ -45,6 +45,12 @@ class Notice:
     code: int
     text: str
 
+    def called(self, rank: int) -> str:
+        """What messages call the worker of this notice: by the name it gave itself while it runs, if any."""
+        if self.state in (State.RUNNING, State.SPARE) and self.text:
+            return f"{self.text} (rank {rank}, pid {self.pid})"
+        return f"rank {rank} (pid {self.pid})"
+
 
 class Board:
     """The board at ``path`` with one slot for each of ``size`` ranks."""

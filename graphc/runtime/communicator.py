@@ -23,6 +23,7 @@ import numpy as np
 from graphc.errors import UsageError, WorldError, nearest
 from graphc.runtime.flight import Ring
 from graphc.runtime.reductions import LOW, Array, Parts, even_parts
+from graphc.runtime.windows import Windows
 from graphc.runtime.world import World, find_world
 
 Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
@@ -127,11 +128,18 @@ class Communicator(Protocol):
         Over MPI this ends the process and does not return; alone it does nothing.
         """
 
-    def spare(self, name: str) -> None:
-        """Say that the others go on when this rank, which they know as ``name``, dies; nobody waits for it then."""
+    def introduce(self, name: str, *, spare: bool) -> None:
+        """Say what messages call this rank; when a ``spare`` one dies, the others go on, and none of them may wait for it."""
 
     def gone(self) -> frozenset[int]:
         """Spare ranks that died, and over threads those that ended their program."""
+
+    def open_windows(self, nbytes: int) -> Windows:
+        """Make ``nbytes`` zeroed bytes (0: none) of this rank readable and writable for all; every rank calls it at once.
+
+        Raises:
+            UsageError: there is only one rank.
+        """
 
 
 class Handle:
@@ -238,13 +246,17 @@ class QueuedCommunicator(ABC):
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""
 
-    def spare(self, name: str) -> None:
+    def introduce(self, name: str, *, spare: bool) -> None:
         """See :class:`Communicator`."""
         return
 
     def gone(self) -> frozenset[int]:
         """See :class:`Communicator`."""
         return frozenset()
+
+    def open_windows(self, nbytes: int) -> Windows:
+        """See :class:`Communicator`."""
+        raise UsageError("one rank has nobody to share memory with; parameter servers need at least two")
 
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         check_array(array, op, lengths)

@@ -31,6 +31,7 @@ from graphc.errors import GraphcError, MissingExtraError, WorldError
 from graphc.runtime.communicator import QueuedCommunicator, find_deadline
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts, widen
 from graphc.runtime.watch import KEEP_GOING, Watch, join_launcher, watch_peers
+from graphc.runtime.windows import MpiWindows, Windows
 from graphc.runtime.world import World
 
 SLICE = 2 << 20  # bytes
@@ -128,12 +129,15 @@ class MpiCommunicator(QueuedCommunicator):
             sys.stderr.flush()
             os._exit(0)
 
-    def spare(self, name: str) -> None:
+    def introduce(self, name: str, *, spare: bool) -> None:
         if self.watch is not None:
-            self.watch.spare(name)
+            self.watch.introduce(name, spare=spare)
 
     def gone(self) -> frozenset[int]:
         return self.watch.lost if self.watch is not None else frozenset()
+
+    def open_windows(self, nbytes: int) -> Windows:
+        return MpiWindows(self._mpi, self._comm, nbytes)
 
     def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
         operation = self._operations.get(op)

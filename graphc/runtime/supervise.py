@@ -183,7 +183,7 @@ class Supervisor:
             ended = pattern.search(" ".join(text.split()))
             rank = int(ended["rank"]) if ended is not None else 0
             if ended is not None and notices[rank].state in (State.RUNNING, State.SPARE):
-                self._say(f"rank {rank} (pid {notices[rank].pid}) is gone: {_reason(**ended.groupdict())}")
+                self._say(f"{notices[rank].called(rank)} is gone: {_reason(**ended.groupdict())}")
                 return 1
         if failed:
             first = min(failed, key=lambda rank: notices[rank].time)
@@ -197,8 +197,7 @@ class Supervisor:
         lost = [rank for rank, notice in enumerate(notices) if notice.state is State.SPARE]
         if not gone and (self.process.returncode == 0 or lost):
             for rank in lost:
-                name, pid = notices[rank].text, notices[rank].pid
-                print(f"graphc: {name} (rank {rank}, pid {pid}) was lost; the others went on without it", file=sys.stderr)
+                print(f"graphc: {notices[rank].called(rank)} was lost; the others went on without it", file=sys.stderr)
             return 0
         sys.stderr.write(text)
         names = ", ".join(map(str, gone or range(self.board.size)))

@@ -22,6 +22,7 @@ from graphc.runtime.communicator import QueuedCommunicator, check_deadline, find
 from graphc.runtime.flight import dump
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
 from graphc.runtime.verdict import late
+from graphc.runtime.windows import ThreadWindows, Windows
 from graphc.runtime.world import THREAD_WORLD, World
 
 T = TypeVar("T")
@@ -140,6 +141,9 @@ class ThreadCommunicator(QueuedCommunicator):
 
     def gone(self) -> frozenset[int]:
         return self.group.gone()
+
+    def open_windows(self, nbytes: int) -> Windows:
+        return ThreadWindows(nbytes, lambda own: self.group.meet(self.rank, "windows", own))
 
     def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
         parts = even_parts(array.size, self.size)

@@ -140,9 +140,9 @@ class Watch:
         """Say why this worker ends, before it does."""
         self.board.write(self.rank, State.FAILED, text=text, code=code)
 
-    def spare(self, name: str) -> None:
-        """Say that the others can go on without this process, which they know as ``name``."""
-        self.board.write(self.rank, State.SPARE, text=name)
+    def introduce(self, name: str, *, spare: bool) -> None:
+        """Say what messages call this rank, and whether the others can go on without it."""
+        self.board.write(self.rank, State.SPARE if spare else State.RUNNING, text=name)
 
     def _gone(self, rank: int) -> None:
         notice = self.board.read(rank)
@@ -151,8 +151,9 @@ class Watch:
         if notice.state is State.SPARE:
             self.lost |= {rank}
             return
-        reason = f"failed: {notice.text}" if notice.text else "ended without a word; it was killed or crashed"
-        self._end(f"rank {rank} (pid {notice.pid}) is gone: {reason}")
+        told = notice.text and notice.state is not State.RUNNING
+        reason = f"failed: {notice.text}" if told else "ended without a word; it was killed or crashed"
+        self._end(f"{notice.called(rank)} is gone: {reason}")
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:

@@ -143,7 +143,7 @@ def test_the_message_names_the_rank(program: str, message: str, code: int) -> No
 
 
 SPARE = """
-if comm.rank == 1: comm.spare("worker 0"); comm.barrier(); time.sleep(0.2); os.kill(os.getpid(), 9)
+if comm.rank == 1: comm.introduce("worker 0", spare=True); comm.barrier(); time.sleep(0.2); os.kill(os.getpid(), 9)
 comm.barrier()
 limit = time.monotonic() + 10
 while comm.gone() != {1} and time.monotonic() < limit: time.sleep(0.01)

@@ -1,0 +1,58 @@
+"""Parameter servers: what workers read from them and send to them. Each is the identity where one process does everything.
+
+``server`` is the index of the server that holds the operands, or -1: every server (``Pull`` then reads from the first).
+``staleness`` is how many steps a worker may be ahead of the slowest live one, or -1 without such a bound; 0 is synchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
+
+EVERY = -1
+"""The ``server`` of what every server holds or gets."""
+
+UNBOUNDED = -1
+"""The ``staleness`` without a bound."""
+
+COMMON: Mapping[str, Any] = {"tag": REQUIRED, "server": 0, "servers": 1, "staleness": UNBOUNDED}
+
+
+def _same(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    if not EVERY <= attributes.get("server", 0) < attributes.get("servers", 1):
+        raise ValueError(f"there is no server {attributes['server']} among {attributes['servers']}")
+    return [spec_of(v) for v in inputs]
+
+
+def _alone(op: Builder, *inputs: ir.Value, **attributes: Any) -> tuple[ir.Value, ...]:
+    return inputs
+
+
+declare_primitive(
+    "Pull",
+    inputs="*x",
+    outputs="*y",
+    attributes=COMMON,
+    infer=_same,
+    effect=True,
+    decompose=_alone,
+    doc="""y_k is the state x_k as its server holds it now. ``servers`` is the number of servers.""",
+)
+declare_primitive(
+    "Push",
+    inputs="*x",
+    outputs="*y",
+    attributes={**COMMON, "reduce": "sum", "bucket": ""},
+    infer=_same,
+    effect=True,
+    decompose=_alone,
+    doc="""y_k is x_k of one worker as it arrived at the servers, or with ``staleness`` 0 the reduction over the live workers.
+
+    What depends on y_k is the servers' part of the graph. ``reduce`` is sum, mean, min, max or prod.
+    """,
+)
