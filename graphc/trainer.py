@@ -71,7 +71,7 @@ class Trainer:
         if cls is Trainer and server_options(program.model.graph) is not None:
             from graphc.served import ServedTrainer
 
-            return super().__new__(ServedTrainer)  # type: ignore[type-var]
+            return super().__new__(ServedTrainer)  # type: ignore[return-value]
         return super().__new__(cls)
 
     def __init__(

@@ -546,9 +546,7 @@ class Worker(Member):
         count: finished steps of this worker.
     """
 
-    def __init__(
-        self, layout: Layout, windows: Windows, comm: Communicator, backend: Backend, *, check: bool
-    ) -> None:
+    def __init__(self, layout: Layout, windows: Windows, comm: Communicator, backend: Backend, *, check: bool) -> None:
         super().__init__(layout, windows, comm)
         self.index = comm.rank - layout.servers
         self.count, self.version = 0, 0
