@@ -92,7 +92,7 @@ class ServedTrainer(Trainer):
         """Train for ``epochs`` passes over ``batches``, on all ranks at once; returns when every live worker has finished.
 
         Args:
-            batches: :class:`~graphc.data.Shards` with ``size`` the number of workers: each worker takes the next share that
+            batches: ``shard(…, rank=0, size=trainer.workers)``, the same on all ranks: each worker takes the next share that
                 nobody has taken, so that the shares of a dead one fall to the others. Any other iterable is this worker's
                 own.
             callbacks: called on rank 0, as by :meth:`Trainer.fit`, and with ``{"event": "lost", "worker": w, "step": s}``.
@@ -101,11 +101,9 @@ class ServedTrainer(Trainer):
             On rank 0 the means of the last epoch; nothing on other ranks.
 
         Raises:
-            UsageError: shares that may be empty: a push needs a sample.
+            UsageError: shards for another number of workers, or that may be empty: a push needs a sample.
         """
         if isinstance(batches, Shards):
-            if batches.tail == "weight-zero":
-                raise UsageError("a push needs a sample: with parameter servers tail is keep, drop or pad")
             self.attach(batches)
         if self.is_server:
             return self.serve(batches, callbacks=callbacks, log_every=log_every)
@@ -323,8 +321,29 @@ class ServedTrainer(Trainer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
+    def _check_shards(self, shards: Shards) -> None:
+        if shards.size != self.workers:
+            raise UsageError(
+                f"the data is cut for {shards.size} workers, there are {self.workers} beside the servers;"
+                " give shard(…, rank=0, size=trainer.workers): each takes the next share that nobody has taken"
+            )
+        if shards.tail == "weight-zero":
+            raise UsageError("a push needs a sample: with parameter servers tail is keep, drop or pad")
+
+    def evaluate(self, batches: Batches) -> dict[str, float]:
+        """Loss and metrics in inference mode over ``batches``, with the parameters that this rank holds.
+
+        While workers train, these are current on rank 0 in callbacks; after :meth:`fit`, on rank 0 and on workers.
+
+        Raises:
+            UsageError: shards of which other ranks would have to take their part.
+        """
+        if isinstance(batches, Shards) and batches.size != 1:
+            raise UsageError("with parameter servers a rank evaluates alone; give shard(…, rank=0, size=1)")
+        return super().evaluate(batches)
+
     def _sum_over_workers(self, total: Array) -> None:
-        """Each rank evaluates what it is given: no collective may wait for a worker that is gone."""
+        """No collective may wait for a worker that is gone."""
 
     @property
     def _begun(self) -> bool:

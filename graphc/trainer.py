@@ -268,11 +268,7 @@ class Trainer:
         Raises:
             UsageError: these are another worker's shards, or the position is one in other data or in another order.
         """
-        if (shards.rank, shards.size) != (self.rank, self.size):
-            raise UsageError(
-                f"the data is that of rank {shards.rank} of {shards.size}, this worker is rank {self.rank} of {self.size};"
-                " give shard(…, rank=trainer.rank, size=trainer.size)"
-            )
+        self._check_shards(shards)
         if self._position is not None:
             shards.load_state_dict(self._position)
         self._shards, self._position = shards, None
@@ -356,6 +352,13 @@ class Trainer:
             raise WorldError(
                 f"the mesh {mesh} wants {mesh.size} worker(s), the world has {self.size};"
                 f" start with 'graphc launch -n {mesh.size} …' or compile for Mesh(data={self.size})"
+            )
+
+    def _check_shards(self, shards: Shards) -> None:
+        if (shards.rank, shards.size) != (self.rank, self.size):
+            raise UsageError(
+                f"the data is that of rank {shards.rank} of {shards.size}, this worker is rank {self.rank} of {self.size};"
+                " give shard(…, rank=trainer.rank, size=trainer.size)"
             )
 
     def _sum_over_workers(self, total: Array) -> None:

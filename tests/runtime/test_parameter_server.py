@@ -67,7 +67,7 @@ N = random.randint(20, 400)
 with graphc.Trainer(program, threads=1, wrap=wrap if victim else None) as trainer:
     def strike(event):  # of the first server
         if event["event"] == "step" and event["step"] == N: os.kill(os.getpid(), 9)
-    data = graphc.data.shard({"x": np.ones((1000, 1), np.float32)}, global_batch=2, size=trainer.workers)
+    data = graphc.data.shard({"x": np.ones((1000, 1), np.float32)}, global_batch=2, rank=0, size=trainer.workers)
     trainer.fit(data, epochs=2, callbacks=[strike] if victim else [], log_every=1)
     values = {float(v) for n, a in trainer.state.arrays.items() if n in "vw" for v in a.ravel()}
     print("rank", trainer.rank, trainer.steps_done, sorted(trainer.lost), sorted(values), trainer.state_sha256()[:8])

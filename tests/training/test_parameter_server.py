@@ -176,7 +176,7 @@ def test_without_a_bound_nobody_waits(counting: str) -> None:
 
 def deserting(comm: Any, path: str, strategy: str) -> tuple[int, dict[int, int], set[float]]:
     """Worker 1 leaves after two steps, in the middle of an epoch of 10 batches."""
-    data = shard({"x": np.ones((20, 1), np.float32)}, global_batch=2, size=2)
+    data = shard({"x": np.ones((20, 1), np.float32)}, global_batch=2, rank=0, size=2)
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1) as trainer:
         assert isinstance(trainer, ServedTrainer)
         if comm.rank == trainer.options.servers + 1:
@@ -272,7 +272,7 @@ def interrupted(comm: Any, path: str, strategy: str, folder: Path, resume: bool,
     x, y = SPECS["mlp"].batch(40, 0)
     with graphc.Trainer(compiled(path, strategy), comm=comm, threads=1) as trainer:
         assert isinstance(trainer, ServedTrainer)
-        data = shard({"input": x, "label": y}, global_batch=8, size=trainer.workers)
+        data = shard({"input": x, "label": y}, global_batch=8, rank=0, size=trainer.workers)
         if resume:
             trainer.restore(folder)
         events: list[dict[str, Any]] = []
@@ -329,9 +329,9 @@ def accuracy(comm: Any, workers: int) -> float | None:
         strategy="parameter_server:servers=1",
     )
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
-        trainer.fit(shard(digits.train, global_batch=32 * workers, size=workers), epochs=4)
+        trainer.fit(shard(digits.train, global_batch=32 * workers, rank=0, size=workers), epochs=4)
         if comm.rank == 0:
-            return trainer.evaluate(shard(digits.test, global_batch=64, shuffle=False))["accuracy"]
+            return trainer.evaluate(shard(digits.test, global_batch=64, rank=0, size=1))["accuracy"]
         return None
 
 
@@ -397,6 +397,36 @@ def test_bad_worlds(counting: str) -> None:
     for_two = graphc.compile(counting, loss=loss, optimizer=optimizer, strategy="parameter_server", mesh=graphc.Mesh(data=2))
     with pytest.raises(graphc.errors.WorldError, match=r"want 3 processes, the world has 2"):
         run_threads(2, lambda comm: graphc.Trainer(for_two, comm=comm))
+
+
+def late(comm: Any, path: str, strategy: str) -> None:
+    with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=0.4) as trainer:
+        assert isinstance(trainer, ServedTrainer)
+        if comm.rank == 2:
+            trainer.step(ONE)
+            time.sleep(2)
+        trainer.fit([ONE] * 100)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server:staleness=0", "parameter_server:staleness=2"])
+def test_a_worker_that_does_not_come_is_named(strategy: str, counting: str) -> None:
+    with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 0.4 s"):
+        run_threads(3, lambda comm: late(comm, counting, strategy))
+
+
+def foreign(comm: Any, path: str) -> None:
+    x = {"x": np.ones((8, 1), np.float32)}
+    with graphc.Trainer(count_program(path, "parameter_server"), comm=comm, threads=1) as trainer:
+        for data, message in (
+            (shard(x, global_batch=4, rank=comm.rank, size=comm.size), "cut for 3 workers, there are 2"),
+            (shard(x, global_batch=4, rank=0, size=2, tail="weight-zero"), "a push needs a sample"),
+        ):
+            with pytest.raises(graphc.errors.UsageError, match=message):
+                trainer.fit(data)
+
+
+def test_data_for_other_workers_is_refused(counting: str) -> None:
+    run_threads(3, lambda comm: foreign(comm, counting))
 
 
 def misused(comm: Any, path: str) -> list[str]:
