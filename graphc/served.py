@@ -25,7 +25,10 @@ from graphc.roles import ServerOptions, server_options, worker_part
 from graphc.runtime import checkpoint
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
-from graphc.runtime.parameter_server import Layout, Server, Worker, check_world, plan_part
+from graphc.runtime.parameter_layout import Layout, check_world
+from graphc.runtime.parameter_member import plan_part
+from graphc.runtime.parameter_server import Server
+from graphc.runtime.parameter_worker import Worker
 from graphc.runtime.state import State
 from graphc.trainer import Batches, Callback, Trainer, _key
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
 from tests.training.test_parameter_server import COUNTING, OPTIMIZERS, train
 
@@ -35,8 +36,9 @@ def train_twice(comm: Any, path: str, strategy: str) -> list[Any]:
 
 
 def test_synchronous_is_mirrored_to_the_bit(exported: Callable[[str], str]) -> None:
+    """The mirrored workers are threads: two ranks have one sum, whoever adds it."""
     path = exported("mlp")
-    mirrored = map_ranks(2, train_twice, path, "mirrored")
+    mirrored = run_threads(2, lambda comm: train_twice(comm, path, "mirrored"))
     served = map_ranks(4, train_twice, path, "parameter_server:servers=2,staleness=0")
     for k in range(len(OPTIMIZERS)):
         assert {found[k][1] for found in served} == {mirrored[0][k][1]}

@@ -298,6 +298,20 @@ def test_a_checkpoint_continues(strategy: str, ranks: int, exported: Callable[[s
     assert whole[0][0] == 20
 
 
+def continued(comm: Any, path: str, folder: Path) -> tuple[int, str]:
+    x, y = SPECS["mlp"].batch(40, 0)
+    with graphc.Trainer(compiled(path, "mirrored"), comm=comm, threads=1) as trainer:
+        trainer.restore(folder)
+        trainer.fit(shard({"input": x, "label": y}, global_batch=8, rank=comm.rank, size=comm.size), epochs=2)
+        return trainer.steps_done, trainer.state_sha256()
+
+
+def test_another_strategy_goes_on_from_a_checkpoint(exported: Callable[[str], str], tmp_path: Path) -> None:
+    path, strategy = exported("mlp"), "parameter_server:servers=2,staleness=0"
+    whole = run_threads(4, lambda comm: interrupted(comm, path, strategy, tmp_path, False, 4))
+    assert run_threads(2, lambda comm: continued(comm, path, tmp_path)) == [whole[0]] * 2
+
+
 def poisoned(comm: Any, path: str, strategy: str) -> tuple[str, set[float]]:
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1) as trainer:
         assert isinstance(trainer, ServedTrainer)
