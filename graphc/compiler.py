@@ -83,6 +83,7 @@ def training_pipeline(
         Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
         *([Step("recompute", again)] if again else []),  # fewer activations wait for the backward pass
         optimizer.step(),  # one update node a parameter
+        *(parallel.master_steps() if low else []),  # float32 parameters for updates alone, low copies for products
         Step("allreduce"),  # between every gradient and its update
         *([Step("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
         *parallel.gradient_steps(),  # micro-batches, clipping, compression, skipping

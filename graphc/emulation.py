@@ -15,7 +15,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import has_effect
+from graphc.ir.declare import declaration_of, has_effect
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -67,7 +67,14 @@ def _is_half(value: ir.Value | None) -> bool:
 
 def _is_plain(node: ir.Node) -> bool:
     """Whether the node computes tensors from tensors, without a body and without an effect."""
-    if has_effect(node) or node.op_type == "Recompute" or node.op_type in (CONVERSIONS if node.domain else AS_THEY_ARE):
+    declaration = declaration_of(node)
+    measures = declaration is not None and bool(declaration.combine)  # which reads a bucket where it lies
+    if (
+        has_effect(node)
+        or measures
+        or node.op_type == "Recompute"
+        or node.op_type in (CONVERSIONS if node.domain else AS_THEY_ARE)
+    ):
         return False
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
         return False

@@ -18,6 +18,7 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, static_dims
 from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan, make_plan
+from graphc.steps import UpdateGroup
 from graphc.trainer import make_backend
 
 NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
@@ -29,29 +30,35 @@ class Memory:
     """Bytes on one worker.
 
     Attributes:
-        parameters: what trains, and what is frozen.
+        parameters: what the computation reads: what trains, and what is frozen.
+        masters: float32 parameters of which the computation reads a copy in a lower type.
         gradients: the flat buffers of the buckets.
         optimizer: momenta and the like.
         other_state: running statistics with their batch values, counters.
         feeds: the inputs of a step.
         activations: the arena of what steps hand to each other, at its peak.
-        collectives: operands of collectives that are no gradients: the scalars of the loss.
+        collectives: buffers of collectives beside these.
+        host: of all this, what lies in the host's memory (offloaded masters and optimizer state).
     """
 
     parameters: int
+    masters: int
     gradients: int
     optimizer: int
     other_state: int
     feeds: int
     activations: int
     collectives: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(asdict(self).values()) - self.host
 
 
-def memory_of(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1) -> Memory:
+def memory_of(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1, rank: int = 0
+) -> Memory:
     """The memory of a training graph (or of a model in inference) for feeds of these shapes.
 
     Args:
@@ -59,6 +66,7 @@ def memory_of(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: 
         shapes: concrete shape of every graph input.
         backend: whose plan is measured; backends cut a graph into different segments.
         world_size: ranks on the data axis.
+        rank: the worker; ranks differ where the state of a strategy is divided unevenly.
 
     Raises:
         FeedError: shapes that contradict the graph.
@@ -66,22 +74,25 @@ def memory_of(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: 
     engine = make_backend(backend, threads=1)
     try:
         native, halves = engine.prefers_native, engine.computes_halves
-        return memory_of_plan(make_plan(model, shapes, native=native, world_size=world_size, halves=halves))
+        return memory_of_plan(make_plan(model, shapes, native=native, world_size=world_size, rank=rank, halves=halves))
     finally:
         engine.close()
 
 
 def memory_of_plan(plan: Plan) -> Memory:
     """The same for a plan that is at hand."""
-    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0, "other_state": 0}
+    sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
+    copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}
     counted: set[str] = set()
     for group in plan.groups:
-        other = group.nodes[0].op_type in NOT_OPTIMIZERS
         for index in group.flat:
             name = group.buffer(index)
-            kind = "other_state" if other else {0: "parameters", 1: "gradients"}.get(index, "optimizer")
-            sizes[kind] += plan.buffers[name]
+            if name in counted:
+                continue
             counted.add(name)
+            kind = _kind(group, index, copied)
+            sizes[kind] += plan.buffers[name]
+            sizes["host"] += plan.buffers[name] if group.offload and kind in ("masters", "optimizer") else 0
     updated = _updated(plan.model.graph)
     for name, value in plan.model.graph.initializers.items():
         if name not in updated:
@@ -90,6 +101,14 @@ def memory_of_plan(plan: Plan) -> Memory:
     arena = rest.pop("arena", 0)
     feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
     return Memory(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
+
+
+def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:
+    if group.nodes[0].op_type in NOT_OPTIMIZERS:
+        return "other_state"
+    if index == 0:
+        return "masters" if group.buffer(0) in copied else "parameters"
+    return "gradients" if index == 1 else "optimizer"
 
 
 def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:

@@ -68,6 +68,15 @@ class Parallel:
             )
         return [Step("sync_batchnorm")] if self.sync_batchnorm else []
 
+    def master_steps(self) -> list[Step]:
+        """With mixed precision, the pass between the optimizer and ``allreduce`` that keeps float32 masters apart.
+
+        What adds up or transforms gradients on the way takes them in float32.
+        """
+        if self.strategy.partition(":")[0] not in ("zero", "central_storage"):
+            return []
+        return [Step("master_weights", {"low_gradients": self.accumulate == 1 and not self._shards()})]
+
     def gradient_steps(self) -> list[Step]:
         """Passes between ``allreduce`` and ``bucket``."""
         steps: list[Step] = []

@@ -129,8 +129,10 @@ def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
             f"{strategy} replaces the AllReduce in front of each update, but the gradient of {state.name!r} comes from"
             f" {between}; compression and other strategies exclude it"
         )
-    if reduction.attributes.get_string("reduce", "sum") not in ("sum", "mean") or reduction.attributes.get_int("every", 1) > 1:
-        raise UsageError(f"{strategy} takes gradients that are summed in every step, unlike {reduction.name!r}")
+    values = reduction.attributes
+    dense = values.get_int("every", 1) == 1 and values.get_int("nonzero", 0) == 0
+    if values.get_string("reduce", "sum") not in ("sum", "mean") or not dense:
+        raise UsageError(f"{strategy} takes gradients all of which are summed in every step, unlike {reduction.name!r}")
     if not node.attributes.get_string(BUCKET, ""):
         raise UsageError(f"{strategy} shards flat buffers: run 'bucket' before it")
     return reduction
@@ -156,7 +158,7 @@ def _measures(buckets: dict[ir.Node, list[ir.Node]], strategy: str) -> list[ir.N
 def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, transient: bool) -> ir.Node:
     """Replace the AllReduce by a ReduceScatter; what accumulates over micro-batches is kept whole all the same."""
     op.before, op.scope = reduction, reduction.name or "scatter"
-    attributes = {k: a.value for k, a in reduction.attributes.items() if k != "every"}
+    attributes = {k: a.value for k, a in reduction.attributes.items() if k not in ("every", "nonzero")}
     accumulated = any((p := v.producer()) is not None and p.op_type == "Accumulate" for v in reduction.inputs if v is not None)
     attributes.update({"owner": owner, "transient": int(transient and not accumulated)})
     name = (reduction.name or "").replace("allreduce/", "scatter/")

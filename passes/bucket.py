@@ -51,7 +51,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     closed.sort(key=lambda item: _produced(item[1][-1], position))
     op = Builder(graph)
     for k, (_, nodes) in enumerate(closed):
-        for node in nodes:
+        for node in (*nodes, *(copy for n in nodes if (copy := _copy(n)) is not None)):
             node.attributes[BUCKET] = ir.AttrString(BUCKET, f"b{k}")
         _merge(graph, op, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
     scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
@@ -65,6 +65,11 @@ def _fits(node: ir.Node) -> bool:
     """Whether the update reduces an operand (a gradient or a statistic), as opposed to a counter."""
     declaration = declaration_of(node)
     return declaration is not None and bool(declaration.next_value) and 1 in declaration.reduces
+
+
+def _copy(node: ir.Node) -> ir.Node | None:
+    """The update that keeps a copy of the new parameter in a narrower type."""
+    return next((user for user in node.outputs[0].consumers() if user.op_type == "Narrow" and user.domain == "graphc"), None)
 
 
 def _gradient(node: ir.Node) -> ir.Value:
@@ -111,7 +116,8 @@ def _key(node: ir.Node) -> tuple[str, ...]:
         dtype = reduction.outputs[0].dtype
         how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}/{dtype}"
         how += "/sparse" * (_nonzero(reduction) > 0)
-    return (node.op_type, str(_gradient(node).dtype), how, present, repr(sorted(attributes.items())))
+    copy = "" if (narrow := _copy(node)) is None else str(narrow.outputs[0].dtype)
+    return (node.op_type, str(_gradient(node).dtype), copy, how, present, repr(sorted(attributes.items())))
 
 
 def _nonzero(reduction: ir.Node) -> int:

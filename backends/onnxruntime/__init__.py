@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Array, Binding, Run, native_kernel
+from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
 
@@ -115,7 +116,7 @@ class OnnxRuntimeBackend:
         return kernel.inplace if kernel is not None else {}
 
     def all_finite(self, array: Array) -> bool:
-        if array.dtype == np.float32:
+        if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:
             return int(kernels.nonfinite_count(array, self.pool)) == 0
         return bool(np.isfinite(array).all())
 

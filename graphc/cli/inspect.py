@@ -24,6 +24,7 @@ def command(
         bool, typer.Option("--memory", help="Bytes of a step on one worker, before and after recompute.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch", help="With --memory: size of every symbolic dimension.", min=1)] = 1,
+    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="With --memory: the workers, data=N.")] = "data=1",
     backend: options.Backend = "auto",
     freeze: options.Freeze = None,
     train: options.Train = None,
@@ -39,7 +40,7 @@ def command(
             raise UsageError(f"--show {part!r}{nearest(part, PARTS)}; it takes {', '.join(PARTS)}")
     loaded = frontends.load(model)
     if memory:
-        _show_memory(loaded, batch, backend, form)
+        _show_memory(loaded, batch, backend, mesh, form)
         return
     found: dict[str, Any] = {}
     if not parts:
@@ -66,30 +67,38 @@ def command(
             output.say(f"no {part}")
 
 
-def _show_memory(model: ir.Model, batch: int, backend: str, form: Format) -> None:
-    """Bytes by kind; a graph that recomputes is measured without it as well."""
+def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: Format) -> None:
+    """Bytes by kind on each worker; a graph that recomputes is measured without it as well."""
     import dataclasses
 
     from graphc.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
+    from graphc.mesh import Mesh
     from graphc.pipeline import Step, run
 
     if not is_training_graph(model):
         model = model.clone()
         run(model, [Step("legalize"), Step("simplify")])
-    graphs = {"bytes": model}
+    workers = Mesh.parse(mesh).size
+    graphs = {"": model}
     if has_recomputation(model):
         graphs = {"before": without_recomputation(model), "after": model}
     shapes = feed_shapes(model, batch)
     found: dict[str, dict[str, int]] = {}
     for name, graph in graphs.items():
-        measured = memory_of(graph, shapes, backend=backend)
-        found[name] = {**dataclasses.asdict(measured), "total": measured.total}
+        ranks = [memory_of(graph, shapes, backend=backend, world_size=workers, rank=rank) for rank in sorted({0, workers - 1})]
+        for title, measured in zip(("rank 0", "other ranks"), ranks, strict=False):
+            rank = title if len(set(ranks)) > 1 else ""
+            found[f"{name} {rank}".strip() or "bytes"] = {**dataclasses.asdict(measured), "total": measured.total}
     if form is Format.json:
-        output.document({"batch": batch, **found.get("bytes", found)})
+        output.document({"batch": batch, "workers": workers, **found.get("bytes", found)})
         return
     columns = list(found)
-    cells = [[kind.replace("_", " "), *(output.size(found[c][kind]) for c in columns)] for kind in found[columns[0]]]
-    output.table(["memory", *columns], cells, title=f"one worker, batch {batch}")
+    shown = [kind for kind in found[columns[0]] if kind not in ("masters", "host") or any(found[c][kind] for c in columns)]
+    shown.sort(key="host".__eq__)
+    names = {"host": "of it on the host"}
+    cells = [[names.get(kind, kind.replace("_", " ")), *(output.size(found[c][kind]) for c in columns)] for kind in shown]
+    title = "one worker" if workers == 1 else f"each of {workers} workers"
+    output.table(["memory", *columns], cells, title=f"{title}, batch {batch}")
 
 
 def _cell(value: Any) -> Any:

@@ -125,6 +125,23 @@ def test_compile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "start" in plan
 
 
+def test_inspect_shows_the_memory_of_each_worker(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Adam's 8 bytes a parameter are divided by ZeRO, and lie on the host of rank 0 with central storage."""
+    command = ["compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adam", "--strategy"]
+    assert main([*command, "zero:stage=1,offload=true"]) == 0
+    capfd.readouterr()
+    whole, half = (document(capfd, "inspect", "t.onnx", "--memory", "--batch", "8", "--mesh", f"data={n}") for n in (1, 2))
+    assert half["optimizer"] == half["host"] == pytest.approx(whole["optimizer"] / 2, rel=0.1)
+    assert half["parameters"] == pytest.approx(whole["parameters"], rel=0.1)
+    assert main([*command, "central_storage"]) == 0
+    capfd.readouterr()
+    central = document(capfd, "inspect", "t.onnx", "--memory", "--batch", "8", "--mesh", "data=4")
+    assert central["rank 0"]["host"] == whole["optimizer"]
+    assert central["other ranks"]["optimizer"] == 0
+    assert main(["inspect", "t.onnx", "--memory", "--mesh", "data=2"]) == 0
+    assert "of it on the host" in capfd.readouterr().out
+
+
 def test_a_standard_training_graph_steps_as_pytorch_does(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "mlp.onnx", "-o", "s.onnx", "--standard", *LOSS, "--optimizer", "sgd:lr=0.5"]) == 0
     model = onnx.load("s.onnx")

@@ -15,6 +15,7 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.errors import NonFiniteError, UsageError
+from graphc.memory import memory_of
 from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small, torch_models
@@ -210,3 +211,72 @@ def test_what_cannot_be_sharded_is_named() -> None:
         small.compiled(strategy="zero:stage=4")
     with pytest.raises(UsageError, match=r"zero replaces the AllReduce .* comes from .* compression"):
         small.compiled(strategy="zero:stage=1", compress="bf16")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"])
+def test_float32_masters_are_divided_too(precision: str, strategy: str, tmp_path: Path) -> None:
+    """On one worker to the bit what mixed precision is without the strategy; on two up to the rounding of summed gradients."""
+    batches = digits(1, 10)
+    (plain,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01", precision=precision), batches))
+    program = small.compiled("adam:lr=0.01", precision=precision, strategy=strategy)
+    (one,) = run_threads(1, lambda comm: run(comm, program, batches))
+    assert one["losses"] == plain["losses"]
+    assert one["hash"] == plain["hash"]  # copies in the low type are no part of a checkpoint
+    two = run_threads(2, lambda comm: run(comm, program, batches, lambda trainer: trainer.save(tmp_path)))
+    assert two[0]["hash"] == two[1]["hash"]
+    assert small.largest_difference(two[0]["state"], plain["state"]) < 1e-3
+
+    def restored(comm: Any) -> dict[str, Any]:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            trainer.restore(tmp_path)
+            mine = share(8, comm.rank, comm.size)
+            return {"loss": trainer.step({n: a[mine] for n, a in digits(1, 1)[0].items()})["loss"]}
+
+    losses = [run_threads(workers, restored)[0]["loss"] for workers in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def allocated(trainer: graphc.Trainer) -> int:
+    """Bytes of all arrays that a trainer with one plan holds for training."""
+    (executor,) = trainer._training.values()
+    state = sum(array.nbytes for array in trainer.state.flat.values())
+    fixed = set(trainer.program.model.graph.initializers) - trainer.state.updated
+    fixed -= {low for lows in trainer.state.copies.values() for low in lows}
+    single = sum(trainer.state.arrays[name].nbytes for name in fixed)
+    buffers = sum(b.nbytes for name, b in executor._buffers.items() if name not in trainer.state.flat)
+    return state + single + buffers + sum(a.nbytes for a in executor.inputs.values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "formula"),
+    [
+        ("mirrored", lambda psi, n: 16 * psi),
+        ("zero:stage=1", lambda psi, n: 4 * psi + 12 * psi / n),
+        ("zero:stage=2,offload=true", lambda psi, n: 2 * psi + 14 * psi / n),
+        ("zero:stage=3", lambda psi, n: 16 * psi / n),
+    ],
+)
+def test_bytes_per_rank_follow_the_formulas(
+    strategy: str, formula: Callable[[int, int], float], exported: Callable[[str], str]
+) -> None:
+    """Mixed precision with Adam: what is shown is what is allocated, and both are the figures of the paper."""
+    program = compile_for(exported("mlp"), strategy, precision="bf16", bucket_mb=1.0)
+    x, y = SPECS["mlp"].batch(8, 0)
+
+    def work(comm: Any) -> int:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            mine = share(8, comm.rank, comm.size)
+            trainer.step({"input": x[mine], "label": y[mine]})
+            return allocated(trainer)
+
+    psi = sum(int(np.prod(v.shape.numpy())) for v in program.original.graph.initializers.values())
+    for workers in (2, 4):
+        found = run_threads(workers, work)
+        for rank in range(workers):
+            shapes = {"input": (8 // workers, *x.shape[1:]), "label": (8 // workers,)}
+            shown = memory_of(program.model, shapes, world_size=workers, rank=rank)
+            assert shown.total == found[rank]
+            state = shown.parameters + shown.masters + shown.gradients + shown.optimizer
+            assert state == pytest.approx(formula(psi, workers), rel=0.01)
+            assert shown.host == (shown.masters + shown.optimizer if "offload" in strategy else 0)

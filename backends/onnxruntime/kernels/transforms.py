@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -55,9 +55,21 @@ def narrow(k: Binding) -> Run:
 @kernel("onnxruntime", "graphc::Widen", dtypes=(ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 def widen(k: Binding) -> Run:
     (source, *_) = given(k.inputs, 1)
-    if source.dtype == np.float16:
-        return _convert(k, _from_float16, np.uint16, np.float32)
-    return _convert(k, _from_bfloat16, np.uint16, np.uint32)
+    loop, write = widening(source.dtype)
+    return _convert(k, loop, np.uint16, write)
+
+
+def widening(dtype: np.dtype[Any]) -> tuple[Callable[..., None], type[np.generic]]:
+    """The loop that makes float32 of ``dtype`` (seen as uint16), and as what it sees the float32 array."""
+    return (_from_float16, np.float32) if dtype == np.float16 else (_from_bfloat16, np.uint32)
+
+
+@kernel("onnxruntime", "graphc::Narrow", dtypes=(ir.DataType.FLOAT16, ir.DataType.BFLOAT16), inplace=OPS["Narrow"].next_value)
+def narrow_copy(k: Binding) -> Run:
+    (_, wide), (copy,), pool = given(k.inputs, 2), given(k.outputs, 1), k.pool
+    loop = _to_float16 if copy.dtype == np.float16 else _to_bfloat16
+    source, target = wide.reshape(-1).view(np.uint32), copy.reshape(-1).view(np.uint16)
+    return lambda: pool.run(loop, (source, target), source.size, BLOCK)
 
 
 def _convert(k: Binding, loop: Callable[..., None], read: type[np.generic], write: type[np.generic]) -> Run:

@@ -8,18 +8,23 @@ Loops run from 0 over slices: an index that might be negative would be wrapped a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import no_type_check
 
 import numpy as np
+import onnx_ir as ir
 
 from graphc.backend import Array, Binding, Pool, Run, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.backends.onnxruntime.kernels.transforms import widening
 from graphc.ir.declare import OPS
 
 GRAIN = 16384
 """Elements of a range worth handing to another thread: about ten microseconds of work."""
+
+PIECE = 1 << 18
+"""Gradients of half precision that are made float32 at a time: 1 MB, which stays in the cache."""
 
 
 def _in_place(op: str) -> Mapping[int, int]:
@@ -72,15 +77,35 @@ def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: 
     coefficients = np.zeros(10, dtype=np.float32)
     coefficients[9] = k.attributes.get("clip_value") or math.inf
     arguments, size, pool, skipped = (*arrays, coefficients), arrays[0].size, k.pool, _skipped(k)
+    pieces = _widened(arrays) if arrays[1].dtype.itemsize == 2 else None
 
     def run() -> None:
         settle()
         if skipped():
             return
         write(coefficients)
-        pool.run(loop, arguments, size, GRAIN)
+        if pieces is None:
+            pool.run(loop, arguments, size, GRAIN)
+            return
+        for widen, low, wide, piece in pieces:
+            pool.run(widen, (low, wide), low.size, GRAIN)
+            pool.run(loop, (*piece, coefficients), low.size, GRAIN)
 
     return run
+
+
+def _widened(arrays: Sequence[Array]) -> list[tuple[Callable[..., None], Array, Array, list[Array]]]:
+    """The arrays cut in pieces, each with the loop that makes float32 of its half-precision gradients, in a scratch array."""
+    gradient, size = arrays[1], arrays[0].size
+    widen, seen = widening(gradient.dtype)
+    scratch = np.zeros(min(size, PIECE), dtype=np.float32)
+    found = []
+    for start in range(0, size, PIECE):
+        stop = min(size, start + PIECE)
+        wide = scratch[: stop - start]
+        piece = [wide if k == 1 else array[start:stop] for k, array in enumerate(arrays)]
+        found.append((widen, gradient[start:stop].view(np.uint16), wide.view(seen), piece))
+    return found
 
 
 @kernel("onnxruntime", "graphc::SGD", inplace=_in_place("SGD"))
@@ -274,7 +299,7 @@ def increment(k: Binding) -> Run:
     return run
 
 
-@kernel("onnxruntime", "graphc::AnyNonFinite")
+@kernel("onnxruntime", "graphc::AnyNonFinite", dtypes=(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 def any_non_finite(k: Binding) -> Run:
     (skip,) = given(k.outputs, 1)
     arrays, pool = given(k.inputs, len(k.inputs)), k.pool
@@ -286,11 +311,14 @@ def any_non_finite(k: Binding) -> Run:
 
 
 def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
-    """How many elements of a C-contiguous float32 array are NaN or infinite.
+    """How many elements of a C-contiguous float32, float16 or bfloat16 array are NaN or infinite.
 
     Args:
         pool: threads that share the work; without it the calling thread does it alone.
     """
+    if array.dtype.itemsize == 2:
+        low = array.reshape(-1).view(np.int16)
+        return int(_count_nonfinite_halves(low, np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)))
     bits = array.reshape(-1).view(np.int32)
     parts = min(pool.threads, bits.size // GRAIN) if pool is not None else 1
     if pool is None or parts <= 1:
@@ -304,6 +332,15 @@ def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
 @no_type_check
 def _count_nonfinite(bits):
     exponent = np.int32(0x7F800000)
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & exponent) == exponent
+    return count
+
+
+@exact
+@no_type_check
+def _count_nonfinite_halves(bits, exponent):
     count = 0
     for i in range(bits.size):
         count += (bits[i] & exponent) == exponent

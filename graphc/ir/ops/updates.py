@@ -2,7 +2,8 @@
 
 Common to all optimizers: ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is grad / divisor;
 ``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters, gradients and
-state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it).
+state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it); the gradient
+of a float32 parameter may have half precision.
 Scalars that depend on the step are computed in float64, as PyTorch does in Python. With ``clip_value`` above 0 each element
 of grad / divisor is limited to ±clip_value before anything else (``torch.nn.utils.clip_grad_value_``). Where the rank-0 bool
 ``skip`` is given and true, parameters and state stay as they are.
@@ -20,18 +21,24 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import InferFunction, Spec, declare, same_as, spec_of
 from graphc.ir.facts import static_dims
 
+LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""Types that the gradient of a float32 parameter may have; it counts as float32 in the update."""
 
-def like_parameter(outputs: int, *same: int) -> InferFunction:
-    """Inference of an optimizer: ``outputs`` tensors like input 0; the inputs ``same``, where given, must be like it too."""
+
+def like_parameter(outputs: int, *same: int, low: tuple[int, ...] = ()) -> InferFunction:
+    """Inference of an update: ``outputs`` tensors like input 0; the inputs ``same``, where given, must be like it too.
+
+    Those of ``low`` may have half precision instead.
+    """
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
         parameter = inputs[0]
         spec = spec_of(parameter)
         shape = static_dims(parameter) if parameter is not None else None
-        for value in (inputs[k] for k in same):
+        for index, value in ((k, inputs[k]) for k in same):
             if value is None:
                 continue
-            if value.dtype != spec[0]:
+            if value.dtype != spec[0] and not (index in low and value.dtype in LOW):
                 raise ValueError(f"{value.name!r} is {value.dtype}, the parameter {spec[0]}")
             other = static_dims(value)
             if shape is not None and other is not None and shape != other:
@@ -46,7 +53,7 @@ def like_parameter(outputs: int, *same: int) -> InferFunction:
     inputs="param grad lr divisor? skip?",
     outputs="next_param",
     attributes={"weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=like_parameter(1, 1),
+    infer=like_parameter(1, 1, low=(1,)),
     next_value={0: 0},
     reduces={1: "sum", 3: "sum"},
     elementwise=True,
@@ -73,7 +80,7 @@ def sgd(
     inputs="param grad momentum_buffer step lr divisor? skip?",
     outputs="next_param next_momentum_buffer",
     attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=like_parameter(2, 1, 2),
+    infer=like_parameter(2, 1, 2, low=(1,)),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
     elementwise=True,
@@ -135,7 +142,7 @@ def _adam(
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=like_parameter(3, 1, 2, 3),
+    infer=like_parameter(3, 1, 2, 3, low=(1,)),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
     elementwise=True,
@@ -173,7 +180,7 @@ def adam(
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
     attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0, "bucket": ""},
-    infer=like_parameter(3, 1, 2, 3),
+    infer=like_parameter(3, 1, 2, 3, low=(1,)),
     next_value={0: 0, 1: 2, 2: 3},
     reduces={1: "sum", 6: "sum"},
     elementwise=True,
@@ -210,7 +217,7 @@ def adamw(
     inputs="param grad sum step lr divisor? skip?",
     outputs="next_param next_sum",
     attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
-    infer=like_parameter(2, 1, 2),
+    infer=like_parameter(2, 1, 2, low=(1,)),
     next_value={0: 0, 1: 2},
     reduces={1: "sum", 5: "sum"},
     elementwise=True,
@@ -251,7 +258,7 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
         raise ValueError("grad_avg must be given exactly when centered")
     if bool(attributes["momentum"]) != (momentum_buffer is not None):
         raise ValueError("momentum_buffer must be given exactly when momentum is not 0")
-    return like_parameter(4, 1, 2, 3, 4)(inputs, attributes)
+    return like_parameter(4, 1, 2, 3, 4, low=(1,))(inputs, attributes)
 
 
 @declare(
@@ -330,6 +337,29 @@ def running_average(
     return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum)))
 
 
+def _infer_narrow(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    spec = spec_of(inputs[0])
+    spec_of(inputs[1])
+    return [spec]
+
+
+@declare(
+    "Narrow",
+    inputs="copy wide skip?",
+    outputs="next_copy",
+    attributes={"bucket": ""},
+    infer=_infer_narrow,
+    next_value={0: 0},
+    elementwise=True,
+)
+def narrow(op: Builder, copy: ir.Value, wide: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+    """copy' = the new parameter, rounded to the type of ``copy``: what the next step's products read.
+
+    In a skipped step the parameter is the old one, and so is the copy.
+    """
+    return op.Cast(wide, to=int(copy.dtype or ir.DataType.BFLOAT16))  # type: ignore[no-any-return]
+
+
 @declare(
     "Increment",
     inputs="step skip?",
@@ -347,7 +377,8 @@ def _gradient(
     op: Builder, param: ir.Value, grad: ir.Value, divisor: ir.Value | None, weight_decay: float, clip_value: float
 ) -> ir.Value:
     """clip(grad / divisor) + weight_decay · param"""
-    g = grad if divisor is None else op.Div(grad, op.cast_like(divisor, grad))
+    g = grad if grad.dtype == param.dtype else op.cast_like(grad, param)
+    g = g if divisor is None else op.Div(g, op.cast_like(divisor, g))
     if clip_value:
         g = op.Clip(g, op.scalar(-clip_value, g), op.scalar(clip_value, g))
     return op.Add(g, op.Mul(param, weight_decay)) if weight_decay else g
