@@ -19,7 +19,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from graphc.ir.bodies import bodies, captured
-from graphc.ir.declare import has_effect, is_update
+from graphc.ir.declare import has_effect
 from graphc.ir.facts import constant, dims
 from graphc.ir.infer import NOT_DETERMINED
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
@@ -89,8 +89,6 @@ class Joint:
         gradients = [v for n in nodes for v in n.outputs if GRADIENT_OF in v.metadata_props]
         results = [v for n in nodes for v in n.outputs if LOSS_TOTAL in v.metadata_props]
         results += [v for v in self.graph.outputs if GRADIENT_OF not in v.metadata_props]
-        read = (v for n in nodes if is_update(n) for v in n.inputs if v is not None)
-        results += [v for v in read if GRADIENT_OF not in v.metadata_props]
         early, late = ancestors(nodes, results), ancestors(nodes, gradients)
         self.forward = [n for n in nodes if any(v in early for v in n.outputs)]
         first = set(self.forward)

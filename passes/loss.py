@@ -17,7 +17,8 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe_value, is_float, static_dims
-from graphc.ir.names import LOSS_TOTAL
+from graphc.ir.names import LIVE, LOSS_TOTAL
+from graphc.ir.state import scalar
 from graphc.passes._loss_classes import negative_log_likelihood, softmax_cross_entropy
 from graphc.passes._loss_model import inline_model
 from graphc.passes._loss_request import Request, Sums, check_same_shape, hits, over_elements, producer_behind_views
@@ -99,10 +100,21 @@ def loss(
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction={reduction!r}{nearest(reduction, ('mean', 'sum'))}; it is mean or sum")
     op = Builder(model.graph, scope="loss")
-    sums = _KINDS[kind](Request(model.graph, ctx, op, kind, options, metrics))
+    sums = _where_live(model.graph, op, _KINDS[kind](Request(model.graph, ctx, op, kind, options, metrics)))
     _finish(model.graph, ctx, op, sums, reduction, keep_outputs)
     ctx.note(f"loss: {kind} ({reduction})")
     return True
+
+
+def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
+    """Sums that are 0 where this rank's share of the batch is empty, whatever its stand-in samples gave (NaN too)."""
+    alive = op.Greater(scalar(graph, LIVE, 1, np.float32), 0.0)
+
+    def gate(value: ir.Value) -> ir.Value:
+        return op.Where(alive, value, op.scalar(0.0, value))  # type: ignore[no-any-return]
+
+    counts = () if sums.correct is None or sums.counted is None else (gate(sums.correct), gate(sums.counted))
+    return Sums(gate(sums.total), gate(sums.weight), *counts)
 
 
 def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: str, keep_outputs: bool) -> None:

@@ -2,11 +2,12 @@
 
     before   y = BatchNormalization(x, scale, bias, mean, var)          z = Dropout(y, 0.5)
     after    y, m, v, _ = graphc.BatchNormalizationTraining(x, scale, bias)
-             mean' = graphc.RunningAverage(mean, m);  var' = graphc.RunningAverage(var, v)
+             mean' = graphc.RunningAverage(mean, m·samples, samples);  var' = graphc.RunningAverage(var, v·samples, samples)
              z = Mul(y, graphc.DropoutMask(shape of y, seed, step, sample_offset; ratio=0.5))
 
 Running statistics follow ONNX: the running variance averages the **biased** variance of each batch (PyTorch's own modules
-average the unbiased one, n/(n-1) times as large), and ``momentum`` weighs the old value.
+average the unbiased one, n/(n-1) times as large), and ``momentum`` weighs the old value. ``samples`` is the number of samples
+of this rank's share, 0 where it is empty (``graphc.live``): statistics of several shares are weighted by it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, is_parameter
-from graphc.ir.names import SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.names import LIVE, SAMPLE_OFFSET, SEED, STEP
 from graphc.ir.state import scalar
 from graphc.passes.simplify import replace
 from graphc.pipeline import Context, graph_pass
@@ -69,8 +70,11 @@ def train_mode(
             else:
                 ctx.note(f"train_mode: {node.name} keeps its inference behaviour, for its ratio is no constant")
     op.before = None
+    if averages:
+        op.scope = "samples"
+        samples = _samples(graph, op)
     for running, average in averages.items():
-        _update(graph, op, running, average)
+        _update(graph, op, running, average, samples)
     ctx.note(f"train_mode: {normalised} BatchNormalization and {dropped} Dropout nodes train")
     return bool(normalised or dropped)
 
@@ -129,7 +133,7 @@ def _batchnorm_training(graph: ir.Graph, op: Builder, node: ir.Node, averages: d
         graph.remove(node, safe=True)
 
 
-def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average) -> None:
+def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average, samples: ir.Value) -> None:
     """One update for all batches of a step: r ← m·r + (1 - m)·b for each in turn, written as one such average."""
     kept, weighted = 1.0, []
     for batch, momentum in reversed(average.batches):
@@ -143,12 +147,23 @@ def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average) 
         if len(weighted) > 1:
             parts = [op.Mul(batch, share / (1.0 - kept)) for batch, share in reversed(weighted)]
             total = op.Sum(*parts)
-        following = op.graphc.RunningAverage(running, total, momentum=kept)
+        weighted_by = op.cast_like(samples, running)
+        following = op.graphc.RunningAverage(running, op.Mul(total, weighted_by), weighted_by, momentum=kept)
     for out in average.stands_for:
         producer = out.producer()
         replace(graph, op, out, following)
         if producer is not None and not any(o.uses() or o.is_graph_output() for o in producer.outputs):
             graph.remove(producer, safe=True)
+
+
+def _samples(graph: ir.Graph, op: Builder) -> ir.Value:
+    """The number of samples of this rank's share as a float32 scalar."""
+    live, batch = scalar(graph, LIVE, 1, np.float32), _batch(graph)
+    first = (dims(batch) or (1,))[0] if batch is not None else 1
+    if isinstance(first, int):
+        return op.Mul(live, np.float32(first))  # type: ignore[no-any-return]
+    rows = op.Cast(op.Shape(batch, start=0, end=1), to=int(ir.DataType.FLOAT))
+    return op.Mul(live, op.Squeeze(rows, [0]))  # type: ignore[no-any-return]
 
 
 def _batchnorm_inference(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
@@ -206,7 +221,7 @@ def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
     A value whose first axis is batch · heads, as attention exported by PyTorch has it, takes several rows a sample.
     """
     offset = scalar(graph, SAMPLE_OFFSET, 0)
-    batch = next((v for v in graph.inputs if dims(v)), None)
+    batch = _batch(graph)
     rows, samples = (dims(x) or (None,))[0], (dims(batch) or (None,))[0] if batch is not None else None
     if batch is None or (rows is not None and rows == samples) or dims(x) == ():
         return offset
@@ -215,3 +230,8 @@ def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
         return op.Mul(offset, np.int64(each)) if each != 1 else offset
     first = [op.Squeeze(op.Shape(v, start=0, end=1), [0]) for v in (x, batch)]
     return op.Mul(offset, op.Div(*first))  # type: ignore[no-any-return]
+
+
+def _batch(graph: ir.Graph) -> ir.Value | None:
+    """The first input with a batch axis."""
+    return next((v for v in graph.inputs if dims(v)), None)

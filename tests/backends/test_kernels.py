@@ -422,7 +422,7 @@ def _states(declaration: Any) -> list[int]:
 
 
 def test_running_average_and_step_counter(pool: ThreadPool) -> None:
-    compare_update("RunningAverage", [normal(70), normal(70)], {"momentum": 0.7}, pool)
+    compare_update("RunningAverage", [normal(70), normal(70), np.array(6, np.float32)], {"momentum": 0.7}, pool)
     compare_update("Increment", [np.array(41)], {}, pool)
 
 

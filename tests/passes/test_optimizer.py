@@ -219,6 +219,7 @@ def test_every_update_declares_what_ranks_must_sum() -> None:
 def test_running_average_and_increment() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 26}, name="g")
     values = [ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2])) for n in ("running", "batch")]
+    values.append(ir.Value(name="samples", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([])))
     count = ir.Value(name="count", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     graph.inputs.extend([*values, count])
     op = Builder(graph)
@@ -226,7 +227,8 @@ def test_running_average_and_increment() -> None:
     model = ir.Model(graph, ir_version=11)
     decompose(model, Context())
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    feeds = {"running": np.array([4.0, 0.0], np.float32), "batch": np.array([0.0, 8.0], np.float32), "count": np.array(41)}
+    feeds = {"running": np.array([4.0, 0.0], np.float32), "batch": np.array([0.0, 24.0], np.float32)}
+    feeds |= {"samples": np.array(3, np.float32), "count": np.array(41)}
     running, following = session.run(None, feeds)
     np.testing.assert_array_equal(running, [3.0, 2.0])
     assert following == 42

@@ -270,10 +270,10 @@ def _rmsprop(param, grad, square, average, buffer, c, start, stop):
 @kernel("onnxruntime", "graphc::RunningAverage", inplace=_in_place("RunningAverage"))
 def running_average(k: Binding) -> Run:
     (running,), settle = _state(k, "RunningAverage")
-    momentum = k.attributes["momentum"]
+    momentum, count = k.attributes["momentum"], _number(k, 2)
 
     def write(c: Array) -> None:
-        c[0], c[1] = momentum, 1.0 - momentum
+        c[0], c[1] = momentum, (1.0 - momentum) * _inverse(count())
 
     return _update(k, _running_average, [running, given(k.inputs, 2)[1].reshape(-1)], settle, write)
 

@@ -323,18 +323,30 @@ def rmsprop(
 
 @declare(
     "RunningAverage",
-    inputs="running batch skip?",
+    inputs="running batch count skip?",
     outputs="next_running",
     attributes={"momentum": 0.9, "bucket": ""},
     infer=like_parameter(1, 1),
     next_value={0: 0},
-    reduces={1: "mean"},
+    reduces={1: "sum", 2: "sum"},
 )
 def running_average(
-    op: Builder, running: ir.Value, batch: ir.Value, skip: ir.Value | None = None, *, momentum: float, bucket: str
+    op: Builder,
+    running: ir.Value,
+    batch: ir.Value,
+    count: ir.Value,
+    skip: ir.Value | None = None,
+    *,
+    momentum: float,
+    bucket: str,
 ) -> ir.Value:
-    """running' = momentum·running + (1 − momentum)·batch: ONNX's meaning of ``momentum`` (PyTorch's is one minus it)."""
-    return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum)))
+    """running' = momentum·running + (1 − momentum)·batch/count: ONNX's meaning of ``momentum`` (PyTorch's is one minus it).
+
+    ``batch`` is a statistic times the number of samples it is of, ``count`` (a scalar) that number: both are summed over the
+    ranks, so that each sample weighs the same however the batch is divided.
+    """
+    share = op.Div(op.scalar(1.0 - momentum, running), op.cast_like(count, running))
+    return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, share)))
 
 
 def _infer_narrow(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
