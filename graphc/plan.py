@@ -28,6 +28,7 @@ from graphc.ir.facts import constant, describe, dims, is_state, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.layout import lay_out
+from graphc.phases import is_accumulation, run_once
 from graphc.pipeline import PASSES, Context
 from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
@@ -130,7 +131,8 @@ def prepare(
 
     Args:
         halves: whether the backend computes a node in half precision; others run in float32 (:mod:`graphc.emulation`).
-        regions: keep the marks in front of recomputed regions, without which these would be merged away.
+        regions: keep what divides the graph for a plan: the marks in front of recomputed regions, without which these would
+            be merged away, and the sums over micro-batches.
     """
     copy = specialise(model, shapes)
     ctx = Context()
@@ -139,7 +141,7 @@ def prepare(
     emulated = emulate_halves(copy.graph, halves)
 
     def keep(node: ir.Node) -> bool:
-        if is_update(node) or (regions and node.op_type == "Recompute"):
+        if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
             return True
         declaration = declaration_of(node)
         if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
@@ -234,24 +236,33 @@ def _only_measures(node: ir.Node) -> bool:
 def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[Step]:
     group_of = {node: group for group in groups for node in group.nodes}
     segment: list[ir.Node] = []
+    sums: list[ir.Node] = []
     pending = {id(group): len(group.nodes) for group in groups}
     transfers: dict[str, Transfer] = {}
+    once = run_once(graph)
 
     def close() -> Iterator[Step]:
         if segment:
-            yield Step("segment", segment[-1].name or "segment", list(segment))
+            yield Step("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
             segment.clear()
+        if sums:  # behind the segment: one that is cut at every gradient runs slower
+            yield Step("accumulate", sums[-1].name or "accumulate", list(sums))
+            sums.clear()
 
     for node in graph:
         if node.op_type == "Constant" and node.domain == "":
             continue
         declaration = declaration_of(node)
-        if node in group_of:
+        if (segment and (segment[0] in once) != (node in once)) or (sums and node in once):
+            yield from close()
+        if is_accumulation(node):
+            sums.append(node)
+        elif node in group_of:
             yield from close()
             group = group_of[node]
             pending[id(group)] -= 1
             if pending[id(group)] == 0:
-                yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group)
+                yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group, once=True)
         elif declaration is not None and declaration.effect and not native(node):
             yield from close()
             if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
@@ -261,15 +272,15 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             if kind == "start":
                 transfers[tag] = _transfer(node)
             inputs = [v for v in node.inputs if v is not None]
-            yield Step(kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag])
+            yield Step(kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag], once=node in once)
         elif declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
             yield from close()
-            yield Step("kernel", node.name or node.op_type, [node])
+            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
         elif node.op_type == "Recompute" and node.domain == DOMAIN:
             yield from close()  # a runtime orders and merges the nodes of one segment as it likes
         elif native(node):
             yield from close()
-            yield Step("kernel", node.name or node.op_type, [node])
+            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
         else:
             segment.append(node)
     yield from close()
@@ -298,7 +309,7 @@ def _dissolve_regions(graph: ir.Graph) -> None:
 def _add_check(steps: list[Step]) -> None:
     first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
     if first is not None:
-        steps.insert(first, Step("check", "finite?", []))
+        steps.insert(first, Step("check", "finite?", [], once=True))
 
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
@@ -341,7 +352,7 @@ def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir
     home = _homes(steps)
     outputs = set(graph.outputs)
     for k, step in enumerate(steps):
-        if step.kind not in ("segment", "kernel", "update"):
+        if step.kind not in ("segment", "kernel", "update", "accumulate"):
             continue
         reads: dict[ir.Value, None] = {}
         for node in step.nodes:

@@ -85,13 +85,14 @@ class Step:
     """One entry of the plan.
 
     Attributes:
-        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``check`` or ``update``.
+        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``accumulate``, ``check`` or ``update``.
         name: what it is called in prints and traces.
         nodes: the graph's nodes it executes.
         inputs: values read from buffers (for a segment: its graph inputs).
         outputs: values written.
         transfer: of a ``start`` or ``wait`` step.
         group: the update group of an ``update`` step.
+        once: whether it runs in the last micro-batch of a training step only.
     """
 
     kind: str
@@ -101,6 +102,7 @@ class Step:
     outputs: list[ir.Value] = field(default_factory=list)
     transfer: Transfer | None = None
     group: UpdateGroup | None = None
+    once: bool = False
 
     @property
     def tag(self) -> str:

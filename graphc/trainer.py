@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -19,8 +20,10 @@ from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.errors import FeedError, GraphcError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
-from graphc.ir.names import LEARNING_RATE, SAMPLE_OFFSET, SEED, SKIPPED, STEP
+from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
+from graphc.microbatch import MicroBatch, MicroBatches, until_all_end
+from graphc.phases import accumulation_steps, reduces_within
 from graphc.plan import Plan, make_plan
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
@@ -107,7 +110,8 @@ class Trainer:
         self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
         self._training: dict[tuple[Any, ...], Executor] = {}
         self._evaluation: dict[tuple[Any, ...], Executor] = {}
-        self._inputs = [(v.name or "", v) for v in program.model.graph.inputs]
+        graph = program.model.graph
+        self._micro = MicroBatches(graph, accumulation_steps(graph), aligned=reduces_within(graph))
         self._labels = label_checks(program.model.graph)
         self._collectives: list[str] | None = None
         self.steps_done = 0
@@ -141,7 +145,8 @@ class Trainer:
         """One training step on this worker's share of the global batch.
 
         Args:
-            feeds: one array per graph input.
+            feeds: one array per graph input, with no samples where this worker's share is empty. A program that accumulates
+                cuts them into micro-batches.
             offset: index of the share's first sample in the global batch, which random ops use; None: rank × share.
 
         Returns:
@@ -152,26 +157,43 @@ class Trainer:
             NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
                 counts in :attr:`skipped_steps` instead.
         """
-        executor = self._training.get(_key(feeds))
-        if executor is None:
-            executor = self._plan(feeds, self.program.model, self._training)
-        arrays = self._checked(executor, feeds)
+        self._check_names(feeds, self.program.model)
+        rows = self._micro.rows(feeds)
+        if rows == 0 and self.size == 1:
+            raise FeedError(f"feed {self._micro.first!r} has no samples")
+        start = self.rank * rows if offset is None else offset
+        parts = [self._bound(part) for part in self._micro.split(feeds, start)]
         if self._schedule is not None:
             self.learning_rate = self._schedule(self.steps_done)
-        position = self.state.arrays.get(SAMPLE_OFFSET)
-        if position is not None:
-            share = len(next(iter(arrays.values()))) if arrays else 0
-            position[...] = self.rank * share if offset is None else offset
         self.comm.step = self.steps_done
         try:
             if self._trace is None:
-                executor.run(arrays)
+                self._run(parts)
             else:
-                self._trace.step(self.steps_done, functools.partial(executor.run, arrays))
+                self._trace.step(self.steps_done, functools.partial(self._run, parts))
         except NonFiniteStepError:
-            raise self._explain_nonfinite(executor, arrays) from None
+            raise self._explain_nonfinite(parts) from None
         self.steps_done += 1
-        return {name: float(array) for name, array in executor.outputs.items()}
+        return {name: float(array) for name, array in parts[-1][0].outputs.items()}
+
+    def _bound(self, part: MicroBatch) -> tuple[Executor, MicroBatch]:
+        """The plan for the shapes of a micro-batch, and its checked feeds."""
+        executor = self._training.get(_key(part.feeds))
+        if executor is None:
+            executor = self._plan(part.feeds, self.program.model, self._training)
+        return executor, replace(part, feeds=self._checked(executor, part.feeds))
+
+    def _run(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> None:
+        last = len(parts) - 1
+        for k, (executor, part) in enumerate(parts):
+            self._place(part)
+            executor.run(part.feeds, first=k == 0, last=k == last)
+
+    def _place(self, part: MicroBatch) -> None:
+        """Tell the graph which samples of the global batch these are, and whether they count."""
+        for name, value in ((SAMPLE_OFFSET, part.offset), (LIVE, float(part.live))):
+            if name in self.state.arrays:
+                self.state.arrays[name][...] = value
 
     def fit(
         self,
@@ -185,7 +207,8 @@ class Trainer:
 
         Args:
             batches: :class:`~graphc.data.Shards`, which go on from their position (and from that of a checkpoint restored
-                before), or an iterable that can be walked once per epoch.
+                before), or an iterable that can be walked once per epoch. Where the iterables of the workers differ in
+                length, those that have ended take part without samples.
             epochs: passes; the rest of an epoch counts as one.
             callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps,
                 ``{"event": "skipped", …}`` for a step that was skipped, and ``{"event": "epoch", "epoch": e, "loss": …}``
@@ -195,16 +218,16 @@ class Trainer:
             The last epoch's means.
         """
         if isinstance(batches, Shards):
+            self._micro.check_divides(batches.global_batch, self.size)
             self.attach(batches)
         means: dict[str, float] = {}
         for epoch in range(epochs):
             number = batches.position[0] if isinstance(batches, Shards) else epoch
             sums: dict[str, float] = {}
             count, at_start = 0, self.skipped_steps
-            for item in batches:
-                batch = item if isinstance(item, Batch) else Batch(item, -1, len(next(iter(item.values()))) * self.size)
+            for batch in batches if isinstance(batches, Shards) else until_all_end(batches, self._micro, self.comm):
                 skipped = self.skipped_steps
-                metrics = self.step(batch.feeds, offset=batch.offset if batch.offset >= 0 else None)
+                metrics = self.step(batch.feeds, offset=batch.offset)
                 if self.skipped_steps > skipped:
                     for callback in callbacks:
                         callback({"event": "skipped", "step": self.steps_done, "skipped": self.skipped_steps})
@@ -227,6 +250,7 @@ class Trainer:
         names = [v.name or "" for v in self.program.inference.graph.outputs]
         sums = dict.fromkeys(names, 0.0)
         self.state.gather(self.comm, self.program.inference.graph.initializers)
+        self._place(MicroBatch({}, 0, live=True))
         for item in batches.epoch(0) if isinstance(batches, Shards) else batches:
             feeds = item.feeds if isinstance(item, Batch) else item
             if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
@@ -307,7 +331,7 @@ class Trainer:
         """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""
         graph = self.program.inference.graph
         known = {**self.state.arrays, **self.state.gather(self.comm, graph.initializers)}
-        found = {n: known[n] for n, v in graph.initializers.items() if n in known and is_float(v)}
+        found = {n: known[n] for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)}
         for name in self.state.apart() if self.size > 1 else ():
             if name in found:  # ranks that train on their own: their mean
                 found[name] = found[name].copy()
@@ -410,10 +434,8 @@ class Trainer:
         for name, value in wanted.items():
             if name not in feeds:
                 raise FeedError(f"the feed {name!r} is missing; the inputs are {', '.join(wanted)}")
-            shape = np.shape(feeds[name])
-            declared = dims(value)
-            if declared and shape and shape[0] == 0:
-                raise FeedError(f"feed {name!r} has no samples; every worker needs at least one")
+            if dims(value) and np.ndim(feeds[name]) == 0:
+                raise FeedError(f"feed {name!r} is a single number, the model wants an array of {len(dims(value) or ())} axes")
         return {name: tuple(np.shape(feeds[name])) for name in wanted}
 
     def _checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -436,9 +458,13 @@ class Trainer:
                     raise FeedError(f"label {int(labels[where])} at {name}{list(where)} is outside {low} … {high - 1}")
         return arrays
 
-    def _explain_nonfinite(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
+    def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)
-        tensor = first_nonfinite(self.program.model, executor, feeds, self.state, self.backend)
+        tensor = None
+        for executor, part in parts:
+            if tensor is None:
+                self._place(part)
+                tensor = first_nonfinite(self.program.model, executor, part.feeds, self.state, self.backend)
         everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
         rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
         done = int(self.state.arrays[STEP]) if STEP in self.state.arrays else self.steps_done

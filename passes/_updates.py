@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from graphc.ir.bodies import captured
 from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 
 
 def updates_of(graph: ir.Graph) -> list[ir.Node]:
@@ -57,3 +59,15 @@ def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:
     order = [node for node in graph if node in late]
     graph.remove(order)
     graph.extend(order)
+
+
+def computed_for_gradients(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes from which the loss and the gradients are computed."""
+    found: set[ir.Node] = set()
+    for node in reversed(graph):
+        marked = any(GRADIENT_OF in v.metadata_props or LOSS_TOTAL in v.metadata_props for v in node.outputs)
+        if marked or node in found:
+            found.add(node)
+            values = (*node.inputs, *captured(node))
+            found.update(p for v in values if v is not None and (p := v.producer()) is not None)
+    return found

@@ -28,8 +28,8 @@ import onnx_ir as ir
 from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
-from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.ops.collectives import collective_of
+from graphc.passes._updates import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
 
 
@@ -81,7 +81,7 @@ class _Order:
     """The new order of nodes, built by one walk in the old one."""
 
     def __init__(self, graph: ir.Graph, pairs: Sequence[_Pair]) -> None:
-        self.nodes = list(graph)
+        self.graph, self.nodes = graph, list(graph)
         self.pair_of = {node: pair for pair in pairs for node in (pair.start, pair.wait)}
         self.starts = {pair.start for pair in pairs}
         self.waits = {pair.wait for pair in pairs}
@@ -168,7 +168,7 @@ class _Order:
 
     def _overlapped(self, nodes: Sequence[ir.Node], inner: set[ir.Node]) -> list[ir.Node]:
         """``nodes`` with each start that the loss or a gradient needs in front of what it does not need since the last wait."""
-        needed = self._needed()
+        needed = computed_for_gradients(self.graph)
         wait_of = {p.start: w for w in inner if w in needed and not (p := self.pair_of[w]).prefetched}
         hoisted = set(wait_of.values())
         order: list[ir.Node] = []
@@ -193,16 +193,6 @@ class _Order:
             if node in needed:
                 needed.update(self.sources[node])
         return [n for n in nodes if n in needed] + [n for n in nodes if n not in needed]
-
-    def _needed(self) -> set[ir.Node]:
-        """The nodes from which the loss and the gradients are computed."""
-        found: set[ir.Node] = set()
-        for node in reversed(self.nodes):
-            marked = any(GRADIENT_OF in v.metadata_props or LOSS_TOTAL in v.metadata_props for v in node.outputs)
-            if marked or node in found:
-                found.add(node)
-                found.update(self.sources[node])
-        return found
 
     def _reached(self, seeds: Iterable[ir.Node]) -> set[ir.Node]:
         """``seeds`` and everything that depends on them."""

@@ -2,7 +2,7 @@
 
     before   y, m, v, r = BatchNormalizationTraining(x, scale, bias)
     after    n, s, q = BatchMoments(x, graphc.live) ─► AllReduce(sum) ─► m, v, r = BatchStatistics(n, s, q)
-             y = SharedNormalization(x, scale, bias, m, r, n)
+             y = SharedNormalization(x, scale, bias, m, r, n, graphc.live)
 
 Counts are summed with the sums, so shares may be uneven or empty. The gradient reduces two sums per layer in the same way;
 its rule is in :mod:`graphc.passes.gradients.normalization`. Results are those of one worker on the global batch.
@@ -50,12 +50,13 @@ def _share(graph: ir.Graph, op: Builder, node: ir.Node, group: str) -> None:
     assert scale.dtype is not None
     op.before, op.scope = node, node.name or node.op_type
     tag = f"{group}/{op.scope}"
-    moments = op.graphc.BatchMoments(x, scalar(graph, LIVE, 1, np.float32))
+    live = scalar(graph, LIVE, 1, np.float32)
+    moments = op.graphc.BatchMoments(x, live)
     attributes = {"tag": tag, "group": group, "reduce": "sum", BUCKET: op.scope}
     count, total, squares = op.emit("AllReduce", moments, attributes, domain=DOMAIN)
     epsilon = node.attributes.get_float("epsilon")
     mean, var, inv_std = op.graphc.BatchStatistics(count, total, squares, epsilon=epsilon, dtype=int(scale.dtype))
-    y = op.graphc.SharedNormalization(x, scale, bias, mean, inv_std, count, tag=tag, group=group)
+    y = op.graphc.SharedNormalization(x, scale, bias, mean, inv_std, count, live, tag=tag, group=group)
     for old, new in zip(node.outputs, (y, mean, var, inv_std), strict=True):
         replace(graph, op, old, new)
     graph.remove(node, safe=True)

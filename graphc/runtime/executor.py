@@ -66,7 +66,7 @@ class Executor:
         self._sparse: dict[str, SparseSum] = {}
         self._buffers: dict[str, Array] = {}
         for name, nbytes in plan.buffers.items():
-            self._buffers[name] = state.flat[name].view(np.uint8) if name in state.flat else aligned_zeros(nbytes)
+            self._buffers[name] = aligned_zeros(nbytes) if name == "arena" else state.memory(name, nbytes)
         self._views: dict[ir.Value, Array] = {}
         self.inputs: dict[str, Array] = {}
         for value in plan.model.graph.inputs:
@@ -78,18 +78,28 @@ class Executor:
             self.inputs[value.name or ""] = self._views[value] = buffer
         self.outputs: dict[str, Array] = {v.name or "": self._array(v) for v in plan.model.graph.outputs}
         self._copies = [(name, buffer) for name, buffer in self.inputs.items()]
+        self._first = self._last = True
         self.runs: list[Run] = []
+        self._within: list[Run] = []
         for k, step in enumerate(plan.steps):
             if (step.kind == "check" and not check) or (step.group is not None and self._owns_nothing(step.group)):
                 continue
             run = self._bind_collective(step, k) if step.transfer is not None else self._bind(step)
             self.runs.append(wrap(step.kind, step.name, run) if wrap else run)
+            if not step.once:
+                self._within.append(self.runs[-1])
 
-    def run(self, feeds: Mapping[str, Array]) -> None:
-        """Copy the feeds in and execute one step; results are in :attr:`outputs`."""
+    def run(self, feeds: Mapping[str, Array], *, first: bool = True, last: bool = True) -> None:
+        """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
+
+        Args:
+            feeds: one array per graph input.
+            first, last: whether sums over micro-batches begin with this one, and whether it ends the step.
+        """
         for name, buffer in self._copies:
             np.copyto(buffer, feeds[name])
-        for run in self.runs:
+        self._first, self._last = first, last
+        for run in self.runs if last else self._within:
             run()
 
     # Binding ----------------------------------------------------------------------------------------------------------
@@ -132,7 +142,30 @@ class Executor:
         if step.kind == "update":
             assert step.group is not None
             return self._bind_update(step.group)
+        if step.kind == "accumulate":
+            return self._bind_accumulate(step.nodes)
         return self._bind_check()
+
+    def _bind_accumulate(self, nodes: Sequence[ir.Node]) -> Run:
+        """Sums over micro-batches, which plans for different shapes share, and their results after the last one."""
+        parts: list[tuple[Array, Array, Array]] = []
+        for node in nodes:
+            (value,), result = node.inputs, node.outputs[0]
+            assert value is not None
+            y = self._array(result)
+            kept = self.plan.places[result].buffer != "arena"
+            own = y if kept else self._state.memory(f"accumulated/{result.name}", y.nbytes).view(y.dtype).reshape(y.shape)
+            parts.append((self._array(value), own, y))
+
+        def accumulate() -> None:
+            for x, own, y in parts:
+                out = y if self._last else own
+                if self._first:
+                    np.copyto(out, x)
+                else:
+                    np.add(own, x, out=out)
+
+        return accumulate
 
     def _bind_collective(self, step: Step, index: int) -> Run:
         transfer, handles, comm = step.transfer, self._handles, self._comm

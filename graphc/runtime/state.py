@@ -67,6 +67,7 @@ class State:
         self.flat: dict[str, Array] = {}
         self.shards: dict[str, Shard] = {}
         self._whole: dict[str, Array] = {}
+        self._memory: dict[tuple[str, int], Array] = {}
         self._initial = model.graph.initializers
         states = {state.name or "" for _, state, _ in state_updates(model.graph)}
         self.copies = narrow_copies(model.graph)
@@ -94,6 +95,14 @@ class State:
             else:
                 self.arrays[name] = flat[offset : offset + initial.size].reshape(initial.shape)
             self._write(name, initial)
+
+    def memory(self, name: str, nbytes: int) -> Array:
+        """The bytes of buffer ``name``: of state, or of gradients and sums, which the plans for all shapes share."""
+        if name in self.flat:
+            return self.flat[name].view(np.uint8)
+        if (name, nbytes) not in self._memory:
+            self._memory[name, nbytes] = aligned_zeros(nbytes)
+        return self._memory[name, nbytes]
 
     def initial(self, name: str) -> Array:
         """What the graph says that state ``name`` begins with."""

@@ -182,7 +182,7 @@ def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
     The way through the statistics is in ∂x, so nothing flows back to them.
     """
-    x, scale, _, mean, inv_std, count = _operands(node, 6)
+    x, scale, _, mean, inv_std, count, live = _operands(node, 7)
 
     @cache
     def sums() -> tuple[ir.Value, ...]:
@@ -192,7 +192,7 @@ def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         tag = fresh_tag(op.graph, f"{node.attributes['tag'].as_string()}::grad")
         attributes = {"tag": tag, "group": node.attributes.get_string("group", "data"), "reduce": "sum", BUCKET: tag}
         product, slope = op.emit("AllReduce", sums()[2:], attributes, domain=DOMAIN)
-        return op.graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope)  # type: ignore[no-any-return]
+        return op.graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope, live)  # type: ignore[no-any-return]
 
     return dx, lambda: sums()[0], lambda: sums()[1]
 

@@ -601,7 +601,14 @@ def test_shared_normalization(shape: tuple[int, ...], live: float, pool: ThreadP
     )
     np.testing.assert_allclose(mean, wide.mean(axes), rtol=1e-7)
     np.testing.assert_allclose(var, wide.var(axes), rtol=1e-6)
-    compare("graphc::SharedNormalization", [x, scale, bias, mean, inv_std, sums[0]], {"tag": "t"}, pool)
+    compare(
+        "graphc::SharedNormalization", [x, scale, bias, mean, inv_std, sums[0], np.array(live, np.float32)], {"tag": "t"}, pool
+    )
     compare("graphc::SharedNormalizationSums", [dy, x, mean, inv_std], {}, pool)
     product, slope = normal(shape[1]).astype(np.float64), normal(shape[1]).astype(np.float64)
-    compare("graphc::SharedNormalizationGrad", [dy, x, scale, mean, inv_std, sums[0], product, slope], {}, pool)
+    compare(
+        "graphc::SharedNormalizationGrad",
+        [dy, x, scale, mean, inv_std, sums[0], product, slope, np.array(live, np.float32)],
+        {},
+        pool,
+    )

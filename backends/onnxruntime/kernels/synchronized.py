@@ -112,10 +112,17 @@ def _normalize_sums(dy, x, mean, inv_std, dscale, dbias, product, slope, start, 
 
 @kernel("onnxruntime", "graphc::SharedNormalizationGrad")
 def shared_normalization_grad(k: Binding) -> Run:
-    (dy, x, scale, mean, inv_std, count, product, slope), (dx,) = given(k.inputs, 8), given(k.outputs, 1)
+    (dy, x, scale, mean, inv_std, count, product, slope, live), (dx,) = given(k.inputs, 9), given(k.outputs, 1)
     arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, count.reshape(1), product, slope, by_channel(dx))
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
-    return lambda: pool.run(_normalize_grad, arguments, channels, grain)
+
+    def run() -> None:
+        if live > 0:
+            pool.run(_normalize_grad, arguments, channels, grain)
+        else:
+            dx.fill(0)
+
+    return run
 
 
 @jit

@@ -2,10 +2,10 @@
 
     count, total, squares = graphc.BatchMoments(x, live)                    ── AllReduce(sum) ──►
     mean, var, inv_std    = graphc.BatchStatistics(count, total, squares; epsilon)
-    y                     = graphc.SharedNormalization(x, scale, bias, mean, inv_std, count; tag)
+    y                     = graphc.SharedNormalization(x, scale, bias, mean, inv_std, count, live; tag)
     dscale, dbias, product, slope = graphc.SharedNormalizationSums(dy, x, mean, inv_std)
                                                                             ── AllReduce(sum) of product, slope ──►
-    dx                    = graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope)
+    dx                    = graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope, live)
 
 Sums cross between workers in float64. Merging (n, mean, M2) of two parts, as Chan, Golub and LeVeque do ("Updating formulae
 and a pairwise algorithm for computing sample variances", 1979), is adding n, n·mean and M2 + n·mean²: a float32 element and
@@ -75,7 +75,7 @@ def batch_statistics(
 
 @declare(
     "SharedNormalization",
-    inputs="x scale bias mean inv_std count",
+    inputs="x scale bias mean inv_std count live",
     outputs="y",
     attributes={"tag": REQUIRED, "group": "data"},
     infer=same_as(0),
@@ -88,13 +88,14 @@ def shared_normalization(
     mean: ir.Value,
     inv_std: ir.Value,
     count: ir.Value,
+    live: ir.Value,
     *,
     tag: str,
     group: str,
 ) -> ir.Value:
     """y = scale·(x − mean)·inv_std + bias, where mean and inv_std are those of the batch of all ranks of ``group``.
 
-    Its gradient includes the way through the statistics; ``count`` and ``tag`` serve the collective of that gradient.
+    Its gradient includes the way through the statistics; ``count``, ``live`` and ``tag`` serve that gradient.
     """
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     centred = op.Sub(op.cast_like(x, mean), per_channel(op, mean, x))
@@ -120,7 +121,12 @@ def shared_normalization_sums(
     return op.cast_like(product, mean), op.cast_like(slope, mean), product, slope
 
 
-@declare("SharedNormalizationGrad", inputs="dy x scale mean inv_std count product slope", outputs="dx", infer=same_as(1))
+@declare(
+    "SharedNormalizationGrad",
+    inputs="dy x scale mean inv_std count product slope live",
+    outputs="dx",
+    infer=same_as(1),
+)
 def shared_normalization_grad(
     op: Builder,
     dy: ir.Value,
@@ -131,12 +137,14 @@ def shared_normalization_grad(
     count: ir.Value,
     product: ir.Value,
     slope: ir.Value,
+    live: ir.Value,
 ) -> ir.Value:
-    """dx = scale·inv_std·(dy − slope/count − x̂·product/count), with count and sums over all ranks."""
+    """dx = scale·inv_std·(dy − slope/count − x̂·product/count), with count and sums over all ranks; 0 where ``live`` is 0."""
     elements = op.Max(count, op.scalar(1.0, count))
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     level, tilt = (op.cast_like(op.Div(v, elements), mean) for v in (slope, product))
     centred = op.Sub(op.cast_like(x, mean), per_channel(op, mean, x))
     bent = op.Mul(centred, per_channel(op, op.Mul(inv_std, tilt), x))
     dx = op.Sub(op.Sub(op.cast_like(dy, mean), per_channel(op, level, x)), bent)
-    return op.cast_like(op.Mul(dx, per_channel(op, factor, x)), x)
+    dx = op.Mul(dx, per_channel(op, factor, x))
+    return op.cast_like(op.Where(op.Greater(live, 0.0), dx, op.scalar(0.0, dx)), x)
