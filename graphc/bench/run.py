@@ -36,7 +36,7 @@ class Row:
 def run_suite(
     models: Sequence[str] = TIMED, *, workers: bool = True, zoo: bool = True, rounds: int = 3, seconds: float = 3.0, say: Report
 ) -> list[Row]:
-    """Measure step times on one worker with two threads, on two workers with one each, and compile times of the zoo.
+    """Measure step times on one worker and on two, AllReduces between two, and compile times of the zoo.
 
     Args:
         models: which of the benchmark models.
@@ -52,6 +52,8 @@ def run_suite(
             rows += _one_worker(model, path, rounds, seconds, say)
             if workers:
                 rows.append(_two_workers(model, path, rounds, seconds, say))
+    if workers:
+        rows += _bandwidth(seconds, say)
     if zoo:
         rows += _zoo_compile(say)
     return rows
@@ -89,6 +91,17 @@ def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report
     row = _row(f"step {model}, 2 workers x 1 thread", ours, "PyTorch DDP (gloo)", peer, 1.2)
     say(f"{row.name}: {row.ours_ms:.2f} ms, {row.ratio:.2f}x")
     return row
+
+
+def _bandwidth(seconds: float, say: Report) -> list[Row]:
+    """An AllReduce between two workers beside MPI's own, by size."""
+    found = _launch_graphc([sys.executable, "-m", "graphc.bench.bandwidth", "--seconds", str(seconds)])
+    rows = []
+    for size in found["rows"]:
+        name = f"AllReduce of {size['mib']} MiB, 2 workers"
+        rows.append(Row(name, size["ours_ms"], "MPI_Allreduce in place", size["mpi_ms"], size["ratio"], 0.95))
+        say(f"{name}: {rows[-1].ours_ms:.3f} ms, {rows[-1].ratio:.2f}x")
+    return rows
 
 
 def _zoo_compile(say: Report) -> list[Row]:

@@ -17,7 +17,7 @@ def command(
     destination: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows as JSON to this file.")] = None,
     rounds: Annotated[int, typer.Option(help="graphc and PyTorch are measured in turn this often; the median counts.")] = 3,
     seconds: Annotated[float, typer.Option(help="Time of one measurement.")] = 3.0,
-    workers: Annotated[bool, typer.Option(help="Also measure two workers against DistributedDataParallel.")] = True,
+    workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
     form: options.Format = Format.text,
 ) -> None:
@@ -44,7 +44,7 @@ def command(
                 row.peer,
                 f"{row.peer_ms:.2f}",
                 f"{row.ratio:.2f}",
-                f"{row.goal:.1f}",
+                f"{row.goal:g}",
                 "" if row.ratio >= row.goal else "missed",
             )
             for row in rows

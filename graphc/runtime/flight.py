@@ -24,7 +24,7 @@ ENTRIES = 256
 FLIGHT_DIR = "GRAPHC_FLIGHT_DIR"
 """Environment variable: where logs are written; the working directory by default."""
 
-CODES = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "allgather_object", "join")
+CODES = ("other", "allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "allgather_object", "join")
 REDUCES = ("", "sum", "mean", "min", "max", "prod", "tree", "adasum")
 _CODE = {kind: code for code, kind in enumerate(CODES)}
 _REDUCE = {op: code for code, op in enumerate(REDUCES)}
@@ -96,7 +96,7 @@ class Ring:
         name = self._tags.get(tag)
         if name is None:
             name = self._tags[tag] = tag.encode("utf-8", "replace")
-        code, reduce = _CODE[kind], _REDUCE[op]
+        code, reduce = _CODE.get(kind, 0), _REDUCE[op]
         _ENTRY.pack_into(self._memory, place, self._count, sequence, step, nbytes, now, 0.0, communicator, code, reduce, name)
         return place
 

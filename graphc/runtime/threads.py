@@ -100,7 +100,7 @@ class ThreadGroup:
 
     def _late(self, rank: int, deadline: float) -> str:
         logs = {communicator.rank: communicator.ring.entries() for communicator in self.communicators}
-        message = late(logs[rank][-1], deadline, logs, {}, time.monotonic(), self.size)
+        message = late(logs[rank][-1], deadline, logs, {}, {}, time.monotonic(), self.size)
         where = dump(logs, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
         return f"{message}; {where}"
 

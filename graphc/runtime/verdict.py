@@ -16,6 +16,7 @@ def late(
     wanted: Entry,
     seconds: float,
     logs: Mapping[int, Sequence[Entry]],
+    pids: Mapping[int, int],
     states: Mapping[int, str],
     now: float,
     size: int,
@@ -24,7 +25,8 @@ def late(
 
     Args:
         logs: the entries of all ranks that can be seen from here, the waiting one's included.
-        states: words on the process of a rank, where there is something to say.
+        pids: process ids by rank, where ranks are processes.
+        states: words on ranks that do not run.
         now: on the clock of the entries.
         size: of the world; the ranks without a log run on other machines.
     """
@@ -32,18 +34,17 @@ def late(
     missing = [rank for rank, entries in logs.items() if not arrived(entries, wanted)]
     elsewhere = [rank for rank in range(size) if rank not in logs]
     if missing:
-        each = [_whereabouts(rank, logs[rank], wanted, states.get(rank), now) for rank in missing]
+        each = [_whereabouts(_name(rank, pids), logs[rank], wanted, states.get(rank), now) for rank in missing]
         text = f"{join_ranks(missing)} did not come to {wanted.what} {limit}: {'; '.join(each)}"
         return text + (f"; {join_ranks(elsewhere)} on other machines cannot be seen from here" if elsewhere else "")
     stuck = [rank for rank in logs if rank in states]
     if stuck:
-        each = [f"rank {rank} {states[rank]}" for rank in stuck]
+        each = [f"{_name(rank, pids)} {states[rank]}" for rank in stuck]
         return f"{wanted.what} did not end {limit}: all ranks have come to it, but {'; '.join(each)}"
     if elsewhere:
-        return (
-            f"{wanted.what} did not end {limit}: all ranks of this machine ({', '.join(map(str, logs))}) have come to it, "
-            f"so one of {join_ranks(elsewhere)} on other machines, which cannot be seen from here, has not"
-        )
+        here = f"all ranks of this machine ({', '.join(map(str, logs))}) have come to it"
+        there = f"{'one of ' if len(elsewhere) > 1 else ''}{join_ranks(elsewhere)} on other machines"
+        return f"{wanted.what} did not end {limit}: {here}, so {there}, which cannot be seen from here, has not"
     return f"{wanted.what} did not end {limit}, although all ranks have come to it: the transport is stuck"
 
 
@@ -54,9 +55,13 @@ def disagree(rank: int, entry: Entry, other_rank: int, other: Entry) -> str:
     return f"the ranks disagree: {first} and {second}"
 
 
-def _whereabouts(rank: int, entries: Sequence[Entry], wanted: Entry, state: str | None, now: float) -> str:
+def _name(rank: int, pids: Mapping[int, int]) -> str:
+    return f"rank {rank} (pid {pids[rank]})" if pids.get(rank) else f"rank {rank}"
+
+
+def _whereabouts(name: str, entries: Sequence[Entry], wanted: Entry, state: str | None, now: float) -> str:
     last = last_of(entries, wanted.communicator)
-    process = f"rank {rank} {state}" if state else f"rank {rank} is busy with something else"
+    process = f"{name} {state or 'is busy with something else'}"
     if last is None:
         return f"{process}; it has not come to any collective yet"
     if last.end is None:

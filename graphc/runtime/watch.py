@@ -197,7 +197,8 @@ class Watch:
         logs = self.logs()
         wanted = last_of(logs[self.rank], number)
         if wanted is not None and wanted.end is None:
-            self._end(verdict.late(wanted, deadline, logs, self._states(), time.monotonic(), self.world_size))
+            pids = {rank: self.board.read(rank).pid for rank in self._local}
+            self._end(verdict.late(wanted, deadline, logs, pids, self._states(), time.monotonic(), self.world_size))
 
     def _look_for_differences(self) -> None:
         """Collectives of one size pass even where the ranks mean different ones."""
@@ -223,7 +224,7 @@ class Watch:
             if notice.state is State.ABSENT:
                 words[rank] = "has not started"
             elif is_stopped(notice.pid):
-                words[rank] = f"(pid {notice.pid}) is stopped (SIGSTOP)"
+                words[rank] = "is stopped (SIGSTOP)"
         return words
 
     def dump(self, reason: str) -> str:

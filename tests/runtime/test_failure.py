@@ -261,13 +261,15 @@ LATE = [
     ),
     pytest.param(
         "if comm.rank == 2: busy()\nsteps()",
-        r"rank 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 2 is busy with "
-        r"something else; its last was allreduce\(mean\) 'bucket0' of step 6 \(16000000 bytes\), which ended \d.\d s ago",
+        r"rank 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 2 "
+        r"\(pid \d+\) is busy with something else; its last was allreduce\(mean\) 'bucket0' of step 6 "
+        r"\(16000000 bytes\), which ended \d.\d s ago",
         id="slow",
     ),
     pytest.param(
         "if comm.rank in (0, 2): busy()\nsteps()",
-        r"ranks 0, 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 0 is busy",
+        r"ranks 0, 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 0 "
+        r"\(pid \d+\) is busy",
         id="slow-two",
         marks=FULL,
     ),
@@ -316,3 +318,31 @@ def test_stopped_before_the_workers_met() -> None:
     assert done.code == 1, done.text
     assert re.search(r"rank 1 (\(pid \d+\) has been|did not come to join before the first step) ", done.err), done.text
     assert done.seconds < LIMIT, done.text
+
+
+@pytest.mark.faults
+def test_what_one_machine_can_tell_of_another(tmp_path: Path) -> None:
+    """Two ranks under host names of their own do not see each other's processes, nor flight logs."""
+    if subprocess.run(["unshare", "-u", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot give a process a host name of its own")
+    script = tmp_path / "script.py"
+    script.write_text(
+        START + "def steps(n=100_000):\n" + STEPS + WAITING + "if comm.rank == 1: steps(7); time.sleep(60)\nsteps()"
+    )
+    inside = f'hostname machine$OMPI_COMM_WORLD_RANK; exec "{sys.executable}" "{script}"'
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [str(find_mpiexec()), "-n", "2", "--bind-to", "none", "--oversubscribe", "unshare", "-u", "sh", "-c", inside],
+        env={**os.environ, **allowed, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT + 15,
+        check=False,
+    )
+    told = (
+        r"graphc: allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) did not end within 1.5 s: all ranks of this machine "
+        r"\(0\) have come to it, so rank 1 on other machines, which cannot be seen from here, has not; flight logs: "
+    )
+    assert re.search(told, done.stderr), done.stderr
+    ended_well(Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start))
