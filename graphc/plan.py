@@ -292,7 +292,11 @@ def _transfer(node: ir.Node) -> Transfer:
     assert name is not None
     assert declaration is not None
     values = declaration.attribute_values(node)
-    own = {k: values[k] for k in ("tag", "group", "reduce", "owner", "root", "every", "since", "nonzero") if k in values}
+    own = {
+        k: values[k]
+        for k in ("tag", "group", "reduce", "owner", "root", "every", "since", "first", "last", "nonzero")
+        if k in values
+    }
     return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)
 
 

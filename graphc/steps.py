@@ -35,7 +35,7 @@ class Transfer:
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
-        group, reduce, owner, root, every, since, nonzero, transient: the op's attributes.
+        group, reduce, owner, root, every, since, first, last, nonzero, transient: the op's attributes.
         buffer, offset: where the flat array lies that the collective works on in place (bytes).
         elements, dtype: its length and type.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
@@ -54,6 +54,8 @@ class Transfer:
     root: int = 0
     every: int = 1
     since: int = 0
+    first: int = 1
+    last: int = 0
     nonzero: int = 0
     transient: bool = False
     buffer: str = ""

@@ -24,8 +24,8 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.facts import static_dims
-from graphc.ir.names import BUCKET
-from graphc.ir.state import add_initializer
+from graphc.ir.names import BUCKET, STEP
+from graphc.ir.state import add_initializer, scalar
 
 FACTOR, RESIDUAL = "powersgd", "residual"
 """State of a parameter W: ``W::powersgd`` is Q, ``W::residual`` is the residual."""
@@ -41,13 +41,16 @@ class _Matrix(NamedTuple):
     r: int
 
 
-def low_rank(graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str], rank: int, mb: float) -> tuple[int, float]:
+def low_rank(
+    graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str], rank: int, start: int, mb: float
+) -> tuple[int, float]:
     """Replace the AllReduces of matrices for which it pays; returns their number and the part of all elements that travels.
 
     Args:
         reductions: AllReduces of single gradients, in node order.
         names: of the parameters they belong to.
         rank: r, at most; a matrix has no more than the smaller of its sides.
+        start: number of steps at the beginning in which gradients travel in full.
         mb: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
     """
     chosen: list[_Matrix] = []
@@ -64,7 +67,7 @@ def low_rank(graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str
     order = list(graph)
     following = dict(itertools.pairwise(order))
     for k, part in enumerate(_portions(chosen, mb)):
-        _compress(graph, part, k, following)
+        _compress(graph, part, k, start, following)
     graph.remove([matrix.reduction for matrix in chosen], safe=True)
     return len(chosen), sent / max(total, 1)
 
@@ -90,14 +93,14 @@ def _portions(chosen: Sequence[_Matrix], mb: float) -> Iterator[list[_Matrix]]:
         yield part
 
 
-def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, following: Mapping[ir.Node, ir.Node]) -> None:
+def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, start: int, following: Mapping[ir.Node, ir.Node]) -> None:
     """One portion: its P travel together, begun during the backward pass, then its S."""
     op = Builder(graph)
     group = part[0].reduction.attributes.get_string("group", "data")
 
-    def reduce(values: Sequence[ir.Value], letter: str) -> tuple[ir.Value, ...]:
+    def reduce(values: Sequence[ir.Value], letter: str, **steps: int) -> tuple[ir.Value, ...]:
         name = f"powersgd{number}.{letter}"
-        attributes = {"tag": f"{group}/{name}", "group": group, BUCKET: name}
+        attributes = {"tag": f"{group}/{name}", "group": group, BUCKET: name, **steps}
         return op.emit("AllReduce", values, attributes, domain="graphc", name=f"allreduce/{name}")
 
     matrices, factors, residuals, thin = [], [], [], []
@@ -113,19 +116,30 @@ def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, following: 
         thin.append(op.MatMul(matrices[-1], factors[-1]))
     op.before = part[-1].reduction
     bases, wide = [], []
-    for matrix, value, total in zip(part, matrices, reduce(thin, "P"), strict=True):
+    for matrix, value, total in zip(part, matrices, reduce(thin, "P", first=start + 1), strict=True):
         op.scope = f"compress/{matrix.name}"
         bases.append(op.graphc.Orthogonalize(total))
         wide.append(op.MatMul(op.Transpose(value, perm=[1, 0]), bases[-1]))
-    sums = reduce(wide, "S")
+    sums = reduce(wide, "S", first=start + 1)
+    early: ir.Value | None = None
+    full: Sequence[ir.Value | None] = [None] * len(part)
+    if start:
+        early = op.Less(scalar(graph, STEP, 0), start)
+        full = reduce([v for m in part if (v := m.reduction.inputs[0]) is not None], "full", last=start)
     for k, matrix in enumerate(part):
         op.scope, result = f"compress/{matrix.name}", matrix.reduction.outputs[0]
         own, both = (op.MatMul(bases[k], op.Transpose(factor, perm=[1, 0])) for factor in (wide[k], sums[k]))
-        result.replace_all_uses_with(op.reshape_like(both, result))
+        result.replace_all_uses_with(_choose(op, early, full[k], op.reshape_like(both, result)))
         # A column that is zero would stay so for ever: the old one, which this step had no use for, may serve later ones.
         unused = op.Equal(op.ReduceSumSquare(sums[k], [0], keepdims=1), 0.0)
-        _update(op, "Residual", residuals[k], op.Sub(matrices[k], own))
+        unused = unused if early is None else op.Or(unused, early)
+        _update(op, "Residual", residuals[k], _choose(op, early, residuals[k], op.Sub(matrices[k], own)))
         _update(op, "Assign", factors[k], op.Where(unused, factors[k], sums[k]))
+
+
+def _choose(op: Builder, early: ir.Value | None, first: ir.Value | None, later: ir.Value) -> ir.Value:
+    """``first`` in the steps in which gradients travel in full, else ``later``."""
+    return later if early is None or first is None else op.Where(early, first, later)
 
 
 def _update(op: Builder, kind: str, state: ir.Value, value: ir.Value) -> None:

@@ -19,10 +19,16 @@ def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
         if not trains(node):
             continue
         producer = node.inputs[1].producer() if node.inputs[1] is not None else None
-        if producer is None or producer.op_type != "AllReduce" or producer.attributes.get_string("reduce", "sum") != "sum":
+        if producer is None or not _is_plain_sum(producer):
             raise UsageError(f"strategy {strategy!r} takes gradients as they are; leave compress and other strategies out")
         wanted.add(producer)
     return [node for node in graph if node in wanted]
+
+
+def _is_plain_sum(node: ir.Node) -> bool:
+    attributes = node.attributes
+    plain = attributes.get_string("reduce", "sum") == "sum" and not attributes.get_int("nonzero", 0)
+    return node.op_type == "AllReduce" and node.domain == "graphc" and plain
 
 
 def reduced_weight(graph: ir.Graph) -> ir.Value | None:

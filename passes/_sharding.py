@@ -123,7 +123,7 @@ def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
     if node.attributes.get_string(SHARD, ""):
         raise UsageError(f"{strategy}: the update of {state.name!r} is sharded already; a program has one strategy")
     reduction = gradient.producer()
-    if reduction is None or collective_of(reduction) != "AllReduce":
+    if reduction is None or collective_of(reduction) != "AllReduce" or reduction.attributes.get_int("nonzero", 0) > 0:
         between = f"{reduction.op_type} ({reduction.name!r})" if reduction is not None else "nothing"
         raise UsageError(
             f"{strategy} replaces the AllReduce in front of each update, but the gradient of {state.name!r} comes from"

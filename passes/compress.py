@@ -39,6 +39,7 @@ def compress(
     *,
     method: str = "bf16",
     rank: int | None = None,
+    start: int = 0,
     ratio: float | None = None,
     mb: float = 25.0,
 ) -> bool:
@@ -47,6 +48,7 @@ def compress(
     Args:
         method: ``fp16`` or ``bf16``: float32 gradients travel in that type; ``powersgd``; ``topk``.
         rank: of powersgd: columns of the factors (default 2).
+        start: of powersgd: number of steps at the beginning in which gradients travel in full.
         ratio: of topk: the part of a gradient's elements that each rank sends (default 0.01).
         mb: of powersgd: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
 
@@ -57,6 +59,8 @@ def compress(
         raise UsageError(f"compress: unknown method {method!r}{nearest(method, METHODS)}; it is {', '.join(METHODS)}")
     if rank is not None and (method != "powersgd" or rank < 1):
         raise UsageError(f"compress: rank={rank} belongs to method=powersgd and is at least 1")
+    if start < 0 or (start and method != "powersgd"):
+        raise UsageError(f"compress: start={start} belongs to method=powersgd and is at least 0")
     if ratio is not None and (method != "topk" or not 0 < ratio <= 1):
         raise UsageError(f"compress: ratio={ratio} belongs to method=topk, above 0 and at most 1")
     graph = model.graph
@@ -69,7 +73,7 @@ def compress(
         number = keep_largest(graph, found, _parameters(graph, found), ratio or 0.01)
         ctx.note(f"compress: of {number} of {len(found)} gradients {100 * (ratio or 0.01):.3g} % of the elements travel")
         return number > 0
-    number, part = low_rank(graph, found, _parameters(graph, found), rank or 2, mb)
+    number, part = low_rank(graph, found, _parameters(graph, found), rank or 2, start, mb)
     ctx.note(f"compress: {number} of {len(found)} gradients travel as factors, {100 * part:.3g} % of all elements")
     return number > 0
 

@@ -6,6 +6,7 @@ Everything is looked up, allocated and checked when the plan is bound; a step is
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -241,16 +242,17 @@ class Executor:
 
     def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
         """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""
-        if transfer.every <= 1:
+        if transfer.every <= 1 and transfer.first <= 1 and not transfer.last:
             return lambda: False
         if STEP not in self._state.arrays:
-            raise ModelError(f"{transfer} runs every {transfer.every} steps, but the graph does not count steps in {STEP!r}")
+            raise ModelError(f"{transfer} runs in some steps only, but the graph does not count steps in {STEP!r}")
         done, every, since = self._state.arrays[STEP], transfer.every, transfer.since
+        first, last = transfer.first, transfer.last or math.inf
         counted = any(s.group is not None and _counts_steps(s.group) for s in self.plan.steps[:index])
 
         def skipped() -> bool:
             number = int(done) + (not counted)
-            return number > since and number % every != 0
+            return not first <= number <= last or (number > since and number % every != 0)
 
         return skipped
 

@@ -254,7 +254,7 @@ def averaged_states(graph: ir.Graph) -> dict[str, tuple[int, int]]:
 
 def local_states(graph: ir.Graph) -> frozenset[str]:
     """The states that differ from rank to rank."""
-    found = set()
+    found: set[str] = set()
     for node in graph:
         declaration = declaration_of(node)
         indices = declaration.local if declaration is not None else ()

@@ -66,6 +66,8 @@ def test_equal_gradients_are_averaged() -> None:
     assert two[0]["norm"] == pytest.approx(one["metrics"][-1]["grad_norm"], rel=1e-5)
 
 
-def test_compressed_gradients_are_refused() -> None:
-    with pytest.raises(UsageError, match="adasum"):
-        small.compiled(strategy="adasum", compress="bf16")
+@pytest.mark.parametrize("compress", ["bf16", "powersgd:rank=1", "topk:ratio=0.1"])
+@pytest.mark.parametrize("strategy", ["adasum", "local_sgd", "zero", "central_storage"])
+def test_strategies_that_take_gradients_as_they_are_refuse_compressed_ones(strategy: str, compress: str) -> None:
+    with pytest.raises(UsageError, match=f"{strategy}.*compress"):
+        small.compiled(strategy=strategy, compress=compress)

@@ -109,3 +109,31 @@ def test_a_clipped_gradient_of_nan_stops_the_step() -> None:
         with pytest.raises(graphc.errors.NonFiniteError):
             trainer.step({"input": x, "label": y})
         assert all(np.array_equal(before[n], a) for n, a in trainer.state.snapshot().items())
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"])
+def test_the_norm_is_over_all_shards(strategy: str) -> None:
+    """Each rank holds a part of the gradient; the norm, and the flag that skips a step, are of the whole."""
+    optimizer = "adam:lr=0.01"
+    program = small.compiled(optimizer, clip_norm=0.3, clip_value=0.05, strategy=strategy, nonfinite="skip")
+
+    def train(comm: Any) -> Any:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            norms = []
+            for step in range(STEPS):
+                x, y = small.batch(13, step)
+                mine = graphc.data.share(13, comm.rank, comm.size)
+                norms.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["grad_norm"])
+            before = trainer.state.snapshot(comm)
+            x[-1] = np.nan
+            trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)
+            after = trainer.state.snapshot(comm)
+            assert all(np.array_equal(before[n], after[n]) for n in small.SHAPES)
+            return norms, before, trainer.skipped_steps, trainer.state_sha256()
+
+    ranks = run_threads(2, train)
+    wanted, norms = in_torch(optimizer, (13,), 0.3, 0.05)
+    assert [rank[2] for rank in ranks] == [1, 1]
+    assert ranks[0][3] == ranks[1][3]
+    np.testing.assert_allclose(ranks[1][0], norms, rtol=1e-5)
+    assert small.largest_difference(ranks[0][1], wanted) < 1e-5

@@ -209,6 +209,31 @@ def test_residuals_survive_a_checkpoint_for_another_number_of_workers(workers: i
     assert small.largest_difference(resumed, went_on) < 1e-5
 
 
+def test_powersgd_begins_after_some_steps_in_full() -> None:
+    """The first steps are those without compression; what follows begins with empty residuals and the factors as they were."""
+    late, plain = (small.compiled("sgd:lr=0.1", compress=c) for c in ("powersgd:rank=1,start=3", None))
+    full = run_threads(2, lambda comm: small.train(comm, plain, 3))[0]
+    (first, _) = run_threads(2, lambda comm: small.train(comm, late, 3))
+    assert small.largest_difference(first["state"], full["state"]) < 1e-6
+    assert not first["state"]["w1::residual"].any()
+    sent: list[set[str]] = []
+
+    def train(comm: Any) -> None:
+        if comm.rank == 0:
+            comm.observer = lambda handle: sent[-1].add(handle.what.rpartition(".")[2]) if "powersgd" in handle.what else None
+        with graphc.Trainer(late, comm=comm, threads=1) as trainer:
+            for step in range(5):
+                if comm.rank == 0:
+                    sent.append(set())
+                x, y = small.batch(16, step)
+                mine = share(16, comm.rank, 2)
+                trainer.step({"input": x[mine], "label": y[mine]})
+                comm.barrier()
+
+    run_threads(2, train)
+    assert sent == [{"full"}] * 3 + [{"P", "S"}] * 2
+
+
 def test_powersgd_where_it_does_not_pay() -> None:
     """Vectors and matrices that are no smaller as factors travel as they are; the first factors start in the backward pass."""
     program = small.compiled("sgd:lr=0.1", compress="powersgd:rank=4", bucket_mb=25)  # 4·(20 + 5) = 100 elements of w2

@@ -85,7 +85,7 @@ def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
 )
 def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
     """state' = value: state that is the same on all ranks."""
-    return value if skip is None else op.Where(skip, state, value)  # type: ignore[no-any-return]
+    return value if skip is None else op.Where(skip, state, value)
 
 
 @declare(
@@ -100,4 +100,4 @@ def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None 
 )
 def residual(op: Builder, residual: ir.Value, unsent: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
     """residual' = unsent: what this rank's gradient holds and compression left out, for the next step (error feedback)."""
-    return unsent if skip is None else op.Where(skip, residual, unsent)  # type: ignore[no-any-return]
+    return unsent if skip is None else op.Where(skip, residual, unsent)
