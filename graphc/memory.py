@@ -53,7 +53,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values()) - self.host
+        everything: dict[str, int] = asdict(self)
+        return sum(everything.values()) - self.host
 
 
 def memory_of(

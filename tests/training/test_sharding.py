@@ -280,3 +280,13 @@ def test_bytes_per_rank_follow_the_formulas(
             state = shown.parameters + shown.masters + shown.gradients + shown.optimizer
             assert state == pytest.approx(formula(psi, workers), rel=0.01)
             assert shown.host == (shown.masters + shown.optimizer if "offload" in strategy else 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_are_reduced_once_into_the_shards(strategy: str) -> None:
+    batches = digits(2, 6)
+    (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01"), batches))
+    program = small.compiled("adam:lr=0.01", strategy=strategy, accumulate=2)
+    two = run_threads(2, lambda comm: run(comm, program, batches))
+    assert two[0]["hash"] == two[1]["hash"]
+    assert_close(two[0], one)
