@@ -9,7 +9,7 @@ Each is a graph of its own, with a plan of its own. A worker's results (the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from graphc.ir.declare import is_update
 from graphc.ir.facts import describe, static_dims
 from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
 from graphc.pipeline import PASSES, Context
+from graphc.plan import Plan, make_plan
 
 PUSHED = "pushed/"
 """What precedes the name of a pushed value in the name of the input that stands for it in a server's part."""
@@ -98,6 +99,21 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
         what = f"the input {missing.name!r}" if missing is not None else f"what {foreign.name if foreign else ''!r} carries"
         raise ModelError(f"an update on server {server} needs {what}, which is not pushed to it")
     return part
+
+
+def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool]) -> dict[str, Plan]:
+    """The plan of ``worker``, whose inputs have ``shapes``, and of ``server 0`` and so on."""
+
+    def own(node: ir.Node) -> bool:
+        return (node.op_type == "Push" and node.domain == "graphc") or native(node)
+
+    found = {"worker": make_plan(worker_part(model), shapes, native=own, world_size=2)}
+    options = server_options(model.graph)
+    for server in range(options.servers if options is not None else 0):
+        part = server_part(model, server)
+        arrived = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
+        found[f"server {server}"] = make_plan(part, arrived, native=own, world_size=2)
+    return found
 
 
 def nbytes(value: ir.Value) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from graphc.cli import flight, options, output
 from graphc.cli.output import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphc.plan import Plan
 
 
 class _PlanUnlessNamed(TyperGroup):
@@ -46,6 +51,7 @@ def plan(
     from graphc.ir.names import MESH
     from graphc.mesh import Mesh
     from graphc.plan import make_plan
+    from graphc.roles import role_plans, server_options
     from graphc.trainer import make_backend
 
     loaded = frontends.load(model)
@@ -54,6 +60,12 @@ def plan(
     size = workers or Mesh.parse(loaded.metadata_props.get(MESH, "data=1")).size
     shapes = {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in loaded.graph.inputs}
     engine = make_backend(backend, threads=1)
+    if server_options(loaded.graph) is not None:
+        try:
+            _show_roles(role_plans(loaded, shapes, engine.prefers_native), form)
+        finally:
+            engine.close()
+        return
     try:
         found = make_plan(loaded, shapes, native=engine.prefers_native, world_size=size)
         plans = [found] * size
@@ -68,7 +80,26 @@ def plan(
             output.say(grid(plans) + "\n")
         output.say(found.text())
         return
-    steps = [
+    collectives = [
+        {"tag": f.tag, "start": f.start, "wait": f.wait, "bytes": f.nbytes, "computing": f.computing} for f in flights(found)
+    ]
+    output.document(
+        {"workers": size, "inputs": shapes, "steps": _steps(found), "collectives": collectives, "buffers": found.buffers}
+    )
+
+
+def _show_roles(plans: Mapping[str, Plan], form: Format) -> None:
+    """The plan of a worker and that of each parameter server."""
+    if form is Format.text:
+        for role, found in plans.items():
+            _, *lines = found.text().splitlines()
+            output.say("\n".join([f"plan of {role}: {len(found.steps)} steps", *lines]))
+        return
+    output.document({"roles": {role: {"steps": _steps(found), "buffers": found.buffers} for role, found in plans.items()}})
+
+
+def _steps(found: Plan) -> list[dict[str, Any]]:
+    return [
         {
             "kind": step.kind,
             "name": step.name,
@@ -77,7 +108,3 @@ def plan(
         }
         for step in found.steps
     ]
-    collectives = [
-        {"tag": f.tag, "start": f.start, "wait": f.wait, "bytes": f.nbytes, "computing": f.computing} for f in flights(found)
-    ]
-    output.document({"workers": size, "inputs": shapes, "steps": steps, "collectives": collectives, "buffers": found.buffers})

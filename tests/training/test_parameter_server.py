@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -368,6 +369,22 @@ def test_the_graph_says_it_all(exported: Callable[[str], str], tmp_path: Path) -
     kinds = {node.domain for node in standard_model(program.model).graph}
     assert kinds == {""}
     assert server_options(compiled(exported("mlp"), "mirrored").model.graph) is None
+
+
+def test_each_role_has_a_plan(exported: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients of layers end in pushes on a worker; servers begin with them and update their flat buckets."""
+    from graphc.cli import main
+
+    ir.save(compiled(exported("mlp"), "parameter_server:servers=2").model, tmp_path / "served.onnx")
+    assert main(["show", "plan", str(tmp_path / "served.onnx"), "--batch", "8"]) == 0
+    worker, *servers = re.split(r"^plan of .*\n", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    assert len(servers) == 2
+    assert "push/data/b0" in worker
+    assert "update" not in worker
+    for text in servers:
+        steps = re.findall(r"^ +\d+ +(\w+)", text, re.MULTILINE)
+        assert steps[0] == "kernel"
+        assert steps[-1] == "update"
 
 
 def test_clipping_by_the_global_norm_sends_every_gradient_to_every_server(exported: Callable[[str], str]) -> None:
