@@ -204,8 +204,12 @@ class Server(Member):
             self.tell(0, self.layout.table(LIVE).start, *self._live.tolist())
 
     def _missing(self) -> list[int]:
+        """Who should have pushed; with a bound, those ahead only wait for the slowest."""
         pushed = self.look()[self.layout.table(PUSHES)]
-        return [w for w in range(self.layout.workers) if self._live[w] and pushed[w] <= self._applied[w]]
+        found = [w for w in range(self.layout.workers) if self._live[w] and pushed[w] <= self._applied[w]]
+        if self.layout.options.staleness:
+            found = [w for w in found if self._applied[w] == self._applied[found].min()]
+        return found
 
     def _rank(self, worker: int) -> int:
         return self.layout.servers + worker
