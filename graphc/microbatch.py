@@ -16,6 +16,7 @@ from graphc.backend import Array
 from graphc.data import Batch, share
 from graphc.errors import UsageError
 from graphc.ir.facts import dims
+from graphc.phases import accumulation_steps, reduces_within, sums_by_tree
 from graphc.runtime.communicator import Communicator
 
 
@@ -41,10 +42,11 @@ class MicroBatches:
         graph: the training graph.
         steps: micro-batches of a step.
         aligned: whether every rank runs every micro-batch, an empty one too, because there are collectives inside them.
+        equal: whether all micro-batches must have one size, for the same bits on any number of ranks.
     """
 
-    def __init__(self, graph: ir.Graph, steps: int, *, aligned: bool) -> None:
-        self._steps, self._aligned = steps, aligned
+    def __init__(self, graph: ir.Graph, steps: int, *, aligned: bool, equal: bool = False) -> None:
+        self._steps, self._aligned, self._equal = steps, aligned, equal
         self._shapes = {v.name or "": dims(v) or () for v in graph.inputs}
         self._types = {v.name or "": v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
         first = next(((name, shape[0]) for name, shape in self._shapes.items() if shape), ("", None))
@@ -85,6 +87,11 @@ class MicroBatches:
         count = self.rows(feeds)
         if count:
             self._last = feeds
+        if self._equal and (count == 0 or count % self._steps):
+            raise UsageError(
+                f"a share of {count} samples does not divide into {self._steps} shards of one size, which equal bits on any"
+                " number of workers need: make the global batch a multiple of the shards, and drop a shorter last one"
+            )
         if self._steps == 1 or not self._batched:
             return [self._whole(feeds, offset, count)]
         if isinstance(self._axis, int):
@@ -130,3 +137,19 @@ def until_all_end(items: Iterable[Mapping[str, Array] | Batch], micro: MicroBatc
             return
         sizes = [count or 0 for count in counts]
         yield Batch(micro.empty() if feeds is None else feeds, sum(sizes[: comm.rank]), sum(sizes))
+
+
+def micro_batches(graph: ir.Graph, workers: int) -> MicroBatches:
+    """How a worker cuts its share for a training graph.
+
+    Raises:
+        UsageError: shards that cannot be divided among the workers.
+    """
+    steps = accumulation_steps(graph)
+    if not sums_by_tree(graph):
+        return MicroBatches(graph, steps, aligned=reduces_within(graph))
+    if steps % workers:
+        raise UsageError(
+            f"deterministic='any-world' has {steps} shards for {workers} workers: take a power of two up to {steps}"
+        )
+    return MicroBatches(graph, steps // workers, aligned=True, equal=True)

@@ -20,6 +20,11 @@ def accumulation_steps(graph: ir.Graph) -> int:
     return max((n.attributes["steps"].as_int() for n in graph if is_accumulation(n)), default=1)
 
 
+def sums_by_tree(graph: ir.Graph) -> bool:
+    """Whether the micro-batches are those of all ranks together, for the same bits on any number of them."""
+    return any(is_accumulation(n) and n.attributes.get_int("tree", 0) for n in graph)
+
+
 def run_once(graph: ir.Graph) -> set[ir.Node]:
     """Updates, and what depends on sums over all micro-batches or on updates; everything, where nothing is accumulated."""
     if not any(is_accumulation(n) for n in graph):

@@ -22,8 +22,8 @@ from graphc.errors import FeedError, GraphcError, MissingExtraError, NonFiniteEr
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
-from graphc.microbatch import MicroBatch, MicroBatches, until_all_end
-from graphc.phases import accumulation_steps, reduces_within
+from graphc.microbatch import MicroBatch, micro_batches, until_all_end
+from graphc.phases import sums_by_tree
 from graphc.plan import Plan, make_plan
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
@@ -103,6 +103,8 @@ class Trainer:
             raise
         if threads is None:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
+        if sums_by_tree(program.model.graph):
+            threads = 1  # kernels add up the parts of several threads in another order
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
         self.state = State(program.model, self.rank, self.size)
         self._check_finite, self._wrap = check_finite, wrap
@@ -111,7 +113,7 @@ class Trainer:
         self._training: dict[tuple[Any, ...], Executor] = {}
         self._evaluation: dict[tuple[Any, ...], Executor] = {}
         graph = program.model.graph
-        self._micro = MicroBatches(graph, accumulation_steps(graph), aligned=reduces_within(graph))
+        self._micro = micro_batches(graph, self.size)
         self._labels = label_checks(program.model.graph)
         self._collectives: list[str] | None = None
         self.steps_done = 0
@@ -187,7 +189,7 @@ class Trainer:
         last = len(parts) - 1
         for k, (executor, part) in enumerate(parts):
             self._place(part)
-            executor.run(part.feeds, first=k == 0, last=k == last)
+            executor.run(part.feeds, index=k, last=k == last)
 
     def _place(self, part: MicroBatch) -> None:
         """Tell the graph which samples of the global batch these are, and whether they count."""

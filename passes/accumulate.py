@@ -33,7 +33,20 @@ def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
     """
     if steps < 1:
         raise UsageError(f"steps={steps} must be at least 1")
-    graph = model.graph
+    _, sums = sum_micro_batches(model.graph, steps)
+    ctx.note(f"accumulate: {sums} values are summed over {steps} micro-batches")
+    return bool(sums)
+
+
+def sum_micro_batches(graph: ir.Graph, steps: int, *, tree: bool = False) -> tuple[list[ir.Node], int]:
+    """Put an ``Accumulate`` in front of all that is reduced behind the backward pass.
+
+    Returns:
+        The AllReduces, and the number of sums.
+
+    Raises:
+        UsageError: the graph accumulates already.
+    """
     if any(is_accumulation(n) for n in graph):
         raise UsageError("the graph accumulates micro-batches already")
     inner = computed_for_gradients(graph)
@@ -49,7 +62,6 @@ def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
                 producer = value.producer()
                 op.before = following[producer] if producer is not None else nodes[0]
                 op.scope = f"accumulate/{value.name}"
-                sums[value] = op.graphc.Accumulate(value, steps=steps)
+                sums[value] = op.graphc.Accumulate(value, steps=steps, tree=int(tree))
             reduction.replace_input_with(index, sums[value])
-    ctx.note(f"accumulate: {len(sums)} values are summed over {steps} micro-batches")
-    return bool(sums)
+    return reductions, len(sums)

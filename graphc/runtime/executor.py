@@ -80,6 +80,7 @@ class Executor:
         self.outputs: dict[str, Array] = {v.name or "": self._array(v) for v in plan.model.graph.outputs}
         self._copies = [(name, buffer) for name, buffer in self.inputs.items()]
         self._first = self._last = True
+        self._index = 0
         self.runs: list[Run] = []
         self._within: list[Run] = []
         for k, step in enumerate(plan.steps):
@@ -90,16 +91,16 @@ class Executor:
             if not step.once:
                 self._within.append(self.runs[-1])
 
-    def run(self, feeds: Mapping[str, Array], *, first: bool = True, last: bool = True) -> None:
+    def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True) -> None:
         """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
 
         Args:
             feeds: one array per graph input.
-            first, last: whether sums over micro-batches begin with this one, and whether it ends the step.
+            index, last: number of the micro-batch, and whether it ends the step.
         """
         for name, buffer in self._copies:
             np.copyto(buffer, feeds[name])
-        self._first, self._last = first, last
+        self._index, self._first, self._last = index, index == 0, last
         for run in self.runs if last else self._within:
             run()
 
@@ -149,24 +150,38 @@ class Executor:
 
     def _bind_accumulate(self, nodes: Sequence[ir.Node]) -> Run:
         """Sums over micro-batches, which plans for different shapes share, and their results after the last one."""
-        parts: list[tuple[Array, Array, Array]] = []
+        parts: list[tuple[Array, list[Array], Array]] = []
+        tree = bool(nodes[0].attributes.get_int("tree", 0))
+        steps = nodes[0].attributes["steps"].as_int() // (self.plan.world_size if tree else 1)
         for node in nodes:
             (value,), result = node.inputs, node.outputs[0]
             assert value is not None
             y = self._array(result)
-            kept = self.plan.places[result].buffer != "arena"
-            own = y if kept else self._state.memory(f"accumulated/{result.name}", y.nbytes).view(y.dtype).reshape(y.shape)
-            parts.append((self._array(value), own, y))
+            levels = max(1, steps.bit_length() - 1) if tree else 1
+            names = [f"accumulated/{result.name}/{level}" for level in range(levels)]
+            own = [self._state.memory(name, y.nbytes).view(y.dtype).reshape(y.shape) for name in names[1:]]
+            kept = self.plan.places[result].buffer != "arena" and not tree
+            first = y if kept else self._state.memory(names[0], y.nbytes).view(y.dtype).reshape(y.shape)
+            parts.append((self._array(value), [first, *own], y))
 
         def accumulate() -> None:
-            for x, own, y in parts:
+            for x, (own, *_), y in parts:
                 out = y if self._last else own
                 if self._first:
                     np.copyto(out, x)
                 else:
                     np.add(own, x, out=out)
 
-        return accumulate
+        def accumulate_by_tree() -> None:
+            """As a binary counter carries: level k holds the sum of 2ᵏ neighbours that waits for the next 2ᵏ."""
+            carries = (~self._index & (self._index + 1)).bit_length() - 1
+            for x, own, y in parts:
+                total = x
+                for level in range(carries):
+                    total = np.add(own[level], total, out=own[level])
+                np.copyto(y if self._last else own[carries], total)
+
+        return accumulate_by_tree if tree else accumulate
 
     def _bind_collective(self, step: Step, index: int) -> Run:
         transfer, handles, comm = step.transfer, self._handles, self._comm
