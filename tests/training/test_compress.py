@@ -19,6 +19,7 @@ from graphc.plan import Plan, make_plan
 from graphc.runtime import checkpoint
 from graphc.runtime.threads import run_threads
 from graphc.trainer import make_backend
+from tests.runtime.mpi_run import map_ranks
 from tests.training import small
 
 Array = np.ndarray[Any, Any]
@@ -321,3 +322,28 @@ def test_topk_sends_places_and_values_where_that_is_less() -> None:
 def test_unknown_method() -> None:
     with pytest.raises(UsageError, match="did you mean 'bf16'"):
         small.compiled(compress="bf17")
+
+
+def over_mpi(comm: Any, compress: str) -> dict[str, Any]:
+    return small.train(comm, small.compiled("adam:lr=0.01", clip_norm=0.5, compress=compress), 5, (14,))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("compress", ["fp16", "powersgd:rank=1", "topk:ratio=0.05"])
+def test_mpi_processes_do_what_threads_do(compress: str) -> None:
+    threads = run_threads(2, lambda comm: over_mpi(comm, compress))
+    processes = map_ranks(2, over_mpi, compress)
+    assert processes[0]["hash"] == processes[1]["hash"]
+    assert small.largest_difference(processes[0]["state"], threads[0]["state"]) < 1e-6
+
+
+@pytest.mark.parametrize("compress", [None, "bf16", "powersgd:rank=1", "topk:ratio=0.05"])
+def test_micro_batches_are_summed_before_anything_is_clipped_or_compressed(compress: str | None) -> None:
+    options = {"compress": compress, "clip_norm": 0.3, "nonfinite": "skip"}
+    whole, parts = (small.compiled("sgd:lr=0.1", accumulate=n, **options) for n in (1, 4))
+    one = run_threads(2, lambda comm: small.train(comm, whole, 4, (16,)))
+    many = run_threads(2, lambda comm: small.train(comm, parts, 4, (16,)))
+    assert len({rank["hash"] for rank in many}) == 1
+    norms = [[m["grad_norm"] for m in ranks[0]["metrics"]] for ranks in (one, many)]
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-2 if compress == "bf16" else 1e-4)
+    assert small.largest_difference(many[0]["state"], one[0]["state"]) < (1e-3 if compress == "bf16" else 1e-5)
