@@ -21,6 +21,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.facts import describe, is_state, static_dims
 from graphc.ir.names import LOSS_SCALE
+from graphc.ir.ops.collectives import collective_of
 from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
 from graphc.pipeline import Context, graph_pass
 
@@ -35,7 +36,8 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
             results of the mirrored strategy.
 
     Raises:
-        UsageError: an option out of range, more servers than parameters, or a loss scale without ``staleness=0``.
+        UsageError: an option out of range, more servers than parameters, a loss scale without ``staleness=0``, or what needs
+            all workers in the middle of a step: micro-batches, ``sync_batchnorm``, PowerSGD, top-k.
     """
     if servers < 1 or (staleness is not None and staleness < 0):
         raise UsageError(f"servers must be at least 1 and staleness at least 0, not servers={servers}, staleness={staleness}")
@@ -45,6 +47,7 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
             "the loss scale of fp16 changes between the pull and the push of an asynchronous worker; "
             "take precision bf16, or staleness=0"
         )
+    _refuse_meetings(graph)
     common = {"servers": servers, "staleness": UNBOUNDED if staleness is None else staleness}
     owner = _deal([node for node in graph if is_update(node) and _has_gradient(node)], servers)
     reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
@@ -57,6 +60,20 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
     _pull(graph, owner, common)
     ctx.note(f"parameter_server: {len(owner)} updates on {servers} server(s)")
     return True
+
+
+def _refuse_meetings(graph: ir.Graph) -> None:
+    """A worker meets nobody before its push, and keeps no state of its own."""
+    reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
+    reduced = _descendants(value for node in reductions for value in node.outputs)
+    for node in graph:
+        foreign = collective_of(node) not in (None, "AllReduce") or (node.op_type == "Accumulate" and node.domain == "graphc")
+        own = is_update(node) and node not in reduced and any(set(n.inputs) & set(graph.inputs) for n in _ancestors([node]))
+        if foreign or own or (node in reduced and node in reductions):
+            raise UsageError(
+                "parameter servers go with neither micro-batches, sync_batchnorm nor compression that keeps state or takes "
+                f"several reductions; leave these out, or take another strategy: {node.name} ({node.op_type})"
+            )
 
 
 def _has_gradient(node: ir.Node) -> bool:
