@@ -81,3 +81,31 @@ def test_the_pass_refuses_a_graph_with_gradients(path: str) -> None:
             optimizer=graphc.optim.SGD(lr=0.1),
             passes="legalize,train_mode,loss,autodiff,sync_batchnorm,optimizer",
         )
+
+
+def test_sharded_parameters_are_gathered_one_bucket_ahead_and_freed(path: str) -> None:
+    nodes = compiled(path, strategy="zero:stage=3")
+    kind = [(n.op_type.removeprefix("AllGather"), n.attributes["tag"].as_string()) for n in nodes if "AllGather" in n.op_type]
+    tags = [tag for what, tag in kind if what == "Wait"]
+    assert len(tags) > 4
+    assert tags == [tag for what, tag in kind if what == "Start"]
+    expected = [("Start", tags[0])]
+    for tag, following in zip(tags, [*tags[1:], None], strict=True):
+        expected += [("Wait", tag), *([("Start", following)] if following else [])]
+    assert kind == expected
+    for k, node in enumerate(nodes):  # a bucket is waited for where it is used, not at the beginning
+        if node.op_type == "AllGatherWait":
+            assert nodes[k + 1].op_type == "AllGatherStart" or set(nodes[k + 1].inputs) & set(node.outputs)
+
+
+def test_one_transient_reduction_is_under_way_while_the_next_fills(path: str) -> None:
+    nodes = compiled(path, strategy="zero:stage=2")
+    flying, most = set[str](), 0
+    for node in nodes:
+        if node.op_type == "ReduceScatterStart":
+            flying.add(node.attributes["tag"].as_string())
+        elif node.op_type == "ReduceScatterWait":
+            flying.discard(node.attributes["tag"].as_string())
+        most = max(most, len(flying))
+    assert sum(n.op_type == "ReduceScatterStart" for n in nodes) > 2
+    assert most == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.errors import NonFiniteError, UsageError
+from graphc.ir.declare import OPS
 from graphc.memory import memory_of
 from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
@@ -95,6 +97,29 @@ def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
         many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
         assert len({result["hash"] for result in many}) == 1, strategy
         assert_close(many[-1], expected)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_shared_batch_statistics_follow_one_worker(workers: int, cnn: str) -> None:
+    batches, options = cnn_batches(20), {"optimizer": "sgd:lr=0.05,momentum=0.9", "sync_batchnorm": True}
+    (one,) = run_threads(1, lambda comm: run(comm, compile_for(cnn, **options), batches))
+    for strategy in STRATEGIES:
+        program = compile_for(cnn, strategy, **options)
+        many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
+        assert len({result["hash"] for result in many}) == 1, strategy
+        assert_close(many[-1], one)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bad_step_is_skipped_by_all_workers(strategy: str) -> None:
+    batches = digits(1, 4)
+    batches[1]["input"][0, 0] = np.nan
+    (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01", nonfinite="skip"), batches))
+    program = small.compiled("adam:lr=0.01", nonfinite="skip", strategy=strategy)
+    two = run_threads(2, lambda comm: run(comm, program, batches))
+    assert np.isnan(two[0]["losses"]).tolist() == [False, True, False, False]
+    assert two[0]["hash"] == two[1]["hash"]
+    assert_close(two[0], one)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -290,3 +315,10 @@ def test_micro_batches_are_reduced_once_into_the_shards(strategy: str) -> None:
     two = run_threads(2, lambda comm: run(comm, program, batches))
     assert two[0]["hash"] == two[1]["hash"]
     assert_close(two[0], one)
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer-wise rates, say: the declaration of such an op does not promise that elements are independent."""
+    monkeypatch.setitem(OPS._items, "SGD", dataclasses.replace(OPS["SGD"], elementwise=False))
+    with pytest.raises(UsageError, match="zero cannot shard the optimizer SGD of 'w1'"):
+        small.compiled("sgd:lr=0.1", strategy="zero:stage=2")
