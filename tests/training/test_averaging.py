@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
 import graphc
 from graphc.data import share
+from graphc.runtime.checkpoint import state_sha256
+from graphc.runtime.state import State
 from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
@@ -178,3 +181,41 @@ def test_uneven_accumulation_over_mpi(paths: dict[str, str]) -> None:
     batches = global_batches([7, 3, 1])
     (one,) = run_threads(1, lambda comm: train(comm, paths["plain"], batches))
     same(one, map_ranks(2, train, paths["plain"], batches, accumulate=2))
+
+
+class Unused(nn.Module):
+    """Half of what it computes does not reach the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(20, 10), nn.Linear(20, 7)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.used(x), self.unused(x)
+
+
+def test_what_the_loss_does_not_reach_is_not_reduced(tmp_path: Path) -> None:
+    from graphc import frontends
+
+    model = frontends.export(Unused(), (torch.randn(4, 20),), input_names=["input"], output_names=["logits", "other"])
+    loss = graphc.losses.SoftmaxCrossEntropy(logits="logits", keep_outputs=False)
+    program = graphc.compile(model, loss=loss, optimizer=graphc.optim.SGD(lr=0.1))
+    reduced = [v for n in program.model.graph if n.op_type == "AllReduceStart" for v in n.inputs]
+    shapes = sorted(tuple(v.shape.numpy()) for v in reduced)
+    assert shapes == [(), (), (10,), (10, 20)]
+
+
+def beginning(comm: Any, path: str) -> tuple[str, str]:
+    program = graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
+    for value in program.model.graph.initializers.values():
+        if value.dtype is not None and value.dtype.is_floating_point() and value.shape is not None and len(value.shape) == 2:
+            value.const_value = ir.tensor(value.const_value.numpy() + np.float32(comm.rank), name=value.name)
+    own = State(program.model).snapshot()
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        return state_sha256(own), trainer.state_sha256()
+
+
+def test_all_workers_begin_with_the_state_of_rank_0(paths: dict[str, str]) -> None:
+    (first, begun), (second, same_begun) = run_threads(2, lambda comm: beginning(comm, paths["plain"]))
+    assert first != second
+    assert begun == same_begun == first
