@@ -19,7 +19,7 @@ import graphc
 from graphc import frontends
 from graphc.backend import Array
 from graphc.data import Batch, Shards
-from graphc.errors import NonFiniteError, UsageError
+from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
 from graphc.roles import ServerOptions, server_options, worker_part
 from graphc.runtime import checkpoint
@@ -228,7 +228,7 @@ class ServedTrainer(Trainer):
         try:
             executor.run(arrays)
         except NonFiniteStepError:
-            error = self._explain_nonfinite(executor, arrays)
+            error = self._explain_push(executor, arrays)
             worker.fail(error)
             self._over = True
             raise (worker.failure() or error) from None
@@ -305,12 +305,15 @@ class ServedTrainer(Trainer):
 
     def _plan_worker(self, feeds: Mapping[str, Array], worker: Worker) -> Executor:
         shapes = self._check_names(feeds, self._part)
+        for name, shape in shapes.items():
+            if shape[:1] == (0,):
+                raise FeedError(f"feed {name!r} has no samples; a push needs at least one")
         plan = plan_part(self._part, shapes, worker.backend)
         executor = Executor(plan, self.state, worker.backend, check=False, wrap=self._hook())
         self._training[_key(feeds)] = executor
         return executor
 
-    def _explain_nonfinite(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
+    def _explain_push(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
         tensor = first_nonfinite(self._part, executor, feeds, self.state, self.backend)
         assert self._worker is not None
         name, done = f"worker {self._worker.index} (rank {self.rank})", self.steps_done

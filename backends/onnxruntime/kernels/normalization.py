@@ -21,7 +21,8 @@ def by_channel(array: Array) -> Array:
 
 def grain_of(x: Array) -> int:
     """Channels of ``x`` worth handing to another thread."""
-    return max(1, 16384 // max(1, x.size // max(1, x.shape[1])))
+    size, channels = x.size, int(x.shape[1])
+    return max(1, 16384 // max(1, size // max(1, channels)))
 
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTraining")
