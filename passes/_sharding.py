@@ -132,7 +132,11 @@ def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
     values = reduction.attributes
     dense = values.get_int("every", 1) == 1 and values.get_int("nonzero", 0) == 0
     if values.get_string("reduce", "sum") not in ("sum", "mean") or not dense:
-        raise UsageError(f"{strategy} takes gradients all of which are summed in every step, unlike {reduction.name!r}")
+        how = values.get_string("reduce", "sum")
+        raise UsageError(
+            f"{strategy} takes gradients all of which are summed in every step, unlike {reduction.name!r} (reduce={how});"
+            " top-k compression, adasum and deterministic='any-world' exclude it"
+        )
     if not node.attributes.get_string(BUCKET, ""):
         raise UsageError(f"{strategy} shards flat buffers: run 'bucket' before it")
     return reduction
