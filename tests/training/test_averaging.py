@@ -176,11 +176,15 @@ def test_workers_that_run_out_of_data_take_part_with_weight_zero(paths: dict[str
             np.testing.assert_allclose(results[0][3][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
+def train_in_two(comm: Any, path: str, batches: Sequence[dict[str, Array]]) -> Any:
+    return train(comm, path, batches, accumulate=2)
+
+
 @pytest.mark.mpi
 def test_uneven_accumulation_over_mpi(paths: dict[str, str]) -> None:
     batches = global_batches([7, 3, 1])
     (one,) = run_threads(1, lambda comm: train(comm, paths["plain"], batches))
-    same(one, map_ranks(2, train, paths["plain"], batches, accumulate=2))
+    same(one, map_ranks(2, train_in_two, paths["plain"], batches))
 
 
 class Unused(nn.Module):
