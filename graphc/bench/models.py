@@ -70,8 +70,9 @@ class SqueezeNet(nn.Module):
 class _Block(nn.Module):
     """A residual block: basic (two 3×3) or bottleneck (1×1, 3×3, 1×1)."""
 
-    def __init__(self, inputs: int, width: int, outputs: int, stride: int, bottleneck: bool) -> None:
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int, bottleneck: bool, activation: nn.Module) -> None:
         super().__init__()
+        self.activation = activation
         if bottleneck:
             shape = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
         else:
@@ -89,27 +90,30 @@ class _Block(nn.Module):
         for k, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(y))
             if k + 1 < len(self.convs):
-                y = torch.relu(y)
-        return torch.relu(y + self.shortcut(x))
+                y = self.activation(y)
+        return self.activation(y + self.shortcut(x))
 
 
 class ResNet(nn.Module):
     """Residual network (He et al., 2015): ``depth`` 50 with bottlenecks, or a small 18-like one for parity tests."""
 
-    def __init__(self, depth: int = 50, classes: int = 1000, width: int = 64, stem: int = 7) -> None:
+    def __init__(
+        self, depth: int = 50, classes: int = 1000, width: int = 64, stem: int = 7, activation: type[nn.Module] = nn.ReLU
+    ) -> None:
         super().__init__()
         bottleneck = depth >= 50
         counts = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]
         pool: nn.Module = nn.MaxPool2d(3, 2, 1) if stem == 7 else nn.Identity()
         layers: list[nn.Module] = [
-            nn.Conv2d(3, width, stem, 2 if stem == 7 else 1, stem // 2, bias=False), nn.BatchNorm2d(width), nn.ReLU(), pool,
+            nn.Conv2d(3, width, stem, 2 if stem == 7 else 1, stem // 2, bias=False),
+            nn.BatchNorm2d(width), activation(), pool,
         ]  # fmt: skip
         inputs = width
         for stage, count in enumerate(counts):
             inner = width * 2**stage
             outputs = inner * 4 if bottleneck else inner
             for k in range(count):
-                layers.append(_Block(inputs, inner, outputs, 2 if stage > 0 and k == 0 else 1, bottleneck))
+                layers.append(_Block(inputs, inner, outputs, 2 if stage > 0 and k == 0 else 1, bottleneck, activation()))
                 inputs = outputs
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(inputs, classes)
@@ -140,6 +144,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": ResNet,
     "transformer": Transformer,
     "resnet18-small": lambda: ResNet(18, 10, 16, 3),
+    "resnet18-smooth": lambda: ResNet(18, 10, 16, 3, nn.SiLU),
     "transformer-small": lambda: Transformer(2, 64, 4, 100, 16),
 }
 

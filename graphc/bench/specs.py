@@ -35,6 +35,7 @@ SPECS = {
     "resnet50": Spec((3, 224, 224), 1000, 4),
     "transformer": Spec((128,), 10, 8, tokens=1000),
     "resnet18-small": Spec((3, 16, 16), 10, 8),
+    "resnet18-smooth": Spec((3, 16, 16), 10, 8),
     "transformer-small": Spec((16,), 10, 8, tokens=100),
 }
 """The first five are timed; the small ones serve parity tests."""
