@@ -21,8 +21,10 @@ from graphc.export import NEXT, standard_model, training_info
 from graphc.ir.names import LEARNING_RATE
 
 ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
-MOMENTUM = graphc.optim.SGD(lr=1e-3, momentum=0.9)
+MOMENTUM = graphc.optim.SGD(lr=1e-4, momentum=0.9)
 ADAM = graphc.optim.Adam(lr=1e-3)
+FLOOR = 1e-3
+"""Gradients that are 0 but for rounding, as of a bias in front of a batch normalisation, have no scale of their own."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -67,8 +69,8 @@ def compare(program: graphc.Program, feeds: Arrays) -> None:
     """The exported graph against the trainer: value by value without graphc's own kernels, as a whole with them.
 
     Kernels round differently, so now and then a ReLU or a maximum of the forward pass decides otherwise: the gradient of that
-    one unit is then another, in graphc as between any two convolution libraries. Batch statistics over two images magnify
-    that: in resnet50 weights differ by 4e-5 and the step by 2e-2 of their norms, in the others by less than 1e-5 and 2e-2.
+    one unit is then another, in graphc as between any two convolution libraries. What kernels do apart from that is held to
+    value by value where the model is smooth (below).
     """
     proto = ir.to_proto(standard_model(program.model))
     assert_standard(proto)
@@ -76,16 +78,42 @@ def compare(program: graphc.Program, feeds: Arrays) -> None:
     loss, state = trainer_step(program, feeds, kernels=False)
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert {name.removesuffix(NEXT) for name in got if name.endswith(NEXT)} == set(state)
+    assert_alike(got, state)
     before = {name: program.model.graph.initializers[name].const_value.numpy() for name in state}
-    for name, value in state.items():
-        np.testing.assert_allclose(got[name + NEXT], value, rtol=0, atol=1e-5 * max(np.abs(value).max(), 1e-6), err_msg=name)
     assert any((value != before[name]).any() for name, value in state.items())
     loss, fast = trainer_step(program, feeds, kernels=True)
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     weights = {n: v for n, v in fast.items() if n in program.inference.graph.initializers}
-    assert norm({n: got[n + NEXT] - v for n, v in weights.items()}) <= 1e-4 * norm(weights)
-    moved = {n: v.astype(np.float64) - before[n] for n, v in fast.items()}
-    assert norm({n: got[n + NEXT] - v for n, v in fast.items()}) <= 5e-2 * norm(moved)
+    assert norm({n: got[n + NEXT] - v for n, v in weights.items()}) <= 1e-5 * norm(weights)
+
+
+def assert_alike(got: Arrays, state: Arrays, floor: float = 1e-6) -> None:
+    """Every element within 1e-5, in units of the largest of its tensor, or of ``floor`` where that is smaller."""
+    for name, value in state.items():
+        scale = max(float(np.abs(value).max()), floor)
+        np.testing.assert_allclose(got[name + NEXT], value, rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
+def smooth(path: str | Path) -> onnx.ModelProto:
+    """The model with Elu for Relu and averages for maxima: rounding decides nothing any more."""
+    model = onnx.load(path)
+    for node in model.graph.node:
+        if node.op_type == "Relu":
+            node.op_type = "Elu"
+        elif node.op_type == "MaxPool":
+            node.op_type = "AveragePool"
+            kept = [a for a in node.attribute if a.name in ("kernel_shape", "strides", "pads", "auto_pad", "ceil_mode")]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    return model
+
+
+def compare_kernels(program: graphc.Program, feeds: Arrays) -> None:
+    """The trainer with its own kernels against the exported graph of a smooth model, value by value."""
+    got = run_plain(ir.to_proto(standard_model(program.model)), feeds)
+    loss, state = trainer_step(program, feeds, kernels=True)
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    assert_alike(got, state, FLOOR)
 
 
 def zoo_feeds(program: graphc.Program, batch: int = 2) -> Arrays:
@@ -98,7 +126,7 @@ def zoo_feeds(program: graphc.Program, batch: int = 2) -> Arrays:
     return feeds
 
 
-def zoo_program(path: Path, batch: int | str, optimizer: Any = MOMENTUM) -> graphc.Program:
+def zoo_program(path: Path | onnx.ModelProto, batch: int | str, optimizer: Any = MOMENTUM) -> graphc.Program:
     return graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=optimizer, batch=batch, initialize="he")
 
 
@@ -107,6 +135,13 @@ def zoo_program(path: Path, batch: int | str, optimizer: Any = MOMENTUM) -> grap
 def test_zoo_models_step_alike_in_plain_onnxruntime(path: Path) -> None:
     program = zoo_program(path, 2)
     compare(program, zoo_feeds(program))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", ZOO, ids=lambda p: p.stem)
+def test_kernels_step_alike_on_smooth_zoo_models(path: Path) -> None:
+    program = zoo_program(smooth(path), 2)
+    compare_kernels(program, zoo_feeds(program))
 
 
 @pytest.mark.full
@@ -137,6 +172,14 @@ QUICK = {("mlp", "adam"), ("lenet", "momentum")}
 def test_exported_models_step_alike_in_plain_onnxruntime(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
     program, feeds = exported_program(name, exported, OPTIMIZERS[optimizer])
     compare(program, feeds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small", "resnet18-small"])
+def test_kernels_step_alike_on_smooth_exported_models(name: str, exported: Callable[[str], str]) -> None:
+    program = graphc.compile(smooth(exported(name)), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=MOMENTUM)
+    x, y = SPECS[name].batch(3)
+    compare_kernels(program, {"input": x, "label": y})
 
 
 @pytest.mark.full
