@@ -6,6 +6,8 @@
     before  s = Loop { …; s = SequenceInsert(s, row) };  y = ConcatFromSequence(s, axis=0)
     after   rows = Loop { …; row is a scan output };      y = Reshape(rows)
 
+    before  y = Loop (3, x) { y = Concat(y, row) }        after   y = Concat(Concat(Concat(x, row), row), row)
+
 PyTorch's exporter writes ``split`` and ``unbind`` with the former, EmbeddingBag with the latter. What crosses the steps of a
 plan must be a tensor; a sequence that depends on data stays, and runs wherever no gradient has to leave its segment.
 """
@@ -20,14 +22,14 @@ import onnx_ir as ir
 
 from graphc.ir.bodies import CONTROL, bodies, inline, prune, trip_count
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims
+from graphc.ir.facts import constant, dims, static_dims
 from graphc.ir.infer import apply, propagate
 
 Elements = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, of those that are known."""
 
 _UNROLL = 256
-"""Loops that carry sequences are unrolled up to this number of iterations."""
+"""Loops that carry sequences or tensors that grow are unrolled up to this number of iterations."""
 
 
 def dissolve(graph: ir.Graph) -> bool:
@@ -83,12 +85,14 @@ def _decided_branch(op: Builder, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """The outputs of a Loop that carries sequences, with its body written once for each iteration."""
+    """The outputs of a Loop that carries sequences or tensors that may grow, with its body written once for each iteration."""
     if node.op_type != "Loop":
         return None
     body, states = node.attributes["body"].as_graph(), [v for v in node.inputs[2:] if v is not None]
     count = trip_count(node.inputs, body)
-    if not isinstance(count, int) or not 0 < count <= _UNROLL or all(isinstance(v.type, ir.TensorType) for v in states):
+    if not isinstance(count, int) or not 0 < count <= _UNROLL:
+        return None
+    if all(_keeps_its_shape(state, formal) for state, formal in zip(states, body.inputs[2:], strict=True)):
         return None
     collected: list[list[ir.Value]] = []
     for t in range(count):
@@ -97,6 +101,14 @@ def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
         states = made[1 : 1 + len(states)]
         collected.append([op.Unsqueeze(v, [0]) for v in made[1 + len(states) :]])
     return [*states, *(op.Concat(*parts, axis=0) for parts in zip(*collected, strict=True))]
+
+
+def _keeps_its_shape(initial: ir.Value, formal: ir.Value) -> bool:
+    """Whether what a Loop carries is a tensor, and of one shape throughout as far as its first one is known."""
+    if not isinstance(initial.type, ir.TensorType):
+        return False
+    first, always = static_dims(initial), dims(formal)
+    return first is None or always == first
 
 
 def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Value]) -> None:

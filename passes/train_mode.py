@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
+from graphc.ir.bodies import bodies
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, is_parameter
 from graphc.ir.names import LIVE, SAMPLE_OFFSET, SEED, STEP
@@ -75,8 +76,23 @@ def train_mode(
         samples = _samples(graph, op)
     for running, average in averages.items():
         _update(graph, op, running, average, samples)
+    for owner in graph:
+        _note_bodies(owner, ctx, batchnorm, dropout)
     ctx.note(f"train_mode: {normalised} BatchNormalization and {dropped} Dropout nodes train")
     return bool(normalised or dropped)
+
+
+def _note_bodies(owner: ir.Node, ctx: Context, batchnorm: bool, dropout: bool) -> None:
+    """Say which nodes inside ``owner`` stay as they are: what a body computes is no state, and it draws no fresh masks."""
+    asked = {"BatchNormalization"} if batchnorm else set()
+    asked |= {"Dropout"} if dropout else set()
+    for body in bodies(owner):
+        for inner in body.all_nodes():
+            if inner.op_type in asked and inner.domain == "":
+                ctx.note(
+                    f"train_mode: {inner.name or inner.op_type} keeps its inference behaviour, for it is inside the"
+                    f" {owner.op_type} {owner.name}"
+                )
 
 
 @graph_pass("inference_mode", requires=("legalize",))

@@ -201,3 +201,18 @@ def test_a_file_exported_in_training_mode_evaluates_like_pytorch():
     kinds = [n.op_type for n in trained.graph]
     assert "DropoutMask" in kinds
     assert kinds.count("RunningAverage") == 2
+
+
+def test_what_is_inside_a_body_is_left_alone_and_said():
+    model = from_text(
+        HEAD
+        + """g (float[4] x, bool c) => (float[4] y) {
+        y = If <then_branch = t () => (float[4] a) { [drop] a = Dropout (x) },
+                else_branch = e () => (float[4] b) { b = Identity (x) }> (c) }"""
+    )
+    ctx = Context(done=["legalize"])
+    run(model, "train_mode", ctx)
+    assert any("drop keeps its inference behaviour, for it is inside the If" in line for line in ctx.log)
+    ctx = Context(done=["legalize"])
+    run(model, "train_mode{dropout=false}", ctx)
+    assert not any("keeps its inference behaviour" in line for line in ctx.log)

@@ -23,8 +23,6 @@ from graphc.ir.names import LEARNING_RATE
 ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
 MOMENTUM = graphc.optim.SGD(lr=1e-4, momentum=0.9)
 ADAM = graphc.optim.Adam(lr=1e-3)
-FLOOR = 1e-3
-"""Gradients that are 0 but for rounding, as of a bias in front of a batch normalisation, have no scale of their own."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -70,7 +68,7 @@ def compare(program: graphc.Program, feeds: Arrays) -> None:
 
     Kernels round differently, so now and then a ReLU or a maximum of the forward pass decides otherwise: the gradient of that
     one unit is then another, in graphc as between any two convolution libraries. What kernels do apart from that is held to
-    value by value where the model is smooth (below).
+    where the model is smooth (below).
     """
     proto = ir.to_proto(standard_model(program.model))
     assert_standard(proto)
@@ -109,11 +107,16 @@ def smooth(path: str | Path) -> onnx.ModelProto:
 
 
 def compare_kernels(program: graphc.Program, feeds: Arrays) -> None:
-    """The trainer with its own kernels against the exported graph of a smooth model, value by value."""
+    """The trainer with its own kernels against the exported graph of a smooth model: weights one by one, the step as a whole.
+
+    Some gradients are 0 but for rounding, as of a bias in front of a batch normalisation, and have no scale of their own.
+    """
     got = run_plain(ir.to_proto(standard_model(program.model)), feeds)
     loss, state = trainer_step(program, feeds, kernels=True)
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
-    assert_alike(got, state, FLOOR)
+    assert_alike(got, {n: v for n, v in state.items() if n in program.inference.graph.initializers}, floor=1e-3)
+    moved = {n: v.astype(np.float64) - program.model.graph.initializers[n].const_value.numpy() for n, v in state.items()}
+    assert norm({n: got[n + NEXT] - v for n, v in state.items()}) <= 1e-5 * norm(moved)
 
 
 def zoo_feeds(program: graphc.Program, batch: int = 2) -> Arrays:
@@ -138,9 +141,10 @@ def test_zoo_models_step_alike_in_plain_onnxruntime(path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", ZOO, ids=lambda p: p.stem)
-def test_kernels_step_alike_on_smooth_zoo_models(path: Path) -> None:
-    program = zoo_program(smooth(path), 2)
+@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet", "light_resnet50"])
+def test_kernels_step_alike_on_smooth_zoo_models(name: str) -> None:
+    """Grouped, strided and residual convolutions, with batch normalisation and without."""
+    program = zoo_program(smooth(next(p for p in ZOO if p.stem == name)), 2)
     compare_kernels(program, zoo_feeds(program))
 
 
