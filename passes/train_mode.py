@@ -74,8 +74,12 @@ def train_mode(
     if averages:
         op.scope = "samples"
         samples = _samples(graph, op)
+        counts: dict[ir.DataType | None, ir.Value] = {}
     for running, average in averages.items():
-        _update(graph, op, running, average, samples)
+        # One count for all statistics of a type: updates that share their scalars share a bucket.
+        if running.dtype not in counts:
+            counts[running.dtype] = op.cast_like(samples, running)
+        _update(graph, op, running, average, counts[running.dtype])
     for owner in graph:
         _note_bodies(owner, ctx, batchnorm, dropout)
     ctx.note(f"train_mode: {normalised} BatchNormalization and {dropped} Dropout nodes train")
@@ -163,8 +167,7 @@ def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average, 
         if len(weighted) > 1:
             parts = [op.Mul(batch, share / (1.0 - kept)) for batch, share in reversed(weighted)]
             total = op.Sum(*parts)
-        weighted_by = op.cast_like(samples, running)
-        following = op.graphc.RunningAverage(running, op.Mul(total, weighted_by), weighted_by, momentum=kept)
+        following = op.graphc.RunningAverage(running, op.Mul(total, samples), samples, momentum=kept)
     for out in average.stands_for:
         producer = out.producer()
         replace(graph, op, out, following)
