@@ -109,12 +109,13 @@ def smooth(path: str | Path) -> onnx.ModelProto:
 def compare_kernels(program: graphc.Program, feeds: Arrays) -> None:
     """The trainer with its own kernels against the exported graph of a smooth model: weights one by one, the step as a whole.
 
-    Some gradients are 0 but for rounding, as of a bias in front of a batch normalisation, and have no scale of their own.
+    Some gradients are 0 but for rounding, as of a bias in front of a batch normalisation, and have no scale of their own: they
+    are held to 1e-7, float32's resolution of the activations (of order 1) to which such a bias is added.
     """
     got = run_plain(ir.to_proto(standard_model(program.model)), feeds)
     loss, state = trainer_step(program, feeds, kernels=True)
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
-    assert_alike(got, {n: v for n, v in state.items() if n in program.inference.graph.initializers}, floor=1e-3)
+    assert_alike(got, {n: v for n, v in state.items() if n in program.inference.graph.initializers}, floor=1e-2)
     moved = {n: v.astype(np.float64) - program.model.graph.initializers[n].const_value.numpy() for n, v in state.items()}
     assert norm({n: got[n + NEXT] - v for n, v in state.items()}) <= 1e-5 * norm(moved)
 
