@@ -130,6 +130,32 @@ def test_padding_does_not_count(exported: Callable[[str], str]) -> None:
             np.testing.assert_allclose(three[0][2][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("tail", ["weight-zero", "keep"])
+def test_a_tail_smaller_than_the_world(tail: str, exported: Callable[[str], str]) -> None:
+    """46 samples in batches of 15: one is left for three workers. ``keep`` has nothing to join it to after a resume there."""
+    trained = program(exported("mlp"))
+
+    def steps_of(comm: Any) -> Any:
+        with graphc.Trainer(trained, comm=comm, threads=1) as trainer:
+            shards = data(comm, 15, tail=tail)
+            start = 45 if tail == "keep" else 0
+            shards.load_state_dict(shards.state_dict() | {"samples": start})
+            sizes = []
+            losses = []
+            for batch in shards:
+                sizes.append(len(batch.feeds["label"]))
+                losses.append(trainer.step(batch.feeds, offset=batch.offset)["loss"])
+            return losses, sizes, trainer.state.snapshot()
+
+    (one,) = run_threads(1, steps_of)
+    three = run_threads(3, steps_of)
+    assert [result[1][-1] for result in three] == [1, 0, 0]
+    np.testing.assert_allclose(three[0][0], one[0], rtol=1e-5)
+    for name, value in one[2].items():
+        if value.dtype.kind == "f" and "::" not in name:
+            np.testing.assert_allclose(three[0][2][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 def weighed(comm: Any, trained: graphc.Program) -> Any:
     x, y = SPECS["mlp"].batch(9, 0)
     weight = np.array([3, 0, 0.5, 1, 2, 0, 0, 0.25, 1], np.float32)
@@ -267,6 +293,11 @@ def test_command_line_data(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert two[-2]["loss"] == pytest.approx(plain[-2]["loss"], rel=1e-5)
     pad = run(capfd, "--batch-size", 20, "--tail", "pad", "-n", 2, "--transport", "threads")
     assert pad[-2]["loss"] == pytest.approx(plain[-2]["loss"], rel=1e-5)
+    single = [
+        run(capfd, "--batch-size", 19, *more)[-2]["loss"]
+        for more in ((), ("-n", 3, "--transport", "threads", "--tail", "weight-zero"))
+    ]
+    assert single[1] == pytest.approx(single[0], rel=1e-5)
     numbers = ("--batch-size", 20, "--loss", "mse:prediction=logits,label=label", "--data", "numbers.npz")
     with np.load("d.npz") as arrays:
         np.savez("numbers.npz", x=arrays["x"], label=np.eye(3, dtype=np.float32)[arrays["label"]])
