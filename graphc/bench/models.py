@@ -91,7 +91,7 @@ class _Block(nn.Module):
             y = norm(conv(y))
             if k + 1 < len(self.convs):
                 y = self.activation(y)
-        return self.activation(y + self.shortcut(x))
+        return self.activation(y + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 class ResNet(nn.Module):
