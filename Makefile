@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test quick gpu-test faults lint type bench clean
+.PHONY: help setup demo test test-large quick gpu-test faults lint type bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(BASE): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,11 +30,14 @@ test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi and not large"
 	$(BIN)/python -m pytest -m "mpi and not faults"
 
+test-large: $(STAMP)  ## the zoo models of hundreds of megabytes (3 minutes)
+	$(BIN)/python -m pytest -m large
+
 quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi and not large"
 
 faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI processes (about 10 minutes)
 	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py

@@ -13,8 +13,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LARGE = ("vgg19", "zfnet512", "bvlc_alexnet")
+"""Zoo models of 240 to 550 MB, whose every test takes tens of seconds and meets no op that the others lack."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the GPU are skipped where there is none; ``make gpu-test`` says so in one line."""
+    """Tests of large models are of a tier of their own; tests of the GPU are skipped where there is none."""
+    for item in items:
+        if any(name in item.nodeid for name in LARGE):
+            item.add_marker(pytest.mark.large)
     if not any(item.get_closest_marker("gpu") for item in items) or has_gpu():
         return
     for item in items:

@@ -35,6 +35,7 @@ from graphc.runtime.windows import MpiWindows, Windows
 from graphc.runtime.world import World
 
 SLICE = 2 << 20  # bytes
+WHOLE = 4 << 20  # bytes up to which one message is as fast as two
 
 
 def open_mpi(world: World) -> QueuedCommunicator:
@@ -141,7 +142,7 @@ class MpiCommunicator(QueuedCommunicator):
 
     def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
         operation = self._operations.get(op)
-        if operation is None or op == "mean" or array.dtype in LOW or array.nbytes > SLICE:
+        if operation is None or op == "mean" or array.dtype in LOW or array.nbytes > WHOLE:
             return super()._bind_reduce(array, op, what, lengths)
         # A single slice: nothing of ours stands between the caller and MPI.
         allreduce, in_place, failure = self._comm.Allreduce, self._mpi.IN_PLACE, self._mpi.Exception
@@ -161,7 +162,7 @@ class MpiCommunicator(QueuedCommunicator):
             self._reduce_scatter(array, op, what, parts, lengths)
             self._all_gather(array, what, parts)
             return
-        step = SLICE // array.itemsize
+        step = (WHOLE if array.nbytes <= WHOLE else SLICE) // array.itemsize
         try:
             for start in range(0, array.size, step):
                 part = array[start : start + step]
