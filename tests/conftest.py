@@ -13,8 +13,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LARGE = ("vgg19", "zfnet512", "bvlc_alexnet")
-"""Zoo models of 240 to 550 MB, whose every test takes tens of seconds and meets no op that the others lack."""
+LARGE = (
+    "vgg19",
+    "zfnet512",
+    "bvlc_alexnet",
+    "plain_onnxruntime[light_densenet121]",
+    "test_large_exported_models_step_alike_in_plain_onnxruntime[resnet50]",
+)
+"""Models of 240 to 550 MB, and tests of over half a minute; they meet no op that the others lack."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
