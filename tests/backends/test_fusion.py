@@ -247,10 +247,11 @@ def test_equal_kernels_are_one_text_to_compile() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "optimizer"), [("mlp", "sgd:lr=0.05,momentum=0.9"), ("transformer-small", "adamw:lr=1e-3")])
 def test_training_on_generated_kernels_follows_onnxruntime(
-    name: str, optimizer: str, tmp_path: Path, exported: Callable[[str], str]
+    name: str, optimizer: str, tmp_path: Path, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, backward and updates of the GPU backend with its memory plan; the machine is the host."""
-    BACKENDS.register("generated", lambda **_: CupyBackend(device=HostDevice(tmp_path)), origin=__name__, override=True)
+    assert "generated" not in BACKENDS
+    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=HostDevice(tmp_path)))
     x, y = SPECS[name].batch(4)
     losses = {}
     for backend in ("onnxruntime", "generated"):

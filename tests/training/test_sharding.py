@@ -23,6 +23,7 @@ from tests.runtime.mpi_run import map_ranks
 from tests.training import small, torch_models
 
 STRATEGIES = ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"]
+SYNCHRONOUS = ["mirrored", *STRATEGIES]
 SIZES = (8, 7)  # global batches, in turn: shares are uneven
 
 
@@ -76,7 +77,7 @@ def cnn_batches(steps: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_classifier_follows_one_worker(strategy: str, workers: int) -> None:
     batches = digits(1, 20)
@@ -103,7 +104,7 @@ def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
 def test_shared_batch_statistics_follow_one_worker(workers: int, cnn: str) -> None:
     batches, options = cnn_batches(20), {"optimizer": "sgd:lr=0.05,momentum=0.9", "sync_batchnorm": True}
     (one,) = run_threads(1, lambda comm: run(comm, compile_for(cnn, **options), batches))
-    for strategy in STRATEGIES:
+    for strategy in SYNCHRONOUS:
         program = compile_for(cnn, strategy, **options)
         many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
         assert len({result["hash"] for result in many}) == 1, strategy
@@ -128,7 +129,7 @@ def test_a_transformer_follows_one_worker(workers: int, exported: Callable[[str]
     batches = [dict(zip(("input", "label"), spec.batch(SIZES[k % 2], k), strict=True)) for k in range(20)]
     options = {"optimizer": "sgd:lr=0.05,momentum=0.9", "bucket_mb": 0.3}
     (one,) = run_threads(1, lambda comm: run(comm, compile_for(path, **options), batches))
-    for strategy in ("zero:stage=2", "zero:stage=3"):
+    for strategy in SYNCHRONOUS:
         program = compile_for(path, strategy, **options)
         many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
         assert len({result["hash"] for result in many}) == 1, strategy
