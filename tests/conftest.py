@@ -23,11 +23,21 @@ LARGE = (
 """Models of 240 to 550 MB, and tests of over half a minute; they meet no op that the others lack."""
 
 
+STRATEGIES = (
+    "test_sharding", "test_any_world", "test_accumulate", "test_averaging", "test_parameter_server", "test_compress",
+    "test_adasum", "test_local_sgd", "test_clip", "test_nonfinite", "test_sync_batchnorm", "test_attention", "test_trace",
+    "tests/data/test_training", "tests/data/test_torch_data", "test_parity", "test_recurrent",
+)  # fmt: skip
+"""Files whose tests train on several workers or for many steps: of the full tier as a whole."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of large models are of a tier of their own; tests of the GPU are skipped where there is none."""
     for item in items:
         if any(name in item.nodeid for name in LARGE):
             item.add_marker(pytest.mark.large)
+        if any(name in item.nodeid for name in STRATEGIES):
+            item.add_marker(pytest.mark.full)
     if not any(item.get_closest_marker("gpu") for item in items) or has_gpu():
         return
     for item in items:
