@@ -18,6 +18,7 @@ without arguments that is called once per step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -28,6 +29,7 @@ import onnx_ir as ir
 
 from graphc.gradient import key_of
 from graphc.registry import Registry
+from graphc.steps import ALIGNMENT
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Run: TypeAlias = "Callable[[], None]"
@@ -115,20 +117,111 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
     return found if found is not None and found.accepts(node) else None
 
 
-class Backend(Protocol):
-    """Compiles and runs compute segments.
+class Memory(Protocol):
+    """Where a backend's arrays lie, and how they get there and back.
 
-    A segment is an ONNX model of standard ops with static shapes. Its inputs and outputs are bound to arrays once; the
-    returned closure runs it.
+    Arrays on a device share with numpy's what needs no look at their elements: ``shape``, ``dtype``, ``size``, ``nbytes``,
+    ``view``, ``reshape`` and slices. Everything else goes through these methods, whose work on a device is queued in order
+    with that of the bound segments.
     """
 
-    name: str
+    on_host: bool
+    """Whether numpy may touch the arrays."""
+
+    def zeros(self, nbytes: int) -> Array:
+        """New zeroed memory as a flat array of bytes, aligned for whatever the backend does with it."""
+
+    def pinned(self, nbytes: int) -> Array:
+        """Memory of the host, as a flat array of bytes, that transfers reach fastest."""
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Queue a copy between arrays of equal shape and type; either may be the host's, and may be reused afterwards."""
+
+    def fetch(self, array: Array) -> Array:
+        """What ``array`` holds once everything queued has run, in the host's memory; there, the array itself."""
+
+    def bind_copy(self, target: Array, source: Array) -> Run:
+        """What queues a copy between two arrays of this memory."""
+
+    def bind_fill(self, target: Array, value: float) -> Run:
+        """What queues the filling of ``target`` with one number."""
+
+    def synchronize(self) -> None:
+        """Return once everything queued has run; errors of queued work are raised here."""
+
+
+def aligned_zeros(nbytes: int) -> Array:
+    """Zeroed bytes of the host whose address is a multiple of the cache line."""
+    raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+class HostMemory:
+    """The memory of the host, where numpy does at once what is asked."""
+
+    on_host = True
+
+    def zeros(self, nbytes: int) -> Array:
+        return aligned_zeros(nbytes)
+
+    def pinned(self, nbytes: int) -> Array:
+        return aligned_zeros(nbytes)
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def fetch(self, array: Array) -> Array:
+        return array
+
+    def bind_copy(self, target: Array, source: Array) -> Run:
+        return functools.partial(np.copyto, target, source)
+
+    def bind_fill(self, target: Array, value: float) -> Run:
+        return functools.partial(target.fill, value)
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+
+class Abilities(Protocol):
+    """What a plan has to know of the backend that will run it."""
 
     def prefers_native(self, node: ir.Node) -> bool:
-        """Whether the node runs as a native kernel instead of inside a segment."""
+        """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""
+
+    def holds(self, node: ir.Node) -> bool:
+        """Whether a segment may hold this ``graphc`` op as it is; others are decomposed."""
 
     def computes_halves(self, node: ir.Node) -> bool:
         """Whether the node runs in half precision as it stands; otherwise the plan lets it work in float32."""
+
+
+class StandardAbilities:
+    """Those of a runtime of standard ops, and in single precision only."""
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return False
+
+    def holds(self, node: ir.Node) -> bool:
+        return False
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        return False
+
+
+STANDARD: Abilities = StandardAbilities()
+
+
+class Backend(Abilities, Protocol):
+    """Compiles and runs compute segments.
+
+    A segment is an ONNX model of standard ops, and of those ``graphc`` ops that the backend :meth:`holds`, with static shapes.
+    Its inputs and outputs are bound to arrays of :attr:`memory` once; the returned closure runs it.
+    """
+
+    name: str
+    memory: Memory
 
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
         """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name."""

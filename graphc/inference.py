@@ -64,7 +64,7 @@ def run_model(
         if _is_plannable(legal.graph):
             try:
                 shapes = {name: np.shape(given[name]) for name in wanted}
-                plan = make_plan(legal, shapes, native=engine.prefers_native, world_size=1)
+                plan = make_plan(legal, shapes, engine)
             except DataDependentShapeError:
                 pass  # runs whole, below
             else:

@@ -74,8 +74,7 @@ def memory_of(
     """
     engine = make_backend(backend, threads=1)
     try:
-        native, halves = engine.prefers_native, engine.computes_halves
-        return memory_of_plan(make_plan(model, shapes, native=native, world_size=world_size, rank=rank, halves=halves))
+        return memory_of_plan(make_plan(model, shapes, engine, world_size=world_size, rank=rank))
     finally:
         engine.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.backend import STANDARD, Abilities
 from graphc.emulation import emulate_halves, narrow_storage
 from graphc.errors import DataDependentShapeError, FeedError, ModelError
 from graphc.groups import find_homes, update_groups
@@ -121,16 +122,15 @@ def _show(declared: Sequence[Any]) -> str:
 def prepare(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
-    native: Callable[[ir.Node], bool],
-    world_size: int,
+    abilities: Abilities = STANDARD,
     *,
-    halves: Callable[[ir.Node], bool] = lambda node: False,
+    world_size: int = 1,
     regions: bool = False,
 ) -> ir.Model:
     """Specialise, decompose what the backend has no kernel for, and simplify.
 
     Args:
-        halves: whether the backend computes a node in half precision; others run in float32 (:mod:`graphc.emulation`).
+        abilities: the backend's; what it does not compute in half precision runs in float32 (:mod:`graphc.emulation`).
         regions: keep what divides the graph for a plan: the marks in front of recomputed regions, without which these would
             be merged away, and the sums over micro-batches.
     """
@@ -138,19 +138,19 @@ def prepare(
     ctx = Context()
     simplify = PASSES["simplify"].function
     simplify(copy, ctx)
-    emulated = emulate_halves(copy.graph, halves)
+    emulated = emulate_halves(copy.graph, abilities.computes_halves)
 
     def keep(node: ir.Node) -> bool:
         if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
             return True
         declaration = declaration_of(node)
         if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
-            return world_size > 1 or (not declaration.effect and native(node))
-        return native(node)
+            return world_size > 1 or (not declaration.effect and abilities.prefers_native(node))
+        return abilities.prefers_native(node) or abilities.holds(node)
 
     while not is_decomposed(copy.graph, keep):
         decompose_graph(copy.graph, keep)
-        emulated |= emulate_halves(copy.graph, halves)
+        emulated |= emulate_halves(copy.graph, abilities.computes_halves)
         simplify(copy, ctx)
     if emulated:
         simplify(copy, ctx)
@@ -164,26 +164,24 @@ def prepare(
 def make_plan(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
+    abilities: Abilities = STANDARD,
     *,
-    native: Callable[[ir.Node], bool],
     world_size: int = 1,
     rank: int = 0,
-    halves: Callable[[ir.Node], bool] = lambda node: False,
 ) -> Plan:
     """Plan one rank's steps.
 
     Args:
         model: a training (or inference) graph as the pipeline leaves it.
         shapes: concrete shape of every graph input.
-        native: whether the backend runs a node as a kernel of its own.
+        abilities: those of the backend that will run it.
         world_size: ranks on the data axis; on one rank collectives vanish.
         rank: whose plan it is; plans differ in what a rank owns of sharded state.
-        halves: whether the backend computes a node in half precision.
     """
-    ready = prepare(model, shapes, native, world_size, halves=halves, regions=True)
+    ready = prepare(model, shapes, abilities, world_size=world_size, regions=True)
     _privatise(ready.graph)
     groups = update_groups(ready.graph, world_size, rank)
-    steps = list(_steps(ready.graph, native, groups))
+    steps = list(_steps(ready.graph, abilities.prefers_native, groups))
     _dissolve_regions(ready.graph)
     _add_check(steps)
     steps, views = _take_out_views(steps, groups)

@@ -9,12 +9,13 @@ Each is a graph of its own, with a plan of its own. A worker's results (the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backend import Abilities
 from graphc.errors import ModelError
 from graphc.ir.bodies import captured
 from graphc.ir.declare import is_update
@@ -101,18 +102,31 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
     return part
 
 
-def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], native: Callable[[ir.Node], bool]) -> dict[str, Plan]:
+class Exchanging:
+    """The abilities of ``backend``, and that of running one side of an exchange as a kernel."""
+
+    def __init__(self, backend: Abilities) -> None:
+        self._abilities = backend
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return (node.op_type == "Push" and node.domain == "graphc") or self._abilities.prefers_native(node)
+
+    def holds(self, node: ir.Node) -> bool:
+        return self._abilities.holds(node)
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        return self._abilities.computes_halves(node)
+
+
+def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Abilities) -> dict[str, Plan]:
     """The plan of ``worker``, whose inputs have ``shapes``, and of ``server 0`` and so on."""
-
-    def own(node: ir.Node) -> bool:
-        return (node.op_type == "Push" and node.domain == "graphc") or native(node)
-
-    found = {"worker": make_plan(worker_part(model), shapes, native=own, world_size=2)}
+    own = Exchanging(backend)
+    found = {"worker": make_plan(worker_part(model), shapes, own, world_size=2)}
     options = server_options(model.graph)
     for server in range(options.servers if options is not None else 0):
         part = server_part(model, server)
         arrived = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
-        found[f"server {server}"] = make_plan(part, arrived, native=own, world_size=2)
+        found[f"server {server}"] = make_plan(part, arrived, own, world_size=2)
     return found
 
 

@@ -397,15 +397,7 @@ class Trainer:
 
     def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
         shapes = self._check_names(feeds, model)
-        backend = self.backend
-        plan = make_plan(
-            model,
-            shapes,
-            native=backend.prefers_native,
-            world_size=self.size,
-            rank=self.rank,
-            halves=backend.computes_halves,
-        )
+        plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank)
         if model is self.program.model:
             self._compare_collectives(plan)
         executor = Executor(

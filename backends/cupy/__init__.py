@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Run
+from graphc.backend import BACKENDS, Array, Memory, Run
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.segment import compile_segment
@@ -38,9 +38,13 @@ class CupyBackend:
 
             device = CudaDevice(0)
         self.device = device
+        self.memory: Memory = device
         self._scratch = Scratch(device)
 
     def prefers_native(self, node: ir.Node) -> bool:
+        return False
+
+    def holds(self, node: ir.Node) -> bool:
         return False
 
     def computes_halves(self, node: ir.Node) -> bool:

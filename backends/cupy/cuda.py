@@ -5,6 +5,7 @@ CuPy's own library calls refuse a capturing stream, so products go through cuBLA
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,7 @@ class CudaDevice:
     """
 
     writes_cuda = True
+    on_host = False
 
     def __init__(self, index: int) -> None:
         self.cupy = import_cupy()
@@ -90,16 +92,27 @@ class CudaDevice:
     def put(self, array: Array) -> Array:
         return self.cupy.asarray(array)  # type: ignore[no-any-return]
 
+    def pinned(self, nbytes: int) -> Array:
+        memory = self.cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        return np.frombuffer(memory, dtype=np.uint8, count=nbytes)
+
     def copy(self, target: Any, source: Array) -> None:
-        """Copy between device arrays, or from the host."""
         if isinstance(source, self.cupy.ndarray):
             self.cupy.copyto(target, source)
         else:
             target.set(np.ascontiguousarray(source), stream=self.stream)
 
-    def host(self, array: Any) -> Array:
-        """A copy in the memory of the host, once what is queued has run."""
+    def fetch(self, array: Any) -> Array:
         return np.asarray(array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array)
+
+    def bind_copy(self, target: Any, source: Any) -> Run:
+        return functools.partial(target.data.copy_from_device_async, source.data, target.nbytes, self.stream)
+
+    def bind_fill(self, target: Any, value: float) -> Run:
+        return functools.partial(target.fill, value)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +169,7 @@ class CudaDevice:
         engine = BACKENDS["auto" if "auto" in BACKENDS else "numpy"](threads=1)
 
         def run() -> None:
-            results = engine.run_whole(model, {name: self.host(array) for name, array in sources.items()})
+            results = engine.run_whole(model, {name: self.fetch(array) for name, array in sources.items()})
             for name, array in targets:
                 self.copy(array, np.asarray(results[name]).reshape(array.shape))
 

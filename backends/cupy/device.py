@@ -7,21 +7,18 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
+from graphc.backend import Array, Memory, Run
 from graphc.backends.cupy.launch import Shape
 
 
-class Device(Protocol):
-    """A GPU; in tests, the host.
+class Device(Memory, Protocol):
+    """A GPU and its memory; in tests, the host.
 
     Attributes:
         writes_cuda: whether kernels are written in CUDA C; otherwise in C++ for the host.
     """
 
     writes_cuda: bool
-
-    def zeros(self, nbytes: int) -> Array:
-        """New zeroed memory as a flat array of bytes."""
 
     def put(self, array: Array) -> Array:
         """A copy of a host array on the device."""

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphc.backend import BACKENDS, Array, Run
+from graphc.backend import BACKENDS, Array, HostMemory, Memory, Run
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
@@ -28,8 +28,12 @@ class NumpyBackend:
 
     def __init__(self, *, threads: int = 1, spin: bool = False) -> None:
         del threads, spin
+        self.memory: Memory = HostMemory()
 
     def prefers_native(self, node: ir.Node) -> bool:
+        return False
+
+    def holds(self, node: ir.Node) -> bool:
         return False
 
     def computes_halves(self, node: ir.Node) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Binding, Run, native_kernel
+from graphc.backend import BACKENDS, Array, Binding, HostMemory, Memory, Run, native_kernel
 from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
@@ -43,11 +43,15 @@ class OnnxRuntimeBackend:
     name = "onnxruntime"
 
     def __init__(self, *, threads: int, spin: bool = True) -> None:
+        self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = _session_options(threads, spin)
 
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
+
+    def holds(self, node: ir.Node) -> bool:
+        return False
 
     def computes_halves(self, node: ir.Node) -> bool:
         return False  # the CPU provider has few such kernels, and none for bfloat16

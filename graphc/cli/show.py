@@ -62,17 +62,15 @@ def plan(
     engine = make_backend(backend, threads=1)
     if server_options(loaded.graph) is not None:
         try:
-            _show_roles(role_plans(loaded, shapes, engine.prefers_native), form)
+            _show_roles(role_plans(loaded, shapes, engine), form)
         finally:
             engine.close()
         return
     try:
-        found = make_plan(loaded, shapes, native=engine.prefers_native, world_size=size)
+        found = make_plan(loaded, shapes, engine, world_size=size)
         plans = [found] * size
         if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have one plan
-            plans[1:] = [
-                make_plan(loaded, shapes, native=engine.prefers_native, world_size=size, rank=r) for r in range(1, size)
-            ]
+            plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=r) for r in range(1, size)]
     finally:
         engine.close()
     if form is Format.text:

@@ -27,7 +27,7 @@ def first_nonfinite(
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             return name
     shapes = {name: buffer.shape for name, buffer in executor.inputs.items()}
-    graph = prepare(model, shapes, lambda node: False, 1).graph
+    graph = prepare(model, shapes).graph
     nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
     made = {out for n in nodes for out in n.outputs}
     nodes = [

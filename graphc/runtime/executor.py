@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run
+from graphc.backend import Array, Backend, Run, aligned_zeros
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.bodies import captured
@@ -26,7 +26,7 @@ from graphc.ir.names import STEP
 from graphc.plan import Plan
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.sparse import SparseSum
-from graphc.runtime.state import State, aligned_zeros
+from graphc.runtime.state import State
 from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
 FINITE = "finite?"

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from graphc.backend import Array, Backend, Run
 from graphc.errors import NonFiniteError, WorldError
 from graphc.plan import Plan, make_plan
+from graphc.roles import Exchanging
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.parameter_layout import EXPORTS, FAILED, FAILING, HASH, PER_WORKER, TEXT, VERSION, Layout
 from graphc.runtime.windows import Windows
@@ -99,16 +100,15 @@ class Member:
         self.digest = found.tobytes().hex()
 
 
-class Exchange:
+class Exchange(Exchanging):
     """A backend whose kernel for ``Push`` is one side of the exchange; everything else it leaves to ``backend``."""
 
     def __init__(self, backend: Backend, push: Callable[[ir.Node, Sequence[Array], Sequence[Array]], Run]) -> None:
+        super().__init__(backend)
         self.name = backend.name
+        self.memory = backend.memory
         self._backend = backend
         self._push = push
-
-    def prefers_native(self, node: ir.Node) -> bool:
-        return _is_push(node) or self._backend.prefers_native(node)
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
@@ -116,9 +116,6 @@ class Exchange:
         if _is_push(node):
             return self._push(node, [a for a in inputs if a is not None], outputs)
         return self._backend.bind_kernel(node, inputs, outputs, aliases)
-
-    def computes_halves(self, node: ir.Node) -> bool:
-        return self._backend.computes_halves(node)
 
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
         return self._backend.bind_segment(model, inputs, outputs)
@@ -142,4 +139,4 @@ def _is_push(node: ir.Node) -> bool:
 
 def plan_part(part: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Backend) -> Plan:
     """The plan of a worker's or a server's part: its pushes stay."""
-    return make_plan(part, shapes, native=backend.prefers_native, world_size=2, halves=backend.computes_halves)
+    return make_plan(part, shapes, backend, world_size=2)

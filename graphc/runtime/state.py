@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array
+from graphc.backend import Array, aligned_zeros
 from graphc.errors import UsageError, nearest
 from graphc.groups import update_groups
 from graphc.ir.declare import declaration_of
@@ -17,14 +17,7 @@ from graphc.ir.facts import state_updates
 from graphc.ir.names import BY_RANK, STEP
 from graphc.ir.ops.collectives import collective_of
 from graphc.runtime.communicator import Communicator
-from graphc.steps import ALIGNMENT, UpdateGroup
-
-
-def aligned_zeros(nbytes: int) -> Array:
-    """Zeroed bytes whose address is a multiple of the cache line."""
-    raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes]
+from graphc.steps import UpdateGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS
+from graphc.backend import BACKENDS, HostMemory
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
@@ -33,7 +33,7 @@ static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[
 """
 
 
-class HostDevice:
+class HostDevice(HostMemory):
     """The machine of the tests in place of a GPU."""
 
     writes_cuda = False
@@ -54,9 +54,6 @@ class HostDevice:
         assert all(a.flags.c_contiguous for a in arrays)
         pointers = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
         return lambda: kernel(pointers, ctypes.c_longlong(shape.blocks))
-
-    def host(self, array: Any) -> Any:
-        return array
 
     def node(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         if is_product(node):
@@ -89,7 +86,7 @@ def run_segment(
     bound = BoundSegment(segment, device, Scratch(device), inputs, outputs)
     for _ in range(2):  # the second run meets memory that the first has used
         bound()
-    return {name: device.host(array) for name, array in outputs.items()}, segment
+    return {name: device.fetch(array) for name, array in outputs.items()}, segment
 
 
 def _product(node: ir.Node, inputs: Sequence[Any], d: Any) -> Callable[[], None]:

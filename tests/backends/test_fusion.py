@@ -146,7 +146,7 @@ def check_case(name: str, device: object, splits: int | None) -> None:
         model.graph.inputs.remove(value)
         model.graph.register_initializer(value)
     run(model, "legalize")
-    model = prepare(model, {n: x.shape for n, x in feeds.items()}, lambda node: False, 1)
+    model = prepare(model, {n: x.shape for n, x in feeds.items()})
     results, segment = run_segment(ir.to_proto(model), feeds, device, splits=splits)
     assert any(isinstance(call, KernelCall) for call in segment.calls), "nothing was generated"
     for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
@@ -161,7 +161,7 @@ def gradients_model(name: str, batch: int, tmp_path: Path) -> tuple[onnx.ModelPr
     program = graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
     x, y = SPECS[name].batch(batch)
     feeds = {"input": x, "label": y}
-    model = prepare(program.model, {n: a.shape for n, a in feeds.items()}, lambda node: False, 1)
+    model = prepare(program.model, {n: a.shape for n, a in feeds.items()})
     graph = model.graph
     updates = [n for n in graph if is_update(n)]
     gradients = [n.inputs[1] for n in updates if n.op_type == "SGD"]

@@ -13,13 +13,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphc.backend import Binding, native_kernel
+from graphc.backend import Binding, aligned_zeros, native_kernel
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.attention import operand_axes, packed, written
 from graphc.passes.decompose import decompose_graph
-from graphc.runtime.state import aligned_zeros
 
 ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")

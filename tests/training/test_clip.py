@@ -75,7 +75,7 @@ def test_no_pass_over_memory_beside_the_norm() -> None:
     backend = make_backend("onnxruntime", threads=1)
     shapes = {"input": (16, small.INPUTS), "label": (16,)}
     for workers in (1, 2):
-        plan = make_plan(small.compiled(clip_norm=1.0).model, shapes, native=backend.prefers_native, world_size=workers)
+        plan = make_plan(small.compiled(clip_norm=1.0).model, shapes, backend, world_size=workers)
         (measure,) = [s for s in plan.steps if s.nodes and s.nodes[0].op_type == "SumOfSquares"]
         gradients = {group.buffer(1) for group in plan.groups if 1 in group.flat}
         assert {plan.places[v].buffer for v in measure.inputs} == gradients

@@ -29,9 +29,7 @@ LOW = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 def plan_of(program: Any, workers: int = 2) -> Plan:
     backend = make_backend("onnxruntime", threads=1)
-    return make_plan(
-        program.model, {"input": (8, small.INPUTS), "label": (8,)}, native=backend.prefers_native, world_size=workers
-    )
+    return make_plan(program.model, {"input": (8, small.INPUTS), "label": (8,)}, backend, world_size=workers)
 
 
 @pytest.mark.parametrize("method", LOW)

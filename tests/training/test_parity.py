@@ -172,7 +172,7 @@ def gradients(path: str, feeds: dict[str, np.ndarray[Any, Any]], backend_name: s
     graph.outputs.clear()
     graph.outputs.extend(found.values())
     backend = make_backend(backend_name, threads=1)
-    plan = make_plan(model, {k: v.shape for k, v in feeds.items()}, native=backend.prefers_native)
+    plan = make_plan(model, {k: v.shape for k, v in feeds.items()}, backend)
     executor = Executor(plan, State(model), backend)
     executor.run(feeds)
     return {name: executor.outputs[value.name or ""].copy() for name, value in found.items()}
