@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Array, Memory, Run
+from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.segment import compile_segment
@@ -45,7 +46,7 @@ class CupyBackend:
         return False
 
     def holds(self, node: ir.Node) -> bool:
-        return False
+        return nodes.special(node) is not None
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True

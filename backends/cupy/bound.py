@@ -73,7 +73,8 @@ class BoundSegment:
     def _bind(self, index: int, call: KernelCall | NodeCall) -> Run:
         if isinstance(call, NodeCall):
             inputs = [None if v is None else self._array(v) for v in call.node.inputs]
-            return self._device.node(call.node, inputs, [self._array(v) for v in call.node.outputs])
+            outputs = [self._array(v) for v in call.node.outputs if v.dtype is not None]
+            return self._device.node(call.node, call.library, inputs, outputs)
         arrays = [self._array(v) for v in call.source.operands]
         for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
             kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
@@ -110,7 +111,7 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
             reads.append([segment.aliases.get(v, v) for v in call.node.inputs if v is not None])
             writes.append([v for v in call.node.outputs if v.dtype is not None])
         else:
-            reads.append(list(call.source.operands[: call.source.reads]))
+            reads.append([segment.aliases.get(v, v) for v in call.source.operands[: call.source.reads]])
             writes.append(list(call.source.operands[call.source.reads :]))
     last = {v: k for k, values in enumerate(zip(reads, writes, strict=True)) for part in values for v in part}
     arena = Arena()

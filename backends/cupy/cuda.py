@@ -8,21 +8,23 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Array, Run
 from graphc.backends.cupy.launch import Shape
-from graphc.backends.cupy.products import Products, is_product
+from graphc.backends.cupy.nodes import Library
 from graphc.errors import GraphcError, MissingExtraError
 from graphc.ir.facts import constant
 from graphc.runtime.executor import segment_model
 from graphc.steps import Step
+
+L = TypeVar("L")
 
 CACHE = "GRAPHC_CACHE_DIR"
 """Environment variable: folder for compiled kernels and measured choices; by default ``~/.cache/graphc``."""
@@ -66,11 +68,7 @@ def address(array: Any) -> int:
 
 
 class CudaDevice:
-    """One GPU and the stream on which everything of this worker runs.
-
-    Attributes:
-        fallbacks: the nodes that run on the host, for the report of the plan.
-    """
+    """One GPU and the stream on which everything of this worker runs."""
 
     writes_cuda = True
     on_host = False
@@ -81,8 +79,7 @@ class CudaDevice:
         self.device.use()
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
-        self.products = Products(self)
-        self.fallbacks: list[ir.Node] = []
+        self._libraries: dict[Any, Any] = {}
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -155,17 +152,23 @@ class CudaDevice:
 
     # Nodes ------------------------------------------------------------------------------------------------------------
 
-    def node(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        if is_product(node):
-            return self.products.bind(node, inputs, outputs)
-        self.fallbacks.append(node)
+    def library(self, kind: Callable[[CudaDevice], L]) -> L:
+        """The object through which this device uses a vendor's library; made when it is first asked for."""
+        if kind not in self._libraries:
+            self._libraries[kind] = kind(self)
+        return cast("L", self._libraries[kind])
+
+    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        if library is not None:
+            return library.bind(self, node, inputs, outputs)
         return self._on_host(node, inputs, outputs)
 
     def _on_host(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
-        model = segment_model(Step("segment", node.op_type, [node], read, [o for o in node.outputs if o.name]))
+        model = segment_model(Step("segment", node.op_type, [node], read, [o for o in node.outputs if o.dtype is not None]))
         sources = {v.name or "": a for v, a in zip(node.inputs, inputs, strict=True) if v in read}
-        targets = [(o.name or "", a) for o, a in zip(node.outputs, outputs, strict=True) if o.name]
+        written = [o.name or "" for o in node.outputs if o.dtype is not None]
+        targets = list(zip(written, outputs, strict=True))
         engine = BACKENDS["auto" if "auto" in BACKENDS else "numpy"](threads=1)
 
         def run() -> None:

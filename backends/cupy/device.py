@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphc.backend import Array, Memory, Run
 from graphc.backends.cupy.launch import Shape
+from graphc.backends.cupy.nodes import Library
 
 
 class Device(Memory, Protocol):
@@ -29,5 +30,5 @@ class Device(Memory, Protocol):
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         """A closure that launches a compiled kernel on these arrays."""
 
-    def node(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        """A closure that runs one node: by a library, or at last on the host."""
+    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        """A closure that runs one node by ``library``, or on the host where that is None."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from graphc.backends.cupy import prelude
 from graphc.backends.cupy.generator import Source
+from graphc.backends.cupy.views import size_of
 
 WARP = 32
 BLOCKS = 264
@@ -48,6 +49,12 @@ def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1)
     return Shape(threads, threads, 1, splits, rows * splits)
 
 
+def blocks(rows: int, columns: int) -> Shape:
+    """The launch shape where a whole block works on each row and its threads exchange what they find."""
+    threads = 32 if columns <= 64 else 128 if columns <= 1024 else 512
+    return Shape(threads, threads, 1, 1, rows)
+
+
 def wanted_splits(rows: int, columns: int, *, contiguous: bool = True) -> int:
     """How many blocks should share the columns of one row, so that the device is busy."""
     shape = spread(rows, columns, contiguous=contiguous)
@@ -65,7 +72,8 @@ def host(rows: int, columns: int, *, splits: int = 1) -> Shape:
 
 def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
     """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
-    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, 1) * 4 >= 2**31
+    largest = max((size_of(v) for v in source.operands), default=1)
+    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest) * 4 >= 2**31
     constants = {
         "INDEX": "long long" if wide else "int",
         "THREADS": shape.threads,

@@ -1,8 +1,9 @@
 """What every generated source begins with: once for CUDA, once for a C compiler that runs the same kernels on the host.
 
-A kernel is written against these names only: ``BLOCK``, ``THREAD``, ``LANES`` (threads that share a row), ``reduce_sum`` and
-the like over the lanes of a row. On the host one thread plays every role, so a row has one lane; the order of a sum is
-then another one than on the device.
+A kernel is written against these names only: ``BLOCK``, ``THREAD``, ``LANES`` (threads that share a row), ``reduce_lanes``
+over the lanes of a row; where a whole block works on a row, ``SHARED`` memory and ``SYNC`` between loops that step by
+``THREADS``. On the host one thread plays every role, so a row has one lane; the order of a sum is then another one than on
+the device.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ template <int WIDTH, class OP, class T> static __device__ inline T reduce_lanes(
   return total;
 }
 #define KERNEL extern "C" __global__ void
+#define SHARED __shared__
+#define SYNC __syncthreads()
 #define BLOCK ((long long)blockIdx.x)
 #define THREAD ((int)threadIdx.x)
 """
@@ -102,6 +105,8 @@ struct Maximum { template <class T> static T of(T a, T b) { return (a > b || a !
 struct Minimum { template <class T> static T of(T a, T b) { return (a < b || a != a) ? a : b; } };
 template <int WIDTH, class OP, class T> static inline T reduce_lanes(T value) { return value; }
 #define KERNEL extern "C" void
+#define SHARED static
+#define SYNC
 static long long BLOCK;
 static const int THREAD = 0;
 """

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Run
+from graphc.backends.cupy.nodes import library
 from graphc.backends.cupy.views import shape_of
 from graphc.errors import MissingExtraError
 
@@ -59,6 +60,12 @@ def is_product(node: ir.Node) -> bool:
     if node.domain != "" or node.op_type not in ("Gemm", "MatMul") or node.outputs[0].dtype not in TYPES:
         return False
     return node.op_type == "Gemm" or batch_of(shape_of(node.inputs[0]), shape_of(node.inputs[1])) is not None
+
+
+@library("Gemm", "MatMul", dtypes=TYPES, when=is_product)
+def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
+    """A product by cuBLASLt."""
+    return device.library(Products).bind(node, inputs, outputs)
 
 
 def batch_of(a: Sequence[int], b: Sequence[int]) -> tuple[int, int, int] | None:

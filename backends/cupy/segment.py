@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir as ir
 
+from graphc.backends.cupy import nodes
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.fusion import Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator, Source
-from graphc.backends.cupy.launch import Shape, host, render, spread, wanted_splits
+from graphc.backends.cupy.launch import Shape, blocks, host, render, spread, wanted_splits
+from graphc.backends.cupy.views import size_of
 from graphc.ir.infer import propagate
-
-LIBRARY = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose"})
-"""Ops that cuBLASLt and cuDNN run."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A generated kernel.
+    """A generated kernel, or a launch of a node's own.
 
     Attributes:
         source: its operands, and the partial totals it shares with the call before or after it.
@@ -38,9 +37,10 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """A node that no generated kernel computes."""
+    """A node that a library runs, or, where there is none, the host."""
 
     node: ir.Node
+    library: nodes.Library | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,16 @@ class Segment:
     graph: ir.Graph
     calls: list[KernelCall | NodeCall]
     aliases: dict[ir.Value, ir.Value]
+
+    @property
+    def fallbacks(self) -> list[ir.Node]:
+        """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
+        return [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
+
+    @property
+    def queued(self) -> bool:
+        """Whether a run only queues work for the device, so that it can be captured."""
+        return not self.fallbacks
 
 
 def compile_segment(
@@ -73,15 +83,36 @@ def compile_segment(
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             graph.remove(node, safe=True)
-    grouping = group(graph, lambda node: node.op_type in LIBRARY and node.domain == "")
+    grouping = group(graph, lambda node: nodes.special(node) is not None)
     share = splits or (lambda rows, columns, contiguous: wanted_splits(rows, columns, contiguous=contiguous))
     calls: list[KernelCall | NodeCall] = []
     for launch in grouping.launches:
         if isinstance(launch, Opaque):
-            calls.append(NodeCall(launch.node))
+            calls += _node_calls(launch.node, grouping.aliases, device)
         else:
             calls += _kernel_calls(launch, grouping.memory, device, share)
     return Segment(graph, calls, grouping.aliases)
+
+
+def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:
+    if not any(size_of(out) for out in node.outputs if out.dtype is not None):
+        return []  # nothing to compute: every result is empty
+    found = nodes.special(node)
+    if not isinstance(found, nodes.NodeKernel):
+        return [NodeCall(node, found)]
+    calls: list[KernelCall | NodeCall] = []
+    for launch in found.build(node):
+        source = launch.source()
+        source = replace(source, operands=tuple(aliases.get(v, v) for v in source.operands))
+        if not device:
+            shape = host(source.rows, source.columns)
+        elif launch.block:
+            shape = blocks(source.rows, source.columns)
+        else:
+            shape = spread(source.rows, source.columns)
+        name, text = render(source, shape, device=device)
+        calls.append(KernelCall(source, name, text, shape))
+    return calls
 
 
 def _kernel_calls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,11 @@ def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     found = static_dims(value)
     assert found is not None
     return found
+
+
+def size_of(value: ir.Value | None) -> int:
+    """The number of elements."""
+    return math.prod(shape_of(value))
 
 
 def integers(node: ir.Node, index: int) -> list[int] | None:

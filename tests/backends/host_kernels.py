@@ -55,19 +55,18 @@ class HostDevice(HostMemory):
         pointers = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
         return lambda: kernel(pointers, ctypes.c_longlong(shape.blocks))
 
-    def node(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
-        if is_product(node):
+    def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        if library is not None and is_product(node):
             return _product(node, inputs, outputs[0])
         read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
-        written = [o for o in node.outputs if o.name]
+        written = [o for o in node.outputs if o.dtype is not None]
         model = segment_model(Step("segment", node.op_type, [node], read, written))
         bound = {v.name: a for v, a in zip(node.inputs, inputs, strict=True) if v in read}
 
         def run() -> None:
             results = BACKENDS["numpy"](threads=1).run_whole(model, bound)
-            for out, array in zip(node.outputs, outputs, strict=True):
-                if out.name:
-                    np.copyto(array, results[out.name].reshape(array.shape))
+            for out, array in zip(written, outputs, strict=True):
+                np.copyto(array, results[out.name].reshape(array.shape))
 
         return run
 

@@ -1,0 +1,1 @@
+"""Kernels written by hand, one family of ops a file; importing a file registers its kernels in :mod:`..nodes`."""
