@@ -35,7 +35,7 @@ class Scratch:
 
     def memory(self) -> Array:
         if self._memory is None:
-            self._memory = self.device.zeros(self.nbytes)
+            self._memory = self.device.empty(self.nbytes)
         return self._memory
 
 

@@ -86,6 +86,9 @@ class CudaDevice:
     def zeros(self, nbytes: int) -> Array:
         return self.cupy.zeros(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
 
+    def empty(self, nbytes: int) -> Array:
+        return self.cupy.empty(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
+
     def put(self, array: Array) -> Array:
         return self.cupy.asarray(array)  # type: ignore[no-any-return]
 
@@ -94,10 +97,12 @@ class CudaDevice:
         return np.frombuffer(memory, dtype=np.uint8, count=nbytes)
 
     def copy(self, target: Any, source: Array) -> None:
-        if isinstance(source, self.cupy.ndarray):
+        if not isinstance(target, self.cupy.ndarray):
+            np.copyto(target, self.fetch(source))
+        elif isinstance(source, self.cupy.ndarray):
             self.cupy.copyto(target, source)
         else:
-            target.set(np.ascontiguousarray(source), stream=self.stream)
+            target.set(np.ascontiguousarray(source).reshape(target.shape), stream=self.stream)
 
     def fetch(self, array: Any) -> Array:
         return np.asarray(array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array)

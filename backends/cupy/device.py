@@ -21,6 +21,9 @@ class Device(Memory, Protocol):
 
     writes_cuda: bool
 
+    def empty(self, nbytes: int) -> Array:
+        """New memory, whatever it holds, as a flat array of bytes."""
+
     def put(self, array: Array) -> Array:
         """A copy of a host array on the device."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, HostMemory
+from graphc.backend import BACKENDS
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
@@ -24,6 +24,7 @@ from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant
 from graphc.runtime.executor import segment_model
 from graphc.steps import Step
+from tests.backends.strict import StrictMemory, host_of
 
 HEAD = """#include <math.h>
 #include <string.h>
@@ -33,29 +34,38 @@ static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[
 """
 
 
-class HostDevice(HostMemory):
-    """The machine of the tests in place of a GPU."""
+class HostDevice(StrictMemory):
+    """The machine of the tests in place of a GPU: its memory is closed to the host, and work waits until somebody asks."""
 
     writes_cuda = False
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
 
-    def zeros(self, nbytes: int) -> Any:
-        return np.full(nbytes, 0xCD, dtype=np.uint8)  # garbage: what is read before it is written shows
-
     def put(self, array: Any) -> Any:
-        return array
+        target = self.empty(array.nbytes).view(array.dtype).reshape(array.shape)
+        self.copy(target, array)
+        return target
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
         return compile_kernels(texts, self._folder)
 
     def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
         assert all(a.flags.c_contiguous for a in arrays)
-        pointers = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-        return lambda: kernel(pointers, ctypes.c_longlong(shape.blocks))
+        held = [host_of(a) for a in arrays]
+        pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
+
+        def run(held: Any = held) -> None:  # the arrays live as long as the launch
+            kernel(pointers, ctypes.c_longlong(shape.blocks))
+
+        return self.queued(run)
 
     def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        run = self._node(node, library, [host_of(a) for a in inputs], [host_of(a) for a in outputs])
+        return self.queued(run)
+
+    def _node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         if library is not None and is_product(node):
             return _product(node, inputs, outputs[0])
         read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
@@ -71,6 +81,27 @@ class HostDevice(HostMemory):
         return run
 
 
+class OpenDevice(HostDevice):
+    """The same with memory that the host may touch, where everything happens at once."""
+
+    on_host = True
+
+    def queued(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def _new(self, nbytes: int, value: int) -> Any:
+        return host_of(super()._new(nbytes, value))
+
+    def put(self, array: Any) -> Any:
+        return array
+
+    def copy(self, target: Any, source: Any) -> None:
+        np.copyto(target, source)
+
+    def bind_copy(self, target: Any, source: Any) -> Callable[[], None]:
+        return lambda: np.copyto(target, source)
+
+
 def run_segment(
     model: onnx.ModelProto, feeds: Mapping[str, Any], device: Any, *, splits: int | None = None
 ) -> tuple[dict[str, Any], Segment]:
@@ -81,7 +112,7 @@ def run_segment(
     outputs = {}
     for value in segment.graph.outputs:
         dtype, shape = np.dtype(value.dtype.numpy()), shape_of(value)
-        outputs[value.name] = device.zeros(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+        outputs[value.name] = device.empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
     bound = BoundSegment(segment, device, Scratch(device), inputs, outputs)
     for _ in range(2):  # the second run meets memory that the first has used
         bound()

@@ -24,7 +24,7 @@ from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update
 from graphc.pipeline import run
 from graphc.plan import prepare
-from tests.backends.host_kernels import HostDevice, run_segment
+from tests.backends.host_kernels import HostDevice, OpenDevice, run_segment
 from tests.conformance.suite import plain, quick_cases
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -251,7 +251,7 @@ def test_training_on_generated_kernels_follows_onnxruntime(
 ) -> None:
     """Forward, backward and updates of the GPU backend with its memory plan; the machine is the host."""
     assert "generated" not in BACKENDS
-    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=HostDevice(tmp_path)))
+    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=OpenDevice(tmp_path)))
     x, y = SPECS[name].batch(4)
     losses = {}
     for backend in ("onnxruntime", "generated"):

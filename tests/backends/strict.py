@@ -1,0 +1,143 @@
+"""Memory of a device that only looks like a GPU: bytes of the host behind a wall.
+
+A :class:`DeviceArray` has what ``cupy.ndarray`` shares with numpy and raises wherever the host would look at its elements or
+write them. Work is queued and runs when somebody waits, so a result that is read too early, or memory of the host that is
+changed too early, gives wrong numbers here as on a device.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+GARBAGE = 0xCD
+"""What fresh memory holds that nobody has promised to be zero."""
+
+
+class DeviceArray:
+    """A view of device memory; ``host_of`` is the only way to its elements."""
+
+    __slots__ = ("_held",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, held: np.ndarray[Any, Any]) -> None:
+        self._held = held
+
+    shape = property(lambda self: self._held.shape)
+    dtype = property(lambda self: self._held.dtype)
+    size = property(lambda self: self._held.size)
+    nbytes = property(lambda self: self._held.nbytes)
+    ndim = property(lambda self: self._held.ndim)
+    itemsize = property(lambda self: self._held.itemsize)
+    strides = property(lambda self: self._held.strides)
+    data = property(lambda self: _Pointer(self._held.ctypes.data))
+    flags = property(lambda self: _Flags(self._held.flags.c_contiguous))
+
+    def view(self, dtype: Any) -> DeviceArray:
+        return DeviceArray(self._held.view(dtype))
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        found = self._held.reshape(*shape)
+        assert np.shares_memory(found, self._held) or not found.size, "a reshape that copies"
+        return DeviceArray(found)
+
+    def __getitem__(self, index: Any) -> DeviceArray:
+        for part in index if isinstance(index, tuple) else (index,):
+            if not (part is Ellipsis or part is None or isinstance(part, slice)):
+                operator.index(part)  # other indices would copy
+        found = self._held[index]
+        return DeviceArray(found if isinstance(found, np.ndarray) else self._held[(*np.atleast_1d(index), ...)])
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.dtype}{list(self.shape)})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"implicit conversion of {self!r} to an array of the host is not allowed: go through the memory")
+
+    __array__ = __array_ufunc__ = __array_function__ = _refuse
+    __float__ = __int__ = __index__ = __bool__ = __complex__ = __iter__ = __setitem__ = __contains__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = _refuse
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __mul__ = __rmul__ = __imul__ = _refuse
+    __truediv__ = __rtruediv__ = __itruediv__ = __matmul__ = __rmatmul__ = __mod__ = __pow__ = __invert__ = _refuse
+
+
+class _Pointer:
+    def __init__(self, address: int) -> None:
+        self.ptr = address
+
+
+class _Flags:
+    def __init__(self, contiguous: bool) -> None:
+        self.c_contiguous = contiguous
+
+
+def host_of(array: Any) -> Any:
+    """The elements of an array of the device, for who plays the device; any other array as it is."""
+    return array._held if isinstance(array, DeviceArray) else array
+
+
+class StrictMemory:
+    """Memory of the pretended device (see :class:`graphc.backend.Memory`).
+
+    Attributes:
+        allocations: the arrays handed out, oldest first.
+    """
+
+    on_host = False
+
+    def __init__(self) -> None:
+        self.allocations: list[DeviceArray] = []
+        self._queue: collections.deque[Callable[[], None]] = collections.deque()
+
+    def queued(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A closure that queues ``run``."""
+        return lambda: self._queue.append(run)
+
+    def empty(self, nbytes: int) -> DeviceArray:
+        """Bytes that hold garbage."""
+        return self._new(nbytes, GARBAGE)
+
+    def zeros(self, nbytes: int) -> DeviceArray:
+        return self._new(nbytes, 0)
+
+    def _new(self, nbytes: int, value: int) -> DeviceArray:
+        raw = np.full(nbytes + 256, value, dtype=np.uint8)
+        start = -raw.ctypes.data % 256
+        array = DeviceArray(raw[start : start + nbytes])
+        self.allocations.append(array)
+        return array
+
+    def pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
+        return np.full(nbytes, GARBAGE, dtype=np.uint8)
+
+    def copy(self, target: Any, source: Any) -> None:
+        assert target.shape == source.shape, f"a copy of {source.shape} to {target.shape}"
+        assert target.dtype == source.dtype, f"a copy of {source.dtype} to {target.dtype}"
+        to, held = host_of(target), host_of(source) if isinstance(source, DeviceArray) else np.array(source)
+        self._queue.append(lambda: np.copyto(to, held))
+
+    def fetch(self, array: Any) -> np.ndarray[Any, Any]:
+        self.synchronize()
+        return host_of(array).copy() if isinstance(array, DeviceArray) else array
+
+    def bind_copy(self, target: DeviceArray, source: DeviceArray) -> Callable[[], None]:
+        assert isinstance(target, DeviceArray)
+        assert isinstance(source, DeviceArray)
+        assert (target.shape, target.dtype) == (source.shape, source.dtype)
+        to, held = host_of(target), host_of(source)
+        return self.queued(lambda: np.copyto(to, held))
+
+    def bind_fill(self, target: DeviceArray, value: float) -> Callable[[], None]:
+        held = host_of(target)
+        return self.queued(lambda: held.fill(value))
+
+    def synchronize(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
