@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -57,14 +58,7 @@ class Job:
     bucket_mb: float = 25.0
     precision: str | None = None
     recompute: str | None = None
-    strategy: str = "mirrored"
-    accumulate: int = 1
-    sync_batchnorm: bool = False
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compress: str | None = None
-    deterministic: str | None = None
-    nonfinite: str = "stop"
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
     freeze: list[str] | None = None
     train: list[str] | None = None
     eval_data: str | None = None
@@ -83,7 +77,7 @@ class Job:
     @property
     def processes(self) -> int:
         """The workers, and the parameter servers beside them."""
-        return self.workers + Parallel(self.strategy).servers
+        return self.workers + self.parallel.servers
 
 
 @dataclass(frozen=True)
@@ -134,14 +128,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         bucket_mb=job.bucket_mb,
         precision=job.precision,
         recompute=job.recompute,
-        strategy=job.strategy,
-        accumulate=job.accumulate,
-        sync_batchnorm=job.sync_batchnorm,
-        clip_norm=job.clip_norm,
-        clip_value=job.clip_value,
-        compress=job.compress,
-        deterministic=job.deterministic,
-        nonfinite=job.nonfinite,
+        **dataclasses.asdict(job.parallel),
         after=after,
     )
     graph = program.model.graph
@@ -381,6 +368,12 @@ def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFin
     )
 
 
-def job_fields(job: Job) -> dict[str, Any]:
-    """The job as JSON holds it."""
-    return dataclasses.asdict(job)
+def to_json(job: Job) -> str:
+    """The job as text."""
+    return json.dumps(dataclasses.asdict(job))
+
+
+def from_json(text: str) -> Job:
+    """What :func:`to_json` wrote."""
+    fields = json.loads(text)
+    return Job(**{**fields, "parallel": Parallel(**fields["parallel"])})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -114,7 +113,8 @@ def command(
     world = find_world()
     if transport not in ("mpi", "threads"):
         raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
-    servers = Parallel(strategy).servers
+    parallel = Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite)
+    servers = parallel.servers
     if 1 < world.size <= servers:
         raise UsageError(f"servers={servers} leaves no worker in a world of {world.size} processes")
     size = world.size - servers if world.size > 1 else workers or 1
@@ -140,14 +140,7 @@ def command(
         bucket_mb=bucket_mb,
         precision=precision,
         recompute=_with_batch(recompute, batch_size, size),
-        strategy=strategy,
-        accumulate=accumulate,
-        sync_batchnorm=sync_batchnorm,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        compress=compress,
-        deterministic=deterministic,
-        nonfinite=nonfinite,
+        parallel=parallel,
         freeze=freeze,
         train=train,
         eval_data=eval_data,
@@ -214,11 +207,11 @@ def _on_disk(job: Job, folder: Path) -> Job:
 
 
 def _launch(job: Job, folder: Path) -> int:
-    from graphc.cli.job import job_fields
+    from graphc.cli.job import to_json
     from graphc.runtime.launch import launch
 
     path = folder / "job.json"
-    path.write_text(json.dumps(job_fields(job)))
+    path.write_text(to_json(job))
     # The workers write into pipes; what they look like on the user's terminal is decided by what this process has.
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
     argv = ["-m", "graphc.cli.worker", str(path)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from graphc.cli.job import Job, execute, prepare, without_tracebacks
+from graphc.cli.job import execute, from_json, prepare, without_tracebacks
 
 
 def main(path: str) -> None:
     """Run the job stored at ``path`` as the rank the environment says."""
-    job = Job(**json.loads(Path(path).read_text()))
+    job = from_json(Path(path).read_text())
     with without_tracebacks():
         execute(job, prepare(job, quiet=True))
 

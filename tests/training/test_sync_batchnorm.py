@@ -63,7 +63,7 @@ def follows(one: dict[str, Any], many: list[dict[str, Any]]) -> None:
     for key, value in one["state"].items():
         if value.dtype.kind == "f" and "::" not in key:
             np.testing.assert_allclose(
-                many[0]["state"][key], value, rtol=0, atol=5e-5 * np.abs(value).max() + 1e-6, err_msg=key
+                many[0]["state"][key], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=key
             )
 
 
