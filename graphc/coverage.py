@@ -6,6 +6,7 @@ The table of ``graphc ops`` and of ``docs/ops.md``. It is read from the registri
 * **through body**: no rule, but the standard defines the op by simpler ones, and that definition is differentiated.
 * **zero**: piecewise constant, or without a float input; nothing flows back and nothing is blocked.
 * **none**: nothing to differentiate, with the reason.
+* **refused**: whoever asks for the derivative is told why there is none.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ def _of(schema: Any) -> Coverage:
 def gradient_of(key: str, schema: Any = None) -> str:
     """How the op with this registry key is differentiated."""
     rule = GRADIENTS.get(key)
+    if rule is not None and rule.refuses:
+        return "refused"
     if rule is not None:
         return "zero" if rule.function is None else "direct"
     if key in NO_GRADIENT:

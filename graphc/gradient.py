@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from graphc.errors import UnsupportedOpError
+from graphc.ir.facts import describe
 from graphc.registry import Registry
 
 Rule: TypeAlias = "Callable[..., Any]"
@@ -30,12 +32,17 @@ Rule: TypeAlias = "Callable[..., Any]"
 
 @dataclass(frozen=True, slots=True)
 class GradientRule:
-    """A rule and its docstring; ``function`` is None for an op whose gradient is zero everywhere."""
+    """A rule and its docstring; ``function`` is None for an op whose gradient is zero everywhere.
+
+    Attributes:
+        refuses: why every gradient of the op is refused; empty for a rule.
+    """
 
     op: str
     function: Rule | None
     doc: str
     selective: bool = False
+    refuses: str = ""
 
 
 GRADIENTS: Registry[GradientRule] = Registry("gradient", "graphc.gradients")
@@ -57,6 +64,16 @@ def zero_gradient(*ops: str, origin: str) -> None:
     """Mark ops as piecewise constant or integer-valued: nothing flows back through them, and they block nothing."""
     for op in ops:
         GRADIENTS.register(op, GradientRule(op, None, "zero almost everywhere"), origin=origin)
+
+
+def refuse_gradient(*ops: str, reason: str, origin: str) -> None:
+    """Mark ops of which there is no derivative, though there might be; whoever asks for one is told the ``reason``."""
+
+    def refuse(op: Any, node: ir.Node, *dys: ir.Value | None) -> Any:
+        raise UnsupportedOpError(f"no derivative of {node.op_type}: {reason}: {describe(node)}")
+
+    for op in ops:
+        GRADIENTS.register(op, GradientRule(op, refuse, reason, refuses=reason), origin=origin)
 
 
 def key_of(domain: str, op_type: str) -> str:

@@ -7,11 +7,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient
+from graphc.gradient import gradient, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, rank, same_dims
+from graphc.ir.facts import dims, rank, same_dims
 from graphc.ir.infer import apply
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
@@ -197,13 +196,14 @@ def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return dx, lambda: sums()[0], lambda: sums()[1]
 
 
-@gradient("graphc::SharedNormalizationSums", "graphc::SharedNormalizationGrad", "graphc::BatchStatistics")
-def shared_statistics(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
-    """Refused: the rule of SharedNormalization leaves out what a second derivative would need."""
-    raise UnsupportedOpError(
-        f"no derivative of {node.op_type}: after sync_batchnorm the loss cannot be differentiated twice, nor with respect to"
-        f" batch statistics; leave sync_batchnorm out: {describe(node)}"
-    )
+refuse_gradient(  # the rule of SharedNormalization leaves out what a second derivative would need
+    "graphc::SharedNormalizationSums",
+    "graphc::SharedNormalizationGrad",
+    "graphc::BatchStatistics",
+    reason="after sync_batchnorm the loss cannot be differentiated twice, nor with respect to batch statistics;"
+    " leave sync_batchnorm out",
+    origin=__name__,
+)
 
 
 @gradient("LayerNormalization")
