@@ -6,9 +6,7 @@ One thread plays every role of the device, so this tests what kernels compute, n
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +22,8 @@ from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant
 from graphc.runtime.executor import segment_model
 from graphc.steps import Step
+from tests.backends.host_compiler import compile_kernels
 from tests.backends.strict import StrictMemory, host_of
-
-HEAD = """#include <math.h>
-#include <string.h>
-#include <utility>
-template <class... A, std::size_t... I>
-static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
-"""
 
 
 class HostDevice(StrictMemory):
@@ -39,17 +31,13 @@ class HostDevice(StrictMemory):
 
     writes_cuda = False
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
     def put(self, array: Any) -> Any:
         target = self.empty(array.nbytes).view(array.dtype).reshape(array.shape)
         self.copy(target, array)
         return target
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
-        return compile_kernels(texts, self._folder)
+        return compile_kernels(texts)
 
     def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
         assert all(a.flags.c_contiguous for a in arrays)
@@ -145,27 +133,3 @@ def _product(node: ir.Node, inputs: Sequence[Any], d: Any) -> Callable[[], None]
         result[...] = found.astype(d.dtype)
 
     return run
-
-
-def compile_kernels(texts: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Each kernel as a function (array of pointers, number of blocks)."""
-    if not texts:
-        return {}
-    parts = [HEAD]
-    for name, text in texts.items():
-        body = text.replace("#include <math.h>", "").replace("#include <string.h>", "")
-        head = text[text.rindex("KERNEL ") :]
-        count = head[: head.index("{")].count(",") + 1
-        loop = "for (BLOCK = 0; BLOCK < blocks; ++BLOCK)"
-        start = f'extern "C" void run_{name}(void** a, long long blocks)'
-        parts.append(
-            f"namespace in_{name} {{\n{body}\n{start} {{ {loop} call({name}, a, std::make_index_sequence<{count}>()); }}\n}}"
-        )
-        parts += [f"#undef {line.split()[1].partition('(')[0]}" for line in text.splitlines() if line.startswith("#define")]
-    source, library = folder / "kernels.cc", folder / f"kernels-{abs(hash(tuple(texts)))}.so"
-    source.write_text("\n".join(parts))
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[:3000]
-    loaded = ctypes.CDLL(str(library))
-    return {name: getattr(loaded, f"run_{name}") for name in texts}

@@ -131,8 +131,8 @@ def test_a_split_and_its_inverse_cancel() -> None:
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "splits"), [(n, 1) for n in CASES] + [(n, 3) for n in CASES if n.startswith(REDUCING)])
-def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int, tmp_path: Path) -> None:
-    check_case(name, HostDevice(tmp_path), splits)
+def test_cases_of_the_standard_run_as_generated_kernels(name: str, splits: int) -> None:
+    check_case(name, HostDevice(), splits)
 
 
 def check_case(name: str, device: object, splits: int | None) -> None:
@@ -178,7 +178,7 @@ def gradients_model(name: str, batch: int, tmp_path: Path) -> tuple[onnx.ModelPr
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
 def test_loss_and_gradients_of_networks_are_those_of_onnxruntime(name: str, splits: int, tmp_path: Path) -> None:
-    check_network(name, HostDevice(tmp_path), splits, tmp_path)
+    check_network(name, HostDevice(), splits, tmp_path)
 
 
 def check_network(name: str, device: object, splits: int | None, tmp_path: Path, tolerance: float = 1e-5) -> None:
@@ -251,7 +251,7 @@ def test_training_on_generated_kernels_follows_onnxruntime(
 ) -> None:
     """Forward, backward and updates of the GPU backend with its memory plan; the machine is the host."""
     assert "generated" not in BACKENDS
-    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=OpenDevice(tmp_path)))
+    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=OpenDevice()))
     x, y = SPECS[name].batch(4)
     losses = {}
     for backend in ("onnxruntime", "generated"):
@@ -275,12 +275,12 @@ def test_training_on_generated_kernels_follows_onnxruntime(
     "(float[2,4,5,7] a, float[7,3] b) => (float[2,4,5,3] y) { y = MatMul(a, b) }",
     "(float[5,7] a, float[4,7,3] b) => (float[4,5,3] y) { y = MatMul(a, b) }",
 ])  # fmt: skip
-def test_products_tell_the_library_the_right_layouts(text: str, tmp_path: Path) -> None:
+def test_products_tell_the_library_the_right_layouts(text: str) -> None:
     """cuBLASLt counts columns first and knows strides only."""
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
     rng = np.random.default_rng(0)
     shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input]
     feeds = {v.name: rng.standard_normal(s).astype(np.float32) for v, s in zip(model.graph.input, shapes, strict=True)}
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    results, _ = run_segment(model, feeds, HostDevice(tmp_path))
+    results, _ = run_segment(model, feeds, HostDevice())
     np.testing.assert_allclose(results["y"], session.run(None, feeds)[0], rtol=1e-5, atol=1e-6)
