@@ -117,6 +117,17 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
     return found if found is not None and found.accepts(node) else None
 
 
+def in_order(runs: Sequence[Run]) -> Run:
+    """A closure that calls ``runs`` one after another."""
+    held = tuple(runs)
+
+    def run() -> None:
+        for one in held:
+            one()
+
+    return run
+
+
 class Memory(Protocol):
     """Where a backend's arrays lie, and how they get there and back.
 
@@ -141,7 +152,7 @@ class Memory(Protocol):
         """What ``array`` holds once everything queued has run, in the host's memory; there, the array itself."""
 
     def bind_copy(self, target: Array, source: Array) -> Run:
-        """What queues a copy between two arrays of this memory."""
+        """What queues a copy between two arrays of this memory, or between one and :meth:`pinned` memory."""
 
     def bind_fill(self, target: Array, value: float) -> Run:
         """What queues the filling of ``target`` with one number."""
@@ -240,6 +251,12 @@ class Backend(Abilities, Protocol):
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         """Output index → input index that the native kernel of ``node`` may overwrite."""
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        """One closure for bound work that only queues: none of ``runs`` looks at a result on the host.
+
+        They run in order. A device may take note of what they queue and replay it in later calls, without calling them.
+        """
 
     def all_finite(self, array: Array) -> bool:
         """Whether a 1-D float array holds neither NaN nor infinity; called between the backward pass and the updates."""

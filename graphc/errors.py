@@ -73,6 +73,23 @@ class WorldError(GraphcError):
     """Workers disagree, or one of them is gone."""
 
 
+class DeviceError(GraphcError):
+    """A GPU reported an error, or is gone; the message says what it means and what to do."""
+
+
+class DeviceMemoryError(DeviceError):
+    """Memory of a GPU that could not be had.
+
+    Attributes:
+        wanted: bytes of the allocation that failed.
+        available: bytes that were free.
+    """
+
+    def __init__(self, wanted: int, available: int, message: str = "") -> None:
+        self.wanted, self.available = wanted, available
+        super().__init__(message or f"{wanted:,} bytes do not fit into the {available:,} bytes that are free on the GPU")
+
+
 class MissingExtraError(GraphcError, ImportError):
     """A feature needs a package that is not installed; the message names the extra that brings it."""
 

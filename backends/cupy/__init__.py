@@ -67,6 +67,9 @@ class CupyBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
 
+    def record(self, runs: Sequence[Run]) -> Run:
+        return self.device.record(runs)
+
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
 

@@ -17,9 +17,11 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Array, Run
+from graphc.backends.cupy.capture import Recording, capture_graph
 from graphc.backends.cupy.launch import Shape
+from graphc.backends.cupy.memory import CudaMemory, address
 from graphc.backends.cupy.nodes import Library
-from graphc.errors import GraphcError, MissingExtraError
+from graphc.errors import GraphcError
 from graphc.ir.facts import constant
 from graphc.runtime.executor import segment_model
 from graphc.steps import Step
@@ -38,83 +40,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "graphc"
 
 
-def import_cupy() -> Any:
-    """CuPy with a usable GPU.
-
-    Raises:
-        MissingExtraError: CuPy is not installed.
-        GraphcError: no GPU, or a driver that is too old for this CuPy.
-    """
-    try:
-        import cupy
-    except ImportError as error:
-        raise MissingExtraError(f"the cupy backend needs CuPy ({error}); run: pip install 'graphc[gpu]'") from error
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        wanted = cupy.cuda.runtime.runtimeGetVersion() // 1000
-        raise GraphcError(
-            f"the cupy backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
-            " (nvidia-smi shows yours), or use backend='onnxruntime'"
-        ) from error
-    if count == 0:
-        raise GraphcError("the cupy backend finds no GPU; use backend='onnxruntime' on this machine")
-    return cupy
-
-
-def address(array: Any) -> int:
-    """Where a device array begins."""
-    return int(array.data.ptr)
-
-
-class CudaDevice:
-    """One GPU and the stream on which everything of this worker runs."""
+class CudaDevice(CudaMemory):
+    """One GPU: its memory, compiled kernels and libraries."""
 
     writes_cuda = True
-    on_host = False
 
     def __init__(self, index: int) -> None:
-        self.cupy = import_cupy()
-        self.device = self.cupy.cuda.Device(index)
-        self.device.use()
-        self.stream = self.cupy.cuda.Stream(non_blocking=True)
-        self.stream.use()
+        super().__init__(index)
         self._libraries: dict[Any, Any] = {}
 
-    # Memory -----------------------------------------------------------------------------------------------------------
-
-    def zeros(self, nbytes: int) -> Array:
-        return self.cupy.zeros(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
-
-    def empty(self, nbytes: int) -> Array:
-        return self.cupy.empty(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
-
     def put(self, array: Array) -> Array:
-        return self.cupy.asarray(array)  # type: ignore[no-any-return]
+        held = self.zeros(array.nbytes).view(array.dtype).reshape(array.shape)
+        self.copy(held, array)
+        return held
 
-    def pinned(self, nbytes: int) -> Array:
-        memory = self.cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
-        return np.frombuffer(memory, dtype=np.uint8, count=nbytes)
-
-    def copy(self, target: Any, source: Array) -> None:
-        if not isinstance(target, self.cupy.ndarray):
-            np.copyto(target, self.fetch(source))
-        elif isinstance(source, self.cupy.ndarray):
-            self.cupy.copyto(target, source)
-        else:
-            target.set(np.ascontiguousarray(source).reshape(target.shape), stream=self.stream)
-
-    def fetch(self, array: Any) -> Array:
-        return np.asarray(array.get(stream=self.stream) if isinstance(array, self.cupy.ndarray) else array)
-
-    def bind_copy(self, target: Any, source: Any) -> Run:
-        return functools.partial(target.data.copy_from_device_async, source.data, target.nbytes, self.stream)
-
-    def bind_fill(self, target: Any, value: float) -> Run:
-        return functools.partial(target.fill, value)
-
-    def synchronize(self) -> None:
-        self.stream.synchronize()
+    def record(self, runs: Sequence[Run]) -> Run:
+        return Recording(runs, functools.partial(capture_graph, self))
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 

@@ -35,3 +35,6 @@ class Device(Memory, Protocol):
 
     def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         """A closure that runs one node by ``library``, or on the host where that is None."""
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        """One closure for work that only queues; see :meth:`graphc.backend.Backend.record`."""

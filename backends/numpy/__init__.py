@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphc.backend import BACKENDS, Array, HostMemory, Memory, Run
+from graphc.backend import BACKENDS, Array, HostMemory, Memory, Run, in_order
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
@@ -62,6 +62,9 @@ class NumpyBackend:
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        return in_order(runs)
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Binding, HostMemory, Memory, Run, native_kernel
+from graphc.backend import BACKENDS, Array, Binding, HostMemory, Memory, Run, in_order, native_kernel
 from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
@@ -118,6 +118,9 @@ class OnnxRuntimeBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         kernel = native_kernel(self.name, node)
         return kernel.inplace if kernel is not None else {}
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        return in_order(runs)
 
     def all_finite(self, array: Array) -> bool:
         if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:

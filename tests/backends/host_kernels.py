@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS
+from graphc.backend import BACKENDS, in_order
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
@@ -35,6 +35,9 @@ class HostDevice(StrictMemory):
         target = self.empty(array.nbytes).view(array.dtype).reshape(array.shape)
         self.copy(target, array)
         return target
+
+    def record(self, runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        return in_order(runs)
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
         return compile_kernels(texts)

@@ -1,0 +1,202 @@
+"""The memory of one GPU, and the streams on which a worker's work is queued.
+
+    compute         segments, updates and copies between buffers, in order; what is recorded as a graph
+    copies          feeds, from pinned memory, while the compute stream is busy with the step before
+    communication   collectives; the communicator makes it wait for the compute stream and the other way round
+
+A copy from pinned memory only queues; one from the host's ordinary memory returns when the driver has taken the bytes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from graphc.backend import Array, Run
+from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
+
+UNIT = 512
+"""Bytes to which CuPy's pool rounds every allocation."""
+
+
+def import_cupy() -> Any:
+    """CuPy with a usable GPU.
+
+    Raises:
+        MissingExtraError: CuPy is not installed, or for another CUDA than the driver's.
+        GraphcError: no GPU, or a driver that is too old for this CuPy.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingExtraError(f"the cupy backend needs CuPy ({error}); run: pip install 'graphc[gpu]'") from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        wanted = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        raise GraphcError(
+            f"the cupy backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
+            " (nvidia-smi shows yours), or use backend='onnxruntime'"
+        ) from error
+    if count == 0:
+        raise GraphcError("the cupy backend finds no GPU; use backend='onnxruntime' on this machine")
+    return cupy
+
+
+def address(array: Any) -> int:
+    """Where a device array begins."""
+    return int(array.data.ptr)
+
+
+def explain(error: BaseException) -> DeviceError:
+    """An error of CUDA or of a library over it, with what it means and what to do.
+
+    Most errors of a kernel are final: every later call of the process returns them again.
+    """
+    text = f"{type(error).__name__}: {error}"
+    for name, (meaning, advice) in CAUSES.items():
+        if name in text:
+            return DeviceError(f"{meaning} ({text}); {advice}")
+    return DeviceError(f"the GPU reported an error ({text}); {RESTART}")
+
+
+RESTART = "this process cannot use it any more: start again from the last checkpoint"
+
+CAUSES = {
+    "IllegalAddress": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
+    "MisalignedAddress": ("a kernel met an address that is not aligned", f"{RESTART}, and please report the model"),
+    "LaunchFailure": ("a kernel ended with a hardware exception", f"{RESTART}; 'dmesg | grep Xid' may say more"),
+    "LAUNCH_FAILED": ("a kernel ended with a hardware exception", f"{RESTART}; 'dmesg | grep Xid' may say more"),
+    "ILLEGAL_ADDRESS": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
+    "ECC": ("the GPU's memory has an error that cannot be corrected", f"{RESTART}, on another GPU"),
+    "Nvlink": ("a link between GPUs failed", f"{RESTART}; 'nvidia-smi nvlink --status' shows the links"),
+    "LaunchTimeout": ("a kernel ran into the watchdog of the display", f"{RESTART}, on a GPU without a display"),
+    "DevicesUnavailable": ("the GPU is in use by another process alone", "'nvidia-smi' shows by which"),
+    "NoDevice": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
+    "DeviceUninitialized": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
+    "cudaErrorUnknown": ("the GPU is gone, or its driver failed", f"{RESTART}; 'dmesg | grep Xid' may say why"),
+}
+"""Part of an error's text → what it means, and what to do."""
+
+
+class CudaMemory:
+    """Memory and streams of one GPU.
+
+    Attributes:
+        stream: the compute stream.
+        copies: the stream of feeds.
+        communication: the stream of collectives.
+    """
+
+    on_host = False
+
+    def __init__(self, index: int) -> None:
+        self.cupy = import_cupy()
+        self.device = self.cupy.cuda.Device(index)
+        self.device.use()
+        make = self.cupy.cuda.Stream
+        self.stream = make(non_blocking=True)
+        self.copies = make(non_blocking=True)
+        self.communication = make(non_blocking=True)
+        self.stream.use()
+        self._runtime = self.cupy.cuda.runtime
+        self._pinned: list[tuple[int, int]] = []
+
+    def zeros(self, nbytes: int) -> Array:
+        return self._allocate(self.cupy.zeros, nbytes)
+
+    def empty(self, nbytes: int) -> Array:
+        return self._allocate(self.cupy.empty, nbytes)
+
+    def _allocate(self, make: Callable[..., Any], nbytes: int) -> Array:
+        try:
+            return make(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
+        except self.cupy.cuda.memory.OutOfMemoryError as error:
+            raise DeviceMemoryError(nbytes, self.available()) from error
+
+    def pinned(self, nbytes: int) -> Array:
+        held = self.cupy.cuda.PinnedMemoryPointer(self.cupy.cuda.PinnedMemory(max(nbytes, 1)), 0)
+        self._pinned.append((held.ptr, held.ptr + max(nbytes, 1)))
+        found = np.frombuffer(held, dtype=np.uint8, count=nbytes)
+        found[:] = 0
+        return found
+
+    def available(self) -> int:
+        """Bytes that can still be allocated: free on the device, and free in CuPy's pool."""
+        free, _ = self._runtime.memGetInfo()
+        return int(free) + int(self.cupy.get_default_memory_pool().free_bytes())
+
+    def copy(self, target: Any, source: Any) -> None:
+        with device_errors():
+            self._bind(target, source)()
+            if isinstance(source, np.ndarray) and self._is_pinned(source):
+                self.stream.synchronize()  # the caller may use it again at once
+
+    def fetch(self, array: Any) -> Array:
+        if isinstance(array, np.ndarray):
+            return array
+        with device_errors():
+            return array.get(stream=self.stream)  # type: ignore[no-any-return]
+
+    def bind_copy(self, target: Any, source: Any) -> Run:
+        return self._bind(target, source)
+
+    def bind_fill(self, target: Any, value: float) -> Run:
+        pattern = np.array([value], target.dtype).view(np.uint8)
+        if not (pattern == pattern[0]).all():
+            return lambda: target.fill(value)
+        fill, byte, stream = self._runtime.memsetAsync, int(pattern[0]), self.stream.ptr
+
+        def run() -> None:
+            fill(target.data.ptr, byte, target.nbytes, stream)
+
+        return run
+
+    def synchronize(self) -> None:
+        with device_errors():
+            self.stream.synchronize()
+
+    def _bind(self, target: Any, source: Any) -> Run:
+        """A copy on the compute stream; of pinned memory and the device's it can be captured."""
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise ValueError(f"{source.dtype}{list(source.shape)} cannot be copied to {target.dtype}{list(target.shape)}")
+        if isinstance(source, np.ndarray):
+            source = np.ascontiguousarray(source).reshape(source.shape)
+        copy, stream = self._runtime.memcpyAsync, self.stream.ptr
+        to, kind_to = self._place(target)
+        since, kind_since = self._place(source)
+        kind = getattr(self._runtime, f"memcpy{kind_since}To{kind_to}")
+        held, nbytes = (target, source), target.nbytes  # whoever holds the closure holds the memory
+
+        def run() -> None:
+            if held:
+                copy(to, since, nbytes, kind, stream)
+
+        return run
+
+    def _place(self, array: Any) -> tuple[int, str]:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"an array of shape {list(array.shape)} does not lie in one piece")
+        return (array.ctypes.data, "Host") if isinstance(array, np.ndarray) else (address(array), "Device")
+
+    def _is_pinned(self, array: Array) -> bool:
+        start = array.ctypes.data
+        return any(low <= start < high for low, high in self._pinned)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise what CUDA reports as an error of graphc.
+
+    Raises:
+        DeviceError: with the cause.
+    """
+    try:
+        yield
+    except GraphcError:
+        raise
+    except RuntimeError as error:
+        raise explain(error) from error
