@@ -1,0 +1,75 @@
+"""The four benchmark jobs of ``make gpu-bench``: sizes, feeds, loss, optimizer and precision, without importing PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from graphc import losses, optim
+
+Arrays = dict[str, "np.ndarray[Any, np.dtype[Any]]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training job.
+
+    Attributes:
+        batch: samples of a step.
+        inputs: shape of a sample; ``tokens``: of a vocabulary of that many ids, otherwise float32 images.
+        classes: what each label (or each position's label) is one of.
+        per_token: whether every position of a sample has a label.
+        layers, width, heads: of a transformer.
+        optimizer, precision: as ``graphc train`` takes them; precision ``tf32`` leaves the graph in float32.
+        goal_ms: time of a step on an H200 that is aimed at.
+    """
+
+    batch: int
+    inputs: tuple[int, ...]
+    classes: int
+    optimizer: str
+    precision: str
+    goal_ms: float
+    tokens: int = 0
+    per_token: bool = False
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+
+    def feeds(self, seed: int = 0) -> Arrays:
+        """One batch of random samples: ``input`` and ``label``."""
+        rng = np.random.default_rng(seed)
+        shape = (self.batch, *self.inputs)
+        x: Any = rng.integers(0, self.tokens, shape) if self.tokens else rng.standard_normal(shape, dtype=np.float32)
+        return {"input": x, "label": rng.integers(0, self.classes, shape if self.per_token else self.batch)}
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shapes of the feeds."""
+        label = (self.batch, *self.inputs) if self.per_token else (self.batch,)
+        return {"input": [self.batch, *self.inputs], "label": list(label)}
+
+    def options(self) -> dict[str, Any]:
+        """What ``graphc.compile`` takes besides the model."""
+        loss = losses.SoftmaxCrossEntropy(axis=2 if self.per_token else 1)
+        precision = None if self.precision == "tf32" else self.precision
+        return {"loss": loss, "optimizer": optim.parse(self.optimizer), "precision": precision}
+
+    def smaller(self, **changes: int) -> Job:
+        """The same job with other sizes: ``layers``, ``batch``."""
+        return replace(self, **{key: value for key, value in changes.items() if value})
+
+
+ADAMW = "adamw:lr=3e-4,beta2=0.95,weight_decay=0.1"
+MOMENTUM = "sgd:lr=0.01,momentum=0.9"
+
+JOBS: Mapping[str, Job] = {
+    "gpt2": Job(16, (1024,), 50304, ADAMW, "bf16", 31.0, 50304, True, 12, 768, 12),
+    "bert": Job(64, (128,), 30528, ADAMW, "bf16", 14.0, 30528, True, 12, 768, 12),
+    "resnet50": Job(256, (3, 224, 224), 1000, MOMENTUM, "bf16", 31.0, layers=50, width=64),
+    "mlp-wide": Job(1024, (784,), 10, MOMENTUM, "tf32", 0.6, width=4096),
+}
+"""GPT-2 124M (vocabulary 50,257 padded to 50,304), BERT-base with a head over the vocabulary (30,522 padded to 30,528) at every
+position, ResNet-50 and an MLP 784-4096-4096-10."""
