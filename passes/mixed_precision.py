@@ -6,7 +6,8 @@
 It runs in front of ``autodiff``, so the casts are differentiated with everything else: a parameter stays float32 (the
 master copy), its gradient comes back through the cast in float32, and no update knows of any of it. The rule is that of
 PyTorch's autocast: products run low, what adds up or exponentiates runs in float32, and every other op follows its
-operands: low where all that depend on the model's inputs are low, float32 otherwise.
+operands: low where all that depend on the model's inputs are low, float32 otherwise. BatchNormalization follows what it
+normalises; its statistics and parameters are float32.
 
 float16 has a narrow range, so there the loss that is differentiated is scaled (see :mod:`graphc.ir.ops.precision`); the
 pass ``loss_scaling``, after ``allreduce``, takes the factor out again and adapts it.
@@ -113,6 +114,8 @@ class _Rewriter:
     def runs_low(self, node: ir.Node) -> bool:
         if _is_attention(node):
             return not self.deny.matches(node) and all(self.convertible(v) for v in node.inputs[:3] if v is not None)
+        if _is_batch_normalization(node):
+            return not self.deny.matches(node) and node.inputs[0] is not None and node.inputs[0].dtype == self.low
         schema = _schema(node)
         if schema is None or not schema.outputs or any(LOSS_TOTAL in out.metadata_props for out in node.outputs):
             return False
@@ -136,8 +139,8 @@ class _Rewriter:
         if node.op_type == "Cast" and node.domain == "":
             return  # it takes anything, and the file says what it gives
         schema = _schema(node)
-        if _is_attention(node) and wanted == self.low:
-            self.convert_attention(node)
+        if wanted == self.low and (_is_attention(node) or _is_batch_normalization(node)):
+            self.convert_first(node, 3 if _is_attention(node) else 1)
             return
         kinds = list(_formals(schema, node)) if schema is not None else [(v, "") for v in node.inputs if v is not None]
         targets: dict[str, ir.DataType] = {}
@@ -161,11 +164,14 @@ class _Rewriter:
                 node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", int(ir.DataType.FLOAT))
             apply(node)
 
-    def convert_attention(self, node: ir.Node) -> None:
-        """Cast what is multiplied; the scores, with the numbers added to them, are float32 inside the op."""
-        for index, value in enumerate(node.inputs[:3]):
+    def convert_first(self, node: ir.Node, count: int) -> None:
+        """Cast the first ``count`` operands; the rest, and what is summed inside the op, are float32."""
+        for index, value in enumerate(node.inputs[:count]):
             if value is not None and value.dtype != self.low:
                 node.replace_input_with(index, self.cast(value, self.low, node))
+        for index, value in enumerate(node.inputs[count:], count):
+            if value is not None and value.dtype == self.low:
+                node.replace_input_with(index, self.cast(value, ir.DataType.FLOAT, node))
         apply(node)
 
     def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node | None) -> ir.Value:
@@ -194,6 +200,11 @@ class _Rewriter:
 
 def _is_attention(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type == "ScaledDotProductAttention"
+
+
+def _is_batch_normalization(node: ir.Node) -> bool:
+    """Of a training graph: what it normalises may be low, its statistics and parameters are float32."""
+    return node.domain == DOMAIN and node.op_type == "BatchNormalizationTraining"
 
 
 def _schema(node: ir.Node) -> onnx.defs.OpSchema | None:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS, Array, Memory, Run
 from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
+from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.segment import compile_segment
 from graphc.errors import UnsupportedOpError
@@ -46,7 +47,7 @@ class CupyBackend:
         return False
 
     def holds(self, node: ir.Node) -> bool:
-        return nodes.special(node) is not None
+        return nodes.special(node) is not None or is_composite(node)
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from graphc.gradient import key_of
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank
+from graphc.ir.ops.normalization import all_but_channels, per_channel
 
 Rule = Callable[[Builder, ir.Node], Sequence[ir.Value | None] | None]
 
@@ -117,6 +119,26 @@ def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     return [op.cast_like(y, source), *results][: len(node.outputs)]
 
 
+def _batch_normalization_training(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """Mean and variance from one pass: sums of x − K and (x − K)², where K, the channel's first element, keeps both small."""
+    source, scale, bias = node.inputs
+    assert source is not None
+    assert scale is not None
+    assert bias is not None
+    axes = all_but_channels(source)
+    x = _single(op, source)
+    first = _single(op, op.Slice(source, [0] * len(axes), [1] * len(axes), axes))
+    moved = op.Sub(x, first)
+    shift, spread = op.ReduceMean(moved, axes, keepdims=0), op.ReduceMean(op.Mul(moved, moved), axes, keepdims=0)
+    mean = op.cast_like(op.Add(op.Reshape(first, op.shape(shift)), shift), scale)
+    variance = op.Relu(op.cast_like(op.Sub(spread, op.Mul(shift, shift)), scale))
+    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5))))
+    factor = op.Mul(inverse, scale)
+    offset = op.Sub(bias, op.Mul(mean, factor))
+    wide = [op.cast_like(per_channel(op, v, source), x) for v in (factor, offset)]
+    return [op.cast_like(op.Add(op.Mul(x, wide[0]), wide[1]), source), mean, variance, inverse]
+
+
 RULES: Mapping[str, Rule] = {
     "Softmax": _softmax,
     "LogSoftmax": _log_softmax,
@@ -124,14 +146,21 @@ RULES: Mapping[str, Rule] = {
     "LayerNormalization": _layer_normalization,
     "RMSNormalization": _rms_normalization,
     "BatchNormalization": _batch_normalization,
+    "graphc::BatchNormalizationTraining": _batch_normalization_training,
 }
+"""Op → what it is made of; the last in place of its general decomposition."""
+
+
+def is_composite(node: ir.Node) -> bool:
+    """Whether :func:`take_apart` replaces the node."""
+    return key_of(node.domain, node.op_type) in RULES
 
 
 def take_apart(graph: ir.Graph) -> None:
     """Replace every node that has a rule here; the outputs keep their names where they are results of the graph."""
     op = Builder(graph)
     for node in list(graph):
-        rule = RULES.get(node.op_type) if node.domain == "" else None
+        rule = RULES.get(key_of(node.domain, node.op_type))
         if rule is None:
             continue
         op.before, op.scope = node, node.name or node.op_type

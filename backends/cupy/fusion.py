@@ -26,19 +26,30 @@ OPERANDS = 24
 LOOK_BACK = 12
 """How many earlier kernels a value may join."""
 
+WORK = 40
+"""Most operations that are worth doing again in place of reading a value; a few hundred cost as much as the memory."""
+
+COSTLY = {"Exp": 4, "Erf": 8, "Tanh": 8, "Gelu": 12, "Log": 4, "Sigmoid": 6, "Div": 4, "Sqrt": 4, "Pow": 12, "Sin": 9, "Cos": 9}
+"""Operations that take several instructions."""
+
 SMALL = 1 << 16
 """Elements below which a kernel costs its launch more than its memory, so that unrelated values may share one."""
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """A fused kernel in the making."""
+    """A fused kernel in the making.
+
+    Attributes:
+        again: values in memory that are computed again from others in place of being read.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...] = ()
     reductions: list[ir.Node] = field(default_factory=list)
     stores: list[ir.Value] = field(default_factory=list)
     reads: set[ir.Value] = field(default_factory=set)
+    again: set[ir.Value] = field(default_factory=set)
 
     @property
     def spec(self) -> Spec:
@@ -93,7 +104,9 @@ class _Grouper:
         self.nodes = [n for n in graph if not _is_constant(n)]
         self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n)}
         self.aliases: dict[ir.Value, ir.Value] = {}
-        self.memory = self._memory()
+        self.memory: set[ir.Value] = set()
+        self.costs: dict[ir.Value, tuple[frozenset[ir.Value], int]] = {}
+        self._choose_memory()
         self.launches: list[Launch] = []
         self.made: dict[ir.Value, int] = {}
 
@@ -107,13 +120,14 @@ class _Grouper:
                     if out in self.memory:
                         self._place(node, out)
         self._strip()
+        self._lighten()
         kept = {v for launch in self.launches for v in _written(launch)}
         return Grouping(self.launches, kept, self.aliases)
 
     # What is written to memory ------------------------------------------------------------------------------------------
 
-    def _memory(self) -> set[ir.Value]:
-        """Values that cannot or should not live in registers only."""
+    def _choose_memory(self) -> None:
+        """Find the values that cannot or should not live in registers only."""
         found: set[ir.Value] = set(self.graph.outputs)
         for node in self.opaque:
             found.update(node.outputs)
@@ -124,13 +138,12 @@ class _Grouper:
                 found.add(base)
                 if base is not value:
                     self.aliases[value] = base
+        self.memory = {v for v in found if v.producer() is not None and v not in self.aliases}
         for node in self.nodes:
-            if node in self.opaque:
-                continue
-            for out in node.outputs:
-                if node.op_type in REDUCTIONS or self._is_shared(node, out):
-                    found.add(out)
-        return {v for v in found if v.producer() is not None and v not in self.aliases}
+            if node not in self.opaque:
+                for out in node.outputs:
+                    if (node.op_type in REDUCTIONS or self._is_shared(node, out)) and out not in self.aliases:
+                        self.memory.add(out)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
         """Whether several nodes use a value that costs something to compute again."""
@@ -138,7 +151,27 @@ class _Grouper:
         if len(users) < 2 or (node.domain == "" and node.op_type in views.RULES) or node.op_type == "Cast":
             return False
         size = _size(out)
-        return not all(_size(o) >= 8 * size for user, _ in users for o in user.outputs[:1]) or size > SMALL
+        if size <= SMALL and all(_size(o) >= 8 * size for user, _ in users for o in user.outputs[:1]):
+            return False
+        return not self._is_cheap(out)
+
+    def _is_cheap(self, value: ir.Value) -> bool:
+        """Whether each reader had better compute the value again: what it is made of takes no more memory than itself."""
+        leaves, work = self._made_of(value)
+        return work <= WORK and sum(_bytes_read(leaf, _size(value)) for leaf in leaves) <= _nbytes(value)
+
+    def _made_of(self, value: ir.Value) -> tuple[frozenset[ir.Value], int]:
+        """The values in memory from which ``value`` is computed, and how many operations that takes."""
+        node = value.producer()
+        if node is None or value in self.memory or node in self.opaque or node.op_type in REDUCTIONS:
+            return frozenset([value]), 0
+        if _is_constant(node):
+            return frozenset(), 0
+        if value not in self.costs:
+            parts = [self._made_of(v) for v in node.inputs if v is not None]
+            work = sum(w for _, w in parts) + (0 if node.op_type in views.RULES else COSTLY.get(node.op_type, 1))
+            self.costs[value] = frozenset().union(*(leaves for leaves, _ in parts)), work
+        return self.costs[value]
 
     # Placing values -------------------------------------------------------------------------------------------------------
 
@@ -173,7 +206,8 @@ class _Grouper:
         shape, axes = found
         if _size_of(shape) > SMALL:
             shared = new.reads & (kernel.reads | set(kernel.stores))
-            if not any(_size(v) * 4 >= _size_of(shape) for v in shared):
+            least = min(_size_of(shape) // 4, _size_of(new.shape))
+            if not any(_size(v) >= least for v in shared):
                 return None
         both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
         source = self._generate(both, at)
@@ -187,7 +221,7 @@ class _Grouper:
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
-            if value in own:
+            if value in own or value in kernel.again:
                 return False
             made = self.made.get(value)
             return made < at if made is not None else value.producer() is None or _is_constant(value.producer())
@@ -197,7 +231,7 @@ class _Grouper:
         except NotFusibleError:
             return None
 
-    # Clearing up -----------------------------------------------------------------------------------------------------------
+    # Clearing up ----------------------------------------------------------------------------------------------------------
 
     def _strip(self) -> None:
         """Take out what is written and never read."""
@@ -225,6 +259,29 @@ class _Grouper:
         assert source is not None
         less.reads = set(source.operands[: source.reads])
         return less
+
+    def _lighten(self) -> None:
+        """Compute again what follows from other operands of the same kernel: a mask from what was normalised, say."""
+        for k, launch in enumerate(self.launches):
+            if isinstance(launch, Kernel):
+                for value in sorted(launch.reads, key=lambda v: v.name or ""):
+                    if value in self.made and _size(value) > SMALL:
+                        self._try_without(launch, k, value)
+
+    def _try_without(self, kernel: Kernel, at: int, value: ir.Value) -> None:
+        node = value.producer()
+        if node is None or node in self.opaque or node.op_type in REDUCTIONS:
+            return
+        parts = [self._made_of(v) for v in node.inputs if v is not None]
+        extra = frozenset().union(*(leaves for leaves, _ in parts)) - kernel.reads - set(kernel.stores)
+        if sum(w for _, w in parts) > WORK or sum(_bytes_read(v, _size(value)) for v in extra) * 4 > _nbytes(value):
+            return
+        kernel.again.add(value)
+        source = self._generate(kernel, at)
+        if source is None or len(source.operands) > OPERANDS:
+            kernel.again.discard(value)
+        else:
+            kernel.reads = set(source.operands[: source.reads])
 
 
 def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -278,6 +335,17 @@ def _written(launch: Launch) -> Sequence[ir.Value]:
 
 def _is_constant(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == "Constant" and node.domain == ""
+
+
+def _nbytes(value: ir.Value) -> int:
+    assert value.dtype is not None
+    return int(_size(value) * value.dtype.itemsize)
+
+
+def _bytes_read(value: ir.Value, size: int) -> int:
+    """Bytes of ``value`` that a kernel over ``size`` elements reads; what is small stays in the caches."""
+    assert value.dtype is not None
+    return 0 if _size(value) * 32 <= size else int(min(_size(value), size) * value.dtype.itemsize)
 
 
 def _size(value: ir.Value) -> int:

@@ -478,6 +478,20 @@ class Generator:
         one, zero = literal(dtype, 1), literal(dtype, 0)
         return f"({self._text(index[1])} == {self._text(index[0])} + {shift} ? {one} : {zero})"
 
+    def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """ScatterElements of one element a row: everywhere else the element of input 0."""
+        data, indices, updates = node.inputs
+        axis = node.attributes.get_int("axis", 0) % len(index)
+        wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
+        reduction = node.attributes.get_string("reduction", "none")
+        if shape_of(indices) != wanted or reduction not in ("none", "add"):
+            raise NotFusibleError("ScatterElements of several elements a row")
+        at = (*index[:axis], Linear(), *index[axis + 1 :])
+        place, old, new = (self._pull(v, i, guard) for v, i in ((indices, at), (data, index), (updates, at)))
+        wrapped = f"({place} < 0 ? {place} + {shape_of(data)[axis]} : {place})"
+        changed = f"({old} + {new})" if reduction == "add" else new
+        return f"({wrapped} == {self._text(index[axis])} ? {changed} : {old})"
+
     # Text -------------------------------------------------------------------------------------------------------------
 
     def _name(self, letter: str) -> str:
@@ -513,8 +527,9 @@ class Generator:
 
 
 SPECIAL: Mapping[str, Callable[[Generator, ir.Node, Map, str | None], str]] = {
-    "Gather": Generator.gathered, "GatherElements": Generator.gathered, "Cast": Generator.cast,
-    "CastLike": Generator.cast, "Trilu": Generator.triangle, "OneHot": Generator.one_hot, "EyeLike": Generator.diagonal,
+    "Gather": Generator.gathered, "GatherElements": Generator.gathered, "ScatterElements": Generator.scattered,
+    "Cast": Generator.cast, "CastLike": Generator.cast, "Trilu": Generator.triangle, "OneHot": Generator.one_hot,
+    "EyeLike": Generator.diagonal,
 }  # fmt: skip
 
 

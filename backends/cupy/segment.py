@@ -122,7 +122,11 @@ def _kernel_calls(
 
     def in_memory(value: ir.Value) -> bool:
         producer = value.producer()
-        return value not in own and (value in memory or producer is None or producer.op_type == "Constant")
+        return (
+            value not in own
+            and value not in kernel.again
+            and (value in memory or producer is None or producer.op_type == "Constant")
+        )
 
     generator = Generator(kernel.spec, in_memory)
     contiguous = not kernel.axes or len(kernel.shape) - 1 in kernel.axes

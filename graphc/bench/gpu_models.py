@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from graphc.bench.gpu_specs import JOBS, Job
 from graphc.bench.models import ResNet
@@ -31,7 +31,7 @@ class _Attention(nn.Module):
         width = x.shape[-1]
         parts = self.pack(x).split(width, dim=2)
         q, k, v = (p.unflatten(2, (self.heads, width // self.heads)).transpose(1, 2) for p in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -47,7 +47,7 @@ class _Block(nn.Module):
         self.approximate = "tanh" if causal else "none"
 
     def network(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
+        return self.down(functional.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.first:
