@@ -28,7 +28,10 @@ from graphc.plan import Plan, make_plan
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
 from graphc.runtime.agreement import check_programs
-from graphc.runtime.communicator import Communicator, agree, check_deadline, open_communicator
+from graphc.runtime.agreement import agree
+from graphc.runtime.checks import check_deadline
+from graphc.runtime.communicator import Communicator
+from graphc.runtime.transport import open_communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from graphc.runtime.communicator import Handle, open_communicator
+from graphc.runtime.communicator import Handle
+from graphc.runtime.transport import open_communicator
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """MiB of the buffers."""

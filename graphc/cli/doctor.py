@@ -113,7 +113,7 @@ def _workers() -> Iterator[Finding]:
         return
     text = (
         "from graphc.runtime.world import find_world\n"
-        "from graphc.runtime.communicator import open_communicator\n"
+        "from graphc.runtime.transport import open_communicator\n"
         "comm = open_communicator(find_world())\n"
         "comm.barrier()\n"
         "print('met', comm.size, flush=True) if comm.rank == 0 else None\n"

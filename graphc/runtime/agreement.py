@@ -13,7 +13,8 @@ from graphc.compiler import Program
 from graphc.errors import WorldError
 from graphc.frontends import files_of
 from graphc.ir.facts import dims
-from graphc.runtime.communicator import Communicator, agree
+
+from graphc.runtime.communicator import Communicator
 
 
 def check_programs(communicator: Communicator, program: Program) -> None:
@@ -59,3 +60,24 @@ def _signature(program: Program) -> list[str]:
     lines += [f"input {v.name} {v.dtype}" for v in graph.inputs]
     lines += [f"state {n} {v.dtype} {dims(v)}" for n, v in sorted(graph.initializers.items())]
     return lines
+
+
+def agree(communicator: Communicator, entries: Sequence[str], what: str) -> None:
+    """Check that all ranks hold the same list, for example their sequence of collectives.
+
+    Only a hash travels while they agree.
+
+    Raises:
+        WorldError: on every rank, naming the first entry that differs and two ranks that differ in it.
+    """
+    mine = list(entries)
+    digests = communicator.allgather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    lists = communicator.allgather_object(mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, second = lists[0], lists[other]
+    shared = min(len(first), len(second))
+    index = next((k for k in range(shared) if first[k] != second[k]), shared)
+    shown = [repr(entries[index]) if index < len(entries) else "nothing" for entries in (first, second)]
+    raise WorldError(f"the ranks disagree on {what}: entry {index} is {shown[0]} on rank 0 and {shown[1]} on rank {other}")

@@ -28,7 +28,8 @@ from types import CodeType
 
 from graphc.errors import GraphcError, MissingExtraError, UsageError
 from graphc.runtime.board import Board
-from graphc.runtime.communicator import DEADLINE, Communicator, check_deadline, find_deadline
+from graphc.runtime.checks import DEADLINE, check_deadline, find_deadline
+from graphc.runtime.communicator import Communicator
 from graphc.runtime.supervise import Supervisor
 from graphc.runtime.threads import run_threads
 from graphc.runtime.watch import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY

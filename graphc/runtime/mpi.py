@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from graphc.errors import GraphcError, MissingExtraError, WorldError
-from graphc.runtime.communicator import QueuedCommunicator, find_deadline
+from graphc.runtime.checks import find_deadline
+from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts, widen
 from graphc.runtime.watch import KEEP_GOING, Watch, join_launcher, watch_peers
 from graphc.runtime.windows import MpiWindows, Windows

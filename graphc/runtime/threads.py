@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from graphc.errors import GraphcError, UsageError, WorldError
-from graphc.runtime.communicator import QueuedCommunicator, check_deadline, find_deadline
+from graphc.runtime.checks import check_deadline, find_deadline
+from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.flight import dump
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
 from graphc.runtime.verdict import late

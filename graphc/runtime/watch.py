@@ -26,7 +26,9 @@ from types import TracebackType
 from graphc.errors import GraphcError
 from graphc.runtime import verdict
 from graphc.runtime.board import Board, State
-from graphc.runtime.communicator import Handle, QueuedCommunicator, find_deadline
+from graphc.runtime.checks import find_deadline
+from graphc.runtime.communicator import Handle
+from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.flight import Entry, dump, last_of
 from graphc.runtime.world import World
 

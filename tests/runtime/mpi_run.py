@@ -43,7 +43,7 @@ spec = importlib.util.spec_from_file_location("tested", file)
 module = importlib.util.module_from_spec(spec)
 sys.modules["tested"] = module
 spec.loader.exec_module(module)
-from graphc.runtime.communicator import open_communicator
+from graphc.runtime.transport import open_communicator
 comm = open_communicator()
 arguments = pickle.loads(Path(folder, "arguments").read_bytes())
 result = getattr(module, name)(comm, *arguments)

@@ -31,7 +31,7 @@ START = """
 import os, signal, sys, threading, time
 import numpy as np
 from graphc.errors import FeedError, UnsupportedOpError
-from graphc.runtime.communicator import open_communicator
+from graphc.runtime.transport import open_communicator
 comm = open_communicator()
 print("pid", comm.rank, os.getpid())
 comm.barrier()

@@ -11,7 +11,7 @@ import pytest
 
 from graphc.cli import main
 from graphc.errors import UsageError, WorldError
-from graphc.runtime.communicator import find_deadline
+from graphc.runtime.checks import find_deadline
 from graphc.runtime.flight import ENTRIES, Ring, load
 from graphc.runtime.threads import ThreadCommunicator, run_threads
 

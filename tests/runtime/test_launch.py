@@ -16,7 +16,7 @@ from graphc.runtime.launch import find_mpiexec, launch, worker_environment
 from graphc.runtime.world import available_cores
 from tests.runtime.mpi_run import run_mpi
 
-OPEN = "from graphc.runtime.communicator import open_communicator\ncomm = open_communicator()\n"
+OPEN = "from graphc.runtime.transport import open_communicator\ncomm = open_communicator()\n"
 
 
 @pytest.mark.parametrize(

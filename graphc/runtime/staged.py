@@ -1,0 +1,213 @@
+"""Collectives on arrays of a device through host memory, over any transport.
+
+    device array ── copy ──► pinned mirror ── collective of the transport ──► pinned mirror ── copy ──► device array
+                    begin                                                                      wait
+
+``begin`` waits for what the compute stream has queued so far, because the transport reads the mirror on the host; what is
+queued afterwards runs beside the collective. Only what a rank gives, and what it receives, is copied. Arrays in host memory go
+straight to the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from graphc.backend import Memory
+from graphc.errors import UsageError
+from graphc.runtime.communicator import Communicator, Handle, Kind
+from graphc.runtime.reductions import Array, Parts, even_parts
+from graphc.runtime.windows import Windows
+
+T = TypeVar("T")
+
+
+class StagedHandle(Handle):
+    """A collective on a device array: that on its mirror, and the copies before and after."""
+
+    __slots__ = ("fetches", "inner", "returns")
+
+    def __init__(self, inner: Handle, fetches: list[tuple[Array, Array]], returns: list[tuple[Array, Array]]) -> None:
+        super().__init__(inner.action, inner.kind, inner.op, inner.tag, inner.nbytes, overlap=inner.overlap)
+        self.inner = inner
+        self.fetches = fetches
+        self.returns = returns
+
+
+class StagedCommunicator:
+    """A transport that works on host memory, for arrays of a device too.
+
+    Results, errors, deadlines, flight logs and trace events are those of the transport.
+
+    Args:
+        inner: the transport.
+        memory: of the device.
+    """
+
+    def __init__(self, inner: Communicator, memory: Memory) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self._memory = memory
+
+    @property
+    def observer(self) -> Callable[[Handle], None] | None:
+        return self.inner.observer
+
+    @observer.setter
+    def observer(self, observer: Callable[[Handle], None] | None) -> None:
+        self.inner.observer = observer
+
+    @property
+    def step(self) -> int:
+        return self.inner.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.inner.step = step
+
+    @property
+    def deadline(self) -> float:
+        return self.inner.deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        self.inner.deadline = seconds
+
+    def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
+        if lies_on_host(array):
+            self.inner.allreduce(array, op, tag, lengths=lengths)
+        else:
+            self.wait(self.start(array, op, tag, lengths=lengths, overlap=False))
+
+    def start(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+        overlap: bool = True,
+    ) -> Handle:
+        handle = self.prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+        self.begin(handle)
+        return handle
+
+    def prepare(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+        overlap: bool = True,
+    ) -> Handle:
+        prepare = self.inner.prepare
+        if lies_on_host(array):
+            return prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+        check_device_layout(array)
+        mirror = self._memory.pinned(array.nbytes).view(array.dtype)
+        inner = prepare(mirror, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+        division = even_parts(array.size, self.size) if parts is None else parts
+        given, received = moved(kind, division, root, self.rank, array.size)
+        fetches = [(mirror[start:stop], array[start:stop]) for start, stop in given]
+        returns = [(array[start:stop], mirror[start:stop]) for start, stop in received]
+        return StagedHandle(inner, fetches, returns)
+
+    def begin(self, handle: Handle) -> None:
+        if not isinstance(handle, StagedHandle):
+            self.inner.begin(handle)
+            return
+        handle.inner.check_idle()  # the mirror may be at work
+        for target, source in handle.fetches:
+            self._memory.copy(target, source)
+        if handle.fetches:
+            self._memory.synchronize()
+        self.inner.begin(handle.inner)
+
+    def wait(self, handle: Handle) -> None:
+        if not isinstance(handle, StagedHandle):
+            self.inner.wait(handle)
+            return
+        self.inner.wait(handle.inner)
+        for target, source in handle.returns:
+            self._memory.copy(target, source)
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        if lies_on_host(array):
+            self.inner.broadcast(array, root)
+        else:
+            self.wait(self.start(array, kind="broadcast", root=root, overlap=False))
+
+    def allgather_object(self, item: T) -> list[T]:
+        return self.inner.allgather_object(item)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def introduce(self, name: str, *, spare: bool) -> None:
+        self.inner.introduce(name, spare=spare)
+
+    def gone(self) -> frozenset[int]:
+        return self.inner.gone()
+
+    def open_windows(self, nbytes: int) -> Windows:
+        return self.inner.open_windows(nbytes)
+
+
+def lies_on_host(array: Any) -> bool:
+    """Whether the host can read ``array``."""
+    return isinstance(array, np.ndarray)
+
+
+def check_device_layout(array: Array) -> None:
+    """Raise UsageError unless a device array is one-dimensional and contiguous."""
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise UsageError(f"a collective takes a contiguous one-dimensional array, not one of shape {array.shape}")
+
+
+def moved(
+    kind: Kind, parts: Parts, root: int, rank: int, elements: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """``(start, stop)`` ranges of elements that ``rank`` gives to a collective, and those that it receives.
+
+    >>> moved("all_gather", [(0, 4), (4, 8), (8, 10)], 0, rank=1, elements=12)
+    ([(4, 8)], [(0, 4), (8, 10)])
+    """
+    whole, mine = [(0, elements)], [parts[rank]]
+    given, received = {
+        "allreduce": (whole, whole),
+        "reduce_scatter": (list(parts), mine),
+        "all_gather": (mine, [part for other, part in enumerate(parts) if other != rank]),
+        "broadcast": (whole, []) if rank == root else ([], whole),
+    }[kind]
+    return _joined(given), _joined(received)
+
+
+def _joined(ranges: Parts) -> list[tuple[int, int]]:
+    """Neighbouring ranges as one; empty ones are left out."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -1,0 +1,26 @@
+"""Joining the world."""
+
+from __future__ import annotations
+
+from graphc.runtime.communicator import Communicator
+from graphc.runtime.queued import NullCommunicator
+from graphc.runtime.world import World, find_world
+
+
+def open_communicator(world: World | None = None) -> Communicator:
+    """The communicator of this worker, by default in the world it finds; every rank calls it at the same point.
+
+    Raises:
+        WorldError: the transport knows another world than ``world``.
+        MissingExtraError: the transport's package is not installed.
+    """
+    world = find_world(world)
+    if world.size == 1:
+        return NullCommunicator()
+    if world.transport == "threads":
+        from graphc.runtime.threads import communicator_of
+
+        return communicator_of(world)
+    from graphc.runtime.mpi import open_mpi
+
+    return open_mpi(world)
