@@ -27,15 +27,14 @@ from graphc.phases import sums_by_tree
 from graphc.plan import Plan, make_plan
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
-from graphc.runtime.agreement import check_programs
-from graphc.runtime.agreement import agree
+from graphc.runtime.agreement import agree, check_programs
 from graphc.runtime.checks import check_deadline
 from graphc.runtime.communicator import Communicator
-from graphc.runtime.transport import open_communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State
 from graphc.runtime.trace import Summary, Trace
+from graphc.runtime.transport import for_memory, open_communicator
 from graphc.runtime.world import find_world, threads_for
 
 Callback = Callable[[dict[str, Any]], None]
@@ -109,6 +108,7 @@ class Trainer:
         if sums_by_tree(program.model.graph):
             threads = 1  # kernels add up the parts of several threads in another order
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
+        self.comm = for_memory(self.comm, self.backend.memory)
         self.state = State(program.model, self.rank, self.size)
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule

@@ -13,7 +13,6 @@ from graphc.compiler import Program
 from graphc.errors import WorldError
 from graphc.frontends import files_of
 from graphc.ir.facts import dims
-
 from graphc.runtime.communicator import Communicator
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from graphc.errors import GraphcError, UsageError, WorldError
 from graphc.runtime.checks import check_deadline, find_deadline
-from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.flight import dump
+from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
 from graphc.runtime.verdict import late
 from graphc.runtime.windows import ThreadWindows, Windows

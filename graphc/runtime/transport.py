@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from graphc.backend import Memory
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.queued import NullCommunicator
+from graphc.runtime.staged import StagedCommunicator
 from graphc.runtime.world import World, find_world
 
 
@@ -24,3 +26,8 @@ def open_communicator(world: World | None = None) -> Communicator:
     from graphc.runtime.mpi import open_mpi
 
     return open_mpi(world)
+
+
+def for_memory(comm: Communicator, memory: Memory) -> Communicator:
+    """``comm``, or what makes it take arrays of ``memory`` where these lie on a device."""
+    return comm if memory.on_host or comm.size == 1 else StagedCommunicator(comm, memory)

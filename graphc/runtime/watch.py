@@ -28,8 +28,8 @@ from graphc.runtime import verdict
 from graphc.runtime.board import Board, State
 from graphc.runtime.checks import find_deadline
 from graphc.runtime.communicator import Handle
-from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.flight import Entry, dump, last_of
+from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.world import World
 
 RUN_DIRECTORY = "GRAPHC_RUN_DIR"

@@ -14,8 +14,8 @@ from graphc.errors import MissingExtraError, WorldError
 from graphc.runtime.agreement import agree
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.transport import open_communicator
 from graphc.runtime.reductions import tree_pairs
+from graphc.runtime.transport import open_communicator
 from graphc.runtime.world import World, find_world, threads_for
 from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import map_ranks, run_mpi

@@ -11,8 +11,8 @@ import pytest
 from graphc.errors import UsageError, WorldError
 from graphc.runtime.agreement import agree
 from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.transport import open_communicator
 from graphc.runtime.threads import ThreadCommunicator, run_threads
+from graphc.runtime.transport import open_communicator
 from graphc.runtime.world import World, find_world
 from tests.runtime.collective_cases import everything
 
