@@ -178,7 +178,8 @@ class QueuedCommunicator(ABC):
             raise handle.error
 
     def check(self) -> None:
-        """See :class:`Communicator`; ``wait`` has raised everything."""
+        """See :class:`Communicator`; nothing to do, as ``wait`` raises everything."""
+        return
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         check_layout(array)

@@ -182,9 +182,7 @@ def check_device_layout(array: Array) -> None:
         raise UsageError(f"a collective takes a contiguous one-dimensional array, not one of shape {array.shape}")
 
 
-def moved(
-    kind: Kind, parts: Parts, root: int, rank: int, elements: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def moved(kind: Kind, parts: Parts, root: int, rank: int, elements: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """``(start, stop)`` ranges of elements that ``rank`` gives to a collective, and those that it receives.
 
     >>> moved("all_gather", [(0, 4), (4, 8), (8, 10)], 0, rank=1, elements=12)

@@ -1,4 +1,4 @@
-"""Collectives of arrays that the host cannot read, called as if it could: the cases of the transports then serve for devices."""
+"""Collectives of arrays that the host cannot read, called as if it could: cases written for transports serve for both."""
 
 from __future__ import annotations
 
