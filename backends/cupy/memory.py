@@ -22,8 +22,11 @@ UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
 
 
-def import_cupy() -> Any:
+def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
     """CuPy with a usable GPU.
+
+    Args:
+        backend, extra: who asks, and the extra of graphc that brings what it needs, for the messages.
 
     Raises:
         MissingExtraError: CuPy is not installed, or for another CUDA than the driver's.
@@ -32,17 +35,17 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MissingExtraError(f"the cupy backend needs CuPy ({error}); run: pip install 'graphc[gpu]'") from error
+        raise MissingExtraError(f"the {backend} backend needs CuPy ({error}); run: pip install 'graphc[{extra}]'") from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         wanted = cupy.cuda.runtime.runtimeGetVersion() // 1000
         raise GraphcError(
-            f"the cupy backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
+            f"the {backend} backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
             " (nvidia-smi shows yours), or use backend='onnxruntime'"
         ) from error
     if count == 0:
-        raise GraphcError("the cupy backend finds no GPU; use backend='onnxruntime' on this machine")
+        raise GraphcError(f"the {backend} backend finds no GPU; use backend='onnxruntime' on this machine")
     return cupy
 
 
@@ -93,8 +96,8 @@ class CudaMemory:
 
     on_host = False
 
-    def __init__(self, index: int) -> None:
-        self.cupy = import_cupy()
+    def __init__(self, index: int, backend: str = "cupy", extra: str = "gpu") -> None:
+        self.cupy = import_cupy(backend, extra)
         self.device = self.cupy.cuda.Device(index)
         self.device.use()
         make = self.cupy.cuda.Stream

@@ -45,7 +45,7 @@ class OnnxRuntimeBackend:
     def __init__(self, *, threads: int, spin: bool = True) -> None:
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
-        self._options = _session_options(threads, spin)
+        self._options = session_options(threads, spin)
 
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
@@ -65,13 +65,13 @@ class OnnxRuntimeBackend:
             if is_packed(array.dtype):
                 held = packed_like(array)
                 before.append(functools.partial(pack, array, held))
-            binding.bind_input(name, "cpu", 0, _element_type(array), array.shape, held.ctypes.data)
+            binding.bind_input(name, "cpu", 0, element_type(array), array.shape, held.ctypes.data)
         for name, array in outputs.items():
             held = array
             if is_packed(array.dtype):
                 held = packed_like(array)
                 after.append(functools.partial(unpack, held, array))
-            binding.bind_output(name, "cpu", 0, _element_type(array), array.shape, held.ctypes.data)
+            binding.bind_output(name, "cpu", 0, element_type(array), array.shape, held.ctypes.data)
         run = functools.partial(session.run_with_iobinding, binding)
         if not before and not after:
             return run
@@ -93,15 +93,7 @@ class OnnxRuntimeBackend:
         return dict(zip(names, results, strict=True))
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        try:
-            return ort.InferenceSession(
-                model.SerializeToString(),
-                sess_options=self._options,
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=UNEVEN,
-            )
-        except Exception as error:
-            raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
+        return make_session(model, self._options, [("CPUExecutionProvider", {})])
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
@@ -135,12 +127,29 @@ def _ops(model: onnx.ModelProto) -> str:
     return ", ".join(sorted({node.op_type for node in model.graph.node}))
 
 
-def _element_type(array: Array) -> Any:
+def element_type(array: Array) -> Any:
     """What io_binding takes: a numpy type, or ONNX's number for a type that numpy has not."""
     return array.dtype if array.dtype.isbuiltin == 1 else int(ir.DataType.from_numpy(array.dtype))
 
 
-def _session_options(threads: int, spin: bool) -> ort.SessionOptions:
+def make_session(
+    model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[tuple[str, Mapping[str, str]]]
+) -> ort.InferenceSession:
+    """A session for a segment.
+
+    Raises:
+        UnsupportedOpError: onnxruntime cannot run it.
+    """
+    try:
+        return ort.InferenceSession(
+            model.SerializeToString(), sess_options=options, providers=list(providers), disabled_optimizers=UNEVEN
+        )
+    except Exception as error:
+        raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
+
+
+def session_options(threads: int, spin: bool) -> ort.SessionOptions:
+    """Options of every session: ``threads`` in all, which do not wait busily between runs."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
 
+READY = "ready"
+
+
+def statuses() -> Iterator[tuple[str, str]]:
+    """Every backend, and :data:`READY` or why it does not start here."""
+    from graphc.backend import BACKENDS
+    from graphc.errors import GraphcError
+
+    for name in BACKENDS:
+        try:
+            BACKENDS[name](threads=1, spin=False).close()
+        except (GraphcError, ImportError) as error:
+            yield name, str(error)
+        else:
+            yield name, READY
+
 
 def command(form: options.Format = Format.text) -> None:
     """List the backends, whether each works here, and the ops it has kernels of its own for."""
     from graphc.backend import BACKENDS, KERNELS
-    from graphc.errors import GraphcError
 
     rows: list[dict[str, Any]] = []
-    for name in BACKENDS:
-        try:
-            BACKENDS[name](threads=1, spin=False).close()
-            status = "ready"
-        except (GraphcError, ImportError) as error:
-            status = str(error)
+    for name, status in statuses():
         kernels = sorted(op for backend, op in KERNELS if backend == name)
         rows.append({"name": name, "status": status, "kernels": kernels, "origin": BACKENDS.origin(name)})
     if form is Format.json:

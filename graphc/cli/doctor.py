@@ -6,16 +6,17 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from graphc import __version__
-from graphc.cli import options, output
+from graphc.cli import gpu, options, output
+from graphc.cli.backends import READY
+from graphc.cli.finding import Finding
 from graphc.cli.output import Format
 
 CORE = ("numpy", "onnx", "onnx_ir", "ml_dtypes", "typer", "rich")
@@ -24,26 +25,18 @@ EXTRAS = {
     "mpi": ("mpi4py",),
     "torch": ("torch", "onnxscript"),
     "demo": ("sklearn",),
-    "gpu": ("cupy", "nvmath", "triton"),
 }
 """Extra → modules it brings; the first missing one stands for the extra."""
 
-DISTRIBUTIONS = {"onnx_ir": "onnx-ir", "sklearn": "scikit-learn", "cupy": "cupy-cuda13x", "nvmath": "nvmath-python"}
+DISTRIBUTIONS = {"onnx_ir": "onnx-ir", "sklearn": "scikit-learn"}
 TIMEOUT = 60.0  # seconds that starting two workers may take
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; ``state`` is ``ok``, ``missing`` (of something optional) or ``broken`` (of the core)."""
-
-    what: str
-    state: str
-    detail: str
 
 
 def command(form: options.Format = Format.text) -> int:
     """Check the installation; exit code 1 when graphc cannot work here."""
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (_core, _extras, _registries, _cores, _workers, _gpu, _cache)
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _core, _extras, _registries, _cores, _workers, gpu.findings, _backends, _cache,
+    )  # fmt: skip
     findings = [finding for check in checks for finding in check()]
     usable = all(f.state != "broken" for f in findings)
     if form is Format.json:
@@ -133,22 +126,12 @@ def _workers() -> Iterator[Finding]:
         yield Finding("workers over MPI", "missing", f"{reason} ({mpiexec}); 'pip install graphc[mpi]' brings a working one")
 
 
-def _gpu() -> Iterator[Finding]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        yield Finding("GPU", "missing", "no GPU (nvidia-smi is not there)")
-        return
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        yield Finding("GPU", "missing", "nvidia-smi does not answer")
-        return
-    found = [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
-    for line in found:
-        yield Finding("GPU", "ok", line)
-    if not found:
-        yield Finding("GPU", "missing", "no GPU (nvidia-smi lists none)")
+def _backends() -> Iterator[Finding]:
+    """Every backend is started once, as a trainer does."""
+    from graphc.cli.backends import statuses
+
+    for name, status in statuses():
+        yield Finding(f"backend {name}", "ok" if status == READY else "missing", status)
 
 
 def _cache() -> Iterator[Finding]:

@@ -126,6 +126,9 @@ class Exchange(Exchanging):
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return self._backend.inplace(node)
 
+    def record(self, runs: Sequence[Run]) -> Run:
+        return self._backend.record(runs)
+
     def all_finite(self, array: Array) -> bool:
         return self._backend.all_finite(array)
 

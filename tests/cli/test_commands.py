@@ -211,7 +211,11 @@ def test_passes(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_backends(capfd: pytest.CaptureFixture[str]) -> None:
-    assert {row["name"]: row["status"] for row in document(capfd, "backends")} == {"numpy": "ready", "onnxruntime": "ready"}
+    found = {row["name"]: row["status"] for row in document(capfd, "backends")}
+    assert found["numpy"] == found["onnxruntime"] == "ready"
+    assert (
+        found["onnxruntime-cuda"] == "ready" or "pip install" in found["onnxruntime-cuda"] or "GPU" in found["onnxruntime-cuda"]
+    )
 
 
 def test_ops(capfd: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +233,8 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["usable"]
     states = {f["what"]: f["state"] for f in found["findings"]}
     assert states["numpy"] == states["onnxruntime"] == states["workers over MPI"] == "ok"
+    assert states["backend onnxruntime"] == "ok"
+    assert {"GPU driver", "nvmath-python", "nccl4py", "onnxruntime-gpu"} <= states.keys()
 
 
 def test_launch_in_threads(here: Path) -> None:

@@ -1,0 +1,202 @@
+"""onnxruntime on a GPU: the same plans, segments in its CUDA provider, every buffer in the GPU's memory.
+
+CuPy owns the memory and the stream, and onnxruntime is bound to both, so that segments, collectives and copies are queued in
+one order and nothing waits for the host in between. (Memory of onnxruntime's own would do without CuPy, but can neither be
+cut into slices nor be filled, and no communicator takes it.) There are no kernels of graphc's here: what is no standard op is
+decomposed, and what the provider lacks, onnxruntime runs on the host by itself, at the price of a wait and two copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from graphc.backend import BACKENDS, Array, Memory, Run, in_order
+from graphc.backends.onnxruntime import OnnxRuntimeBackend, element_type, make_session, session_options
+from graphc.backends.onnxruntime.packing import is_packed
+from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
+
+PROVIDER = "CUDAExecutionProvider"
+INSTALL = "pip uninstall -y onnxruntime && pip install 'graphc[onnxruntime-cuda]'"
+"""The two packages of onnxruntime fill one folder, so that only one of them can be installed."""
+
+
+class DeviceBackend:
+    """Segments in a provider of onnxruntime whose arrays are not the host's.
+
+    Args:
+        memory: whose arrays segments are bound to.
+        providers: of onnxruntime, with their options, the first one preferred.
+        device: onnxruntime's name of where the arrays lie, and the number of the device.
+        queued: makes a closure that runs a session one that queues it, where the provider does not queue by itself.
+    """
+
+    name = "onnxruntime-cuda"
+
+    def __init__(
+        self,
+        memory: Memory,
+        providers: Sequence[tuple[str, dict[str, str]]],
+        device: tuple[str, int],
+        *,
+        threads: int = 1,
+        queued: Callable[[Run], Run] = lambda run: run,
+    ) -> None:
+        self.memory = memory
+        self._providers, self._device, self._queued = providers, device, queued
+        self._options = session_options(threads, spin=False)
+        self._run_options = ort.RunOptions()
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return False
+
+    def holds(self, node: ir.Node) -> bool:
+        return False
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        """float16 wherever the provider has a kernel (else onnxruntime casts); of bfloat16 it has too few."""
+        values = (*node.inputs, *node.outputs)
+        return all(v is None or v.dtype != ir.DataType.BFLOAT16 for v in values)
+
+    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+        for name, array in (*inputs.items(), *outputs.items()):
+            if is_packed(array.dtype):
+                raise UnsupportedOpError(f"the {self.name} backend cannot hand on {name!r}: {array.dtype} between segments")
+        session = make_session(model, self._options, self._providers)
+        binding = session.io_binding()
+        for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, array in arrays.items():
+                bind(name, *self._device, element_type(array), array.shape, int(array.data.ptr))  # type: ignore[call-overload]
+        held = (dict(inputs), dict(outputs))
+        run = functools.partial(session.run_with_iobinding, binding, self._run_options)
+
+        def launch() -> None:
+            if held:  # whoever holds the closure holds the memory
+                run()
+
+        return self._queued(launch)
+
+    def bind_kernel(
+        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
+    ) -> Run:
+        raise UnsupportedOpError(f"the {self.name} backend has no native kernel for {node.op_type}")
+
+    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """What no plan can hold runs on the host."""
+        engine = OnnxRuntimeBackend(threads=1, spin=False)
+        try:
+            return engine.run_whole(model, feeds)
+        finally:
+            engine.close()
+
+    def inplace(self, node: ir.Node) -> Mapping[int, int]:
+        return {}
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        return in_order(runs)  # onnxruntime allocates while it runs, which no graph may hold
+
+    def all_finite(self, array: Array) -> bool:
+        return bool(np.isfinite(self.memory.fetch(array)).all())
+
+    def close(self) -> None:
+        """Sessions end with the closures that hold them."""
+
+
+class OnnxRuntimeCudaBackend(DeviceBackend):
+    """onnxruntime's CUDA provider.
+
+    Args:
+        threads: for what the provider leaves to the host.
+        index: of the GPU.
+        tf32: whether float32 products and convolutions may round their operands to TF32.
+
+    Raises:
+        MissingExtraError: onnxruntime without the provider, or no CuPy.
+        GraphcError: no GPU, or libraries of another CUDA than onnxruntime's.
+    """
+
+    def __init__(self, *, threads: int = 1, spin: bool = False, index: int = 0, tf32: bool = True) -> None:
+        del spin
+        check_provider()
+        from graphc.backends.cupy.memory import CudaMemory
+
+        memory = CudaMemory(index, self.name, self.name)
+        check_major(memory.cupy.cuda.runtime.runtimeGetVersion() // 1000)
+        ort.preload_dlls()  # CUDA and cuDNN as pip installs them
+        options = provider_options(index, memory.stream.ptr, tf32=tf32)
+        providers = [(PROVIDER, options), ("CPUExecutionProvider", {})]
+        check_loads(providers)
+        super().__init__(memory, providers, ("cuda", index), threads=threads)
+
+
+def provider_options(index: int, stream: int, *, tf32: bool) -> dict[str, str]:
+    """Options of the CUDA provider: it works on ``stream``, and takes no more memory than it needs."""
+    return {
+        "device_id": str(index),
+        "user_compute_stream": str(stream),
+        "use_tf32": "1" if tf32 else "0",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_use_max_workspace": "1",
+        "do_copy_in_default_stream": "1",
+    }
+
+
+def check_provider() -> None:
+    """See to it that this onnxruntime has the CUDA provider.
+
+    Raises:
+        MissingExtraError: it is the one for CPUs.
+    """
+    if PROVIDER not in ort.get_available_providers():
+        raise MissingExtraError(
+            f"this onnxruntime ({ort.__version__}) has no CUDA provider: it is the one for CPUs; run: {INSTALL}"
+        )
+
+
+def check_major(major: int) -> None:
+    """See to it that CuPy and onnxruntime use the same CUDA.
+
+    Raises:
+        MissingExtraError: they were built for different ones.
+    """
+    own = str(getattr(ort, "cuda_version", "") or "").partition(".")[0]
+    if own and own != str(major):
+        raise MissingExtraError(
+            f"onnxruntime {ort.__version__} was built for CUDA {own}, CuPy for CUDA {major}; install the two for one CUDA,"
+            f" such as: pip install cupy-cuda{own}x"
+        )
+
+
+def check_loads(providers: Sequence[tuple[str, dict[str, str]]]) -> None:
+    """See to it that the provider's libraries load: onnxruntime itself would go on without it.
+
+    Raises:
+        GraphcError: it falls back to the next provider.
+    """
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    graph = onnx.helper.make_graph([node], "probe", [x], [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9)
+    ort.set_default_logger_severity(4)  # the error below says what its log would
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            used = make_session(model, session_options(1, spin=False), providers).get_providers()
+    finally:
+        ort.set_default_logger_severity(2)
+    wanted, cuda = providers[0][0], getattr(ort, "cuda_version", "") or 13
+    if wanted not in used:
+        raise GraphcError(
+            f"onnxruntime {ort.__version__} cannot load its {wanted}: it needs CUDA {cuda} with cuDNN 9"
+            " (run: pip install 'onnxruntime-gpu[cuda,cudnn]') and a driver for it (nvidia-smi shows yours)"
+        )
+
+
+BACKENDS.register("onnxruntime-cuda", OnnxRuntimeCudaBackend, origin=__name__)
