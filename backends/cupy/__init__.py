@@ -69,6 +69,7 @@ class CupyBackend:
         return {}
 
     def record(self, runs: Sequence[Run]) -> Run:
+        self._scratch.settle()
         return self.device.record(runs)
 
     def all_finite(self, array: Array) -> bool:

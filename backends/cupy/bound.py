@@ -1,12 +1,13 @@
 """A segment bound to memory: every address is settled, and a run is a walk over closures.
 
 Values that never leave a segment lie in one scratch buffer that all segments of a backend share, for they run one after
-another. How large it must be is known only when the last segment is bound; the first run settles it.
+another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,22 +22,34 @@ from graphc.ir.facts import constant
 
 
 class Scratch:
-    """Memory that bound segments take turns to use."""
+    """Memory that bound segments take turns to use.
+
+    How much it is, and which kernels there are, is known when the last segment of a plan is bound: :meth:`settle` allocates
+    it, compiles all of them together, and gives the segments their addresses.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.nbytes = 0
         self._memory: Array | None = None
+        self._waiting: list[BoundSegment] = []
 
-    def reserve(self, nbytes: int) -> None:
-        """See to it that ``nbytes`` fit; what was handed out before keeps its memory."""
+    def add(self, segment: BoundSegment, nbytes: int) -> None:
+        """``segment`` needs ``nbytes``; what was handed out before keeps its memory."""
         if nbytes > self.nbytes:
             self.nbytes, self._memory = nbytes, None
+        self._waiting.append(segment)
 
-    def memory(self) -> Array:
+    def settle(self) -> None:
+        """Bind the segments that wait."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
         if self._memory is None:
             self._memory = self.device.empty(self.nbytes)
-        return self._memory
+        kernels = self.device.compile({name: text for segment in waiting for name, text in segment.texts().items()})
+        for segment in waiting:
+            segment.bind(kernels, self._memory)
 
 
 class BoundSegment:
@@ -58,15 +71,22 @@ class BoundSegment:
         self._device, self._scratch = device, scratch
         self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
         self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
-        kernels = [call for call in segment.calls if isinstance(call, KernelCall)]
-        self._kernels = device.compile({call.name: call.text for call in kernels})
         self._offsets, self._partials, nbytes = _offsets(segment, set(self._arrays))
-        scratch.reserve(nbytes)
         self._runs: list[Run] = []
+        scratch.add(self, nbytes)
+
+    def texts(self) -> dict[str, str]:
+        """The kernels of the segment, by name."""
+        return {call.name: call.text for call in self.segment.calls if isinstance(call, KernelCall)}
+
+    def bind(self, kernels: Mapping[str, Any], memory: Array) -> None:
+        """Give every call its kernel and its addresses; ``memory`` is the scratch."""
+        self._kernels, self._memory = kernels, memory
+        self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
 
     def __call__(self) -> None:
         if not self._runs:
-            self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
+            self._scratch.settle()
         for run in self._runs:
             run()
 
@@ -79,7 +99,7 @@ class BoundSegment:
         for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
             kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
             count = call.parts * call.source.rows
-            arrays.append(self._scratch.memory()[offset : offset + count * kind.itemsize].view(kind))
+            arrays.append(self._memory[offset : offset + count * kind.itemsize].view(kind))
         return self._device.launch(self._kernels[call.name], arrays, call.shape)
 
     def _array(self, value: ir.Value) -> Array:
@@ -91,7 +111,7 @@ class BoundSegment:
             elif value in self._offsets:
                 offset, dtype = self._offsets[value], _dtype(value)
                 nbytes = int(np.prod(shape_of(value), dtype=np.int64)) * dtype.itemsize
-                found = self._scratch.memory()[offset : offset + nbytes].view(dtype).reshape(shape_of(value))
+                found = self._memory[offset : offset + nbytes].view(dtype).reshape(shape_of(value))
             else:
                 known = constant(value)
                 if known is None and value.const_value is not None:

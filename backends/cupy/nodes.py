@@ -94,12 +94,14 @@ class Library:
 
     Attributes:
         bind: (device, node, inputs, outputs) → closure that queues the call.
+        workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
     """
 
     op: str
     bind: BindRule
     dtypes: Sequence[ir.DataType]
     when: Condition | None = None
+    workspace: tuple[str, int] | None = None
 
 
 KERNELS: dict[str, list[NodeKernel]] = {}
@@ -119,12 +121,17 @@ def node_kernel(
     return register
 
 
-def library(*ops: str, dtypes: Sequence[ir.DataType] = FLOATS, when: Condition | None = None) -> Callable[[BindRule], BindRule]:
+def library(
+    *ops: str,
+    dtypes: Sequence[ir.DataType] = FLOATS,
+    when: Condition | None = None,
+    workspace: tuple[str, int] | None = None,
+) -> Callable[[BindRule], BindRule]:
     """Register the library call of ``ops``."""
 
     def register(function: BindRule) -> BindRule:
         for op in ops:
-            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when))
+            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when, workspace))
         return function
 
     return register

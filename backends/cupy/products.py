@@ -62,7 +62,7 @@ def is_product(node: ir.Node) -> bool:
     return node.op_type == "Gemm" or batch_of(shape_of(node.inputs[0]), shape_of(node.inputs[1])) is not None
 
 
-@library("Gemm", "MatMul", dtypes=TYPES, when=is_product)
+@library("Gemm", "MatMul", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
 def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
     """A product by cuBLASLt."""
     return device.library(Products).bind(node, inputs, outputs)

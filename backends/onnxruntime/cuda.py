@@ -74,7 +74,7 @@ class DeviceBackend:
         binding = session.io_binding()
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
-                bind(name, *self._device, element_type(array), array.shape, int(array.data.ptr))  # type: ignore[call-overload]
+                bind(name, *self._device, element_type(array), array.shape, address(array))
         held = (dict(inputs), dict(outputs))
         run = functools.partial(session.run_with_iobinding, binding, self._run_options)
 
@@ -135,6 +135,11 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
         providers = [(PROVIDER, options), ("CPUExecutionProvider", {})]
         check_loads(providers)
         super().__init__(memory, providers, ("cuda", index), threads=threads)
+
+
+def address(array: Any) -> int:
+    """Where an array of a device begins."""
+    return int(array.data.ptr)
 
 
 def provider_options(index: int, stream: int, *, tf32: bool) -> dict[str, str]:
