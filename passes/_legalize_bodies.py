@@ -13,6 +13,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.bodies import body_initializers, copy_body, finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
+from graphc.ir.versions import until
 
 
 def hoist_initializers(graph: ir.Graph) -> None:
@@ -38,6 +39,7 @@ def name_inputs(graph: ir.Graph) -> None:
             taken.add(fresh)
 
 
+@until(9, "Scan")
 def batched_scan(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """The Scan of opset 8, which runs over each sample of a batch: a Scan over the samples whose body is a Scan over time.
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, static_dims
-from graphc.passes._legalize_versions import Adapter, take
+from graphc.ir.versions import Adapter, take
 
 
 def adapt_contributed(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:

@@ -23,8 +23,8 @@ from graphc.ir.bodies import captured, finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
+from graphc.ir.functions import emit_body, has_body
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
-from graphc.passes._functions import emit_body, has_body
 from graphc.pipeline import Context, graph_pass
 
 

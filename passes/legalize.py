@@ -21,11 +21,12 @@ from graphc.ir.bodies import CONTROL, bodies, type_body_inputs
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import describe, dims
+from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.links import sort_and_link
 from graphc.ir.verify import refused_type
+from graphc.ir.versions import adapt
 from graphc.ir.weights import not_finite
-from graphc.passes._functions import emit_body, has_body
 from graphc.passes._legalize_bodies import hoist_initializers, name_inputs
 from graphc.passes._legalize_canonical import canonicalise, explicit_pads
 from graphc.passes._legalize_contributed import adapt_contributed
@@ -41,7 +42,6 @@ from graphc.passes._legalize_structure import (
     remove_dead,
     untyped,
 )
-from graphc.passes._legalize_versions import adapt
 from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.pipeline import Context, graph_pass
 

@@ -20,8 +20,7 @@ from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
 from graphc.ir.facts import FLOATS, constant
 from graphc.ir.links import silent_reader
-from graphc.passes._legalize_parameters import constant_tensor
-from graphc.passes._legalize_versions import adapt
+from graphc.ir.versions import adapt
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Where", "Clip"})
 _SUBGRAPHS_SINCE = 18
@@ -145,7 +144,7 @@ def _emit(
     scratch = ir.Node(inner.domain, inner.op_type, operands, attributes.values(), num_outputs=len(inner.outputs))
     try:
         if inner.op_type == "Constant":
-            tensor = constant_tensor(scratch)
+            tensor = ir.convenience.get_const_tensor(scratch.outputs[0])
             assert tensor is not None
             return [op.const(tensor.numpy())]
         replaced = adapt(op, scratch, version) if version < OPSET else None

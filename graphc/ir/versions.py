@@ -19,7 +19,6 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
-from graphc.passes._legalize_bodies import batched_scan
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -184,9 +183,6 @@ def pad_2(op: Builder, node: ir.Node) -> None:
 @until(11, "Scatter")
 def scatter_9(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     return [op.ScatterElements(*node.inputs, axis=take(node, "axis", 0))]
-
-
-until(9, "Scan")(batched_scan)
 
 
 @until(12, "Dropout")
