@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from graphc.backends.cupy.generator import is_expression
+from graphc.backends.cupy.nodes import special
+from graphc.backends.cupy.rules import table
 from graphc.gradient import key_of
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, rank
+from graphc.ir.facts import constant, rank, static_dims
+from graphc.ir.functions import emit_body, has_body
 from graphc.ir.ops.normalization import all_but_channels, per_channel
 
 Rule = Callable[[Builder, ir.Node], Sequence[ir.Value | None] | None]
@@ -157,23 +161,41 @@ def is_composite(node: ir.Node) -> bool:
 
 
 def take_apart(graph: ir.Graph) -> None:
-    """Replace every node that has a rule here; the outputs keep their names where they are results of the graph."""
+    """Replace what has a rule here or in :mod:`.rules`, and what only the standard's own definition takes apart.
+
+    The outputs keep their names where they are results of the graph.
+    """
     op = Builder(graph)
-    for node in list(graph):
-        rule = RULES.get(key_of(node.domain, node.op_type))
-        if rule is None:
+    while sum(_replaced(op, node) for node in list(graph)):  # what has been emitted may have a rule too
+        pass
+
+
+def _replaced(op: Builder, node: ir.Node) -> bool:
+    op.before, op.scope = node, node.name or node.op_type
+    results = _parts(op, node)
+    if results is None:
+        return False
+    for old, new in zip(node.outputs, results, strict=False):
+        if new is None:
             continue
-        op.before, op.scope = node, node.name or node.op_type
-        results = rule(op, node)
-        if results is None:
-            continue
-        for old, new in zip(node.outputs, results, strict=False):
-            if new is None:
-                continue
-            if old.is_graph_output():
-                name = old.name
-                old.name = op.unique(f"{name}.replaced", value=True)
-                (new,) = op.emit("Identity", [new])
-                new.name = name
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
+        if old.is_graph_output():
+            name = old.name
+            old.name = op.unique(f"{name}.replaced", value=True)
+            (new,) = op.emit("Identity", [new])
+            new.name = name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+    return True
+
+
+def _parts(op: Builder, node: ir.Node) -> Sequence[ir.Value | None] | None:
+    key = key_of(node.domain, node.op_type)
+    if key in RULES:
+        return RULES[key](op, node)
+    if not (key in table.RULES or has_body(node.op_type, node.domain)) or is_expression(node) or special(node) is not None:
+        return None
+    if any(v.dtype is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs) if v is not None):
+        return None
+    found = table.RULES[key](op, node) if key in table.RULES else None
+    return found if found is not None or not has_body(node.op_type, node.domain) else emit_body(op, node)

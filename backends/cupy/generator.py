@@ -533,6 +533,13 @@ SPECIAL: Mapping[str, Callable[[Generator, ir.Node, Map, str | None], str]] = {
 }  # fmt: skip
 
 
+def is_expression(node: ir.Node) -> bool:
+    """Whether kernels know the op; a node of it may still be one that they cannot compute."""
+    name = node.op_type
+    known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
+    return known and node.domain == "" and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
+
+
 def _dtype(value: ir.Value | None) -> ir.DataType:
     assert value is not None
     assert value.dtype is not None
