@@ -62,7 +62,7 @@ def reverse_sequence(op: Builder, node: ir.Node) -> Sequence[Any]:
     place = iota(op, shape[time], time, len(shape))
     length = op.Reshape(lengths, op.const([shape[k] if k == batch else 1 for k in range(len(shape))]))
     source = op.Where(op.Less(place, length), op.Sub(op.Sub(length, np.int64(1)), place), place)
-    return [op.GatherElements(x, op.Expand(source, op.const(list(shape))), axis=time)]
+    return [op.GatherElements(x, op.Expand(source, op.const(np.array(shape, np.int64))), axis=time)]
 
 
 @rule("TensorScatter")
@@ -77,7 +77,7 @@ def tensor_scatter(op: Builder, node: ir.Node) -> Sequence[Any]:
     if node.attributes.get_string("mode", "linear") == "circular":
         place = op.Mod(place, np.int64(length))
     inside = op.And(op.GreaterOrEqual(place, np.int64(0)), op.Less(place, np.int64(count)))
-    chosen = op.Expand(op.Where(inside, place, np.int64(0)), op.const(list(shape)))
+    chosen = op.Expand(op.Where(inside, place, np.int64(0)), op.const(np.array(shape, np.int64)))
     return [op.Where(inside, op.GatherElements(update, chosen, axis=axis), cache)]
 
 
@@ -106,7 +106,7 @@ def max_unpool(op: Builder, node: ir.Node) -> Sequence[Any]:
     shape = [*shape_of(x)[:2], *((size - 1) * stride - before - after + tap for size, stride, before, after, tap in reach)]
     zeros = op.Expand(op.scalar(0, x), op.const([int(np.prod(shape))]))
     whole = op.ScatterElements(zeros, op.Reshape(places, [-1]), op.Reshape(x, [-1]), axis=0)
-    value = op.Reshape(whole, op.const(shape))
+    value = op.Reshape(whole, op.const(np.array(shape, np.int64)))
     pads = [0] * len(shape) + [w - s for w, s in zip(wanted, shape, strict=True)]
     return [op.Pad(value, op.const(pads)) if any(pads) else value]
 

@@ -22,15 +22,15 @@ def matmul(op: Builder, node: ir.Node) -> Sequence[Any] | None:
     a, b = operand(node, 0), operand(node, 1)
     shape = list(shape_of(node.outputs[0]))
     if not size_of(a) or not size_of(b):
-        return [op.Expand(op.scalar(0, a), op.const(shape))]
+        return [op.Expand(op.scalar(0, a), op.const(np.array(shape, np.int64)))]
     a = op.Unsqueeze(a, [0]) if len(shape_of(a)) == 1 else a
     b = op.Unsqueeze(b, [1]) if len(shape_of(b)) == 1 else b
     outer = list(np.broadcast_shapes(shape_of(a)[:-2], shape_of(b)[:-2]))
     if is_float(a):
         a, b = (op.Expand(x, op.const([*outer, *shape_of(x)[-2:]])) for x in (a, b))
-        return [op.Reshape(op.MatMul(a, b), op.const(shape))]
+        return [op.Reshape(op.MatMul(a, b), op.const(np.array(shape, np.int64)))]
     products = op.Mul(op.Unsqueeze(a, [-1]), op.Unsqueeze(b, [-3]))
-    return [op.Reshape(op.ReduceSum(products, [-2], keepdims=0), op.const(shape))]
+    return [op.Reshape(op.ReduceSum(products, [-2], keepdims=0), op.const(np.array(shape, np.int64)))]
 
 
 @rule("Gemm")

@@ -1,0 +1,164 @@
+"""Pooling and its gradients, one thread an element of the result: a gradient looks for the windows that read its element.
+
+So no two threads write to one place, and sums have one order. Tensors are N × C × spatial axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.expressions import literal
+from graphc.backends.cupy.kernels.text import (
+    attributes_of,
+    computed,
+    dtype_of,
+    flattened,
+    indices,
+    load,
+    over_taps,
+    over_windows,
+    store,
+    unflattened,
+    window_of,
+)
+from graphc.backends.cupy.nodes import FLOATS, STORED, Launch, node_kernel, wanted
+from graphc.backends.cupy.views import shape_of, size_of
+from graphc.ir.ops.convolution import Window
+
+
+def _has_window(node: ir.Node) -> bool:
+    return len(shape_of(node.outputs[0])) > 2
+
+
+@node_kernel("MaxPool", dtypes=STORED, when=_has_window)
+def max_pool(node: ir.Node) -> Sequence[Launch]:
+    """The greatest element of each window; NaN is greater than all. Places count in x, by rows or by columns."""
+    (x,), y = node.inputs, node.outputs[0]
+    assert x is not None
+    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
+    n, kind = len(size), computed(x)
+    order = list(range(n)) if not node.attributes.get_int("storage_order", 0) else list(reversed(range(n)))
+    place = flattened(["plane", *(f"i{k}" for k in order)], [0, *(size[k] for k in order)])
+    here = flattened(["plane", *indices("i", n)], [0, *size])
+    inside = f"""const {kind} value = {load(x, "x", here)};
+if (place < 0 || value > best || value != value) {{ best = value; place = {place}; }}"""
+    writes, last = {"y": y}, store(y, "y", "row", "best")
+    if len(node.outputs) > 1 and node.outputs[1].dtype is not None and wanted(node.outputs[1]):
+        writes["places"] = node.outputs[1]
+        last += "\nplaces[row] = place;"
+    body = f"""{unflattened("row", [0, *out], ["plane", *indices("o", n)])}
+{kind} best = {_least(x)};
+long long place = -1;
+{over_taps(window, size, inside)}
+{last}"""
+    return [Launch(body, {"x": x}, writes, size_of(y))]
+
+
+@node_kernel("graphc::MaxPoolGrad", dtypes=FLOATS, when=_has_window)
+def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
+    """Σ dy over the windows of which this element is the first maximum."""
+    dy, x, y = node.inputs
+    dx = node.outputs[0]
+    assert dy is not None
+    assert x is not None
+    assert y is not None
+    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
+    n, kind = len(size), computed(x)
+    other = flattened(["plane", *indices("j", n)], [0, *size])
+    same = f"const {kind} other = {load(x, 'x', other)};\nif (other == mine || (other != other && mine != mine)) first = false;"
+    # Taps in front of this one, in row-major order; the loop over them ends at the first that is as great.
+    earlier = over_taps(window, size, f"if (!first || {_not_before(n)}) continue;\n{same}", into="j", tap="u")
+    at = flattened(["plane", *indices("o", n)], [0, *out])
+    inside = f"""const {kind} most = {load(y, "y", at)};
+if (!(most == mine || (most != most && mine != mine))) continue;
+bool first = true;
+{earlier}
+if (first) total += {load(dy, "dy", at)};"""
+    body = f"""{unflattened("row", [0, *size], ["plane", *indices("i", n)])}
+const {kind} mine = {load(x, "x", "row")};
+{computed(dy)} total = 0;
+{over_windows(window, out, inside)}
+{store(dx, "dx", "row", "total")}"""
+    return [Launch(body, {"dy": dy, "x": x, "y": y}, {"dx": dx}, size_of(dx))]
+
+
+def _not_before(n: int) -> str:
+    """Whether tap u comes at or behind tap t in row-major order."""
+    text = f"u{n - 1} >= t{n - 1}"
+    for k in reversed(range(n - 1)):
+        text = f"(u{k} > t{k} || (u{k} == t{k} && {text}))"
+    return text
+
+
+@node_kernel("AveragePool", "LpPool", dtypes=FLOATS, when=_has_window)
+def mean_pool(node: ir.Node) -> Sequence[Launch]:
+    """The mean of each window, or its p-norm."""
+    (x,), y = node.inputs, node.outputs[0]
+    assert x is not None
+    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
+    n, kind = len(size), computed(x)
+    value = load(x, "x", flattened(["plane", *indices("i", n)], [0, *size]))
+    p = node.attributes.get_int("p", 2)
+    call = "" if kind == "double" else "f"
+    if node.op_type == "AveragePool":
+        inside = f"total += {value};"
+        result = f"total / ({kind})({_count(node, window, size)})"
+    elif p == 1:
+        inside, result = f"total += fabs{call}({value});", "total"
+    elif p == 2:
+        inside, result = f"{{ const {kind} value = {value}; total += value * value; }}", f"sqrt{call}(total)"
+    else:
+        inside = f"total += pow{call}(fabs{call}({value}), ({kind}){p});"
+        result = f"pow{call}(total, ({kind})(1.0 / {p}))"
+    body = f"""{unflattened("row", [0, *out], ["plane", *indices("o", n)])}
+{kind} total = 0;
+{over_taps(window, size, inside)}
+{store(y, "y", "row", result)}"""
+    return [Launch(body, {"x": x}, {"y": y}, size_of(y), head=COUNT)]
+
+
+@node_kernel("graphc::AveragePoolGrad", dtypes=FLOATS, when=_has_window)
+def average_pool_grad(node: ir.Node) -> Sequence[Launch]:
+    """Σ dy ÷ count over the windows that read this element."""
+    dy, dx = node.inputs[0], node.outputs[0]
+    assert dy is not None
+    window, size, out = window_of(node, dx), shape_of(dx)[2:], shape_of(dy)[2:]
+    n, kind = len(size), computed(dy)
+    at = flattened(["plane", *indices("o", n)], [0, *out])
+    inside = f"total += {load(dy, 'dy', at)} / ({kind})({_count(node, window, size)});"
+    body = f"""{unflattened("row", [0, *size], ["plane", *indices("i", n)])}
+{kind} total = 0;
+{over_windows(window, out, inside)}
+{store(dx, "dx", "row", "total")}"""
+    return [Launch(body, {"dy": dy}, {"dx": dx}, size_of(dx), head=COUNT)]
+
+
+COUNT = """
+// How many taps of a window that begins at `start` lie in [low, high); at least one.
+static DEVICE inline int taps_inside(long long start, int taps, int step, long long low, long long high) {
+  int count = 0;
+  for (int t = 0; t < taps; ++t) { const long long at = start + (long long)t * step; count += at >= low && at < high; }
+  return count > 0 ? count : 1;
+}"""
+
+
+def _count(node: ir.Node, window: Window, size: Sequence[int]) -> str:
+    """The number of elements that the mean of window o0, o1, … is over."""
+    assert window.begin is not None
+    assert window.end is not None
+    padded = bool(attributes_of(node).get("count_include_pad", 0))
+    factors = []
+    for k, length in enumerate(size):
+        low, high = (-window.begin[k], length + window.end[k]) if padded else (0, length)
+        start = f"(long long)o{k} * {window.strides[k]} - {window.begin[k]}"
+        factors.append(f"taps_inside({start}, {window.kernel[k]}, {window.dilations[k]}, {low}, {high})")
+    return " * ".join(factors)
+
+
+def _least(value: ir.Value) -> str:
+    dtype = dtype_of(value)
+    if dtype.is_floating_point():
+        return literal(dtype, float("-inf"))
+    return literal(dtype, 0)  # never compared: the first element of a window is always taken
