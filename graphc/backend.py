@@ -128,6 +128,13 @@ def in_order(runs: Sequence[Run]) -> Run:
     return run
 
 
+class Event(Protocol):
+    """A point in the work that was queued."""
+
+    def wait(self) -> None:
+        """Return when everything before it has run."""
+
+
 class Memory(Protocol):
     """Where a backend's arrays lie, and how they get there and back.
 
@@ -157,6 +164,15 @@ class Memory(Protocol):
     def bind_fill(self, target: Array, value: float) -> Run:
         """What queues the filling of ``target`` with one number."""
 
+    def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
+        """Begin a copy from :meth:`pinned` memory beside what is queued, once ``after`` has passed; when it is done."""
+
+    def after(self, event: Event) -> None:
+        """Let what is queued from now on wait for ``event``."""
+
+    def mark(self) -> Event:
+        """When everything that is queued now has run."""
+
     def synchronize(self) -> None:
         """Return once everything queued has run; errors of queued work are raised here."""
 
@@ -166,6 +182,16 @@ def aligned_zeros(nbytes: int) -> Array:
     raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+class Passed:
+    """The event of a memory where nothing is ever queued."""
+
+    def wait(self) -> None:
+        """It has passed already."""
+
+
+PASSED: Event = Passed()
 
 
 class HostMemory:
@@ -190,6 +216,16 @@ class HostMemory:
 
     def bind_fill(self, target: Array, value: float) -> Run:
         return functools.partial(target.fill, value)
+
+    def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
+        np.copyto(target, source)
+        return PASSED
+
+    def after(self, event: Event) -> None:
+        """Whatever was to be waited for has passed."""
+
+    def mark(self) -> Event:
+        return PASSED
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array, Run
+from graphc.backend import Array, Event, Run
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 
 UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
+
+STAGED = 64 << 10
+"""Bytes of the host's ordinary memory that the driver takes over without a wait for the stream."""
 
 
 def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
@@ -85,6 +88,19 @@ CAUSES = {
 """Part of an error's text → what it means, and what to do."""
 
 
+class CudaEvent:
+    """A point on a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        with device_errors():
+            self.event.synchronize()
+
+
 class CudaMemory:
     """Memory and streams of one GPU.
 
@@ -134,8 +150,11 @@ class CudaMemory:
 
     def copy(self, target: Any, source: Any) -> None:
         with device_errors():
+            pinned = isinstance(source, np.ndarray) and self._is_pinned(source)
+            if pinned and source.nbytes <= STAGED:
+                source, pinned = source.copy(), False
             self._bind(target, source)()
-            if isinstance(source, np.ndarray) and self._is_pinned(source):
+            if pinned:
                 self.stream.synchronize()  # the caller may use it again at once
 
     def fetch(self, array: Any) -> Array:
@@ -157,6 +176,28 @@ class CudaMemory:
             fill(target.data.ptr, byte, target.nbytes, stream)
 
         return run
+
+    def send(self, target: Any, source: Any, after: Event | None = None) -> Event:
+        with device_errors():
+            if isinstance(after, CudaEvent):
+                self.copies.wait_event(after.event)
+            to, since = address(target), source.ctypes.data
+            self._runtime.memcpyAsync(to, since, target.nbytes, self._runtime.memcpyHostToDevice, self.copies.ptr)
+            return self._event(self.copies)
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        with device_errors():
+            self.stream.wait_event(event.event)
+
+    def mark(self) -> Event:
+        with device_errors():
+            return self._event(self.stream)
+
+    def _event(self, stream: Any) -> CudaEvent:
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return CudaEvent(event)
 
     def synchronize(self) -> None:
         with device_errors():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
+from graphc.backend import PASSED, Array, Event, Run
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
@@ -61,6 +61,15 @@ class PlannedDevice:
 
     def bind_fill(self, target: Array, value: float) -> Run:
         return _nothing
+
+    def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
+        return PASSED
+
+    def after(self, event: Event) -> None:
+        """It never comes to that."""
+
+    def mark(self) -> Event:
+        return PASSED
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""

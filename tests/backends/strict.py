@@ -83,17 +83,30 @@ def host_of(array: Any) -> Any:
     return array._held if isinstance(array, DeviceArray) else array
 
 
+class Event:
+    """A point in queued work: what comes before it runs when somebody waits for it, once."""
+
+    before: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        before, self.before = self.before, None
+        if before is not None:
+            before()
+
+
 class StrictMemory:
     """Memory of the pretended device (see :class:`graphc.backend.Memory`).
 
     Attributes:
         allocations: the arrays handed out, oldest first.
+        early: whether what :meth:`send` sends arrives as early as can be, not as late.
     """
 
     on_host = False
 
     def __init__(self) -> None:
         self.allocations: list[DeviceArray] = []
+        self.early = False
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
 
     def queued(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -137,6 +150,37 @@ class StrictMemory:
     def bind_fill(self, target: DeviceArray, value: float) -> Callable[[], None]:
         held = host_of(target)
         return self.queued(lambda: held.fill(value))
+
+    def send(self, target: DeviceArray, source: np.ndarray[Any, Any], after: Event | None = None) -> Event:
+        """The copy is made as late as can be, when somebody waits for it, and reads what ``source`` holds then."""
+        to, event = host_of(target), Event()
+        assert (to.shape, to.dtype) == (source.shape, source.dtype)
+
+        def run() -> None:
+            if after is not None:
+                after.wait()
+            np.copyto(to, source)
+
+        event.before = run
+        if self.early:
+            event.wait()
+        return event
+
+    def after(self, event: Event) -> None:
+        self._queue.append(event.wait)
+
+    def mark(self) -> Event:
+        event = Event()
+        self._queue.append(event.wait)
+        event.before = lambda: self._run_until(event.wait)
+        return event
+
+    def _run_until(self, last: Callable[[], None]) -> None:
+        while self._queue and last in self._queue:
+            run = self._queue.popleft()
+            if run == last:
+                return
+            run()
 
     def synchronize(self) -> None:
         while self._queue:

@@ -1,0 +1,80 @@
+"""Feeds on their way to a device, while the step before still runs.
+
+    host array ─► pinned memory ─► staging on the device ─► input of the plan
+               at once            beside what runs          queued, in front of the step
+
+The pinned memory is filled again when its transfer has ended, and the transfer waits until the step before has taken the
+staged feeds over. So the caller may reuse its arrays as soon as they are staged, and the inputs stay as they are until the
+last node of a step has read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from graphc.backend import Array, Event, Memory
+from graphc.steps import ALIGNMENT
+
+
+class Feeds:
+    """The inputs of one bound plan.
+
+    Args:
+        memory: where they lie.
+        specs: shape and type of every input.
+
+    Attributes:
+        inputs: the arrays that the plan reads, by name.
+        staged: whether feeds are on their way that no step has taken yet.
+    """
+
+    def __init__(self, memory: Memory, specs: Mapping[str, tuple[tuple[int, ...], np.dtype[np.generic]]]) -> None:
+        self._memory = memory
+        sizes = {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in specs.items()}
+        step = max(ALIGNMENT, 256)
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, nbytes in sizes.items():
+            offsets[name] = total
+            total += -(-nbytes // step) * step
+        whole = memory.zeros(total)
+
+        def views(flat: Array) -> dict[str, Array]:
+            return {
+                name: flat[offsets[name] : offsets[name] + sizes[name]].view(dtype).reshape(shape)
+                for name, (shape, dtype) in specs.items()
+            }
+
+        self.inputs = views(whole)
+        self.staged = False
+        if memory.on_host:
+            return
+        self._staging, self._pinned = memory.zeros(total), memory.pinned(total)
+        self._here = views(self._pinned)
+        self._take = memory.bind_copy(whole, self._staging)
+        self._sent: Event | None = None
+        self._taken: Event | None = None
+
+    def stage(self, feeds: Mapping[str, Array]) -> None:
+        """Take feeds over for the next :meth:`bring`; their arrays may be changed afterwards."""
+        if self._memory.on_host:
+            for name, array in self.inputs.items():
+                np.copyto(array, feeds[name])
+            return
+        if self._sent is not None:
+            self._sent.wait()
+        for name, array in self._here.items():
+            np.copyto(array, feeds[name])
+        self._sent = self._memory.send(self._staging, self._pinned, self._taken)
+        self.staged = True
+
+    def bring(self) -> None:
+        """Let the inputs hold what was staged, once everything queued before has run."""
+        if self._memory.on_host or self._sent is None:
+            return
+        self._memory.after(self._sent)
+        self._take()
+        self._taken = self._memory.mark()
+        self.staged = False
