@@ -1,4 +1,8 @@
-"""Kernels compiled for the host, many to a library, and kept on disk by the hash that is their name."""
+"""Kernels compiled for the host, many to a library, and kept on disk by the hash that is their name.
+
+Two ways: what is written for the host, where one thread plays every role; and CUDA C itself, on an emulation of threads,
+barriers and shuffles (``cuda_emulator.h``).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,17 @@ HEAD = """#include <math.h>
 template <class... A, std::size_t... I>
 static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
 """
-COMMAND = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+COMMAND = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC")
+CHECKS = ("-fsanitize=alignment,bounds", "-fno-strict-aliasing")
+"""Where CUDA is emulated: its vector loads need addresses that the host does not ask for."""
+
+EMULATOR = Path(__file__).with_name("cuda_emulator.h")
+CONVERSIONS = {
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));': "_Float16 h; memcpy(&h, &x, 2); y = (float)h;",
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));': "_Float16 h = (_Float16)x; memcpy(&y, &h, 2);",
+}
+"""PTX in the prelude → C++."""
+
 MOST = 150
 """Kernels of one library."""
 
@@ -34,26 +48,34 @@ def folder() -> Path:
     return made
 
 
-def compile_kernels(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Each kernel as a function (array of pointers, number of blocks)."""
-    for name in texts:
-        if name not in _LOADED:
-            index = folder() / f"{name}.in"
+def compile_kernels(texts: Mapping[str, str], *, emulate: bool = False) -> dict[str, Any]:
+    """Each kernel as a function.
+
+    Args:
+        emulate: the texts are CUDA C. The functions take (pointers, blocks, threads of a block, order in which threads run)
+            and return None or what is wrong, as bytes. Otherwise they take (pointers, blocks).
+    """
+    start = EMULATOR.read_text() if emulate else HEAD
+    keys = {name: hashlib.sha256((start + text).encode()).hexdigest()[:20] for name, text in texts.items()}
+    for name, key in keys.items():
+        if key not in _LOADED:
+            index = folder() / key
             if index.exists():
-                _load(name, folder() / index.read_text())
-    missing = [name for name in texts if name not in _LOADED]
-    for start in range(0, len(missing), MOST):
-        part = missing[start : start + MOST]
-        library = _compile({name: texts[name] for name in part})
+                _load(name, key, folder() / index.read_text())
+    missing = [name for name in texts if keys[name] not in _LOADED]
+    for first in range(0, len(missing), MOST):
+        part = missing[first : first + MOST]
+        library = _compile(start, {name: texts[name] for name in part}, emulate)
         for name in part:
-            _load(name, library)
-            _write(folder() / f"{name}.in", library.name)
-    return {name: _LOADED[name] for name in texts}
+            _load(name, keys[name], library)
+            _write(folder() / keys[name], library.name)
+    return {name: _LOADED[key] for name, key in keys.items()}
 
 
-def _load(name: str, library: Path) -> None:
+def _load(name: str, key: str, library: Path) -> None:
     if library.exists():
-        _LOADED[name] = getattr(_library(library), f"run_{name}")
+        _LOADED[key] = found = getattr(_library(library), f"run_{name}")
+        found.restype = ctypes.c_char_p
 
 
 @functools.cache
@@ -61,27 +83,54 @@ def _library(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _compile(texts: Mapping[str, str]) -> Path:
-    parts = [HEAD]
+def _compile(start: str, texts: Mapping[str, str], emulate: bool) -> Path:
+    parts = [start]
     for name, text in texts.items():
-        body = text.replace("#include <math.h>", "").replace("#include <string.h>", "")
-        head = text[text.rindex("KERNEL ") :]
-        count = head[: head.index("{")].count(",") + 1
-        loop = "for (BLOCK = 0; BLOCK < blocks; ++BLOCK)"
-        start = f'extern "C" void run_{name}(void** a, long long blocks)'
-        parts.append(
-            f"namespace in_{name} {{\n{body}\n{start} {{ {loop} call({name}, a, std::make_index_sequence<{count}>()); }}\n}}"
-        )
+        parts += _emulated(name, text) if emulate else _for_host(name, text)
         parts += [f"#undef {word}" for word in _macros(text)]
     text = "\n".join(parts)
     library = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     with tempfile.TemporaryDirectory(dir=folder()) as work:
-        source, made = Path(work) / "kernels.cc", Path(work) / "kernels.so"
+        source, between, made = (Path(work) / f"kernels.{ending}" for ending in ("cc", "o", "so"))
         source.write_text(text)
-        done = subprocess.run([*COMMAND, "-o", str(made), str(source)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:3000]
+        _run(*COMMAND, *(CHECKS if emulate else ()), "-c", "-o", str(between), str(source))
+        _run("g++", "-shared", "-o", str(made), str(between))
         made.rename(library)
     return library
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+def _for_host(name: str, text: str) -> list[str]:
+    body = text.replace("#include <math.h>", "").replace("#include <string.h>", "")
+    return [
+        f"namespace in_{name} {{",
+        body,
+        f'extern "C" const char* run_{name}(void** a, long long blocks) {{',
+        f"for (BLOCK = 0; BLOCK < blocks; ++BLOCK) call({name}, a, std::make_index_sequence<{_operands(text)}>());",
+        "return 0; } }",
+    ]
+
+
+def _emulated(name: str, text: str) -> list[str]:
+    for assembly, plain in CONVERSIONS.items():
+        text = text.replace(assembly, plain)
+    return [
+        f"namespace in_{name} {{",
+        text,
+        "static void body(void** a) {",
+        f"emulated::call({name}, a, std::make_index_sequence<{_operands(text)}>()); }}",
+        f'extern "C" const char* run_{name}(void** a, long long blocks, int threads, int order) {{',
+        "return emulated::run(body, a, blocks, threads, order); } }",
+    ]
+
+
+def _operands(text: str) -> int:
+    head = text[text.rindex("KERNEL ") :]
+    return head[: head.index("{")].count(",") + 1
 
 
 def _macros(text: str) -> Sequence[str]:

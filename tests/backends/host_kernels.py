@@ -72,6 +72,34 @@ class HostDevice(StrictMemory):
         return run
 
 
+class EmulatedDevice(HostDevice):
+    """The machine of the tests that runs CUDA C itself, thread by thread.
+
+    Attributes:
+        order: in which threads run between barriers: 0: ascending, 1: descending, above: as chance has it.
+    """
+
+    writes_cuda = True
+
+    def __init__(self, order: int = 0) -> None:
+        super().__init__()
+        self.order = order
+
+    def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
+        return {name: (name, run) for name, run in compile_kernels(texts, emulate=True).items()}
+
+    def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
+        held = [host_of(a) for a in arrays]
+        pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
+        name, function = kernel
+
+        def run(held: Any = held) -> None:  # the arrays live as long as the launch
+            wrong = function(pointers, ctypes.c_longlong(shape.blocks), shape.threads, self.order)
+            assert wrong is None, f"{name}: {wrong.decode()}"
+
+        return self.queued(run)
+
+
 class OpenDevice(HostDevice):
     """The same with memory that the host may touch, where everything happens at once."""
 

@@ -1,0 +1,223 @@
+// CUDA C on the host, thread by thread: every thread of a block is a fiber with a stack of its own, barriers and shuffles meet
+// as on a device, and the order in which threads run between them is chosen by the caller, so that a missing barrier shows as a
+// result that depends on it. One operating system thread runs everything. x86-64, System V.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __constant__ static
+#define __launch_bounds__(...)
+
+struct emulated_index { unsigned int x, y, z; };
+static emulated_index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+
+enum State { RUNNING, AT_BARRIER, AT_SHUFFLE, DONE };
+struct Fiber {
+  void* stack;
+  char* memory;
+  State state;
+  unsigned int mask;      // of lanes that meet in a shuffle
+  unsigned char value[16];
+};
+
+static const int MOST = 1024, STACK = 64 << 10;
+static Fiber fibers[MOST];
+static void* scheduler;
+static int current, count;
+static void (*body)(void**);
+static void** arguments;
+static char message[200];
+
+// Saves what a callee has to keep, and goes on with the other stack.
+__attribute__((naked, noinline)) static void change(void** from, void* to) {
+  asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi); movq %rsi, %rsp;"
+      "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+}
+
+static void stop(State state) {
+  fibers[current].state = state;
+  change(&fibers[current].stack, scheduler);
+}
+
+static void enter() {
+  body(arguments);
+  stop(DONE);
+}
+
+static void prepare(int index) {
+  Fiber& fiber = fibers[index];
+  if (!fiber.memory) fiber.memory = (char*)malloc(STACK);
+  memset(fiber.memory + STACK - 4096, 0xCD, 4096);  // locals that nobody set
+  void** top = (void**)(((unsigned long long)(fiber.memory + STACK) & ~15ull) - 16);
+  *top = (void*)&enter;
+  memset(top - 6, 0, 48);
+  fiber.stack = top - 6;
+  fiber.state = RUNNING;
+}
+
+static void resume(int index) {
+  current = index;
+  threadIdx = {(unsigned int)index, 0, 0};
+  change(&scheduler, fibers[index].stack);
+}
+
+// Lets go on who waits for nobody any more; whether there was any.
+static bool release() {
+  int waiting = 0, running = 0;
+  for (int k = 0; k < count; ++k) {
+    waiting += fibers[k].state == AT_BARRIER;
+    running += fibers[k].state != DONE;
+  }
+  bool any = false;
+  if (waiting && waiting == running) {
+    for (int k = 0; k < count; ++k)
+      if (fibers[k].state == AT_BARRIER) fibers[k].state = RUNNING;
+    return true;
+  }
+  for (int k = 0; k < count; ++k) {
+    if (fibers[k].state != AT_SHUFFLE) continue;
+    const int warp = k / 32 * 32;
+    bool complete = true;
+    for (int lane = 0; lane < 32; ++lane)
+      if (fibers[k].mask >> lane & 1)
+        complete = complete && warp + lane < count && fibers[warp + lane].state == AT_SHUFFLE && fibers[warp + lane].mask == fibers[k].mask;
+    if (!complete) continue;
+    for (int lane = 0; lane < 32; ++lane)
+      if (fibers[k].mask >> lane & 1) fibers[warp + lane].state = RUNNING;
+    any = true;
+  }
+  return any;
+}
+
+static const char* run(void (*kernel)(void**), void** a, long long blocks, int threads, int order) {
+  body = kernel, arguments = a, count = threads, message[0] = 0;
+  if (threads > MOST) return "a block has more than 1024 threads";
+  blockDim = {(unsigned int)threads, 1, 1}, gridDim = {(unsigned int)blocks, 1, 1};
+  unsigned int random = 12345u + order;
+  for (long long block = 0; block < blocks; ++block) {
+    blockIdx = {(unsigned int)(order == 1 ? blocks - 1 - block : block), 0, 0};
+    for (int k = 0; k < threads; ++k) prepare(k);
+    for (;;) {
+      const int start = order < 2 ? 0 : (random = random * 1664525u + 1013904223u) >> 8;
+      bool alive = false;
+      for (int k = 0; k < threads; ++k) {
+        const int index = order == 1 ? threads - 1 - k : (k + start) % threads;
+        if (fibers[index].state == RUNNING) resume(index);
+        alive = alive || fibers[index].state != DONE;
+      }
+      if (message[0]) return message;
+      if (!alive) break;
+      if (!release()) {
+        int at[4] = {0, 0, 0, 0};
+        for (int k = 0; k < threads; ++k) ++at[fibers[k].state];
+        snprintf(message, sizeof message, "block %lld hangs: %d threads at a barrier, %d in a shuffle, %d at their end", block,
+                 at[AT_BARRIER], at[AT_SHUFFLE], at[DONE]);
+        return message;
+      }
+    }
+  }
+  return 0;
+}
+
+template <class T> static T shuffle(unsigned int mask, T value, int source) {
+  static_assert(sizeof(T) <= 16, "a shuffle of more than 16 bytes");
+  Fiber& own = fibers[current];
+  const int warp = current / 32 * 32, lane = current % 32;
+  if (!(mask >> lane & 1)) snprintf(message, sizeof message, "lane %d shuffles with a mask that leaves it out", lane);
+  memcpy(own.value, &value, sizeof(T));
+  own.mask = mask;
+  stop(AT_SHUFFLE);
+  T found = value;
+  if (source >= 0 && source < 32) {
+    if (!(mask >> source & 1)) snprintf(message, sizeof message, "lane %d reads lane %d, which the mask leaves out", lane, source);
+    else memcpy(&found, fibers[warp + source].value, sizeof(T));
+  }
+  own.mask = mask;
+  stop(AT_SHUFFLE);  // nobody writes his next value before all have read this one
+  return found;
+}
+
+template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
+
+}  // namespace emulated
+
+static inline void __syncthreads() { emulated::stop(emulated::AT_BARRIER); }
+static inline void __syncwarp(unsigned int mask = 0xffffffffu) { emulated::shuffle(mask, 0, emulated::current % 32); }
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+template <class T> static inline T __shfl_xor_sync(unsigned int mask, T value, int step, int width = 32) {
+  return emulated::shuffle(mask, value, emulated::current % 32 ^ step);
+}
+template <class T> static inline T __shfl_sync(unsigned int mask, T value, int source, int width = 32) {
+  const int lane = emulated::current % 32;
+  return emulated::shuffle(mask, value, lane / width * width + source % width);
+}
+template <class T> static inline T __shfl_up_sync(unsigned int mask, T value, int step, int width = 32) {
+  const int lane = emulated::current % 32;
+  return emulated::shuffle(mask, value, lane % width < step ? lane : lane - step);
+}
+template <class T> static inline T __shfl_down_sync(unsigned int mask, T value, int step, int width = 32) {
+  const int lane = emulated::current % 32;
+  return emulated::shuffle(mask, value, lane % width + step >= width ? lane : lane + step);
+}
+static inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
+  unsigned int found = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1) found |= (unsigned int)(emulated::shuffle(mask, predicate, lane) != 0) << lane;
+  return found;
+}
+static inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+static inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+
+static inline float __uint_as_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
+static inline unsigned int __float_as_uint(float value) { unsigned int bits; memcpy(&bits, &value, 4); return bits; }
+static inline float __int_as_float(int bits) { return __uint_as_float((unsigned int)bits); }
+static inline int __float_as_int(float value) { return (int)__float_as_uint(value); }
+static inline double __longlong_as_double(long long bits) { double value; memcpy(&value, &bits, 8); return value; }
+static inline long long __double_as_longlong(double value) { long long bits; memcpy(&bits, &value, 8); return bits; }
+static inline unsigned int __umulhi(unsigned int a, unsigned int b) { return (unsigned int)((unsigned long long)a * b >> 32); }
+static inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
+static inline int __clz(int x) { return x ? __builtin_clz((unsigned int)x) : 32; }
+static inline int __popc(unsigned int x) { return __builtin_popcount(x); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+#define __expf expf
+#define __logf logf
+#define __sinf sinf
+#define __cosf cosf
+#define __powf powf
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float __frcp_rn(float x) { return 1 / x; }
+static inline float __fsqrt_rn(float x) { return sqrtf(x); }
+static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+static inline double rsqrt(double x) { return 1 / sqrt(x); }
+template <class T> static inline T __ldg(const T* place) { return *place; }
+template <class T> static inline T __ldcs(const T* place) { return *place; }
+template <class T> static inline void __stcs(T* place, T value) { *place = value; }
+template <class T> static inline T atomicAdd(T* place, T value) { T old = *place; *place = old + value; return old; }
+template <class T> static inline T atomicMax(T* place, T value) { T old = *place; if (value > old) *place = value; return old; }
+template <class T> static inline T atomicMin(T* place, T value) { T old = *place; if (value < old) *place = value; return old; }
+template <class T> static inline T atomicOr(T* place, T value) { T old = *place; *place = old | value; return old; }
+template <class T> static inline T atomicExch(T* place, T value) { T old = *place; *place = value; return old; }
+template <class T> static inline T atomicCAS(T* place, T compare, T value) { T old = *place; if (old == compare) *place = value; return old; }
+
+// What the compiler's checks call where an address is not aligned as its type asks, or an index is outside an array.
+extern "C" void __ubsan_handle_type_mismatch_v1(void*, void* place) {
+  snprintf(emulated::message, sizeof emulated::message, "an address is not aligned: %p", place);
+  emulated::stop(emulated::DONE);  // the access itself would fault
+}
+extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
+  snprintf(emulated::message, sizeof emulated::message, "an index is outside its array: %lld", (long long)index);
+  emulated::stop(emulated::DONE);
+}

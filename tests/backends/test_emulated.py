@@ -1,0 +1,90 @@
+"""The text that a GPU compiles, run thread by thread on an emulation of blocks, barriers and shuffles.
+
+What the host's own version of a kernel cannot show: lanes that share a row, sums through shared memory, vector loads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends.host_compiler import compile_kernels
+from tests.backends.host_kernels import EmulatedDevice
+from tests.backends.test_fusion import CASES, REDUCING, check_case, check_network
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
+)
+
+SUM = """
+KERNEL total(const float* x, float* y) {
+  __shared__ float parts[64];
+  parts[threadIdx.x] = x[blockIdx.x * 64 + threadIdx.x];
+  for (int step = 32; step > 0; step /= 2) {
+    $barrier
+    if (threadIdx.x < step) parts[threadIdx.x] += parts[threadIdx.x + step];
+  }
+  __syncthreads();
+  y[blockIdx.x * 64 + threadIdx.x] = parts[0];
+}
+"""
+
+
+def run(text: str, *arrays: np.ndarray, blocks: int = 3, threads: int = 64, order: int = 0) -> str | None:
+    text = '#define KERNEL extern "C" __global__ void\n' + text
+    name = text[text.rindex("KERNEL ") + 7 :].partition("(")[0]
+    function = compile_kernels({name: text}, emulate=True)[name]
+    pointers = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
+    wrong = function(pointers, ctypes.c_longlong(blocks), threads, order)
+    return None if wrong is None else wrong.decode()
+
+
+def test_the_order_of_threads_matters_exactly_where_a_barrier_is_missing() -> None:
+    x = np.random.default_rng(0).integers(0, 9, (3, 64)).astype(np.float32)
+    for barrier, right in (("__syncthreads();", True), ("", False)):
+        found = []
+        for order in range(4):
+            y = np.zeros_like(x)
+            assert run(SUM.replace("$barrier", barrier), x, y, order=order) is None
+            found.append(bool((y == x.sum(axis=1, keepdims=True)).all()))
+        assert all(found) == right, found
+
+
+def test_a_barrier_that_some_threads_never_reach_is_named() -> None:
+    text = "KERNEL lost(float* y) { if (threadIdx.x < 40) __syncthreads(); else __shfl_xor_sync(0xffffffffu, 1, 1); }"
+    assert "hangs: 40 threads at a barrier, 24 in a shuffle" in (run(text, np.zeros(1, np.float32)) or "")
+
+
+def test_a_vector_load_from_an_odd_place_is_named() -> None:
+    text = """struct alignas(16) four { float at[4]; };
+    KERNEL odd(const float* x, float* y) { *(four*)(y + 4 * threadIdx.x) = *(const four*)(x + $start + 4 * threadIdx.x); }"""
+    raw = np.zeros(300, np.float32)
+    start = (-raw.ctypes.data % 16) // 4
+    x, y = raw[start : start + 264], np.zeros(272, np.float32)
+    y = y[(-y.ctypes.data % 16) // 4 :][:256]
+    assert run(text.replace("$start", "0"), x, y, blocks=1) is None
+    assert "not aligned" in (run(text.replace("$start", "1").replace(" odd", " odder"), x, y, blocks=1) or "")
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(REDUCING)][::3])
+def test_cases_of_the_standard_run_as_cuda(name: str) -> None:
+    check_case(name, EmulatedDevice(), None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_all_cases_run_as_cuda_in_any_order_of_threads(name: str) -> None:
+    for order in (1, 2):
+        check_case(name, EmulatedDevice(order), None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
+def test_networks_run_as_cuda(name: str, splits: int | None, tmp_path: Path) -> None:
+    check_network(name, EmulatedDevice(2), splits, tmp_path)
