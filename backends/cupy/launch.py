@@ -55,6 +55,11 @@ def blocks(rows: int, columns: int) -> Shape:
     return Shape(threads, threads, 1, 1, rows)
 
 
+def shared_rows(rows: int, lanes: int) -> Shape:
+    """The launch shape where ``lanes`` threads share a row."""
+    return Shape(128, lanes, 128 // lanes, 1, -(-rows // (128 // lanes)))
+
+
 def wanted_splits(rows: int, columns: int, *, contiguous: bool = True) -> int:
     """How many blocks should share the columns of one row, so that the device is busy."""
     shape = spread(rows, columns, contiguous=contiguous)

@@ -47,6 +47,7 @@ class Launch:
         writes: values that this launch writes first.
         rows, columns: how the work is spread over threads.
         block: a whole block of threads works on a row and may use ``SHARED`` and ``SYNC``; loops step by ``THREADS``.
+        lanes: threads that share a row; 0: what suits the columns.
         head: functions and types in front of the kernel.
     """
 
@@ -57,6 +58,7 @@ class Launch:
     columns: int = 1
     updates: Mapping[str, ir.Value] = field(default_factory=dict)
     block: bool = False
+    lanes: int = 0
     head: str = ""
 
     def source(self) -> Source:

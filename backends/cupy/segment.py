@@ -12,7 +12,8 @@ from graphc.backends.cupy import nodes
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.fusion import Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator, Source
-from graphc.backends.cupy.launch import Shape, blocks, host, render, spread, wanted_splits
+from graphc.backends.cupy.kernels.scatter import omit_fills
+from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread, wanted_splits
 from graphc.backends.cupy.views import size_of
 from graphc.ir.infer import propagate
 
@@ -80,6 +81,7 @@ def compile_segment(
     propagate(graph)
     take_apart(graph)
     propagate(graph)
+    omit_fills(graph)
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             graph.remove(node, safe=True)
@@ -102,12 +104,16 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
         return [NodeCall(node, found)]
     calls: list[KernelCall | NodeCall] = []
     for launch in found.build(node):
+        if not launch.rows:
+            continue
         source = launch.source()
         source = replace(source, operands=tuple(aliases.get(v, v) for v in source.operands))
         if not device:
             shape = host(source.rows, source.columns)
         elif launch.block:
             shape = blocks(source.rows, source.columns)
+        elif launch.lanes:
+            shape = shared_rows(source.rows, launch.lanes)
         else:
             shape = spread(source.rows, source.columns)
         name, text = render(source, shape, device=device)
