@@ -90,6 +90,12 @@ class StoreServer:
         self._failure: str | None = None
         threading.Thread(target=self._accept, name="graphc-store", daemon=True).start()
 
+    def fail(self, reason: str) -> None:
+        """Make every exchange fail with ``reason``."""
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Wait a little for the others to leave, and stop listening."""
         with self._changed:
@@ -140,9 +146,9 @@ class StoreServer:
     def _answer(self, rank: int, header: Header, body: bytes) -> tuple[Header, list[bytes]]:
         if header["call"] == "exchange":
             return self._exchange(rank, header, _cut(body, header["lengths"]))
+        if header["call"] == "abort":
+            self.fail(f"rank {rank} stopped: {header['reason']}")
         with self._changed:
-            if header["call"] == "abort":
-                self._failure = self._failure or f"rank {rank} stopped: {header['reason']}"
             self._gone[rank] = "ended its program"
             self._changed.notify_all()
         return {}, []
@@ -175,14 +181,17 @@ class StoreServer:
         if other is not None:
             (first, one), (second, two) = sorted(((rank, name), (other, meeting.names[other])))
             return f"the ranks disagree: rank {first} is in {one} and rank {second} in {two}"
-        for gone, reason in sorted(self._gone.items()):
+        for gone, reason in self._gone.items():  # the first is the cause of the others
             if gone not in meeting.pieces:
                 return f"rank {gone} {reason} while rank {rank} waits for it in {name}"
         return ""
 
 
 class Store:
-    """The connection of one rank, used by one thread at a time.
+    """The connection of one rank.
+
+    Attributes:
+        server: on rank 0.
 
     Args:
         rank, size: of this worker.
@@ -196,7 +205,8 @@ class Store:
     def __init__(self, rank: int, size: int, place: tuple[str, int], deadline: float) -> None:
         self.rank, self.size = rank, size
         self._where = f"{place[0]}:{place[1]}"
-        self._server = StoreServer(size, place) if rank == 0 else None
+        self._busy = threading.Lock()
+        self.server = StoreServer(size, place) if rank == 0 else None
         self._socket = self._connect(place, deadline)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -245,22 +255,28 @@ class Store:
 
     def abort(self, reason: str) -> None:
         """Make every exchange of the others fail with ``reason``."""
-        with contextlib.suppress(WorldError):
-            self._ask({"call": "abort", "reason": reason}, (), SLACK)
+        self._tell({"call": "abort", "reason": reason})
 
     def close(self) -> None:
         """Leave in good order."""
-        with contextlib.suppress(WorldError):
-            self._ask({"call": "leave"}, (), SLACK)
+        self._tell({"call": "leave"})
         self._socket.close()
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
+
+    def _tell(self, header: Header) -> None:
+        """Ask for nothing; where another thread is in an exchange, the lost connection must say enough."""
+        if self._busy.acquire(timeout=1.0):
+            self._busy.release()
+            with contextlib.suppress(WorldError):
+                self._ask(header, (), SLACK)
 
     def _ask(self, header: Header, pieces: Sequence[bytes | memoryview], seconds: float) -> tuple[Header, bytes]:
         try:
-            self._socket.settimeout(seconds)
-            _send(self._socket, header, pieces)
-            return _receive(self._socket)
+            with self._busy:
+                self._socket.settimeout(seconds)
+                _send(self._socket, header, pieces)
+                return _receive(self._socket)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WorldError(f"rank {self.rank} lost rank 0 at {self._where} ({reason}): it was killed or crashed") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,9 @@ def open_tcp(world: World) -> TcpCommunicator:
         atexit.register(_store.close)
     communicator.store = _store
     communicator.watch = watch_peers(communicator, world)
+    communicator.watch.end_all = communicator.end_all
+    if _store.server is not None:
+        communicator.watch.tell = _store.server.fail
     atexit.register(communicator.leave)
     return communicator
 
@@ -57,6 +61,13 @@ class TcpCommunicator(QueuedCommunicator):
         if self.watch is not None:
             self.watch.fail(reason)
         self.store.abort(reason)
+
+    def end_all(self, code: int) -> None:
+        """Tell the others why, and end this process with exit code ``code``."""
+        if self.watch is not None:
+            self.store.abort(self.watch.board.read(self.rank).text)
+        self.store.close()
+        os._exit(code)
 
     def leave(self) -> None:
         """End in good order; called when the interpreter ends."""
@@ -115,4 +126,4 @@ class TcpCommunicator(QueuedCommunicator):
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(array.view(np.uint8))
+    return array.view(np.uint8).data

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 from graphc.errors import UsageError, nearest
 
@@ -93,7 +93,7 @@ def wanted_transport(explicit: str | None, environment: Mapping[str, str] | None
         raise UsageError(
             f"unknown transport {found!r}{where}{nearest(found, TRANSPORTS)}; the transports are {', '.join(TRANSPORTS)}"
         )
-    return cast(Wanted, found)
+    return found
 
 
 def device_index(count: int, world: World | None = None) -> int:

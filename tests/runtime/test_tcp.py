@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs() -> None:
     assert second.code == -signal.SIGKILL
     for done in (first, third):
         assert done.code == 1
-        assert "rank 1" in done.err
+        assert "rank 1" in done.err, done.text
         assert "killed or crashed" in done.err
         assert done.seconds < 20
 
