@@ -26,7 +26,7 @@ from graphc.backends.cupy.generator import Source
 from graphc.gradient import key_of
 from graphc.ir.facts import static_dims
 
-MODULES = ("products", "kernels")
+MODULES = ("products", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -140,10 +140,10 @@ def library(
 
 
 def special(node: ir.Node) -> NodeKernel | Library | None:
-    """What runs the node in place of a generated kernel: a kernel of its own, else a library; None: neither."""
+    """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
     _load()
     key = key_of(node.domain, node.op_type)
-    for found in (*KERNELS.get(key, ()), *LIBRARIES.get(key, ())):
+    for found in (*LIBRARIES.get(key, ()), *KERNELS.get(key, ())):
         if _accepts(found, node):
             return found
     return None

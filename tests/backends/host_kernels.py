@@ -6,6 +6,7 @@ One thread plays every role of the device, so this tests what kernels compute, n
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, in_order
 from graphc.backends.cupy.bound import BoundSegment, Scratch
+from graphc.backends.cupy.dnn import Dnn
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
 from graphc.backends.cupy.segment import Segment, compile_segment
@@ -23,6 +25,7 @@ from graphc.ir.facts import constant
 from graphc.runtime.executor import segment_model
 from graphc.steps import Step
 from tests.backends.host_compiler import compile_kernels
+from tests.backends.host_cudnn import HostDnn
 from tests.backends.strict import StrictMemory, host_of
 
 
@@ -52,7 +55,18 @@ class HostDevice(StrictMemory):
 
         return self.queued(run)
 
+    def library(self, kind: Any) -> Any:
+        """What stands for the vendor's library on the host."""
+        assert kind is Dnn
+        return self.dnn
+
+    @functools.cached_property
+    def dnn(self) -> HostDnn:
+        return HostDnn(self)
+
     def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        if library is not None and not is_product(node):
+            return self.queued(library.bind(self, node, inputs, outputs))
         run = self._node(node, library, [host_of(a) for a in inputs], [host_of(a) for a in outputs])
         return self.queued(run)
 
