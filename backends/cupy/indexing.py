@@ -62,7 +62,7 @@ class Linear:
         joined = Linear(tuple((t, c) for t, c in found.items() if c), self.constant + other.constant)
         for term, coefficient in joined.terms:
             if isinstance(term, Remainder):  # by · (x ÷ by) + x mod by = x
-                whole = Quotient(term.of, term.by)
+                whole = _quotient(term.of, term.by)
                 if found.get(whole) == coefficient * term.by:
                     rest = tuple((t, c) for t, c in joined.terms if t not in (term, whole))
                     return Linear(rest, joined.constant) + term.of * coefficient
@@ -86,7 +86,7 @@ class Linear:
         low, high = rest.bounds()
         if low >= 0 and high < by:
             return whole
-        return whole + Linear.of(Quotient(rest, by))
+        return whole + Linear.of(_quotient(rest, by))
 
     def __mod__(self, by: int) -> Linear:
         _, rest = self._split(by)
@@ -126,6 +126,15 @@ class Linear:
         if self.constant or not parts:
             parts.append(str(self.constant))
         return " + ".join(parts)
+
+
+def _quotient(of: Linear, by: int) -> Quotient:
+    """``of`` ÷ ``by`` as one quotient: (x ÷ 64) ÷ 12 is x ÷ 768."""
+    if len(of.terms) == 1 and not of.constant:
+        term, coefficient = of.terms[0]
+        if isinstance(term, Quotient) and coefficient == 1:
+            return Quotient(term.of, term.by * by)
+    return Quotient(of, by)
 
 
 def _extent(term: Term) -> int:

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from graphc.backend import Array, Run
 from graphc.backends.cupy import expressions
-from graphc.backends.cupy.generator import Source
+from graphc.backends.cupy.source import Source
 from graphc.gradient import key_of
 from graphc.ir.facts import static_dims
 
