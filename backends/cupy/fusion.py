@@ -83,9 +83,11 @@ class Grouping:
 
 
 def in_place_of(value: ir.Value) -> ir.Value:
-    """The value whose memory this one shares because only reshapes stand between them."""
+    """The value whose memory this one shares because only reshapes stand between them; a result has memory of its own."""
     producer = value.producer()
     while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+        if value.is_graph_output():
+            break
         (value, *_) = (v for v in producer.inputs if v is not None)
         producer = value.producer()
     return value

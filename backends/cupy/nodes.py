@@ -26,7 +26,7 @@ from graphc.backends.cupy.source import Source
 from graphc.gradient import key_of
 from graphc.ir.facts import static_dims
 
-MODULES = ("products", "convolutions", "kernels")
+MODULES = ("cublaslt", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

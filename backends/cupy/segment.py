@@ -10,12 +10,15 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import forms, nodes
 from graphc.backends.cupy.composites import take_apart
+from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.fusion import Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.kernels.scatter import omit_fills
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.source import Source
+from graphc.backends.cupy.uses import sweep
 from graphc.backends.cupy.views import size_of
+from graphc.ir.decomposition import decompose_graph
 from graphc.ir.infer import propagate
 
 
@@ -70,22 +73,30 @@ class Segment:
 
 
 def compile_segment(
-    model: onnx.ModelProto, *, device: bool = True, splits: Callable[[int, int, bool], int] | None = None
+    model: onnx.ModelProto,
+    *,
+    device: bool = True,
+    splits: Callable[[int, int, bool], int] | None = None,
+    choose: Choose = by_rule,
+    loose_gelu: bool = False,
 ) -> Segment:
     """Turn a segment of standard ops with static shapes into calls.
 
     Args:
         device: write CUDA C; otherwise C++ for the host.
         splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
+        choose, loose_gelu: what becomes the epilogue of a product (:func:`.epilogues.join_products`).
     """
     graph = ir.from_proto(model).graph
     propagate(graph)
     take_apart(graph)
     propagate(graph)
+    sweep(graph)
+    join_products(graph, choose, loose_gelu=loose_gelu)
+    if decompose_graph(graph, lambda node: nodes.special(node) is not None):
+        propagate(graph)
     omit_fills(graph)
-    for node in reversed(list(graph)):
-        if not any(out.uses() or out.is_graph_output() for out in node.outputs):
-            graph.remove(node, safe=True)
+    sweep(graph)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
     calls: list[KernelCall | NodeCall] = []
     for launch in grouping.launches:
