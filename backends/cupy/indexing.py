@@ -9,6 +9,7 @@ pass of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -86,6 +87,9 @@ class Linear:
         low, high = rest.bounds()
         if low >= 0 and high < by:
             return whole
+        step, coarse, _ = rest._steps(by)
+        if step > 1:
+            return whole + coarse // (by // step)
         return whole + Linear.of(_quotient(rest, by))
 
     def __mod__(self, by: int) -> Linear:
@@ -93,7 +97,22 @@ class Linear:
         low, high = rest.bounds()
         if low >= 0 and high < by:
             return rest
+        step, coarse, fine = rest._steps(by)
+        if step > 1:
+            return (coarse % (by // step)) * step + fine
         return Linear.of(Remainder(rest, by))
+
+    def _steps(self, by: int) -> tuple[int, Linear, Linear]:
+        """(s, q, r) with self = s · q + r, 0 ≤ r < s, where s divides ``by``; s = 1 where there are no such steps."""
+        step = by
+        for _, coefficient in sorted(self.terms, key=lambda pair: -abs(pair[1])):
+            step = math.gcd(step, coefficient)
+            fine = Linear(tuple((t, c) for t, c in self.terms if c % step), self.constant % step)
+            low, high = fine.bounds()
+            if step > 1 and low >= 0 and high < step:
+                coarse = Linear(tuple((t, c // step) for t, c in self.terms if c % step == 0), self.constant // step)
+                return step, coarse, fine
+        return 1, self, Linear()
 
     def _split(self, by: int) -> tuple[Linear, Linear]:
         """(q, r) with self = by · q + r, where r takes the terms that ``by`` does not divide."""
