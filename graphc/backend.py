@@ -27,6 +27,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphc.errors import MissingExtraError
 from graphc.gradient import key_of
 from graphc.registry import Registry
 from graphc.steps import ALIGNMENT
@@ -117,15 +118,38 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
     return found if found is not None and found.accepts(node) else None
 
 
+class Waits:
+    """Bound work that looks at results on the host, or decides anew in each step: it cannot be recorded."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self) -> None:
+        self.run()
+
+    @property
+    def queued(self) -> bool:
+        return False
+
+
+def only_queues(run: Run) -> bool:
+    """Whether bound work for a device queues the same in every step and waits for nothing (see :meth:`Backend.record`)."""
+    return bool(getattr(run, "queued", True))
+
+
 def in_order(runs: Sequence[Run]) -> Run:
     """A closure that calls ``runs`` one after another."""
     held = tuple(runs)
+    if len(held) == 1:
+        return held[0]
 
     def run() -> None:
         for one in held:
             one()
 
-    return run
+    return run if all(only_queues(one) for one in held) else Waits(run)
 
 
 class Event(Protocol):
@@ -231,11 +255,11 @@ class HostMemory:
         """Nothing is ever queued."""
 
 
+HOST: Memory = HostMemory()
+
+
 class Abilities(Protocol):
     """What a plan has to know of the backend that will run it."""
-
-    rewrites: str
-    """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
 
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""
@@ -249,8 +273,6 @@ class Abilities(Protocol):
 
 class StandardAbilities:
     """Those of a runtime of standard ops, and in single precision only."""
-
-    rewrites = ""
 
     def prefers_native(self, node: ir.Node) -> bool:
         return False
@@ -308,3 +330,11 @@ class Backend(Abilities, Protocol):
 
 BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends")
 """Name → factory ``(*, threads: int, spin: bool) -> Backend``."""
+
+
+def host_backend(*, threads: int, spin: bool = False) -> Backend:
+    """The backend that computes in the host's memory: onnxruntime, or numpy where it is not installed."""
+    try:
+        return BACKENDS["onnxruntime"](threads=threads, spin=spin)
+    except MissingExtraError:
+        return BACKENDS["numpy"](threads=threads, spin=spin)

@@ -74,6 +74,14 @@ def find_homes(groups: Sequence[UpdateGroup]) -> dict[ir.Value, tuple[UpdateGrou
     return homes
 
 
+def offloaded_buffers(groups: Sequence[UpdateGroup]) -> frozenset[str]:
+    """The flat buffers that lie in the host's memory: optimizer state, and parameters of which the graph reads a copy."""
+    copied = {group.buffer(1) for group in groups if group.nodes[0].op_type == "Narrow"}
+    found = {group.buffer(k) for group in groups if group.offload for k in group.states()}
+    read = {group.buffer(0) for group in groups if group.offload}
+    return frozenset(found - (read - copied))
+
+
 def _bucket(node: ir.Node) -> str:
     return node.attributes.get_string(BUCKET, "")
 

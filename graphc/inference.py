@@ -68,7 +68,7 @@ def run_model(
             except DataDependentShapeError:
                 pass  # runs whole, below
             else:
-                executor = Executor(plan, State(legal), engine)
+                executor = Executor(plan, State(legal, memory=engine.memory), engine)
                 executor.run(given)
                 return {name: array.copy() for name, array in executor.outputs.items()}
         decompose_graph(legal.graph, lambda node: False)

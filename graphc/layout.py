@@ -16,6 +16,9 @@ from graphc.ir.facts import static_dims
 from graphc.ir.ops.collectives import collective_of
 from graphc.steps import Slice, Step, Transfer, UpdateGroup, shares
 
+ARENA, RESULTS = "arena", "results"
+"""The buffers that belong to a plan alone: of what steps hand to each other, and of what a step gives."""
+
 Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
 
@@ -256,13 +259,16 @@ def _place_activations(
     buffers: dict[str, int],
     blocks: _Blocks,
 ) -> None:
-    """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it."""
+    """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it.
+
+    Results of the step, and of its check, lie side by side, so that one transfer brings them to the host.
+    """
     last_use: dict[ir.Value, int] = {}
     for k, step in enumerate(steps):
         for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
-    arena = Arena()
+    arena, results = Arena(), Arena()
     for k, step in enumerate(steps):
         for value in step.outputs:
             if value in places or value.dtype is None:
@@ -271,11 +277,14 @@ def _place_activations(
             if block is not None:
                 _place_block(block, arena, places, last_use, kept, len(steps))
             elif step.kind not in ("update", "start", "wait"):
-                place = Slice("arena", 0, _shape(value), _dtype(value))
-                place.offset = arena.take(place.nbytes, len(steps) if value in kept else last_use.get(value, k))
+                result = value in kept or step.kind == "check"
+                place = Slice(RESULTS if result else ARENA, 0, _shape(value), _dtype(value))
+                place.offset = (results if result else arena).take(place.nbytes, last_use.get(value, k))
                 places[value] = place
         arena.free_after(k)
-    buffers["arena"] = arena.size
+    buffers[ARENA] = arena.size
+    if results.size:
+        buffers[RESULTS] = results.size
 
 
 def _place_block(
@@ -289,8 +298,8 @@ def _place_block(
     shared = [*block.members, *(out for _, out in block.readers)]
     dies = end if not kept.isdisjoint(shared) else max(last_use[v] for v in shared if v in last_use)
     transfer = block.transfer
-    transfer.buffer, transfer.offset = "arena", arena.take(transfer.nbytes, dies)
+    transfer.buffer, transfer.offset = ARENA, arena.take(transfer.nbytes, dies)
     for value, offset in block.members.items():
-        places[value] = Slice("arena", transfer.offset + offset, _shape(value), _dtype(value))
+        places[value] = Slice(ARENA, transfer.offset + offset, _shape(value), _dtype(value))
     for source, out in block.readers:
         places[out] = replace(places[source], shape=_shape(out))

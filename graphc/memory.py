@@ -16,6 +16,7 @@ from graphc.errors import UsageError
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, static_dims
+from graphc.layout import ARENA, RESULTS
 from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan, make_plan
 from graphc.steps import UpdateGroup
@@ -98,7 +99,7 @@ def memory_of_plan(plan: Plan) -> Memory:
         if name not in updated:
             sizes["parameters" if is_parameter(value) else "other_state"] += _nbytes(value)
     rest = {name: size for name, size in plan.buffers.items() if name not in counted}
-    arena = rest.pop("arena", 0)
+    arena = rest.pop(ARENA, 0) + rest.pop(RESULTS, 0)
     feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
     return Memory(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
 

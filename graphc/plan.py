@@ -20,6 +20,7 @@ from graphc.backend import STANDARD, Abilities
 from graphc.emulation import emulate_halves, narrow_storage
 from graphc.errors import DataDependentShapeError, FeedError, ModelError
 from graphc.groups import find_homes, update_groups
+from graphc.guard import guard
 from graphc.ir import DOMAIN
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
@@ -30,7 +31,7 @@ from graphc.ir.infer import propagate
 from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.layout import lay_out
 from graphc.phases import is_accumulation, run_once
-from graphc.pipeline import PASSES, Context, parse
+from graphc.pipeline import PASSES, Context
 from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
 
@@ -45,6 +46,7 @@ class Plan:
         groups: the update groups, which own the flat state buffers.
         views: value → the value whose memory it shares under another shape.
         homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
+        stop: the flag by which the check step holds the updates back; None: it stops the step itself.
         collectives: one text line per collective in order, equal on all ranks.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     world_size: int
     rank: int
     homes: dict[ir.Value, tuple[UpdateGroup, int]]
+    stop: ir.Value | None = None
 
     @property
     def collectives(self) -> list[str]:
@@ -148,20 +151,10 @@ def prepare(
             return world_size > 1 or (not declaration.effect and abilities.prefers_native(node))
         return abilities.prefers_native(node) or abilities.holds(node)
 
-    def decompose() -> bool:
-        found = False
-        while not is_decomposed(copy.graph, keep):
-            decompose_graph(copy.graph, keep)
-            found |= emulate_halves(copy.graph, abilities.computes_halves)
-            simplify(copy, ctx)
-        return found
-
-    emulated |= decompose()
-    if abilities.rewrites:
-        for step in parse(abilities.rewrites):
-            PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
+    while not is_decomposed(copy.graph, keep):
+        decompose_graph(copy.graph, keep)
+        emulated |= emulate_halves(copy.graph, abilities.computes_halves)
         simplify(copy, ctx)
-        emulated |= decompose()
     if emulated:
         simplify(copy, ctx)
         narrow_storage(copy.graph)
@@ -178,6 +171,7 @@ def make_plan(
     *,
     world_size: int = 1,
     rank: int = 0,
+    guarded: bool = False,
 ) -> Plan:
     """Plan one rank's steps.
 
@@ -187,19 +181,21 @@ def make_plan(
         abilities: those of the backend that will run it.
         world_size: ranks on the data axis; on one rank collectives vanish.
         rank: whose plan it is; plans differ in what a rank owns of sharded state.
+        guarded: let the check for NaN hold updates back by a flag on the device (:mod:`graphc.guard`).
     """
     ready = prepare(model, shapes, abilities, world_size=world_size, regions=True)
     _privatise(ready.graph)
+    stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
     groups = update_groups(ready.graph, world_size, rank)
     steps = list(_steps(ready.graph, abilities.prefers_native, groups))
     _dissolve_regions(ready.graph)
-    _add_check(steps)
+    _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)
     places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size)
-    return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes)
+    return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes, stop)
 
 
 def _privatise(graph: ir.Graph) -> None:
@@ -318,10 +314,10 @@ def _dissolve_regions(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
 
 
-def _add_check(steps: list[Step]) -> None:
+def _add_check(steps: list[Step], stop: ir.Value | None) -> None:
     first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
     if first is not None:
-        steps.insert(first, Step("check", "finite?", [], once=True))
+        steps.insert(first, Step("check", "finite?", [], outputs=[] if stop is None else [stop], once=True))
 
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})

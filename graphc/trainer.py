@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 import graphc
 from graphc import frontends
-from graphc.backend import BACKENDS, Array, Backend, Run
+from graphc.backend import BACKENDS, Array, Backend, Run, host_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
-from graphc.errors import FeedError, GraphcError, MissingExtraError, NonFiniteError, UsageError, WorldError, nearest
+from graphc.errors import FeedError, GraphcError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
@@ -44,10 +44,7 @@ Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
     """The backend called ``name``; ``auto`` takes onnxruntime and falls back to numpy where it is not installed."""
     if name == "auto":
-        try:
-            return BACKENDS["onnxruntime"](threads=threads, spin=spin)
-        except MissingExtraError:
-            return BACKENDS["numpy"](threads=threads, spin=spin)
+        return host_backend(threads=threads, spin=spin)
     return BACKENDS[name](threads=threads, spin=spin)
 
 
@@ -107,9 +104,11 @@ class Trainer:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
         if sums_by_tree(program.model.graph):
             threads = 1  # kernels add up the parts of several threads in another order
+        self._threads = threads
+        self._host: Backend | None = None
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
         self.comm = for_memory(self.comm, self.backend.memory)
-        self.state = State(program.model, self.rank, self.size)
+        self.state = State(program.model, self.rank, self.size, self.backend.memory)
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule
         self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
@@ -122,8 +121,8 @@ class Trainer:
         self.steps_done = 0
         self._shards: Shards | None = None
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
-        if seed is not None and SEED in self.state.arrays:
-            self.state.arrays[SEED][...] = seed
+        if seed is not None and SEED in self.state.scalars:
+            self.state.scalars.set(SEED, seed)
         check_programs(self.comm, program)
         self._broadcast()
         if self._trace is not None:
@@ -134,17 +133,16 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate; assign to it between steps for a schedule."""
-        return float(self.state.arrays[LEARNING_RATE])
+        return float(self.state.scalars.read(LEARNING_RATE))
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        self.state.arrays[LEARNING_RATE][...] = value
+        self.state.scalars.set(LEARNING_RATE, value)
 
     @property
     def skipped_steps(self) -> int:
         """How many steps changed nothing because of a NaN or an infinity (``nonfinite="skip"``)."""
-        count = self.state.arrays.get(SKIPPED)
-        return 0 if count is None else int(count)
+        return int(self.state.scalars.read(SKIPPED)) if SKIPPED in self.state.scalars else 0
 
     def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, float]:
         """One training step on this worker's share of the global batch.
@@ -197,8 +195,8 @@ class Trainer:
     def _place(self, part: MicroBatch) -> None:
         """Tell the graph which samples of the global batch these are, and whether they count."""
         for name, value in ((SAMPLE_OFFSET, part.offset), (LIVE, float(part.live))):
-            if name in self.state.arrays:
-                self.state.arrays[name][...] = value
+            if name in self.state.scalars:
+                self.state.scalars.set(name, value)
 
     def fit(
         self,
@@ -335,8 +333,9 @@ class Trainer:
     def trained_values(self) -> dict[str, Array]:
         """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""
         graph = self.program.inference.graph
-        known = {**self.state.arrays, **self.state.gather(self.comm, graph.initializers)}
-        found = {n: known[n] for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)}
+        known = self.state.arrays.keys() | self.state.gather(self.comm, graph.initializers).keys()
+        names = [n for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)]
+        found = {name: self.state.fetch(name) for name in names}
         for name in self.state.apart() if self.size > 1 else ():
             if name in found:  # ranks that train on their own: their mean
                 found[name] = found[name].copy()
@@ -362,6 +361,8 @@ class Trainer:
         """Leave the world and release threads."""
         self.comm.close()
         self.backend.close()
+        if self._host is not None:
+            self._host.close()
 
     def __enter__(self) -> Self:
         return self
@@ -400,14 +401,27 @@ class Trainer:
 
     def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
         shapes = self._check_names(feeds, model)
-        plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank)
+        guarded = self._check_finite and not self.backend.memory.on_host
+        plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank, guarded=guarded)
         if model is self.program.model:
             self._compare_collectives(plan)
         executor = Executor(
-            plan, self.state, self.backend, self.comm if self.size > 1 else None, check=self._check_finite, wrap=self._hook()
+            plan,
+            self.state,
+            self.backend,
+            self.comm if self.size > 1 else None,
+            host=self._host_backend(),
+            check=self._check_finite,
+            wrap=self._hook(),
         )
         cache[_key(feeds)] = executor
         return executor
+
+    def _host_backend(self) -> Backend | None:
+        """What runs updates whose state lies in the host's memory, where the rest runs elsewhere."""
+        if self.state.offloaded and self._host is None:
+            self._host = host_backend(threads=self._threads, spin=False)
+        return self._host
 
     def _hook(self) -> Callable[[str, str, Run], Run] | None:
         """What goes around every plan step: the caller's hook, inside the trace's."""
@@ -464,7 +478,7 @@ class Trainer:
                 tensor = first_nonfinite(self.program.model, executor, part.feeds, self.state, self.backend)
         everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
         rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
-        done = int(self.state.arrays[STEP]) if STEP in self.state.arrays else self.steps_done
+        done = int(self.state.scalars.read(STEP)) if STEP in self.state.scalars else self.steps_done
         where = f"first in tensor {first!r} on rank {rank}" if first else "in the gradients, and not again on replay"
         return NonFiniteError(
             f"a NaN or infinity appeared in step {done}, {where}; the state is that of the last good step"

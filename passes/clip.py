@@ -23,7 +23,8 @@ import onnx_ir as ir
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.names import CLIP_VALUE
-from graphc.passes._updates import move_to_end, operand, put, trains, updates_of
+from graphc.ir.operands import operand, put
+from graphc.passes._updates import move_to_end, trains, updates_of
 from graphc.pipeline import Context, graph_pass
 
 GRAD_NORM = "grad_norm"

@@ -84,6 +84,11 @@ class BoundSegment:
         self._kernels, self._memory = kernels, memory
         self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
 
+    @property
+    def queued(self) -> bool:
+        """Whether a run only queues work."""
+        return self.segment.queued
+
     def __call__(self) -> None:
         if not self._runs:
             self._scratch.settle()

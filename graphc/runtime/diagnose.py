@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend
+from graphc.backend import Array, Backend, Memory
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
 from graphc.plan import prepare
-from graphc.runtime.executor import Executor, segment_model
+from graphc.runtime.executor import Executor
+from graphc.runtime.nodes import segment_model
 from graphc.runtime.state import State
 from graphc.steps import Step
 
@@ -23,8 +24,9 @@ def first_nonfinite(
 
     None when this rank's replay is finite throughout (the fault lies on another rank, or in a sum over ranks).
     """
+    memory = backend.memory
     for name, array in [*feeds.items(), *state.arrays.items()]:
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if array.dtype.kind == "f" and not np.isfinite(memory.fetch(array)).all():
             return name
     shapes = {name: buffer.shape for name, buffer in executor.inputs.items()}
     graph = prepare(model, shapes).graph
@@ -37,9 +39,13 @@ def first_nonfinite(
     reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
     watched = [out for n in nodes for out in n.outputs if is_float(out)]
     step = Step("segment", "replay", nodes, reads, watched)
-    results = {v.name or "": np.empty(static_dims(v) or (), dtype=v.dtype.numpy()) for v in watched if v.dtype is not None}
-    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
-    backend.bind_segment(
-        segment_model(step), {n: np.ascontiguousarray(a).reshape(np.shape(a)) for n, a in sources.items()}, results
-    )()
-    return next((name for name, array in results.items() if not np.isfinite(array).all()), None)
+    results = {v.name or "": _new(memory, static_dims(v) or (), v.dtype.numpy()) for v in watched if v.dtype is not None}
+    sources = {v.name or "": executor.inputs[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
+    for name, array in feeds.items():
+        memory.copy(executor.inputs[name], array)
+    backend.bind_segment(segment_model(step), sources, results)()
+    return next((name for name, array in results.items() if not np.isfinite(memory.fetch(array)).all()), None)
+
+
+def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    return memory.zeros(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)

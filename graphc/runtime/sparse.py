@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array
+from graphc.backend import HOST, Array, Memory
 from graphc.errors import ModelError
 
 
@@ -17,13 +17,14 @@ class SparseSum:
     array. So it is worth while for fewer than 1 / ranks of the elements. Sums run in rank order, the same on all ranks.
 
     Args:
-        flat: float32 vector.
+        flat: float32 vector in ``memory``; on a device, the host works on a copy of it.
     """
 
-    def __init__(self, flat: Array, nonzero: int, rank: int, size: int) -> None:
+    def __init__(self, flat: Array, nonzero: int, rank: int, size: int, memory: Memory = HOST) -> None:
         if flat.dtype != np.float32 or flat.size >= 2**31:
             raise ModelError(f"a sparse sum takes fewer than 2³¹ float32 elements, not {flat.dtype}[{flat.size}]")
-        self._flat, self._nonzero = flat, nonzero
+        self._there, self._memory, self._nonzero = flat, memory, nonzero
+        self._flat = flat if memory.on_host else memory.pinned(flat.nbytes).view(flat.dtype)
         # A row a rank: how many, their places, their values as bits.
         self._rows = np.zeros((size, 1 + 2 * nonzero), dtype=np.int32)
         self._mine = self._rows[rank]
@@ -40,6 +41,9 @@ class SparseSum:
 
     def start(self) -> None:
         """Begin; the array may not be touched until ``finish``."""
+        if not self._memory.on_host:
+            self._memory.copy(self._flat, self._there)
+            self._memory.synchronize()
         places = np.flatnonzero(self._flat)
         count = places.size
         if count > self._nonzero:
@@ -56,3 +60,5 @@ class SparseSum:
         for row in self._rows:
             places, bits = row[1 : 1 + row[0]], row[1 + self._nonzero : 1 + self._nonzero + row[0]]
             self._flat[places] += bits.view(np.float32)
+        if not self._memory.on_host:
+            self._memory.copy(self._there, self._flat)

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, aligned_zeros
+from graphc.backend import HOST, Array, Memory
 from graphc.errors import UsageError, nearest
-from graphc.groups import update_groups
+from graphc.groups import offloaded_buffers, update_groups
 from graphc.ir.declare import declaration_of
-from graphc.ir.facts import state_updates
+from graphc.ir.facts import state_updates, static_dims
 from graphc.ir.names import BY_RANK, STEP
 from graphc.ir.ops.collectives import collective_of
 from graphc.runtime.communicator import Communicator
+from graphc.runtime.scalars import ROOM, Scalars
 from graphc.steps import UpdateGroup
 
 
@@ -53,15 +54,20 @@ class State:
     Args:
         model: the training graph.
         rank, size: of this worker on the data axis.
+        memory: where it lies, but for what updates offload: that lies in the host's.
     """
 
-    def __init__(self, model: ir.Model, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, model: ir.Model, rank: int = 0, size: int = 1, memory: Memory = HOST) -> None:
+        self.memory = memory
         self.arrays: dict[str, Array] = {}
         self.flat: dict[str, Array] = {}
         self.shards: dict[str, Shard] = {}
         self._whole: dict[str, Array] = {}
-        self._memory: dict[tuple[str, int], Array] = {}
+        self._buffers: dict[tuple[str, int], Array] = {}
         self._initial = model.graph.initializers
+        self.scalars = Scalars(memory, sum(static_dims(v) == () for v in self._initial.values()))
+        self._mirrors: dict[str, tuple[Array, Array]] = {}
+        self._fresh: set[str] = set()
         states = {state.name or "" for _, state, _ in state_updates(model.graph)}
         self.copies = narrow_copies(model.graph)
         self.local = local_states(model.graph)
@@ -71,31 +77,68 @@ class State:
             if value.const_value is None:
                 raise UsageError(f"initializer {name!r} has no value; run 'initialize'")
             if name not in states:
-                self.arrays[name] = _own(value)
-        for group in update_groups(model.graph, size, rank):
+                initial = self.initial(name)
+                self.arrays[name] = self._alone(value, initial.dtype, initial.nbytes).reshape(initial.shape)
+                memory.copy(self.arrays[name], initial)
+        groups = update_groups(model.graph, size, rank)
+        self._offloaded_names: set[str] = set()
+        self.offloaded: frozenset[str] = frozenset() if memory.on_host else offloaded_buffers(groups)
+        for group in groups:
             for index in group.states():
                 self._lay_out(group, index)
 
     def _lay_out(self, group: UpdateGroup, index: int) -> None:
-        buffer, dtype = group.buffer(index), group.dtype(index)
-        self.flat[buffer] = flat = aligned_zeros(group.nbytes(index)).view(dtype)
+        buffer, dtype, nbytes = group.buffer(index), group.dtype(index), group.nbytes(index)
+        first = group.nodes[0].inputs[index]
+        if len(group.nodes) == 1 and not group.sharded and first is not None and buffer not in self.offloaded:
+            flat = self._alone(first, dtype, nbytes)
+        else:
+            flat = self.memory_of(buffer).zeros(nbytes).view(dtype)
+        self.flat[buffer] = flat
         for node, offset in zip(group.nodes, group.offsets, strict=True):
             value = node.inputs[index]
             assert value is not None
             name, initial = value.name or "", self.initial(value.name or "")
+            if buffer in self.offloaded:
+                self._offloaded_names.add(name)
             if index in group.scattered:
                 self.shards[name] = Shard(group, buffer, offset, initial.shape)
             else:
                 self.arrays[name] = flat[offset : offset + initial.size].reshape(initial.shape)
             self._write(name, initial)
 
-    def memory(self, name: str, nbytes: int) -> Array:
+    def _alone(self, value: ir.Value, dtype: np.dtype[Any], nbytes: int) -> Array:
+        """Memory of one tensor that lies in no bucket, as a flat array."""
+        if static_dims(value) == () and nbytes <= ROOM:
+            return self.scalars.place(value.name or "", dtype, nbytes)
+        return self.memory.zeros(nbytes).view(dtype)
+
+    def memory_of(self, buffer: str) -> Memory:
+        """Where the flat ``buffer`` lies."""
+        return HOST if buffer in self.offloaded else self.memory
+
+    def buffer(self, name: str, nbytes: int) -> Array:
         """The bytes of buffer ``name``: of state, or of gradients and sums, which the plans for all shapes share."""
         if name in self.flat:
             return self.flat[name].view(np.uint8)
-        if (name, nbytes) not in self._memory:
-            self._memory[name, nbytes] = aligned_zeros(nbytes)
-        return self._memory[name, nbytes]
+        if (name, nbytes) not in self._buffers:
+            self._buffers[name, nbytes] = self.memory_of(name).zeros(nbytes)
+        return self._buffers[name, nbytes]
+
+    def mirror(self, buffer: str, part: Array) -> Array:
+        """Memory of the host for ``part`` of flat ``buffer``, whose update runs there; always the same array."""
+        if buffer not in self._mirrors:
+            self._mirrors[buffer] = self.memory.pinned(part.nbytes).view(part.dtype), part
+        return self._mirrors[buffer][0]
+
+    def refresh(self, buffer: str) -> None:
+        """Queue a copy to the mirror of ``buffer`` if somebody has written the state since the last one.
+
+        Who updates the mirror copies it to the device, so that nothing else makes them differ.
+        """
+        if buffer not in self._fresh:
+            self.memory.copy(*self._mirrors[buffer])
+            self._fresh.add(buffer)
 
     def initial(self, name: str) -> Array:
         """What the graph says that state ``name`` begins with."""
@@ -116,52 +159,55 @@ class State:
             raise UsageError(f"state {name!r} is sharded over the ranks; it has to be gathered first")
         return found
 
+    def fetch(self, name: str) -> Array:
+        """State ``name`` in the host's memory: a copy, or itself where it lies there; of sharded state the whole, gathered."""
+        return self._home(name).fetch(self.array(name))
+
     def gather(self, comm: Communicator, names: Iterable[str]) -> dict[str, Array]:
         """Whole copies of the sharded state among ``names``, refreshed in place; every rank calls it with the same names."""
         wanted = [n for n in names if n in self.shards]
         for buffer in dict.fromkeys(self.shards[n].buffer for n in wanted):
             members = [n for n in wanted if self.shards[n].buffer == buffer]
-            shard = self.shards[members[0]]
-            whole = np.zeros(shard.group.elements, dtype=self.flat[buffer].dtype)
-            whole[slice(*shard.group.owned)] = self.flat[buffer]
+            shard, memory, flat = self.shards[members[0]], self.memory_of(buffer), self.flat[buffer]
+            whole = _like(memory, flat, (shard.group.elements,))
+            memory.copy(whole[slice(*shard.group.owned)], flat)
             comm.wait(comm.start(whole, "sum", f"state/{buffer}", kind="all_gather", parts=shard.group.parts))
             for name in members:
                 one = self.shards[name]
-                view = whole[one.offset : one.offset + one.size].reshape(one.shape)
-                if name in self._whole:
-                    np.copyto(self._whole[name], view)
-                else:
-                    self._whole[name] = view.copy()
+                if name not in self._whole:
+                    self._whole[name] = _like(memory, flat, one.shape)
+                memory.copy(self._whole[name], whole[one.offset : one.offset + one.size].reshape(one.shape))
         return {n: self._whole[n] for n in wanted}
 
     def apart(self) -> list[str]:
         """State in which the ranks have gone different ways since the last average (local SGD)."""
-        done = int(self.arrays[STEP]) if self.averaged else 0
+        done = self.scalars.read(STEP) if self.averaged else 0
         return sorted(n for n, (every, since) in self.averaged.items() if done > since and (not every or done % every))
 
     def snapshot(self, comm: Communicator | None = None) -> dict[str, Array]:
         """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank.
 
-        Sharded state is gathered over ``comm``, which every rank calls then. Of local state it holds the sum over the ranks
-        then, of which :meth:`broadcast` gives each of any number of ranks an equal part;
+        It lies in the host's memory. Sharded state is gathered over ``comm``, which every rank calls then. Of local state it
+        holds the sum over the ranks then, of which :meth:`broadcast` gives each of any number of ranks an equal part;
         of what is averaged every few steps, the mean.
         """
-        found = self._snapshot(comm)
+        sharded = sorted(self.updated & self.shards.keys())
+        if sharded and comm is None:
+            raise UsageError(f"state {sharded[0]!r} is sharded over the ranks: a snapshot needs their communicator")
+        before = set(self._whole)
+        made = self.gather(comm, sharded).keys() - before if comm is not None else set()
+        found = {name: self._copy(name) for name in sorted(self.updated)}
+        for name in made:
+            del self._whole[name]
         if comm is not None and comm.size > 1:
             for names, reduce in ((self.apart(), "mean"), (sorted(self.local), "sum")):
                 for name in names:
                     comm.allreduce(found[name].reshape(-1), reduce, f"state/{name}")
         return found
 
-    def _snapshot(self, comm: Communicator | None) -> dict[str, Array]:
-        sharded = sorted(self.updated & self.shards.keys())
-        if sharded and comm is None:
-            raise UsageError(f"state {sharded[0]!r} is sharded over the ranks: a snapshot needs their communicator")
-        before = set(self._whole)
-        found = self.gather(comm, sharded) if comm is not None else {}
-        for name in found.keys() - before:
-            del self._whole[name]
-        return {n: found[n] if n in found and n not in before else self.array(n).copy() for n in sorted(self.updated)}
+    def _copy(self, name: str) -> Array:
+        found = self.fetch(name)
+        return found.copy() if self._home(name).on_host else found
 
     def load(self, values: Mapping[str, Array]) -> None:
         """Overwrite state by name; of sharded state this rank's part. Copies in a narrower type follow.
@@ -181,6 +227,7 @@ class State:
             self._write(name, array)
             for low in self.copies.get(name, ()):
                 self._write(low, array.astype(self._spec(low)[1]))
+        self._written()
 
     def _spec(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         shard = self.shards.get(name)
@@ -188,13 +235,22 @@ class State:
             return shard.shape, self.flat[shard.buffer].dtype
         return self.arrays[name].shape, self.arrays[name].dtype
 
+    def _home(self, name: str) -> Memory:
+        """Where state ``name`` lies."""
+        return HOST if name in self._offloaded_names else self.memory
+
     def _write(self, name: str, array: Array) -> None:
-        shard = self.shards.get(name)
+        shard, memory = self.shards.get(name), self._home(name)
         if shard is None:
-            np.copyto(self.arrays[name], array)
+            memory.copy(self.arrays[name], array)
             return
         here, there = shard.mine
-        self.flat[shard.buffer][here] = array.reshape(-1)[there]
+        memory.copy(self.flat[shard.buffer][here], array.reshape(-1)[there])
+
+    def _written(self) -> None:
+        """Copies of the state on the host are out of date."""
+        self.scalars.forget()
+        self._fresh.clear()
 
     def broadcast(self, comm: Communicator, values: Mapping[str, Array] | None = None) -> None:
         """Give every rank the state of rank 0, and an equal part of the local state, of which rank 0 holds the sum.
@@ -202,20 +258,19 @@ class State:
         Args:
             values: of sharded state on rank 0, whole; None: what the graph begins with.
         """
-        local = {name: self.arrays[name] for name in sorted(self.local)}
-        for array in (*self.replicated().values(), *local.values()):
-            flat = np.ascontiguousarray(array).reshape(-1)
-            comm.broadcast(flat, 0)
-            np.copyto(array, flat.reshape(array.shape))
-        for array in local.values():
-            np.divide(array, comm.size, out=array)
+        local = sorted(self.local)
+        for array in (*self.replicated().values(), *(self.arrays[name] for name in local)):
+            comm.broadcast(array.reshape(-1), 0)
+        for name in local:
+            self._write(name, self.fetch(name) / comm.size)
         for name in sorted(self.shards):
-            shape, dtype = self._spec(name)
-            whole = np.zeros(shape, dtype=dtype)
+            shape, _ = self._spec(name)
+            memory, whole = self._home(name), _like(self._home(name), self.flat[self.shards[name].buffer], shape)
             if comm.rank == 0:
-                np.copyto(whole, self._first(name, values))
+                memory.copy(whole, self._first(name, values))
             comm.broadcast(whole.reshape(-1), 0)
             self._write(name, whole)
+        self._written()
 
     def _first(self, name: str, values: Mapping[str, Array] | None) -> Array:
         if values is None:
@@ -266,10 +321,7 @@ def narrow_copies(graph: ir.Graph) -> dict[str, list[str]]:
     return found
 
 
-def _own(value: ir.Value) -> Array:
-    tensor = value.const_value
-    assert tensor is not None
-    source = np.asarray(tensor.numpy())
-    own = aligned_zeros(source.nbytes).view(source.dtype).reshape(source.shape)
-    np.copyto(own, source)
-    return own
+def _like(memory: Memory, array: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros of ``shape`` in ``memory``, of the type of ``array``."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize
+    return memory.zeros(nbytes).view(array.dtype).reshape(shape)

@@ -107,6 +107,7 @@ class StrictMemory:
     def __init__(self) -> None:
         self.allocations: list[DeviceArray] = []
         self.early = False
+        self._pinned: list[np.ndarray[Any, Any]] = []
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
 
     def queued(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -128,7 +129,8 @@ class StrictMemory:
         return array
 
     def pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
-        return np.full(nbytes, GARBAGE, dtype=np.uint8)
+        self._pinned.append(np.full(nbytes, GARBAGE, dtype=np.uint8))
+        return self._pinned[-1]
 
     def copy(self, target: Any, source: Any) -> None:
         assert target.shape == source.shape, f"a copy of {source.shape} to {target.shape}"
@@ -140,10 +142,10 @@ class StrictMemory:
         self.synchronize()
         return host_of(array).copy() if isinstance(array, DeviceArray) else array
 
-    def bind_copy(self, target: DeviceArray, source: DeviceArray) -> Callable[[], None]:
-        assert isinstance(target, DeviceArray)
-        assert isinstance(source, DeviceArray)
+    def bind_copy(self, target: Any, source: Any) -> Callable[[], None]:
         assert (target.shape, target.dtype) == (source.shape, source.dtype)
+        for array in (target, source):
+            assert isinstance(array, DeviceArray) or any(np.shares_memory(array, held) for held in self._pinned), "not pinned"
         to, held = host_of(target), host_of(source)
         return self.queued(lambda: np.copyto(to, held))
 

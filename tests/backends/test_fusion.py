@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphc
-from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.indexing import Linear, Variable, flatten, unflatten
 from graphc.backends.cupy.segment import KernelCall, compile_segment
 from graphc.bench.models import export
@@ -24,7 +21,7 @@ from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update
 from graphc.pipeline import run
 from graphc.plan import prepare
-from tests.backends.host_kernels import HostDevice, OpenDevice, run_segment
+from tests.backends.host_kernels import HostDevice, run_segment
 from tests.conformance.suite import plain, quick_cases
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -241,30 +238,6 @@ def test_equal_kernels_are_one_text_to_compile() -> None:
     names = [call.name for call in calls if isinstance(call, KernelCall)]
     assert len(names) == 2
     assert len(set(names)) == 1
-
-
-@needs_compiler
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "sgd:lr=0.05,momentum=0.9"), ("transformer-small", "adamw:lr=1e-3")])
-def test_training_on_generated_kernels_follows_onnxruntime(
-    name: str, optimizer: str, tmp_path: Path, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward, backward and updates of the GPU backend with its memory plan; the machine is the host."""
-    assert "generated" not in BACKENDS
-    monkeypatch.setitem(BACKENDS._items, "generated", lambda **_: CupyBackend(device=OpenDevice()))
-    x, y = SPECS[name].batch(4)
-    losses = {}
-    for backend in ("onnxruntime", "generated"):
-        program = graphc.compile(
-            exported(name),
-            loss=graphc.losses.SoftmaxCrossEntropy(),
-            optimizer=graphc.optim.parse(optimizer),
-            backend=backend,
-        )
-        with graphc.Trainer(program, threads=1) as trainer:
-            losses[backend] = [trainer.step({"input": x, "label": y})["loss"] for _ in range(4)]
-    assert losses["onnxruntime"][3] < losses["onnxruntime"][0]
-    np.testing.assert_allclose(losses["generated"], losses["onnxruntime"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("text", [

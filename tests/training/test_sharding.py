@@ -270,7 +270,7 @@ def allocated(trainer: graphc.Trainer) -> int:
     fixed = set(trainer.program.model.graph.initializers) - trainer.state.updated
     fixed -= {low for lows in trainer.state.copies.values() for low in lows}
     single = sum(trainer.state.arrays[name].nbytes for name in fixed)
-    buffers = sum(b.nbytes for name, b in executor._buffers.items() if name not in trainer.state.flat)
+    buffers = sum(b.nbytes for name, b in executor.places.buffers.items() if name not in trainer.state.flat)
     return state + single + buffers + sum(a.nbytes for a in executor.inputs.values())
 
 

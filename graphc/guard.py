@@ -1,0 +1,32 @@
+"""Updates that a flag holds back, for devices on which nobody can stop a step half way.
+
+    before   check(dW)            Adam(W, dW, …)              the check raises, and no update runs
+    after    stop = check(dW)     Adam(W, dW, …, skip=stop)   the updates run and change nothing; the host reads ``stop`` later
+
+So a step with a NaN ends as one that never was, and the host waits for the device once, for the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from graphc.ir.operands import operand, place_of, put
+
+STOP = "graphc.stop"
+"""Name of the flag, a rank-0 bool that the check step writes."""
+
+
+def guard(updates: Iterable[ir.Node]) -> ir.Value | None:
+    """Give the updates of a plan's graph the flag, and return it.
+
+    None where they have one of the graph's own (``skip_nonfinite``, ``loss_scaling``) or cannot take one (a custom op).
+    """
+    nodes = list(updates)
+    if not nodes or any(place_of(node, "skip") is None or operand(node, "skip") is not None for node in nodes):
+        return None
+    flag = ir.Value(name=STOP, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    for node in nodes:
+        put(node, "skip", flag)
+    return flag

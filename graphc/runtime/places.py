@@ -1,0 +1,78 @@
+"""The memory of a bound plan: its buffers, and the arrays that its values are in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Array, Memory
+from graphc.errors import ModelError
+from graphc.ir.facts import constant, static_dims
+from graphc.layout import ARENA, RESULTS
+from graphc.plan import Plan
+from graphc.runtime.feeds import Feeds
+from graphc.runtime.state import State
+from graphc.steps import Slice, UpdateGroup
+
+
+class Places:
+    """Finds the array of every value of ``plan``.
+
+    Attributes:
+        feeds: brings the arrays of a step to ``inputs``.
+        inputs, outputs: the arrays of the graph's, by name.
+    """
+
+    def __init__(self, plan: Plan, state: State, memory: Memory) -> None:
+        self.plan, self.state, self.memory = plan, state, memory
+        self.buffers: dict[str, Array] = {}
+        for name, nbytes in plan.buffers.items():
+            self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
+        self._views: dict[ir.Value, Array] = {}
+        given = plan.model.graph.inputs
+        specs = {v.name or "": (static_dims(v) or (), np.dtype(v.dtype.numpy())) for v in given if v.dtype is not None}
+        self.feeds = Feeds(memory, specs)
+        self.inputs = self.feeds.inputs
+        self._views.update((value, self.inputs[value.name or ""]) for value in given)
+        self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Zeroed memory that nothing else uses."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.memory.zeros(nbytes).view(dtype).reshape(shape)
+
+    def array(self, value: ir.Value) -> Array:
+        """Where ``value`` lies."""
+        view = self._views.get(value)
+        if view is None:
+            place = self.plan.places.get(value)
+            if place is not None:
+                view = self._view(place)
+            elif value in self.plan.views:
+                view = self.array(self.plan.views[value]).reshape(static_dims(value) or ())
+            elif value.is_initializer():
+                view = self.state.array(value.name or "")
+            else:
+                view = self._constant(value)
+            self._views[value] = view
+        return view
+
+    def _view(self, place: Slice) -> Array:
+        buffer = self.buffers[place.buffer]
+        return buffer[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
+
+    def _constant(self, value: ir.Value) -> Array:
+        known = constant(value)
+        if known is None:
+            raise ModelError(f"value {value.name!r} has no place in the plan")
+        held = np.ascontiguousarray(known).reshape(known.shape)
+        if self.memory.on_host:
+            return held
+        found = self.new(held.shape, held.dtype)
+        self.memory.copy(found, held)
+        return found
+
+    def part(self, group: UpdateGroup, index: int) -> Array:
+        """The elements of flat input ``index`` that this rank updates."""
+        array = self.buffers[group.buffer(index)].view(group.dtype(index))
+        return array if index in group.scattered else array[slice(*group.owned)]
