@@ -261,6 +261,9 @@ HOST: Memory = HostMemory()
 class Abilities(Protocol):
     """What a plan has to know of the backend that will run it."""
 
+    rewrites: str
+    """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
+
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""
 
@@ -273,6 +276,8 @@ class Abilities(Protocol):
 
 class StandardAbilities:
     """Those of a runtime of standard ops, and in single precision only."""
+
+    rewrites = ""
 
     def prefers_native(self, node: ir.Node) -> bool:
         return False

@@ -31,7 +31,7 @@ from graphc.ir.infer import propagate
 from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.layout import lay_out
 from graphc.phases import is_accumulation, run_once
-from graphc.pipeline import PASSES, Context
+from graphc.pipeline import PASSES, Context, parse
 from graphc.steps import Slice, Step, Transfer, UpdateGroup
 
 
@@ -151,10 +151,20 @@ def prepare(
             return world_size > 1 or (not declaration.effect and abilities.prefers_native(node))
         return abilities.prefers_native(node) or abilities.holds(node)
 
-    while not is_decomposed(copy.graph, keep):
-        decompose_graph(copy.graph, keep)
-        emulated |= emulate_halves(copy.graph, abilities.computes_halves)
+    def decompose() -> bool:
+        found = False
+        while not is_decomposed(copy.graph, keep):
+            decompose_graph(copy.graph, keep)
+            found |= emulate_halves(copy.graph, abilities.computes_halves)
+            simplify(copy, ctx)
+        return found
+
+    emulated |= decompose()
+    if abilities.rewrites:
+        for step in parse(abilities.rewrites):
+            PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
         simplify(copy, ctx)
+        emulated |= decompose()
     if emulated:
         simplify(copy, ctx)
         narrow_storage(copy.graph)

@@ -2,7 +2,7 @@
 
     segment ─► take apart ─► group ─► kernels (text, launch shape) and library nodes, in order ─► bound to addresses
 
-Only :mod:`.cuda` and :mod:`.products` need a GPU; in the tests the same kernels run on the host.
+Only :mod:`.cuda` and the modules of libraries (:mod:`.cublaslt`) need a GPU; in the tests the same kernels run on the host.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device
+from graphc.backends.cupy.epilogues import GRADIENTS
 from graphc.backends.cupy.segment import compile_segment
 from graphc.errors import UnsupportedOpError
 
@@ -32,6 +33,7 @@ class CupyBackend:
     """
 
     name = "cupy"
+    rewrites = "layout"
 
     def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None) -> None:
         del threads, spin
@@ -47,13 +49,15 @@ class CupyBackend:
         return False
 
     def holds(self, node: ir.Node) -> bool:
-        return nodes.special(node) is not None or is_composite(node)
+        return nodes.special(node) is not None or is_composite(node) or node.op_type in GRADIENTS
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True
 
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        segment = compile_segment(model, device=self.device.writes_cuda)
+        segment = compile_segment(
+            model, device=self.device.writes_cuda, choose=self.device.pays, loose_gelu=self.device.options.loose_gelu
+        )
         return BoundSegment(segment, self.device, self._scratch, inputs, outputs)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:

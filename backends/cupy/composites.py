@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.generator import is_expression
 from graphc.backends.cupy.nodes import special
 from graphc.backends.cupy.rules import table
+from graphc.backends.cupy.values import is_expression
 from graphc.gradient import key_of
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank, static_dims

@@ -1,6 +1,6 @@
 """The GPU through CuPy: memory, NVRTC with a cache on disk, launches, and nodes by library or, at last, on the host.
 
-CuPy's own library calls refuse a capturing stream, so products go through cuBLASLt's bindings (:mod:`.products`).
+CuPy's own library calls refuse a capturing stream, so products go through cuBLASLt's bindings (:mod:`.cublaslt`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Array, Run
 from graphc.backends.cupy.capture import Recording, capture_graph
+from graphc.backends.cupy.cublaslt import Products
+from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import CudaMemory, address
 from graphc.backends.cupy.nodes import Library
+from graphc.backends.cupy.products import Product
 from graphc.errors import GraphcError
 from graphc.ir.facts import constant
 from graphc.runtime.nodes import segment_model
@@ -45,8 +48,9 @@ class CudaDevice(CudaMemory):
 
     writes_cuda = True
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, options: Options | None = None) -> None:
         super().__init__(index)
+        self.options = options or Options()
         self._libraries: dict[Any, Any] = {}
 
     def put(self, array: Array) -> Array:
@@ -103,6 +107,9 @@ class CudaDevice(CudaMemory):
         if kind not in self._libraries:
             self._libraries[kind] = kind(self)
         return cast("L", self._libraries[kind])
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        return self.library(Products).pays(joined, apart, saved)
 
     def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         if library is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import onnx_ir as ir
@@ -10,6 +11,23 @@ import onnx_ir as ir
 from graphc.backend import Array, Memory, Run
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.nodes import Library
+from graphc.backends.cupy.products import Product
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a job asks of the backend.
+
+    Attributes:
+        tf32: whether products and convolutions of float32 may round their operands to TF32 (10 bits in place of 23).
+        deterministic: the same bits in every run: nothing is chosen by measuring, and every sum has a fixed order.
+        loose_gelu: whether the exact Gelu may be computed in the tanh form, which products have as epilogue: values
+            differ by up to 5e-4, slopes by up to 9e-4.
+    """
+
+    tf32: bool = False
+    deterministic: bool = False
+    loose_gelu: bool = False
 
 
 class Device(Memory, Protocol):
@@ -20,6 +38,10 @@ class Device(Memory, Protocol):
     """
 
     writes_cuda: bool
+    options: Options
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        """Whether products take less time with an epilogue than without it and a kernel that moves ``saved`` bytes."""
 
     def empty(self, nbytes: int) -> Array:
         """New memory, whatever it holds, as a flat array of bytes."""

@@ -156,7 +156,7 @@ def _gelu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     half, one = _number(dtype, 0.5), _number(dtype, 1)
     if node.attributes.get_string("approximate", "none") == "tanh":
         inner = f"{_number(dtype, math.sqrt(2 / math.pi))} * ({x} + {_number(dtype, 0.044715)} * {x} * {x} * {x})"
-        return f"({half} * {x} * ({one} + {_f('tanh', dtype)}({inner})))"
+        return f"({x} / ({one} + {_f('exp', dtype)}({_number(dtype, -2)} * ({inner}))))"  # (1 + tanh u) / 2 = 1 / (1 + exp -2u)
     return f"({half} * {x} * ({one} + {_f('erf', dtype)}({x} * {_number(dtype, math.sqrt(0.5))})))"
 
 

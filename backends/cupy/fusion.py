@@ -15,8 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy import views
-from graphc.backends.cupy.generator import REDUCTIONS, Generator, NotFusibleError, Source, Spec, reduced_axes
+from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import BLOCKS
+from graphc.backends.cupy.reductions import REDUCTIONS, reduced_axes
+from graphc.backends.cupy.source import NotFusibleError, Source, Spec
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant, static_dims
 
@@ -81,9 +83,11 @@ class Grouping:
 
 
 def in_place_of(value: ir.Value) -> ir.Value:
-    """The value whose memory this one shares because only reshapes stand between them."""
+    """The value whose memory this one shares because only reshapes stand between them; a result has memory of its own."""
     producer = value.producer()
     while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+        if value.is_graph_output():
+            break
         (value, *_) = (v for v in producer.inputs if v is not None)
         producer = value.producer()
     return value
@@ -213,6 +217,8 @@ class _Grouper:
         source = self._generate(both, at)
         if source is None or len(source.operands) > OPERANDS:
             return None
+        if axes and not (_walks_well(both) or Generator(both.spec, lambda v: v in source.operands[: source.reads]).divides()):
+            return None
         both.reads = set(source.operands[: source.reads])
         return both
 
@@ -292,17 +298,22 @@ def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[in
             return None
         if new.axes == kernel.axes:
             return kernel.shape, kernel.axes
-        return (new.shape, new.axes) if not kernel.axes and _walks_well(new) else None
+        return None if kernel.axes else (new.shape, new.axes)
     if new.shape == kernel.shape or (not kernel.axes and _size_of(new.shape) == size):
         return kernel.shape, kernel.axes
-    if kernel.axes and _size_of(new.shape) in (rows, size) and _walks_well(kernel):
+    if kernel.axes and _size_of(new.shape) in (rows, size):
         return kernel.shape, kernel.axes
     return None
 
 
 def _walks_well(kernel: Kernel) -> bool:
-    """Whether one pass over rows keeps the device busy, so that several levels of reductions may share a kernel."""
-    return kernel.spec.rows >= BLOCKS // 2 or _size_of(kernel.shape) <= SMALL
+    """Whether one pass over rows keeps the device busy, so that a kernel may do several things one after another.
+
+    Where neighbouring rows are neighbours in memory, threads take vectors of rows: many more are needed.
+    """
+    if _size_of(kernel.shape) <= SMALL:
+        return True
+    return kernel.spec.rows >= (BLOCKS // 2 if len(kernel.shape) - 1 in kernel.axes else BLOCKS * 256)
 
 
 def fusible(node: ir.Node) -> bool:

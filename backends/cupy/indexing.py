@@ -9,6 +9,7 @@ pass of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,7 +63,7 @@ class Linear:
         joined = Linear(tuple((t, c) for t, c in found.items() if c), self.constant + other.constant)
         for term, coefficient in joined.terms:
             if isinstance(term, Remainder):  # by · (x ÷ by) + x mod by = x
-                whole = Quotient(term.of, term.by)
+                whole = _quotient(term.of, term.by)
                 if found.get(whole) == coefficient * term.by:
                     rest = tuple((t, c) for t, c in joined.terms if t not in (term, whole))
                     return Linear(rest, joined.constant) + term.of * coefficient
@@ -86,14 +87,32 @@ class Linear:
         low, high = rest.bounds()
         if low >= 0 and high < by:
             return whole
-        return whole + Linear.of(Quotient(rest, by))
+        step, coarse, _ = rest._steps(by)
+        if step > 1:
+            return whole + coarse // (by // step)
+        return whole + Linear.of(_quotient(rest, by))
 
     def __mod__(self, by: int) -> Linear:
         _, rest = self._split(by)
         low, high = rest.bounds()
         if low >= 0 and high < by:
             return rest
+        step, coarse, fine = rest._steps(by)
+        if step > 1:
+            return (coarse % (by // step)) * step + fine
         return Linear.of(Remainder(rest, by))
+
+    def _steps(self, by: int) -> tuple[int, Linear, Linear]:
+        """(s, q, r) with self = s · q + r, 0 ≤ r < s, where s divides ``by``; s = 1 where there are no such steps."""
+        step = by
+        for _, coefficient in sorted(self.terms, key=lambda pair: -abs(pair[1])):
+            step = math.gcd(step, coefficient)
+            fine = Linear(tuple((t, c) for t, c in self.terms if c % step), self.constant % step)
+            low, high = fine.bounds()
+            if step > 1 and low >= 0 and high < step:
+                coarse = Linear(tuple((t, c // step) for t, c in self.terms if c % step == 0), self.constant // step)
+                return step, coarse, fine
+        return 1, self, Linear()
 
     def _split(self, by: int) -> tuple[Linear, Linear]:
         """(q, r) with self = by · q + r, where r takes the terms that ``by`` does not divide."""
@@ -126,6 +145,15 @@ class Linear:
         if self.constant or not parts:
             parts.append(str(self.constant))
         return " + ".join(parts)
+
+
+def _quotient(of: Linear, by: int) -> Quotient:
+    """``of`` ÷ ``by`` as one quotient: (x ÷ 64) ÷ 12 is x ÷ 768."""
+    if len(of.terms) == 1 and not of.constant:
+        term, coefficient = of.terms[0]
+        if isinstance(term, Quotient) and coefficient == 1:
+            return Quotient(term.of, term.by * by)
+    return Quotient(of, by)
 
 
 def _extent(term: Term) -> int:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from graphc.backends.cupy import prelude
-from graphc.backends.cupy.generator import Source
+from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.views import size_of
 
 WARP = 32
@@ -55,25 +55,22 @@ def blocks(rows: int, columns: int) -> Shape:
     return Shape(threads, threads, 1, 1, rows)
 
 
-def wanted_splits(rows: int, columns: int, *, contiguous: bool = True) -> int:
-    """How many blocks should share the columns of one row, so that the device is busy."""
-    shape = spread(rows, columns, contiguous=contiguous)
-    if shape.blocks >= BLOCKS:
-        return 1
-    each = 64 if shape.lanes == 1 else 8 * shape.lanes  # columns below which a block is not worth its start
-    return max(1, min(-(-BLOCKS // shape.blocks), columns // each))
+def shared_rows(rows: int, lanes: int) -> Shape:
+    """The launch shape where ``lanes`` threads share a row."""
+    return Shape(128, lanes, 128 // lanes, 1, -(-rows // (128 // lanes)))
 
 
-def host(rows: int, columns: int, *, splits: int = 1) -> Shape:
+def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: bool = False) -> Shape:
     """The launch shape of the host: one thread does everything."""
-    span = max(1, 4096 // max(1, columns))
+    span = vector if strided else vector * max(1, 4096 // max(1, columns) // vector)
     return Shape(1, 1, span, splits, -(-rows // span) * splits)
 
 
 def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
     """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
     largest = max((size_of(v) for v in source.operands), default=1)
-    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest) * 4 >= 2**31
+    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest) >= 2**31 - 2**20
+    form = source.form
     constants = {
         "INDEX": "long long" if wide else "int",
         "THREADS": shape.threads,
@@ -83,8 +80,12 @@ def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tup
         "PARTS": parts,
         "ROWS": source.rows,
         "COLUMNS": source.columns,
-        "CHUNK": -(-source.columns // shape.splits),
+        "CHUNK": -(-source.columns // (shape.splits * form.vector)) * form.vector,
+        "VECTOR": form.vector,
+        "STRIDED": int(form.strided),
+        "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,
     }
     head = "".join(f"#define {key} {value}\n" for key, value in constants.items())
-    name = "k" + hashlib.sha256((head + source.body).encode()).hexdigest()[:16]
-    return name, head + (prelude.CUDA if device else prelude.HOST) + source.body.replace("$name", name) + "\n"
+    text = head + (prelude.CUDA if device else prelude.HOST) + source.body
+    name = "k" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return name, text.replace("$name", name) + "\n"

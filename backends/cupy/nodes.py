@@ -22,11 +22,11 @@ import onnx_ir as ir
 
 from graphc.backend import Array, Run
 from graphc.backends.cupy import expressions
-from graphc.backends.cupy.generator import Source
+from graphc.backends.cupy.source import Source
 from graphc.gradient import key_of
 from graphc.ir.facts import static_dims
 
-MODULES = ("products", "kernels")
+MODULES = ("cublaslt", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -47,6 +47,7 @@ class Launch:
         writes: values that this launch writes first.
         rows, columns: how the work is spread over threads.
         block: a whole block of threads works on a row and may use ``SHARED`` and ``SYNC``; loops step by ``THREADS``.
+        lanes: threads that share a row; 0: what suits the columns.
         head: functions and types in front of the kernel.
     """
 
@@ -57,6 +58,7 @@ class Launch:
     columns: int = 1
     updates: Mapping[str, ir.Value] = field(default_factory=dict)
     block: bool = False
+    lanes: int = 0
     head: str = ""
 
     def source(self) -> Source:
@@ -138,10 +140,10 @@ def library(
 
 
 def special(node: ir.Node) -> NodeKernel | Library | None:
-    """What runs the node in place of a generated kernel: a kernel of its own, else a library; None: neither."""
+    """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
     _load()
     key = key_of(node.domain, node.op_type)
-    for found in (*KERNELS.get(key, ()), *LIBRARIES.get(key, ())):
+    for found in (*LIBRARIES.get(key, ()), *KERNELS.get(key, ())):
         if _accepts(found, node):
             return found
     return None

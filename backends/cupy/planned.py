@@ -14,9 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import PASSED, Array, Event, Run
+from graphc.backends.cupy.device import Options
+from graphc.backends.cupy.epilogues import by_rule
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
+from graphc.backends.cupy.products import Product
 
 
 class PlannedDevice:
@@ -32,7 +35,8 @@ class PlannedDevice:
     writes_cuda = True
     on_host = False
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
         self.allocated = self.host = 0
         self.workspaces: dict[str, int] = {}
         self.kernels: set[str] = set()
@@ -88,6 +92,9 @@ class PlannedDevice:
                 self.workspaces[name] = nbytes
                 self.zeros(nbytes)
         return _nothing
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        return by_rule(joined, apart, saved)
 
     def record(self, runs: Sequence[Run]) -> Run:
         return _nothing

@@ -9,6 +9,7 @@ the device.
 from __future__ import annotations
 
 COMMON = r"""
+constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;
 typedef unsigned short half_bits;
 typedef struct { unsigned short bits; } bfloat_bits;
 static DEVICE inline float bfloat_load(bfloat_bits x) { return bits_to_float((unsigned int)x.bits << 16); }
@@ -25,13 +26,31 @@ static DEVICE inline long long clamp_index(long long index, long long size) {
   return index < 0 ? 0 : index >= size ? size - 1 : index;
 }
 static DEVICE inline INDEX lesser(INDEX a, INDEX b) { return a < b ? a : b; }
-#define LANE (THREAD % LANES)
+// Σ exp(x − most) while the maximum grows; what one thread has is brought to the maximum of all.
+static DEVICE inline void add_exponential(float& sum, float& most, float x) {
+  if (x > most) { sum = sum * expf(most - x) + 1.0f; most = x; }
+  else sum += x == most ? 1.0f : expf(x - most);
+}
+static DEVICE inline float rescaled(float sum, float own, float most) { return own == most ? sum : sum * expf(own - most); }
+#define ACROSS (THREADS / LANES)
+#define LANE (STRIDED ? THREAD / ACROSS : THREAD % LANES)
 #define SPLIT ((INDEX)(BLOCK % SPLITS))
 #define FOR_ROWS(r) \
   for (INDEX r##_start = (INDEX)(BLOCK / SPLITS) * SPAN, r##_end = lesser(r##_start + SPAN, ROWS), \
        r = r##_start + THREAD / LANES; r < r##_end; r += THREADS / LANES)
 #define FOR_COLUMNS(c) \
   for (INDEX c = SPLIT * CHUNK + LANE, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); c < c##_end; c += LANES)
+// A vector of neighbours at a time: of elements; of the columns of a row; of rows, whose columns threads further apart share.
+// Blocks of the last kind meet at barriers, so that threads beyond the last row do its work again.
+#define FOR_ROW_CHUNKS(r) \
+  for (INDEX r = (INDEX)BLOCK * SPAN + THREAD * VECTOR, r##_end = lesser((INDEX)BLOCK * SPAN + SPAN, ROWS); r < r##_end; \
+       r += THREADS * VECTOR)
+#define FOR_CHUNKS(c, k) \
+  UNROLL_SHORT for (INDEX k = 0, c = SPLIT * CHUNK + LANE * VECTOR, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); \
+              HOLD ? k < HOLD : c < c##_end; ++k, c += LANES * VECTOR) if (!HOLD || c < c##_end)
+#define ROW_CHUNK(r) const INDEX r = lesser(((INDEX)(BLOCK / SPLITS) * ACROSS + THREAD % ACROSS) * VECTOR, ROWS - VECTOR);
+#define EACH(v) UNROLL for (int v = 0; v < VECTOR; ++v)
+template <class T, int N> struct Pack { T at[N]; };
 #define NAN_VALUE bits_to_float(0x7FC00000u)
 #define INFINITY_VALUE bits_to_float(0x7F800000u)
 """
@@ -39,6 +58,11 @@ static DEVICE inline INDEX lesser(INDEX a, INDEX b) { return a < b ? a : b; }
 CUDA = (
     r"""
 #define DEVICE __device__
+#define RESTRICT __restrict__
+#define UNROLL _Pragma("unroll")
+#define UNROLL_SHORT _Pragma("unroll UNROLLED")
+#define BLOCK ((long long)blockIdx.x)
+#define THREAD ((int)threadIdx.x)
 static __device__ inline float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
 static __device__ inline unsigned int float_to_bits(float value) { return __float_as_uint(value); }
 static __device__ inline float half_load(unsigned short x) {
@@ -61,9 +85,10 @@ struct Minimum { template <class T> static __device__ T of(T a, T b) { return (a
 // Over the lanes of a row: a butterfly inside each warp, then warp totals through shared memory, in a fixed order.
 template <int WIDTH, class OP, class T> static __device__ inline T reduce_lanes(T value) {
   if (WIDTH == 1) return value;
+  const unsigned int mask = WIDTH < 32 ? ((1u << (WIDTH % 32)) - 1) << (threadIdx.x % 32 / WIDTH * WIDTH) : 0xffffffffu;
 #pragma unroll
   for (int step = (WIDTH < 32 ? WIDTH : 32) / 2; step > 0; step /= 2)
-    value = OP::of(value, __shfl_xor_sync(0xffffffffu, value, step));
+    value = OP::of(value, __shfl_xor_sync(mask, value, step));
   if (WIDTH <= 32) return value;
   __shared__ T totals[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -75,11 +100,45 @@ template <int WIDTH, class OP, class T> static __device__ inline T reduce_lanes(
   for (int k = 1; k < WIDTH / 32; ++k) total = OP::of(total, totals[k]);
   return total;
 }
-#define KERNEL extern "C" __global__ void
+// Vectors are read and written as whole words: the compiler does not join neighbouring elements by itself.
+template <int BYTES> struct Words { typedef unsigned char type; };
+template <> struct Words<2> { typedef unsigned short type; };
+template <> struct Words<4> { typedef unsigned int type; };
+template <> struct Words<8> { typedef uint2 type; };
+template <> struct Words<16> { typedef uint4 type; };
+template <int N, class T> static __device__ inline Pack<T, N> load_pack(const T* place) {
+  typedef typename Words<sizeof(T) * N % 16 == 0 ? 16 : sizeof(T) * N % 8 == 0 ? 8 : sizeof(T) * N>::type Word;
+  const int count = sizeof(T) * N / sizeof(Word);
+  union { Word words[count]; Pack<T, N> pack; } both;
+#pragma unroll
+  for (int k = 0; k < count; ++k) both.words[k] = __ldg(reinterpret_cast<const Word*>(place) + k);
+  return both.pack;
+}
+template <int N, class T> static __device__ inline void store_pack(T* place, const Pack<T, N>& pack) {
+  typedef typename Words<sizeof(T) * N % 16 == 0 ? 16 : sizeof(T) * N % 8 == 0 ? 8 : sizeof(T) * N>::type Word;
+  const int count = sizeof(T) * N / sizeof(Word);
+  union { Word words[count]; Pack<T, N> pack; } both;
+  both.pack = pack;
+#pragma unroll
+  for (int k = 0; k < count; ++k) reinterpret_cast<Word*>(place)[k] = both.words[k];
+}
+// Over threads of a block that are ACROSS apart, for each row of their vectors; all of them get the totals.
+template <class OP, class T> static __device__ inline void reduce_across(T (&value)[VECTOR]) {
+  if (LANES == 1) return;
+  __shared__ T parts[VECTOR][THREADS];
+  __syncthreads();
+  EACH(v) parts[v][THREAD] = value[v];
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (LANE < step) EACH(v) parts[v][THREAD] = OP::of(parts[v][THREAD], parts[v][THREAD + step * ACROSS]);
+  }
+  __syncthreads();
+  EACH(v) value[v] = parts[v][THREAD % ACROSS];
+}
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define SHARED __shared__
 #define SYNC __syncthreads()
-#define BLOCK ((long long)blockIdx.x)
-#define THREAD ((int)threadIdx.x)
 """
 )
 
@@ -88,6 +147,11 @@ HOST = (
 #include <math.h>
 #include <string.h>
 #define DEVICE
+#define RESTRICT __restrict__
+#define UNROLL
+#define UNROLL_SHORT
+static long long BLOCK;
+static const int THREAD = 0;
 static inline float bits_to_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
 static inline unsigned int float_to_bits(float value) { unsigned int bits; memcpy(&bits, &value, 4); return bits; }
 static inline float half_load(unsigned short x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
@@ -104,10 +168,17 @@ struct Prod { template <class T> static T of(T a, T b) { return a * b; } };
 struct Maximum { template <class T> static T of(T a, T b) { return (a > b || a != a) ? a : b; } };
 struct Minimum { template <class T> static T of(T a, T b) { return (a < b || a != a) ? a : b; } };
 template <int WIDTH, class OP, class T> static inline T reduce_lanes(T value) { return value; }
+template <class OP, class T> static inline void reduce_across(T (&value)[VECTOR]) {}
+template <int N, class T> static inline Pack<T, N> load_pack(const T* place) {
+  Pack<T, N> pack;
+  memcpy(&pack, place, sizeof(pack));
+  return pack;
+}
+template <int N, class T> static inline void store_pack(T* place, const Pack<T, N>& pack) {
+  memcpy(place, &pack, sizeof(pack));
+}
 #define KERNEL extern "C" void
 #define SHARED static
 #define SYNC
-static long long BLOCK;
-static const int THREAD = 0;
 """
 )

@@ -1,283 +1,294 @@
-"""Matrix products through cuBLASLt: Gemm and MatMul, batched, with the bias in the epilogue.
+"""Matrix products as the library counts them: where operands lie, what happens to the result, and the call that says so.
 
-cuBLASLt counts columns first. A row-major C = A·B is the column-major Cᵀ = Bᵀ·Aᵀ, so the operands change places and nothing
-is copied. Of the algorithms that the library proposes the fastest is taken, measured once and kept on disk by shape.
+    d = epilogue(alpha · a · b + c + bias)          row-major, ``batch`` times
+
+cuBLASLt counts columns first. A row-major D = A·B is the column-major Dᵀ = Bᵀ·Aᵀ, so the operands change places and nothing
+is copied; an operand whose rows lie side by side is one that the library turns. :class:`Call` holds layouts and attributes
+by the library's own names, so that what it is told can be read, and evaluated, on a machine without it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Run
-from graphc.backends.cupy.nodes import library
-from graphc.backends.cupy.views import shape_of
-from graphc.errors import MissingExtraError
+from graphc.backends.cupy.views import shape_of, size_of
 
-if TYPE_CHECKING:
-    from graphc.backends.cupy.cuda import CudaDevice
+DOMAIN = "graphc.cupy"
+"""Domain of the nodes that stand for products inside a segment; they never leave it."""
 
-WORKSPACE = 32 << 20
-"""Bytes of workspace, as NVIDIA advises for Hopper."""
-
-PROPOSALS = 8
-"""Algorithms that are measured."""
+PRODUCT = "product"
+"""Key of a product's description in the node's ``meta``."""
 
 TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 CUDA_TYPES = {ir.DataType.FLOAT: 0, ir.DataType.DOUBLE: 1, ir.DataType.FLOAT16: 2, ir.DataType.BFLOAT16: 14}
 """``cudaDataType_t`` by element type."""
 
+ROUNDS = 16
+"""Most calls of the library for one product whose batch no single stride describes."""
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """d = alpha · op(a) · op(b) + beta · d, row-major, ``batch`` times.
+FORWARD = {"": "", "relu": "RELU", "gelu": "GELU"}
+BACKWARD = {"relu_grad": "DRELU", "gelu_grad": "DGELU"}
 
-    Attributes:
-        m, n, k: rows and columns of d, and what is summed over.
-        strides: elements from one matrix of a batch to the next of a, b and d; 0 where all share one.
-        bias: whether a vector of n elements is added to every row.
-    """
-
-    m: int
-    n: int
-    k: int
-    batch: int
-    strides: tuple[int, int, int]
-    transposed: tuple[bool, bool]
-    dtype: ir.DataType
-    alpha: float = 1.0
-    beta: float = 0.0
-    bias: bool = False
-
-
-def is_product(node: ir.Node) -> bool:
-    """Whether cuBLASLt runs the node."""
-    if node.domain != "" or node.op_type not in ("Gemm", "MatMul") or node.outputs[0].dtype not in TYPES:
-        return False
-    return node.op_type == "Gemm" or batch_of(shape_of(node.inputs[0]), shape_of(node.inputs[1])) is not None
-
-
-@library("Gemm", "MatMul", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
-def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
-    """A product by cuBLASLt."""
-    return device.library(Products).bind(node, inputs, outputs)
-
-
-def batch_of(a: Sequence[int], b: Sequence[int]) -> tuple[int, int, int] | None:
-    """(batch, stride of a, stride of b in matrices) of a MatMul; None where neither operand's batch is whole."""
-    if len(a) < 2 or len(b) < 2:
-        return None
-    outer = np.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
-    count = int(np.prod(outer, dtype=np.int64))
-    steps = []
-    for shape in (a, b):
-        own = int(np.prod(shape[:-2], dtype=np.int64))
-        if own not in (1, count):
-            return None
-        steps.append(1 if own == count and count > 1 else 0)
-    return count, steps[0], steps[1]
-
-
-def product_of(node: ir.Node) -> tuple[Product, ir.Value | None]:
-    """The product that a node is, and its third operand where that is no bias but has to be in d before."""
-    a, b = shape_of(node.inputs[0]), shape_of(node.inputs[1])
-    dtype = node.outputs[0].dtype
-    assert dtype is not None
-    if node.op_type == "MatMul":
-        found = batch_of(a, b)
-        assert found is not None
-        batch, step_a, step_b = found
-        m, n, k = a[-2], b[-1], a[-1]
-        if batch > 1 and step_b == 0:  # one matrix for all rows of the batch
-            return Product(m * batch, n, k, 1, (0, 0, 0), (False, False), dtype), None
-        return Product(m, n, k, batch, (step_a * m * k, step_b * k * n, m * n), (False, False), dtype), None
-    ta, tb = (bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB"))
-    m, k = (a[1], a[0]) if ta else a
-    n = b[0] if tb else b[1]
-    alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
-    c = node.inputs[2] if len(node.inputs) > 2 else None
-    if c is None or beta == 0.0:
-        return Product(m, n, k, 1, (0, 0, 0), (ta, tb), dtype, alpha), None
-    row = shape_of(c)
-    if beta == 1.0 and int(np.prod(row, dtype=np.int64)) == n and row[-1:] == (n,):
-        return Product(m, n, k, 1, (0, 0, 0), (ta, tb), dtype, alpha, bias=True), None
-    return Product(m, n, k, 1, (0, 0, 0), (ta, tb), dtype, alpha, beta), c
+MASK_BITS, AUX_ELEMENTS = 128, 8
+"""What the leading dimension of a ReLU mask (in bits) and of a GELU operand (in elements) has to be a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A matrix as the library counts it: ``rows`` × ``columns``, column by column, ``batch`` of them ``stride`` apart.
+class Strided:
+    """Elements of a value in memory: index i is at ``offset`` + Σ i · ``steps`` (elements)."""
 
-    Attributes:
-        transposed: whether the library turns it before it multiplies.
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    offset: int = 0
+
+    @staticmethod
+    def contiguous(shape: Sequence[int]) -> Strided:
+        steps, step = [], 1
+        for size in reversed(shape):
+            steps.append(step)
+            step *= size
+        return Strided(tuple(shape), tuple(reversed(steps)))
+
+    def turned(self) -> Strided:
+        """With the last two dimensions exchanged."""
+        return Strided(_swap(self.shape), _swap(self.steps), self.offset)
+
+
+def _swap(items: tuple[int, ...]) -> tuple[int, ...]:
+    return (*items[:-2], items[-1], items[-2])
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """``rows`` × ``columns``; element (r, c) of matrix b in round i is at offset + i·round_step + b·batch_step + r·row_step + …
+
+    One of ``row_step`` and ``column_step`` is 1, the other the leading dimension.
     """
 
     rows: int
     columns: int
+    row_step: int
+    column_step: int
+    batch_step: int = 0
+    round_step: int = 0
+    offset: int = 0
+
+    def turned(self) -> Matrix:
+        return replace(self, rows=self.columns, columns=self.rows, row_step=self.column_step, column_step=self.row_step)
+
+    def usable(self) -> Matrix | None:
+        """The same matrix with steps that the library understands; None where it has none."""
+        row, column = self.row_step, self.column_step
+        if self.columns == 1:
+            row, column = (1 if self.rows == 1 else row), 1
+        elif self.rows == 1:
+            row, column = (self.columns, 1) if column == 1 else (1, column)
+        if column == 1 and row >= self.columns:
+            return replace(self, row_step=row, column_step=1)
+        if row == 1 and column >= self.rows:
+            return replace(self, row_step=1, column_step=column)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """d = epilogue(alpha · a · b + c + bias).
+
+    Attributes:
+        dtype: element type of a and b.
+        result: element type of c, bias, d and bias gradient.
+        batch: how many matrices one call multiplies.
+        rounds: how many calls there are.
+        c: what is added, where that is a whole matrix.
+        bias: whether a vector of n elements is added to every row.
+        epilogue: ``relu``, ``gelu`` (the tanh form), or their gradients: the product times the slope at ``aux``.
+        aux: what ``gelu`` is taken of, or the mask of ``relu`` (a row of bits each): written by the forward epilogues where
+            it is given, read by the gradients.
+        bias_gradient: ``d``: the sum of the rows of the result; ``b``: of b; ``a``: of the columns of a. Another result.
+    """
+
+    a: Matrix
+    b: Matrix
+    d: Matrix
+    dtype: ir.DataType
+    result: ir.DataType
+    batch: int = 1
+    rounds: int = 1
+    alpha: float = 1.0
+    c: Matrix | None = None
+    bias: bool = False
+    epilogue: str = ""
+    aux: Matrix | None = None
+    bias_gradient: str = ""
+
+    @property
+    def m(self) -> int:
+        return self.d.rows
+
+    @property
+    def n(self) -> int:
+        return self.d.columns
+
+    @property
+    def k(self) -> int:
+        return self.a.columns
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch * self.rounds
+
+    @property
+    def keeps_aux(self) -> bool:
+        """Whether ``aux`` is a result."""
+        return self.aux is not None and self.epilogue in FORWARD
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but ``alpha`` happens to the result."""
+        return self.c is None and not self.bias and not self.epilogue and not self.bias_gradient
+
+    def text(self) -> str:
+        """One line that names the product, equal for equal products: the key of what was measured."""
+        matrices = [f"{n}{_steps(m)}" for n, m in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)) if m]
+        extra = [self.epilogue, "bias" * self.bias, f"aux{_steps(self.aux)}" if self.aux else ""]
+        extra += [f"sum-{self.bias_gradient}" if self.bias_gradient else "", f"alpha{self.alpha:g}" * (self.alpha != 1.0)]
+        types = f"{self.dtype.name}>{self.result.name}"
+        return " ".join(filter(None, [types, f"{self.batch}x{self.m}x{self.n}x{self.k}", *matrices, *extra])).lower()
+
+
+def _steps(m: Matrix) -> str:
+    return f"({m.row_step},{m.column_step},{m.batch_step})"
+
+
+def matmul(a: Strided, b: Strided, d: Strided, dtype: ir.DataType, result: ir.DataType) -> tuple[Product, bool] | None:
+    """[…, m, k] · […, k, n] with broadcast batch dimensions, written to ``d``; None where strides do not describe it.
+
+    A result whose rows lie side by side is the product of the operands turned and exchanged, as the second item says.
+    """
+    size_m, size_n, size_k = a.shape[-2], b.shape[-1], a.shape[-1]
+    outer = d.shape[:-2]
+    steps = [_batch_steps(x, len(outer)) for x in (a, b, d)]
+    dims = _merged([(size, *(s[k] for s in steps)) for k, size in enumerate(outer) if size > 1])
+    while dims and dims[-1][2] == 0 and dims[-1][1] == size_m * a.steps[-2] and dims[-1][3] == size_m * d.steps[-2]:
+        size_m *= dims.pop()[0]  # one matrix b for all: the batch is more rows
+    if not dims:
+        dims = [(1, 0, 0, 0)]
+    if len(dims) > 2:
+        return None
+    (rounds, *over), (batch, *inside) = dims if len(dims) == 2 else [(1, 0, 0, 0), dims[0]]
+    if rounds > ROUNDS or (batch > 1 and inside[2] == 0):
+        return None
+    first = Matrix(size_m, size_k, a.steps[-2], a.steps[-1], inside[0], over[0], a.offset).usable()
+    second = Matrix(size_k, size_n, b.steps[-2], b.steps[-1], inside[1], over[1], b.offset).usable()
+    target = Matrix(size_m, size_n, d.steps[-2], d.steps[-1], inside[2], over[2], d.offset).usable()
+    if first is None or second is None or target is None:
+        return None
+    exchanged = target.column_step != 1
+    if exchanged:
+        first, second, target = second.turned(), first.turned(), target.turned()
+    return Product(first, second, target, dtype, result, batch, rounds), exchanged
+
+
+def _batch_steps(x: Strided, count: int) -> list[int]:
+    """The steps of the ``count`` batch dimensions, 0 where the operand is broadcast."""
+    own = [0 if size == 1 else step for size, step in zip(x.shape[:-2], x.steps[:-2], strict=True)]
+    return [0] * (count - len(own)) + own
+
+
+def _merged(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """(size, steps…) of batch dimensions, neighbours joined where all operands walk over them at one pace."""
+    found: list[tuple[int, ...]] = []
+    for size, *steps in dims:
+        if found and all(outer == inner * size for outer, inner in zip(found[-1][1:], steps, strict=True)):
+            found[-1] = (found[-1][0] * size, *steps)
+        else:
+            found.append((size, *steps))
+    return found
+
+
+def is_product(node: ir.Node) -> bool:
+    """Whether the library can run this Gemm or MatMul, or it is a product already."""
+    if node.domain == DOMAIN:
+        return True
+    if node.domain != "" or node.op_type not in ("Gemm", "MatMul") or node.outputs[0].dtype not in TYPES:
+        return False
+    return min(size_of(node.inputs[0]), size_of(node.inputs[1])) > 0 and shape_of(node.inputs[0])[-1] > 0
+
+
+# What the library is told ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A matrix column by column: ``rows`` × ``columns``, columns ``ld`` apart, ``batch`` of them ``stride`` apart."""
+
+    rows: int
+    columns: int
+    ld: int
     batch: int
     stride: int
-    transposed: bool = False
+    kind: int
 
 
-def layouts(p: Product) -> tuple[Layout, Layout, Layout]:
-    """The library's first operand (b), its second (a) and its result (d): row-major matrices, read column by column."""
-    ta, tb = p.transposed
-    first = Layout(*((p.k, p.n) if tb else (p.n, p.k)), p.batch, p.strides[1], tb)
-    second = Layout(*((p.m, p.k) if ta else (p.k, p.m)), p.batch, p.strides[0], ta)
-    return first, second, Layout(p.n, p.m, p.batch, p.strides[2])
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One product in the library's terms.
+
+    Attributes:
+        first, second, addend, result: its A (our b), B (our a), C and D.
+        attributes: attribute of the description by its name in ``cublasLtMatmulDescAttributes_t``, without pointers.
+        epilogue: name in ``cublasLtEpilogue_t``.
+        beta: factor of C.
+    """
+
+    first: Layout
+    second: Layout
+    addend: Layout
+    result: Layout
+    attributes: Mapping[str, int]
+    epilogue: str
+    beta: float
 
 
-class Products:
-    """Binds products on one device."""
+def call_of(p: Product) -> Call:
+    """The layouts and attributes by which the library computes ``p``."""
+    epilogue = _epilogue(p)
+    attributes = {"TRANSA": int(_is_turned(p.b)), "TRANSB": int(_is_turned(p.a))}
+    kind = CUDA_TYPES[p.result]
+    if p.bias or p.bias_gradient:
+        attributes["BIAS_DATA_TYPE"] = kind
+    if p.aux is not None:
+        attributes["EPILOGUE_AUX_LD"] = p.aux.row_step
+    result = _layout(p.d, p.batch, kind)
+    addend = result if p.c is None else _layout(p.c, p.batch, kind)
+    first, second = (_layout(x, p.batch, CUDA_TYPES[p.dtype]) for x in (p.b, p.a))
+    return Call(first, second, addend, result, attributes, epilogue, 0.0 if p.c is None else 1.0)
 
-    def __init__(self, device: CudaDevice, *, tf32: bool = True) -> None:
-        try:
-            from nvmath.bindings import cublas, cublasLt
-        except ImportError as error:
-            raise MissingExtraError(
-                f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'"
-            ) from error
-        self._lt, self._compute = cublasLt, cublas.ComputeType
-        self._device, self._tf32 = device, tf32
-        self._handle = cublasLt.create()
-        self._workspace: Any = device.zeros(WORKSPACE)
-        self._chosen: dict[str, Any] = {}
-        self._scalars: list[Any] = []
 
-    def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
-        """A closure that runs the node; all descriptors are made here."""
-        product, addend = product_of(node)
-        a, b = inputs[0], inputs[1]
-        d = outputs[0]
-        bias = inputs[2] if product.bias else None
-        arguments = self._arguments(product, a, b, d, bias)
-        matmul, stream = self._lt.matmul, self._device.stream.ptr
+def _is_turned(m: Matrix) -> bool:
+    """Whether the library has to turn what it reads column by column: rows that lie side by side."""
+    return m.column_step != 1
 
-        def run() -> None:
-            matmul(*arguments, stream)
 
-        if addend is None:
-            return run
-        source = inputs[2]
-        cupy = self._device.cupy
-        whole = cupy.broadcast_to(source, d.shape)
+def _layout(m: Matrix, batch: int, kind: int) -> Layout:
+    if _is_turned(m):
+        return Layout(m.rows, m.columns, m.column_step, batch, m.batch_step, kind)
+    return Layout(m.columns, m.rows, m.row_step, batch, m.batch_step, kind)
 
-        def run_on_addend() -> None:
-            cupy.copyto(d, whole)
-            matmul(*arguments, stream)
 
-        return run_on_addend
+def _epilogue(p: Product) -> str:
+    if p.bias_gradient in ("a", "b"):
+        return {"b": "BGRADA", "a": "BGRADB"}[p.bias_gradient]
+    if p.epilogue in BACKWARD:
+        return BACKWARD[p.epilogue] + ("_BGRAD" if p.bias_gradient else "")
+    words = [FORWARD[p.epilogue], "AUX" if p.aux is not None else "", "BIAS" if p.bias else ""]
+    return "_".join(filter(None, words)) or "DEFAULT"
 
-    def _arguments(self, p: Product, a: Any, b: Any, d: Any, bias: Any) -> tuple[Any, ...]:
-        lt = self._lt
-        kind = CUDA_TYPES[p.dtype]
-        double = p.dtype == ir.DataType.DOUBLE
-        if double:
-            compute = self._compute.COMPUTE_64F
-        elif p.dtype == ir.DataType.FLOAT and self._tf32:
-            compute = self._compute.COMPUTE_32F_FAST_TF32
-        else:
-            compute = self._compute.COMPUTE_32F
-        description = lt.matmul_desc_create(int(compute), 1 if double else 0)
-        attribute = lt.MatmulDescAttribute
-        shapes = layouts(p)
-        self._set_description(description, attribute.TRANSA, int(shapes[0].transposed))
-        self._set_description(description, attribute.TRANSB, int(shapes[1].transposed))
-        if bias is not None:
-            self._set_description(description, attribute.EPILOGUE, int(lt.Epilogue.BIAS))
-            self._set_description(description, attribute.BIAS_POINTER, bias.data.ptr)
-            self._set_description(description, attribute.BIAS_DATA_TYPE, kind)
-        first, second, result = (self._layout(kind, shape) for shape in shapes)
-        scale = np.float64 if double else np.float32
-        alpha, beta = np.array(p.alpha, scale), np.array(p.beta, scale)
-        self._scalars += [alpha, beta]  # the library reads them at every call
-        pointers = (b.data.ptr, first, a.data.ptr, second)
-        head = (self._handle, description, alpha.ctypes.data, *pointers, beta.ctypes.data)
-        target = (d.data.ptr, result, d.data.ptr, result)
-        algorithm = self._algorithm(p, head, target, (description, first, second, result))
-        return (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE)
 
-    def _set_description(self, description: int, attribute: Any, value: int) -> None:
-        held = np.array([value], dtype=self._lt.get_matmul_desc_attribute_dtype(int(attribute)))
-        self._lt.matmul_desc_set_attribute(description, int(attribute), held.ctypes.data, held.nbytes)
-
-    def _layout(self, kind: int, shape: Layout) -> int:
-        lt = self._lt
-        layout: int = lt.matrix_layout_create(kind, shape.rows, shape.columns, shape.rows)
-        if shape.batch > 1:
-            names = lt.MatrixLayoutAttribute
-            for attribute, value in ((names.BATCH_COUNT, shape.batch), (names.STRIDED_BATCH_OFFSET, shape.stride)):
-                held = np.array([value], dtype=lt.get_matrix_layout_attribute_dtype(int(attribute)))
-                lt.matrix_layout_set_attribute(layout, int(attribute), held.ctypes.data, held.nbytes)
-        return layout
-
-    def _algorithm(self, p: Product, head: tuple[Any, ...], target: tuple[Any, ...], plan: tuple[int, ...]) -> Any:
-        """The fastest of the library's proposals: from this run, from disk, or measured now."""
-        key = repr((p, self._tf32))
-        found = self._chosen.get(key)
-        if found is None:
-            found = self._chosen[key] = self._from_disk(key)
-        if found is None:
-            found = self._chosen[key] = self._measure(head, target, plan)
-            self._to_disk()
-        return found
-
-    def _measure(self, head: tuple[Any, ...], target: tuple[Any, ...], plan: tuple[int, ...]) -> Any:
-        lt, cuda = self._lt, self._device.cupy.cuda
-        description, first, second, result = plan
-        preference = lt.matmul_preference_create()
-        attribute = lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
-        limit = np.array([WORKSPACE], dtype=lt.get_matmul_preference_attribute_dtype(int(attribute)))
-        lt.matmul_preference_set_attribute(preference, int(attribute), limit.ctypes.data, limit.nbytes)
-        proposals = np.zeros(PROPOSALS, dtype=lt.matmul_heuristic_result_dtype)
-        count = np.zeros(1, dtype=np.int32)
-        lt.matmul_algo_get_heuristic(
-            self._handle, description, first, second, result, result, preference, PROPOSALS, proposals.ctypes.data,
-            count.ctypes.data,
-        )  # fmt: skip
-        lt.matmul_preference_destroy(preference)
-        best, least = None, np.inf
-        stream = self._device.stream
-        for k in range(int(count[0])):
-            algorithm = np.ascontiguousarray(proposals["algo"][k])
-            arguments = (*head, *target, algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE, stream.ptr)
-            lt.matmul(*arguments)
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record(stream)
-            for _ in range(5):
-                lt.matmul(*arguments)
-            end.record(stream)
-            end.synchronize()
-            spent = cuda.get_elapsed_time(begin, end)
-            if spent < least:
-                best, least = algorithm, spent
-        return best
-
-    def _file(self) -> Any:
-        from graphc.backends.cupy.cuda import cache_folder
-
-        name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode().replace(" ", "-")
-        return cache_folder() / f"products-{name}-{self._lt.get_version()}.json"
-
-    def _from_disk(self, key: str) -> Any:
-        path = self._file()
-        held = json.loads(path.read_text()) if path.exists() else {}
-        if key not in held:
-            return None
-        return np.array([(held[key],)], dtype=self._lt.matmul_algo_dtype)[0:1]
-
-    def _to_disk(self) -> None:
-        path = self._file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = json.loads(path.read_text()) if path.exists() else {}
-        for key, algorithm in self._chosen.items():
-            if algorithm is not None:
-                held[key] = np.ascontiguousarray(algorithm).view(np.uint64).reshape(-1).tolist()
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(held))
-        partial.rename(path)
+def mask_row(columns: int) -> int:
+    """Bits of a row of a ReLU mask."""
+    return -(-columns // MASK_BITS) * MASK_BITS

@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_ir as ir
 
-from graphc.backends.cupy import nodes
+from graphc.backends.cupy import forms, nodes
 from graphc.backends.cupy.composites import take_apart
+from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.fusion import Kernel, Opaque, group
-from graphc.backends.cupy.generator import Generator, Source
-from graphc.backends.cupy.launch import Shape, blocks, host, render, spread, wanted_splits
+from graphc.backends.cupy.generator import Generator
+from graphc.backends.cupy.kernels.scatter import omit_fills
+from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
+from graphc.backends.cupy.source import Source
+from graphc.backends.cupy.uses import sweep
 from graphc.backends.cupy.views import size_of
+from graphc.ir.decomposition import decompose_graph
 from graphc.ir.infer import propagate
 
 
@@ -68,29 +73,37 @@ class Segment:
 
 
 def compile_segment(
-    model: onnx.ModelProto, *, device: bool = True, splits: Callable[[int, int, bool], int] | None = None
+    model: onnx.ModelProto,
+    *,
+    device: bool = True,
+    splits: Callable[[int, int, bool], int] | None = None,
+    choose: Choose = by_rule,
+    loose_gelu: bool = False,
 ) -> Segment:
     """Turn a segment of standard ops with static shapes into calls.
 
     Args:
         device: write CUDA C; otherwise C++ for the host.
         splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
+        choose, loose_gelu: what becomes the epilogue of a product (:func:`.epilogues.join_products`).
     """
     graph = ir.from_proto(model).graph
     propagate(graph)
     take_apart(graph)
     propagate(graph)
-    for node in reversed(list(graph)):
-        if not any(out.uses() or out.is_graph_output() for out in node.outputs):
-            graph.remove(node, safe=True)
+    sweep(graph)
+    join_products(graph, choose, loose_gelu=loose_gelu)
+    if decompose_graph(graph, lambda node: nodes.special(node) is not None):
+        propagate(graph)
+    omit_fills(graph)
+    sweep(graph)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
-    share = splits or (lambda rows, columns, contiguous: wanted_splits(rows, columns, contiguous=contiguous))
     calls: list[KernelCall | NodeCall] = []
     for launch in grouping.launches:
         if isinstance(launch, Opaque):
             calls += _node_calls(launch.node, grouping.aliases, device)
         else:
-            calls += _kernel_calls(launch, grouping.memory, device, share)
+            calls += _kernel_calls(launch, grouping.memory, device, splits)
     return Segment(graph, calls, grouping.aliases)
 
 
@@ -102,12 +115,16 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
         return [NodeCall(node, found)]
     calls: list[KernelCall | NodeCall] = []
     for launch in found.build(node):
+        if not launch.rows:
+            continue
         source = launch.source()
         source = replace(source, operands=tuple(aliases.get(v, v) for v in source.operands))
         if not device:
             shape = host(source.rows, source.columns)
         elif launch.block:
             shape = blocks(source.rows, source.columns)
+        elif launch.lanes:
+            shape = shared_rows(source.rows, launch.lanes)
         else:
             shape = spread(source.rows, source.columns)
         name, text = render(source, shape, device=device)
@@ -116,35 +133,36 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
 
 
 def _kernel_calls(
-    kernel: Kernel, memory: set[ir.Value], device: bool, share: Callable[[int, int, bool], int]
+    kernel: Kernel, memory: set[ir.Value], device: bool, splits: Callable[[int, int, bool], int] | None
 ) -> list[KernelCall | NodeCall]:
     own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
     def in_memory(value: ir.Value) -> bool:
         producer = value.producer()
-        return (
-            value not in own
-            and value not in kernel.again
-            and (value in memory or producer is None or producer.op_type == "Constant")
-        )
+        if value in own or value in kernel.again:
+            return False
+        return value in memory or producer is None or producer.op_type == "Constant"
 
-    generator = Generator(kernel.spec, in_memory)
-    contiguous = not kernel.axes or len(kernel.shape) - 1 in kernel.axes
     spec = kernel.spec
-    parts = share(spec.rows, spec.columns, contiguous) if kernel.axes and generator.divides() else 1
+    plain = Generator(spec, in_memory)
+    form = forms.choose(plain, plain.source(), wide=device)
+    generator = Generator(spec, in_memory, form)
+    parts = 1
+    if kernel.axes and generator.divides():
+        asked = splits(spec.rows, spec.columns, not form.strided) if splits else forms.wanted_splits(spec, form)
+        parts = max(1, min(asked, spec.columns // (1 if form.strided else form.vector)))
     if parts == 1:
-        return [_call(generator.source(), contiguous, device)]
+        return [_call(generator.source(), forms.shape_of_form(spec, form), device)]
     first, second = generator.halves()
-    return [_call(first, contiguous, device, splits=parts, parts=parts), _call(second, True, device, columns=1, parts=parts)]
+    return [
+        _call(first, forms.shape_of_form(spec, first.form, parts), device, parts),
+        _call(second, forms.parts_sum(spec.rows, parts), device, parts),
+    ]
 
 
-def _call(
-    source: Source, contiguous: bool, device: bool, *, splits: int = 1, columns: int | None = None, parts: int = 1
-) -> KernelCall:
-    width = source.columns if columns is None else columns
-    if device:
-        shape = spread(source.rows, width, contiguous=contiguous, splits=splits)
-    else:
-        shape = host(source.rows, width, splits=splits)
+def _call(source: Source, shape: Shape, device: bool, parts: int = 1) -> KernelCall:
+    if not device:
+        form, columns = source.form, source.columns if shape.splits == 1 else 1
+        shape = host(source.rows, columns, splits=shape.splits, vector=form.vector, strided=form.strided)
     name, text = render(source, shape, device=device, parts=parts)
     return KernelCall(source, name, text, shape, parts)

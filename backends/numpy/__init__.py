@@ -25,6 +25,7 @@ class NumpyBackend:
     """Every ``graphc`` op runs through its decomposition. ``threads`` and ``spin`` are accepted and unused."""
 
     name = "numpy"
+    rewrites = ""
 
     def __init__(self, *, threads: int = 1, spin: bool = False) -> None:
         del threads, spin

@@ -41,6 +41,7 @@ class OnnxRuntimeBackend:
     """
 
     name = "onnxruntime"
+    rewrites = ""
 
     def __init__(self, *, threads: int, spin: bool = True) -> None:
         self.memory: Memory = HostMemory()

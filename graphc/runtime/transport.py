@@ -23,6 +23,10 @@ def open_communicator(world: World | None = None) -> Communicator:
         from graphc.runtime.threads import communicator_of
 
         return communicator_of(world)
+    if world.transport == "tcp":
+        from graphc.runtime.tcp import open_tcp
+
+        return open_tcp(world)
     from graphc.runtime.mpi import open_mpi
 
     return open_mpi(world)

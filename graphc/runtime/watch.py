@@ -112,6 +112,7 @@ class Watch:
         self.launched = launched
         self.world_size = board.size
         self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
+        self.tell: Callable[[str], None] = lambda message: None  # and how to say why, before this process ends
         self.ring = board.ring(rank)
         self.communicators: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
         self.lost: frozenset[int] = frozenset()
@@ -235,6 +236,7 @@ class Watch:
 
     def _end(self, message: str) -> None:
         self.board.write(self.rank, State.STOPPED, text=message, code=1)
+        self.tell(message)
         if not self.launched:  # the launcher reads the board and says it once
             print(f"graphc: {'; '.join(filter(None, (message, self.dump(message))))}", file=sys.stderr, flush=True)
         time.sleep(GRACE)

@@ -1,7 +1,8 @@
 """Which worker am I, and how many are there?
 
 Looked for in this order: what the caller says → the worker threads of this process → ``RANK``/``WORLD_SIZE``/``LOCAL_RANK``
-→ Open MPI's and PMI's variables → Slurm's → alone.
+→ Open MPI's and PMI's variables → Slurm's → alone. Processes talk by MPI; where a launcher that knows no MPI sets
+``MASTER_ADDR`` beside ``RANK`` (torchrun, a shell loop), they meet there by TCP. ``GRAPHC_TRANSPORT`` may say which.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import contextvars
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, nearest
 
-Transport: TypeAlias = Literal["null", "threads", "mpi"]
+Transport: TypeAlias = Literal["null", "threads", "mpi", "tcp"]
+
+TRANSPORT = "GRAPHC_TRANSPORT"
+"""Environment variable: how workers talk, one of :data:`TRANSPORTS`."""
+
+Wanted: TypeAlias = Literal["auto", "nccl", "mpi", "tcp", "threads"]
+TRANSPORTS: tuple[Wanted, ...] = get_args(Wanted)
+"""``nccl`` is for arrays of GPUs only; everything else then goes by MPI or TCP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,7 @@ class World:
         size: number of workers.
         local_rank: 0 … local_size - 1, the place among the workers on this machine; names the device.
         local_size: number of workers on this machine.
-        transport: how the workers talk: ``null`` (alone), ``threads`` or ``mpi``.
+        transport: how the workers talk: ``null`` (alone), ``threads``, ``mpi`` or ``tcp``.
     """
 
     rank: int = 0
@@ -58,7 +66,7 @@ def find_world(explicit: World | None = None, environment: Mapping[str, str] | N
         environment: looked through instead of ``os.environ``.
 
     Raises:
-        UsageError: a variable that is no whole number, or a set of variables of which one is missing.
+        UsageError: a variable that is no whole number, a set of variables of which one is missing, or an unknown transport.
     """
     if explicit is not None:
         return explicit
@@ -69,8 +77,38 @@ def find_world(explicit: World | None = None, environment: Mapping[str, str] | N
     for look in (_from_rank, _from_open_mpi, _from_pmi, _from_slurm):
         world = look(found)
         if world is not None:
-            return world
+            return _over(world, wanted_transport(None, found))
     return World()
+
+
+def wanted_transport(explicit: str | None, environment: Mapping[str, str] | None = None) -> Wanted:
+    """One of :data:`TRANSPORTS`: ``explicit``, else what ``GRAPHC_TRANSPORT`` says, else ``auto``.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    found = explicit or (os.environ if environment is None else environment).get(TRANSPORT) or "auto"
+    if found not in TRANSPORTS:
+        where = "" if explicit else f" in {TRANSPORT}"
+        raise UsageError(
+            f"unknown transport {found!r}{where}{nearest(found, TRANSPORTS)}; the transports are {', '.join(TRANSPORTS)}"
+        )
+    return found
+
+
+def device_index(count: int, world: World | None = None) -> int:
+    """Which of the ``count`` devices that this process sees is this worker's; where there are fewer, workers share them.
+
+    >>> [device_index(2, World(rank, 3, rank, 3, "mpi")) for rank in range(3)]
+    [0, 1, 0]
+    """
+    return find_world(world).local_rank % count
+
+
+def _over(world: World, transport: Wanted) -> World:
+    if world.size == 1 or (transport != "mpi" and transport != "tcp"):
+        return world
+    return replace(world, transport=transport)
 
 
 def threads_for(world: World) -> int:
@@ -92,7 +130,9 @@ def _from_rank(environment: Mapping[str, str]) -> World | None:
     rank, size = _pair(environment, "RANK", "WORLD_SIZE")
     if rank is None or size is None:
         return None
-    return _world(rank, size, _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE"))
+    world = _world(rank, size, _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE"))
+    knows_mpi = any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+    return _over(world, "tcp") if "MASTER_ADDR" in environment and not knows_mpi else world
 
 
 def _from_open_mpi(environment: Mapping[str, str]) -> World | None:

@@ -15,6 +15,9 @@
 #define __constant__ static
 #define __launch_bounds__(...)
 
+struct alignas(8) uint2 { unsigned int x, y; };
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
+
 struct emulated_index { unsigned int x, y, z; };
 static emulated_index threadIdx, blockIdx, blockDim, gridDim;
 

@@ -6,6 +6,7 @@ One thread plays every role of the device, so this tests what kernels compute, n
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +16,19 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, in_order
 from graphc.backends.cupy.bound import BoundSegment, Scratch
+from graphc.backends.cupy.device import Options
+from graphc.backends.cupy.dnn import Dnn
+from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.launch import Shape
-from graphc.backends.cupy.products import Layout, is_product, layouts, product_of
+from graphc.backends.cupy.products import DOMAIN, Product
 from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant
 from graphc.runtime.nodes import segment_model
 from graphc.steps import Step
 from tests.backends.host_compiler import compile_kernels
+from tests.backends.host_cudnn import HostDnn
+from tests.backends.host_products import bind_product
 from tests.backends.strict import StrictMemory, host_of
 
 
@@ -30,6 +36,11 @@ class HostDevice(StrictMemory):
     """The machine of the tests in place of a GPU: its memory is closed to the host, and work waits until somebody asks."""
 
     writes_cuda = False
+    options = Options()
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        """Every epilogue is taken, so that every one is tested."""
+        return True
 
     def put(self, array: Any) -> Any:
         target = self.empty(array.nbytes).view(array.dtype).reshape(array.shape)
@@ -52,13 +63,24 @@ class HostDevice(StrictMemory):
 
         return self.queued(run)
 
+    def library(self, kind: Any) -> Any:
+        """What stands for the vendor's library on the host."""
+        assert kind is Dnn
+        return self.dnn
+
+    @functools.cached_property
+    def dnn(self) -> HostDnn:
+        return HostDnn(self)
+
     def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        if library is not None and node.domain != DOMAIN:
+            return self.queued(library.bind(self, node, inputs, outputs))
         run = self._node(node, library, [host_of(a) for a in inputs], [host_of(a) for a in outputs])
         return self.queued(run)
 
     def _node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
-        if library is not None and is_product(node):
-            return _product(node, inputs, outputs[0])
+        if node.domain == DOMAIN:
+            return bind_product(product_of(node), inputs, outputs)
         read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
         written = [o for o in node.outputs if o.dtype is not None]
         model = segment_model(Step("segment", node.op_type, [node], read, written))
@@ -101,11 +123,11 @@ class EmulatedDevice(HostDevice):
 
 
 def run_segment(
-    model: onnx.ModelProto, feeds: Mapping[str, Any], device: Any, *, splits: int | None = None
+    model: onnx.ModelProto, feeds: Mapping[str, Any], device: Any, *, splits: int | None = None, loose_gelu: bool = False
 ) -> tuple[dict[str, Any], Segment]:
     """Outputs by name, and the calls that made them; rows with over 3 columns are shared by ``splits`` blocks."""
     share = None if splits is None else lambda rows, columns, _: splits if columns > 3 else 1
-    segment = compile_segment(model, device=device.writes_cuda, splits=share)
+    segment = compile_segment(model, device=device.writes_cuda, splits=share, choose=device.pays, loose_gelu=loose_gelu)
     inputs = {v.name: device.put(np.ascontiguousarray(feeds[v.name]).reshape(shape_of(v))) for v in segment.graph.inputs}
     outputs = {}
     for value in segment.graph.outputs:
@@ -115,31 +137,3 @@ def run_segment(
     for _ in range(2):  # the second run meets memory that the first has used
         bound()
     return {name: device.fetch(array) for name, array in outputs.items()}, segment
-
-
-def _product(node: ir.Node, inputs: Sequence[Any], d: Any) -> Callable[[], None]:
-    """What cuBLASLt makes of the layouts and flags it is given: matrices that are read column by column."""
-    product, addend = product_of(node)
-    shapes = layouts(product)
-
-    def matrices(array: Any, layout: Layout) -> Any:
-        size, step = layout.rows * layout.columns, array.itemsize
-        return np.lib.stride_tricks.as_strided(
-            array.reshape(-1),
-            (layout.batch, layout.rows, layout.columns),
-            ((layout.stride or size if layout.batch > 1 and layout.stride else 0) * step, step, layout.rows * step),
-        )
-
-    def run() -> None:
-        if addend is not None:
-            np.copyto(d, np.broadcast_to(inputs[2], d.shape))
-        first, second, result = (matrices(x, s) for x, s in zip((inputs[1], inputs[0], d), shapes, strict=True))
-        turned = [m.transpose(0, 2, 1) if s.transposed else m for m, s in zip((first, second), shapes, strict=False)]
-        found = product.alpha * (turned[0].astype(np.float64) @ turned[1].astype(np.float64))
-        if product.bias:
-            found += inputs[2].reshape(-1).astype(np.float64)[None, :, None]
-        if product.beta:
-            found += product.beta * result.astype(np.float64)
-        result[...] = found.astype(d.dtype)
-
-    return run

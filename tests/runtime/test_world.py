@@ -8,7 +8,7 @@ import pytest
 
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
-from graphc.runtime.world import World, available_cores, find_world, threads_for
+from graphc.runtime.world import World, available_cores, device_index, find_world, threads_for
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,12 @@ from graphc.runtime.world import World, available_cores, find_world, threads_for
         ({}, World()),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(3, 8, 1, 2, "mpi")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 1, 2, "mpi")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}, World(1, 2, 1, 2, "tcp")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "GRAPHC_TRANSPORT": "mpi"}, World(1, 2, 1, 2, "mpi")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "GRAPHC_TRANSPORT": "nccl"}, World(1, 2, 1, 2, "tcp")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "PMIX_RANK": "1"}, World(1, 2, 1, 2, "mpi")),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node0", "GRAPHC_TRANSPORT": "tcp"}, World()),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "GRAPHC_TRANSPORT": "tcp"}, World(1, 2, 1, 2, "tcp")),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, World(5, 8, 1, 4, "mpi")),
         ({"RANK": "0", "WORLD_SIZE": "1"}, World()),
         (
@@ -58,6 +64,10 @@ def test_what_the_caller_says_comes_first() -> None:
         ({"RANK": "1"}, "sets RANK but not WORLD_SIZE"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not fit a world of 2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "GRAPHC_TRANSPORT": "ncl"},
+            "unknown transport 'ncl' in GRAPHC_TRANSPORT; did you mean 'nccl'",
+        ),
     ],
 )
 def test_bad_environment(environment: dict[str, str], message: str) -> None:
@@ -70,6 +80,11 @@ def test_workers_share_the_cores() -> None:
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     assert threads_for(World()) == cores
     assert threads_for(World(0, 2 * cores, 0, 2 * cores, "mpi")) == 1
+
+
+def test_workers_take_their_devices_in_turn() -> None:
+    assert [device_index(4, World(8 + k, 16, k, 4, "mpi")) for k in range(4)] == [0, 1, 2, 3]
+    assert [device_index(1, World(k, 2, k, 2, "mpi")) for k in range(2)] == [0, 0]
 
 
 def test_mesh_text() -> None:

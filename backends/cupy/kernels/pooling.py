@@ -1,11 +1,12 @@
 """Pooling and its gradients, one thread an element of the result: a gradient looks for the windows that read its element.
 
-So no two threads write to one place, and sums have one order. Tensors are N × C × spatial axes.
+So no two threads write to one place, and sums have one order. Tensors are N × C × spatial axes, or have their channels last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -21,10 +22,10 @@ from graphc.backends.cupy.kernels.text import (
     over_windows,
     store,
     unflattened,
-    window_of,
 )
 from graphc.backends.cupy.nodes import FLOATS, STORED, Launch, node_kernel, wanted
 from graphc.backends.cupy.views import shape_of, size_of
+from graphc.ir.ops.channels_last import PREFIX
 from graphc.ir.ops.convolution import Window
 
 
@@ -32,23 +33,58 @@ def _has_window(node: ir.Node) -> bool:
     return len(shape_of(node.outputs[0])) > 2
 
 
-@node_kernel("MaxPool", dtypes=STORED, when=_has_window)
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the tensors of a pooling node lie: planes of spatial axes, or, where ``channels`` is not 0, pixels of channels.
+
+    Attributes:
+        size, out: spatial sizes of the tensor under the window and of the result.
+    """
+
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    channels: int
+    window: Window
+
+    @staticmethod
+    def of(node: ir.Node, x: ir.Value | None, y: ir.Value | None) -> Grid:
+        last = node.op_type.startswith(PREFIX)
+        size, out = (shape[1:-1] if last else shape[2:] for shape in (shape_of(x), shape_of(y)))
+        window = Window.of(attributes_of(node), size)
+        return Grid(size, out, shape_of(x)[-1] if last else 0, window)
+
+    def taken_apart(self, sizes: Sequence[int], letter: str) -> str:
+        """Statements: the row as ``plane``, an index per spatial axis, and the channel."""
+        names = ["plane", *indices(letter, len(sizes))]
+        if self.channels:
+            return unflattened("row", [0, *sizes, self.channels], [*names, "channel"])
+        return unflattened("row", [0, *sizes], names)
+
+    def at(self, sizes: Sequence[int], letter: str) -> str:
+        """The element at these spatial indices."""
+        names = ["plane", *indices(letter, len(sizes))]
+        if self.channels:
+            return flattened([*names, "channel"], [0, *sizes, self.channels])
+        return flattened(names, [0, *sizes])
+
+
+@node_kernel("MaxPool", f"graphc::{PREFIX}MaxPool", dtypes=STORED, when=_has_window)
 def max_pool(node: ir.Node) -> Sequence[Launch]:
     """The greatest element of each window; NaN is greater than all. Places count in x, by rows or by columns."""
     (x,), y = node.inputs, node.outputs[0]
     assert x is not None
-    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
+    grid = Grid.of(node, x, y)
+    window, size = grid.window, grid.size
     n, kind = len(size), computed(x)
     order = list(range(n)) if not node.attributes.get_int("storage_order", 0) else list(reversed(range(n)))
     place = flattened(["plane", *(f"i{k}" for k in order)], [0, *(size[k] for k in order)])
-    here = flattened(["plane", *indices("i", n)], [0, *size])
-    inside = f"""const {kind} value = {load(x, "x", here)};
+    inside = f"""const {kind} value = {load(x, "x", grid.at(size, "i"))};
 if (place < 0 || value > best || value != value) {{ best = value; place = {place}; }}"""
     writes, last = {"y": y}, store(y, "y", "row", "best")
     if len(node.outputs) > 1 and node.outputs[1].dtype is not None and wanted(node.outputs[1]):
         writes["places"] = node.outputs[1]
         last += "\nplaces[row] = place;"
-    body = f"""{unflattened("row", [0, *out], ["plane", *indices("o", n)])}
+    body = f"""{grid.taken_apart(grid.out, "o")}
 {kind} best = {_least(x)};
 long long place = -1;
 {over_taps(window, size, inside)}
@@ -56,7 +92,7 @@ long long place = -1;
     return [Launch(body, {"x": x}, writes, size_of(y))]
 
 
-@node_kernel("graphc::MaxPoolGrad", dtypes=FLOATS, when=_has_window)
+@node_kernel("graphc::MaxPoolGrad", f"graphc::{PREFIX}MaxPoolGrad", dtypes=FLOATS, when=_has_window)
 def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
     """Σ dy over the windows of which this element is the first maximum."""
     dy, x, y = node.inputs
@@ -64,22 +100,23 @@ def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
     assert dy is not None
     assert x is not None
     assert y is not None
-    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
+    grid = Grid.of(node, x, y)
+    window, size = grid.window, grid.size
     n, kind = len(size), computed(x)
-    other = flattened(["plane", *indices("j", n)], [0, *size])
-    same = f"const {kind} other = {load(x, 'x', other)};\nif (other == mine || (other != other && mine != mine)) first = false;"
+    same = f"""const {kind} other = {load(x, "x", grid.at(size, "j"))};
+if (other == mine || (other != other && mine != mine)) first = false;"""
     # Taps in front of this one, in row-major order; the loop over them ends at the first that is as great.
     earlier = over_taps(window, size, f"if (!first || {_not_before(n)}) continue;\n{same}", into="j", tap="u")
-    at = flattened(["plane", *indices("o", n)], [0, *out])
+    at = grid.at(grid.out, "o")
     inside = f"""const {kind} most = {load(y, "y", at)};
 if (!(most == mine || (most != most && mine != mine))) continue;
 bool first = true;
 {earlier}
 if (first) total += {load(dy, "dy", at)};"""
-    body = f"""{unflattened("row", [0, *size], ["plane", *indices("i", n)])}
+    body = f"""{grid.taken_apart(size, "i")}
 const {kind} mine = {load(x, "x", "row")};
 {computed(dy)} total = 0;
-{over_windows(window, out, inside)}
+{over_windows(window, grid.out, inside)}
 {store(dx, "dx", "row", "total")}"""
     return [Launch(body, {"dy": dy, "x": x, "y": y}, {"dx": dx}, size_of(dx))]
 
@@ -92,17 +129,17 @@ def _not_before(n: int) -> str:
     return text
 
 
-@node_kernel("AveragePool", "LpPool", dtypes=FLOATS, when=_has_window)
+@node_kernel("AveragePool", "LpPool", f"graphc::{PREFIX}AveragePool", dtypes=FLOATS, when=_has_window)
 def mean_pool(node: ir.Node) -> Sequence[Launch]:
     """The mean of each window, or its p-norm."""
     (x,), y = node.inputs, node.outputs[0]
     assert x is not None
-    window, size, out = window_of(node, x), shape_of(x)[2:], shape_of(y)[2:]
-    n, kind = len(size), computed(x)
-    value = load(x, "x", flattened(["plane", *indices("i", n)], [0, *size]))
+    grid = Grid.of(node, x, y)
+    window, size, kind = grid.window, grid.size, computed(x)
+    value = load(x, "x", grid.at(size, "i"))
     p = node.attributes.get_int("p", 2)
     call = "" if kind == "double" else "f"
-    if node.op_type == "AveragePool":
+    if node.op_type != "LpPool":
         inside = f"total += {value};"
         result = f"total / ({kind})({_count(node, window, size)})"
     elif p == 1:
@@ -112,25 +149,24 @@ def mean_pool(node: ir.Node) -> Sequence[Launch]:
     else:
         inside = f"total += pow{call}(fabs{call}({value}), ({kind}){p});"
         result = f"pow{call}(total, ({kind})(1.0 / {p}))"
-    body = f"""{unflattened("row", [0, *out], ["plane", *indices("o", n)])}
+    body = f"""{grid.taken_apart(grid.out, "o")}
 {kind} total = 0;
 {over_taps(window, size, inside)}
 {store(y, "y", "row", result)}"""
     return [Launch(body, {"x": x}, {"y": y}, size_of(y), head=COUNT)]
 
 
-@node_kernel("graphc::AveragePoolGrad", dtypes=FLOATS, when=_has_window)
+@node_kernel("graphc::AveragePoolGrad", f"graphc::{PREFIX}AveragePoolGrad", dtypes=FLOATS, when=_has_window)
 def average_pool_grad(node: ir.Node) -> Sequence[Launch]:
     """Σ dy ÷ count over the windows that read this element."""
     dy, dx = node.inputs[0], node.outputs[0]
     assert dy is not None
-    window, size, out = window_of(node, dx), shape_of(dx)[2:], shape_of(dy)[2:]
-    n, kind = len(size), computed(dy)
-    at = flattened(["plane", *indices("o", n)], [0, *out])
-    inside = f"total += {load(dy, 'dy', at)} / ({kind})({_count(node, window, size)});"
-    body = f"""{unflattened("row", [0, *size], ["plane", *indices("i", n)])}
+    grid = Grid.of(node, dx, dy)
+    window, size, kind = grid.window, grid.size, computed(dy)
+    inside = f"total += {load(dy, 'dy', grid.at(grid.out, 'o'))} / ({kind})({_count(node, window, size)});"
+    body = f"""{grid.taken_apart(size, "i")}
 {kind} total = 0;
-{over_windows(window, out, inside)}
+{over_windows(window, grid.out, inside)}
 {store(dx, "dx", "row", "total")}"""
     return [Launch(body, {"dy": dy}, {"dx": dx}, size_of(dx), head=COUNT)]
 

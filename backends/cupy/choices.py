@@ -1,0 +1,77 @@
+"""Measured choices on disk: what was found fastest, by a text that names the task, for one device and library version.
+
+    {"bfloat16>bfloat16 1x16384x3072x768 a(768,1,0) …": {"algorithm": [17, …], "seconds": 0.00012}, …}
+
+Several processes may measure at the same time: each merges its finds into the file under a lock and puts the new file in the
+old one's place at once. A file that cannot be read is ignored with a warning, and measured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Choices:
+    """The choices of one file.
+
+    Args:
+        path: the file; None keeps them in memory only.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._found: dict[str, Any] = {} if path is None else _read(path)
+
+    def get(self, key: str) -> Any:
+        """What was chosen, or None."""
+        return self._found.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Remember a choice (of JSON's types) here and on disk; a disk that refuses is warned about, once a call."""
+        self._found[key] = value
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path.with_suffix(".lock")):
+                self._found = {**(_read(self.path) if self.path.exists() else {}), key: value, **self._found}
+                partial = self.path.with_suffix(f".{os.getpid()}.tmp")
+                partial.write_text(json.dumps(self._found, indent=0, sort_keys=True))
+                partial.replace(self.path)
+        except OSError as error:
+            warnings.warn(f"measured choices are not kept in {self.path}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def file_name(*words: str) -> str:
+    """A file's name of words such as the device's name and a version."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words)) + ".json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} cannot be read and is measured anew ({error})", RuntimeWarning, stacklevel=2)
+        return {}
+    if not isinstance(held, dict):
+        warnings.warn(f"{path} holds no choices and is measured anew", RuntimeWarning, stacklevel=2)
+        return {}
+    return held
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # without locks the replacement alone keeps the file whole
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

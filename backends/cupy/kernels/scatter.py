@@ -1,0 +1,209 @@
+"""Scatters. Nothing is added atomically: every run gives the same bits.
+
+    few updates a line     one thread a line (all elements that differ in the axis only) applies its updates in order
+    else                   updates are sorted by where they go; threads sum runs of equal places, first within chunks of √n
+                           updates, then what goes on over the edge of a chunk
+
+The gradient of an embedding is the second: for 16,384 tokens into 50,257 × 768 it writes the zeros (154 MB), sorts 16,384
+indices by counting (some 50 µs), and reads every token's gradient once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy.expressions import literal
+from graphc.backends.cupy.fusion import fusible
+from graphc.backends.cupy.kernels.sorting import sorted_order
+from graphc.backends.cupy.kernels.text import computed, dtype_of, given, load, store
+from graphc.backends.cupy.nodes import STORED, Launch, node_kernel, temporary
+from graphc.backends.cupy.views import shape_of, size_of
+from graphc.ir.facts import constant
+
+LINES = 2048
+"""Lines from which one thread a line keeps a device busy."""
+
+COMBINE: Mapping[str, str] = {"add": "Sum", "mul": "Prod", "max": "Maximum", "min": "Minimum"}
+
+
+def fill_of(value: ir.Value | None) -> np.ndarray | None:
+    """The number that every element of ``value`` is known to be."""
+    producer = value.producer() if value is not None else None
+    while producer is not None and producer.domain == "" and producer.op_type in ("Expand", "Reshape", "Identity"):
+        value = producer.inputs[0]
+        producer = value.producer() if value is not None else None
+    known = constant(value)
+    return known.reshape(()) if known is not None and known.size == 1 else None
+
+
+def omit_fills(graph: ir.Graph) -> None:
+    """Let scatters into tensors of one number read that number: the tensor itself is never written to memory."""
+    for node in graph:
+        if node.domain == "" and node.op_type in ("ScatterND", "ScatterElements") and fill_of(node.inputs[0]) is not None:
+            value = node.inputs[0]
+            assert value is not None
+            while constant(value) is None:
+                producer = value.producer()
+                assert producer is not None
+                (value,) = producer.inputs[:1]
+                assert value is not None
+            if size_of(value) == 1 and not fusible(node):
+                node.replace_input_with(0, value)
+
+
+def _start(data: ir.Value, y: ir.Value) -> Launch:
+    """The launch that makes ``y`` what it is before the first update."""
+    fill = fill_of(data)
+    if fill is not None:
+        return Launch(store(y, "y", "row", literal(dtype_of(y), fill)), {}, {"y": y}, size_of(y))
+    return Launch("y[row] = data[row];", {"data": data}, {"y": y}, size_of(y))
+
+
+def _clamped(index: str, size: int) -> str:
+    return f"(INDEX)clamp_index({index} < 0 ? {index} + {size} : {index}, {size})"
+
+
+def _combined(value: ir.Value, reduction: str, old: str, new: str) -> str:
+    if reduction == "none":
+        return new
+    return f"{COMBINE[reduction]}::of({old}, {new})"
+
+
+def _not_fusible(node: ir.Node) -> bool:
+    return not fusible(node)
+
+
+@node_kernel("ScatterND", dtypes=STORED, when=_not_fusible)
+def scatter_nd(node: ir.Node) -> Sequence[Launch]:
+    """Slices of y at index tuples are replaced by, or combined with, slices of the updates."""
+    data, indices, updates, y = *node.inputs[:3], node.outputs[0]
+    assert data is not None
+    assert indices is not None
+    assert updates is not None
+    shape, depth = shape_of(y), shape_of(indices)[-1]
+    inner = int(np.prod(shape[depth:], dtype=np.int64))
+    count = size_of(indices) // max(1, depth)
+    start = _start(data, y)
+    if not size_of(updates):
+        return [start]
+    place = "0"
+    for k in range(depth):
+        part = f"(long long)indices[(INDEX)row * {depth} + {k}]"
+        place = f"({place}) * {shape[k]} + {_clamped(part, shape[k])}"
+    keys = temporary(ir.DataType.INT32, [count], f"{y.name}.places")
+    find = Launch(f"places[row] = (int)({place});", {"indices": indices}, {"places": keys}, count)
+    return [start, find, *_apply(node, keys, updates, y, inner)]
+
+
+@node_kernel("ScatterElements", dtypes=STORED, when=_not_fusible)
+def scatter_elements(node: ir.Node) -> Sequence[Launch]:
+    """Elements of y at indices along one axis are replaced by, or combined with, the updates."""
+    data, indices, updates, y = *node.inputs[:3], node.outputs[0]
+    assert data is not None
+    assert indices is not None
+    assert updates is not None
+    shape, axis = shape_of(y), node.attributes.get_int("axis", 0) % len(shape_of(y))
+    start = _start(data, y)
+    if not size_of(updates):
+        return [start]
+    given_shape = shape_of(indices)
+    each, lines = given_shape[axis], size_of(indices) // given_shape[axis]
+    strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
+    if lines < LINES and each > 64 and node.attributes.get_string("reduction", "none") != "none":
+        keys = temporary(ir.DataType.INT32, [size_of(indices)], f"{y.name}.places")
+        part = _clamped("(long long)indices[row]", shape[axis])
+        body = f"{_places(given_shape, strides, axis)}\nplaces[row] = (int)(base + {part} * {strides[axis]});"
+        find = Launch(body, {"indices": indices}, {"places": keys}, size_of(indices))
+        return [start, find, *_apply(node, keys, updates, y, 1)]
+    return [start, _by_lines(node, indices, updates, y, axis, strides)]
+
+
+def _places(shape: Sequence[int], strides: Sequence[int], axis: int, *, lines: bool = False) -> str:
+    """``base``: the offset in y of element ``row`` of an array of ``shape``, without the part of ``axis``.
+
+    Args:
+        lines: ``row`` counts lines, which have no index along ``axis``.
+    """
+    text, rest = ["INDEX base = 0;"], "row"
+    for k in reversed(range(len(shape))):
+        if k == axis and lines:
+            continue
+        text.append(f"const INDEX i{k} = {rest} % {shape[k]}, rest{k} = {rest} / {shape[k]};")
+        text += [f"base += i{k} * {strides[k]};"] if k != axis else []
+        rest = f"rest{k}"
+    return "\n".join(text)
+
+
+def _by_lines(node: ir.Node, indices: ir.Value, updates: ir.Value, y: ir.Value, axis: int, strides: Sequence[int]) -> Launch:
+    """One thread a line, its updates one after another."""
+    shape, size = shape_of(indices), shape_of(y)[axis]
+    own = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
+    outer = "\n".join(f"from += i{k} * {own[k]};" for k in range(len(shape)) if k != axis)
+    reduction = node.attributes.get_string("reduction", "none")
+    new = load(updates, "updates", "at")
+    result = _combined(y, reduction, load(y, "y", "to"), new)
+    body = f"""{_places(shape, strides, axis, lines=True)}
+INDEX from = 0;
+{outer}
+for (INDEX k = 0; k < {shape[axis]}; ++k) {{
+const INDEX at = from + k * {own[axis]};
+const long long index = (long long)indices[at];
+const INDEX to = base + {_clamped("index", size)} * {strides[axis]};
+{store(y, "y", "to", result)}
+}}"""
+    lines = size_of(indices) // shape[axis]
+    return Launch(body, given(indices=indices, updates=updates), {}, lines, updates={"y": y})
+
+
+def _apply(node: ir.Node, keys: ir.Value, updates: ir.Value, y: ir.Value, inner: int) -> list[Launch]:
+    """Slice k of ``updates`` goes to slice ``keys[k]`` of y; a slice has ``inner`` elements."""
+    count, reduction = size_of(keys), node.attributes.get_string("reduction", "none")
+    if reduction == "none":
+        body = f"y[(INDEX)places[row / {inner}] * {inner} + row % {inner}] = updates[row];"
+        return [Launch(body, given(places=keys, updates=updates), {}, count * inner, updates={"y": y})]
+    launches, order = sorted_order(keys, str(y.name))
+    chunk = max(16, 1 << math.ceil(math.log2(max(1, count)) / 2))
+    chunks = -(-count // chunk)
+    kind, combine = computed(y), COMBINE[reduction]
+    wide = ir.DataType.FLOAT if kind == "float" else dtype_of(y)
+    edges = {
+        name: temporary(wide, [chunks * inner], f"{y.name}.{name}") for name in ("head", "tail")
+    }  # sums of the run that a chunk begins in the middle of, and of that which goes on behind it
+    common = f"""const INDEX c = row / {inner}, column = row % {inner};
+const int begin = (int)c * {chunk}, end = begin + {chunk} < {count} ? begin + {chunk} : {count};"""
+    old = load(y, "y", f"(INDEX)place * {inner} + column")
+    put = store(y, "y", f"(INDEX)place * {inner} + column", f"{combine}::of({old}, total)")
+    sums = f"""{common}
+int place = places[order[begin]];
+bool open = begin > 0 && places[order[begin - 1]] == place;
+{kind} total = {load(updates, "updates", f"(INDEX)order[begin] * {inner} + column")};
+for (int k = begin + 1; k < end; ++k) {{
+const int at = order[k], next = places[at];
+const {kind} value = {load(updates, "updates", f"(INDEX)at * {inner} + column")};
+if (next == place) {{ total = {combine}::of(total, value); continue; }}
+if (open) head[row] = total; else {{ {put} }}
+open = false;
+place = next;
+total = value;
+}}
+if (open) head[row] = total;
+else if (end < {count} && places[order[end]] == place) tail[row] = total;
+else {{ {put} }}"""
+    join = f"""{common}
+if (end >= {count}) continue;
+const int place = places[order[end - 1]];
+if (places[order[end]] != place || (begin > 0 && places[order[begin - 1]] == place)) continue;
+{kind} total = tail[row];
+for (INDEX k = c + 1; k < {chunks} && places[order[(int)k * {chunk}]] == place; ++k)
+total = {combine}::of(total, head[k * {inner} + column]);
+{put}"""
+    reads = {"places": keys, "order": order}
+    return [
+        *launches,
+        Launch(sums, {**reads, "updates": updates}, edges, chunks * inner, updates={"y": y}),
+        Launch(join, {**reads, **edges}, {}, chunks * inner, updates={"y": y}),
+    ]

@@ -1,0 +1,361 @@
+"""Values of a generated kernel, pulled through the nodes that define them to what lies in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy import expressions, views
+from graphc.backends.cupy.expressions import compute_type, literal
+from graphc.backends.cupy.indexing import Domain, Linear, Map, Variable, flatten
+from graphc.backends.cupy.reductions import REDUCTIONS
+from graphc.backends.cupy.source import Access, Form, NotFusibleError, Spec
+from graphc.backends.cupy.views import integers, shape_of
+from graphc.ir.facts import constant
+
+
+@dataclass(slots=True)
+class Scope:
+    """Statements of a row, or of an element.
+
+    Attributes:
+        heads: once for all elements of a vector.
+        lines: for each of them.
+        tails: once behind them.
+        known: what has a name already.
+    """
+
+    heads: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tails: list[str] = field(default_factory=list)
+    known: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+
+class Values:
+    """Expressions for elements of values, and the index arithmetic in them.
+
+    Args:
+        in_memory: whether a value lies in memory when the kernel starts.
+
+    Attributes:
+        uses: (value, offset) of loads inside loops → the loops.
+    """
+
+    def __init__(self, spec: Spec, in_memory: Callable[[ir.Value], bool], form: Form) -> None:
+        self.spec, self.form = spec, form
+        self.uses: dict[tuple[ir.Value, Linear], set[int]] = {}
+        self._in_memory = in_memory
+        self._variables = [Variable(f"{'c' if k in spec.axes else 'r'}{k}", size) for k, size in enumerate(spec.shape)]
+        self._index: Map = tuple(Linear.of(v) for v in self._variables)
+        self._inner = {v.name for k, v in enumerate(self._variables) if k in spec.axes}
+        self._totals: dict[ir.Node, str] = {}
+        self._count = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all text."""
+        axes = self.spec.axes
+        self._rows = Domain([v for k, v in enumerate(self._variables) if k not in axes])
+        self._columns = Domain([v for k, v in enumerate(self._variables) if k in axes])
+        self._linears: list[tuple[Linear, bool]] = []
+        self._operands: dict[ir.Value, str] = {}
+        self._held: dict[tuple[ir.Value, Linear], str] = {}
+        self._traffic: list[Access] = []
+        self._row = Scope()
+        self._scope = self._row
+        self._loop_number = 0
+
+    def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
+        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        assert value is not None
+        known = constant(value)
+        if known is not None and known.size == 1:
+            return literal(dtype_of(value), known.reshape(-1)[0])
+        key = (value, index, guard)
+        for scope in (self._row, self._scope):
+            if key in scope.known:
+                return scope.known[key]
+        if not root and self._in_memory(value):
+            return self._remember(key, index, guard, value, self._load(value, index, guard))
+        producer = value.producer()
+        if producer is None:
+            raise NotFusibleError(f"{value.name!r} is not in memory")
+        if producer in self.spec.reductions:
+            return self._total(producer, index)
+        if producer.domain == "" and producer.op_type in views.RULES:
+            pieces = views.RULES[producer.op_type](producer, value.index() or 0, index)
+            if pieces is not None:
+                return self._remember(key, index, guard, value, self._pieces(producer, value, pieces, guard))
+        text = self._expression(producer, value, index, guard)
+        return self._remember(key, index, guard, value, text)
+
+    def _remember(self, key: tuple[object, ...], index: Map, guard: str | None, value: ir.Value, text: str) -> str:
+        if re.fullmatch(r"\w+(\[v\])?", text):
+            return text
+        scope = self._scope_of(index, guard)
+        scope.known[key] = name = self._define(scope, "t", compute_type(dtype_of(value)), text)
+        return name
+
+    def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
+        """A new variable in ``scope``; of a vector of rows each has its own, which the loops over the columns find again."""
+        name = self._name(letter)
+        if scope is self._row and self.form.strided:
+            scope.heads.append(f"{kind} {name}[VECTOR];")
+            scope.lines.append(f"{name}[v] = {text};")
+            return f"{name}[v]"
+        scope.lines.append(f"const {kind} {name} = {text};")
+        if scope is not self._row:
+            self._inner.add(name)
+        return name
+
+    def _scope_of(self, index: Map, guard: str | None) -> Scope:
+        """Where a value with this index is computed: once a row unless it depends on the column."""
+        names = {v.name for part in index for v, _ in part.variables()}
+        if guard is not None:
+            names.add(guard)
+        return self._row if names.isdisjoint(self._inner) else self._scope
+
+    def _load(self, value: ir.Value, index: Map, guard: str | None) -> str:
+        name = self._operands.setdefault(value, f"x{len(self._operands)}")
+        dtype, offset = dtype_of(value), flatten(index, shape_of(value))
+        scope, key = self._scope_of(index, guard), (value, offset)
+        inner, free = scope is not self._row, guard is None
+        held = inner and free and key in self.form.held
+        whole = held or (free and self._is_whole(offset, scope))
+        if inner and free:
+            self.uses.setdefault(key, set()).add(self._loop_number)
+        if not (held and key in self._held):
+            self._traffic.append(Access(value, offset, inner, whole))
+        if whole:
+            return expressions.load(dtype, f"{self._pack(scope, value, name, offset, held)}.at[v]")
+        text = expressions.load(dtype, f"{name}[{self._text(offset)}]")
+        return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
+
+    def _is_whole(self, offset: Linear, scope: Scope) -> bool:
+        """Whether the elements of a vector are neighbours in memory, the first of them at a multiple of the vector's length.
+
+        What is read where the vector begins must not depend on a place that is found out element by element.
+        """
+        form = self.form
+        if form.variable is None:
+            return False
+        settled = (
+            set() if scope is self._row or form.strided else {v for v, _ in offset.variables() if v.name not in self._inner}
+        )
+        if any(v not in settled and v not in self._variables for v, _ in offset.variables()):
+            return False
+        found = 0
+        for term, coefficient in offset.terms:
+            if term == form.variable:
+                found = coefficient
+            elif coefficient % form.vector or any(v == form.variable for v, _ in Linear.of(term).variables()):
+                return False
+        return found == 1 and offset.constant % form.vector == 0
+
+    def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool) -> str:
+        """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop."""
+        kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
+        load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
+        if held:
+            if key not in self._held:
+                self._held[key] = self._name("h")
+                self._row.heads.append(f"{kind} {self._held[key]}[HOLD];")
+                scope.heads.append(f"{self._held[key]}[k] = {load};")
+            return f"{self._held[key]}[k]"
+        name = self._name("q")
+        scope.heads.append(f"const {kind} {name} = {load};")
+        return name
+
+    def _total(self, node: ir.Node, index: Map) -> str:
+        kept = [part for k, part in enumerate(self._index) if k not in self.spec.axes]
+        if node.attributes.get_int("keepdims", 1):
+            wanted: Map = tuple(Linear() if k in self.spec.axes else part for k, part in enumerate(self._index))
+        else:
+            wanted = tuple(kept)
+        if node not in self._totals or index != wanted:
+            raise NotFusibleError(f"{node.name} is not reduced at this place of the kernel")
+        return self._totals[node]
+
+    def _pieces(self, node: ir.Node, value: ir.Value, pieces: Sequence[views.Piece], guard: str | None) -> str:
+        dtype = dtype_of(value)
+        result: list[tuple[str | None, str]] = []
+        for piece in pieces:
+            tests = []
+            for linear, low, high in piece.when:
+                least, most = linear.bounds()
+                tests += [f"{self._text(linear)} >= {low}"] if least < low else []
+                tests += [f"{self._text(linear)} < {high}"] if most >= high else []
+            inside = guard
+            condition = None
+            if tests:
+                condition = self._condition(tests, [linear for linear, _, _ in piece.when], guard)
+                inside = condition
+            if piece.operand is None:
+                known = constant(node.inputs[piece.fill]) if piece.fill is not None else None
+                if piece.fill is not None and known is None:
+                    raise NotFusibleError(f"{node.name} fills with a value that is not constant")
+                result.append((condition, literal(dtype, 0 if known is None else known.reshape(-1)[0])))
+            else:
+                result.append((condition, self._pull(node.inputs[piece.operand], piece.index, inside)))
+            if condition is None:
+                break
+        text = result[-1][1]
+        for condition, part in reversed(result[:-1]):
+            text = f"({condition} ? {part} : {text})"
+        return text
+
+    def _condition(self, tests: Sequence[str], linears: Sequence[Linear], guard: str | None) -> str:
+        scope = self._scope_of(tuple(linears), guard)
+        return self._define(scope, "b", "bool", " && ".join([*([guard] if guard else []), *tests]))
+
+    def _expression(self, node: ir.Node, value: ir.Value, index: Map, guard: str | None) -> str:
+        if node.domain != "":
+            raise NotFusibleError(f"{node.domain}.{node.op_type} is no expression")
+        special = SPECIAL.get(node.op_type)
+        if special is not None:
+            return special(self, node, index, guard)
+        rule = expressions.RULES.get(node.op_type)
+        if rule is None:
+            raise NotFusibleError(f"{node.op_type} is no expression")
+        operands = []
+        for operand in node.inputs:
+            if operand is None:
+                operands.append("")
+            else:
+                operands.append(self._pull(operand, views.broadcast(index, shape_of(operand)), guard))
+        first = node.inputs[1] if node.op_type == "Where" else node.inputs[0]
+        return rule(operands, node, dtype_of(first))
+
+    def gathered(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """An element of input 0 whose place along ``axis`` is read from input 1 (Gather and GatherElements)."""
+        data, indices = node.inputs[0], node.inputs[1]
+        shape, places = shape_of(data), shape_of(indices)
+        axis = node.attributes.get_int("axis", 0) % len(shape)
+        at = index if node.op_type == "GatherElements" else index[axis : axis + len(places)]
+        known = constant(indices)
+        if known is not None and known.size == 1:
+            chosen = Linear.of(int(known.reshape(-1)[0]) % shape[axis])
+        else:
+            read = self._pull(indices, at, guard)
+            # An index out of range would be a wild read; clamped it is only a wrong number, and labels are checked before.
+            size = shape[axis]
+            wrapped = f"({read} < 0 ? {read} + {size} : {read})"
+            scope = self._scope_of(at, guard)
+            name = self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})")
+            chosen = Linear.of(Variable(name, size))
+        if node.op_type == "GatherElements":
+            source = (*index[:axis], chosen, *index[axis + 1 :])
+        else:
+            source = (*index[:axis], chosen, *index[axis + len(places) :])
+        return self._pull(data, source, guard)
+
+    def cast(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        source = node.inputs[0]
+        return expressions.cast(dtype_of(source), dtype_of(node.outputs[0]), self._pull(source, index, guard))
+
+    def triangle(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """Trilu: elements on one side of a diagonal, zero elsewhere."""
+        shift = integers(node, 1) if len(node.inputs) > 1 and node.inputs[1] is not None else [0]
+        if shift is None:
+            raise NotFusibleError("the diagonal of Trilu is not constant")
+        sign = ">=" if node.attributes.get_int("upper", 1) else "<="
+        row, column = self._text(index[-2]), self._text(index[-1])
+        value = self._pull(node.inputs[0], index, guard)
+        return f"({column} {sign} {row} + {shift[0]} ? {value} : {literal(dtype_of(node.outputs[0]), 0)})"
+
+    def one_hot(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        depth, values = integers(node, 1), node.inputs[2]
+        if depth is None:
+            raise NotFusibleError("the depth of OneHot is not constant")
+        axis = node.attributes.get_int("axis", -1) % len(index)
+        place = self._pull(node.inputs[0], (*index[:axis], *index[axis + 1 :]), guard)
+        off, on = (self._pull(values, (Linear.of(k),), guard) for k in range(2))
+        wrapped = f"({place} < 0 ? {place} + {depth[0]} : {place})"
+        return f"({wrapped} == {self._text(index[axis])} ? {on} : {off})"
+
+    def diagonal(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        shift, dtype = node.attributes.get_int("k", 0), dtype_of(node.outputs[0])
+        one, zero = literal(dtype, 1), literal(dtype, 0)
+        return f"({self._text(index[1])} == {self._text(index[0])} + {shift} ? {one} : {zero})"
+
+    def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """ScatterElements of one element a row: everywhere else the element of input 0."""
+        data, indices, updates = node.inputs
+        axis = node.attributes.get_int("axis", 0) % len(index)
+        wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
+        reduction = node.attributes.get_string("reduction", "none")
+        if shape_of(indices) != wanted or reduction not in ("none", "add"):
+            raise NotFusibleError("ScatterElements of several elements a row")
+        at = (*index[:axis], Linear(), *index[axis + 1 :])
+        place, old, new = (self._pull(v, i, guard) for v, i in ((indices, at), (data, index), (updates, at)))
+        wrapped = f"({place} < 0 ? {place} + {shape_of(data)[axis]} : {place})"
+        changed = f"({old} + {new})" if reduction == "add" else new
+        return f"({wrapped} == {self._text(index[axis])} ? {changed} : {old})"
+
+    # Text -------------------------------------------------------------------------------------------------------------
+
+    def _name(self, letter: str) -> str:
+        self._count += 1
+        return f"{letter}{self._count}"
+
+    def _text(self, linear: Linear, *, base: bool = False) -> str:
+        """A mark for ``linear`` (at the first element of a vector), written out once it is known which variables merge."""
+        self._linears.append((linear, base))
+        self._rows.used.append(linear)
+        self._columns.used.append(linear)
+        return f"@{len(self._linears) - 1}@"
+
+    def _resolved(self, text: str) -> str:
+        names: dict[Variable, str] = {}
+        first: dict[Variable, str] = {}
+        lines = {"@lane@": ""}
+        for domain, counter in ((self._rows, "row"), (self._columns, "column")):
+            groups = domain.merged()
+            found, rest = [], counter
+            for k, group in reversed(list(enumerate(groups))):
+                size = int(np.prod([v.size for v in group], dtype=np.int64))
+                name = target = group[-1].name
+                names.update((v, "0") for v in group[:-1])
+                if group[-1] == self.form.variable:
+                    first[group[-1]] = target = f"{name}_0"
+                    lines["@lane@"] = f"const INDEX {name} = {target} + v;"
+                if k == 0:
+                    found.append(f"const INDEX {target} = {rest};")
+                else:
+                    found.append(f"const INDEX {target} = {rest} % {size}, {name}_rest = {rest} / {size};")
+                    rest = f"{name}_rest"
+            lines[f"@{counter}s@"] = "\n".join(found)
+        for mark, block in lines.items():
+            text = text.replace(mark, block)
+        bases = names | first
+
+        def written(match: re.Match[str]) -> str:
+            linear, base = self._linears[int(match[1])]
+            return f"({linear.text(bases if base else names)})"
+
+        return re.sub(r"@(\d+)@", written, text)
+
+
+SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
+    "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
+    "Cast": Values.cast, "CastLike": Values.cast, "Trilu": Values.triangle, "OneHot": Values.one_hot,
+    "EyeLike": Values.diagonal,
+}  # fmt: skip
+
+
+def is_expression(node: ir.Node) -> bool:
+    """Whether kernels know the op; a node of it may still be one that they cannot compute."""
+    name = node.op_type
+    known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
+    return known and node.domain == "" and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
+
+
+def dtype_of(value: ir.Value | None) -> ir.DataType:
+    """The element type of a value that has one."""
+    assert value is not None
+    assert value.dtype is not None
+    return value.dtype

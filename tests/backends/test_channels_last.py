@@ -1,0 +1,107 @@
+"""Networks with channels last on the GPU backend, whose machine is the host: pools, convolutions and a training step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+import graphc
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.convolutions import Convolution
+from graphc.bench.specs import SPECS
+from graphc.ir.builder import Builder
+from graphc.ir.decomposition import decompose_graph
+from graphc.passes.simplify import simplify_graph
+from tests.backends.host_kernels import OpenDevice, run_segment
+from tests.gradient_check import new_model
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+POOLS: list[dict[str, Any]] = [
+    {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]},
+    {"kernel_shape": [2, 3], "strides": [1, 2], "pads": [0, 1, 1, 0], "ceil_mode": 1},
+    {"kernel_shape": [2, 3], "strides": [2, 1], "auto_pad": "SAME_LOWER"},
+    {"kernel_shape": [2, 2], "dilations": [2, 3], "pads": [1, 1, 0, 1]},
+]
+
+
+def pools(last: bool) -> tuple[ir.Model, dict[str, Any]]:
+    """Every kind of pool and its gradient, with the results behind their channels brought to the front."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 4, (2, 5, 7, 6)).astype(np.float32)  # equal maxima in many windows
+    feeds: dict[str, Any] = {"x": x}
+    model, values = new_model(feeds)
+    op = Builder(model.graph)
+    source = op.Transpose(values[0], perm=[0, 2, 3, 1]) if last else values[0]
+    domain, prefix = (op.graphc, "ChannelsLast") if last else (op, "")
+    results = []
+    for case in POOLS:
+        y = getattr(domain, f"{prefix}MaxPool")(source, **case)
+        slope = op.Mul(y, 0.5)
+        results += [y, getattr(op.graphc, f"{prefix}MaxPoolGrad")(slope, source, y, **case)]
+        if "dilations" not in case:
+            y = getattr(domain, f"{prefix}AveragePool")(source, **case)
+            results += [y, getattr(op.graphc, f"{prefix}AveragePoolGrad")(op.Mul(y, 0.5), list(source.shape.numpy()), **case)]
+    for k, value in enumerate(results):
+        out = op.Transpose(value, perm=[0, 3, 1, 2]) if last else op.Identity(value)
+        out.name = f"r{k}"
+        model.graph.outputs.append(out)
+    return model, feeds
+
+
+def check_pools(device: Any) -> None:
+    model, feeds = pools(last=True)
+    results, segment = run_segment(ir.to_proto(model), feeds, device)
+    assert not segment.fallbacks
+    plain, _ = pools(last=False)
+    decompose_graph(plain.graph, lambda node: False)
+    simplify_graph(plain.graph)
+    session = ort.InferenceSession(ir.to_proto(plain).SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [v.name for v in session.get_outputs()]
+    for name, value in zip(names, session.run(None, feeds), strict=True):
+        np.testing.assert_allclose(results[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@needs_compiler
+def test_pools_are_those_of_onnxruntime() -> None:
+    check_pools(OpenDevice())
+
+
+@needs_compiler
+@pytest.mark.full
+def test_training_with_channels_last_follows_onnxruntime(
+    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every convolution goes to cuDNN with its channels fastest in memory; the losses are those of the CPU backend."""
+    device = OpenDevice()
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=device))
+    x, y = SPECS["resnet18-small"].batch(4)
+    losses = {}
+    for backend in ("onnxruntime", "cupy"):
+        program = graphc.compile(
+            exported("resnet18-small"),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.SGD(lr=0.02, momentum=0.9),
+            backend=backend,
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            losses[backend] = [trainer.step({"input": x, "label": y})["loss"] for _ in range(3)]
+    np.testing.assert_allclose(losses["cupy"], losses["onnxruntime"], rtol=2e-4)
+    calls = [call for call in device.dnn.calls if isinstance(call, Convolution)]
+    assert len(calls) == 20 + 19 + 20
+    assert all(t.strides[1] == 1 for call in calls for t in (call.x, call.w, call.y))
+    assert all(call.x.dims[1] >= 4 for call in calls)
+
+
+@pytest.mark.gpu
+def test_pools_on_the_gpu_are_those_of_onnxruntime() -> None:
+    from graphc.backends.cupy.cuda import CudaDevice
+
+    check_pools(CudaDevice(0))

@@ -1,0 +1,191 @@
+"""layout: networks compute the same with channels last, and next to nothing is transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+import graphc
+from graphc.backend import StandardAbilities
+from graphc.bench.specs import SPECS
+from graphc.ir.declare import is_update
+from graphc.ir.decomposition import decompose_graph
+from graphc.plan import prepare
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        inner = channels // 4
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, 2 * channels, 1, bias=False), nn.BatchNorm2d(2 * channels),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential(nn.Conv2d(channels, 2 * channels, 1, stride, bias=False), nn.BatchNorm2d(2 * channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class Residual(nn.Module):
+    """The parts of ResNet-50."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks = nn.Sequential(Bottleneck(16, 1), Bottleneck(32, 2))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.flatten(nn.functional.adaptive_avg_pool2d(self.blocks(self.stem(x)), 1), 1))  # type: ignore[no-any-return]
+
+
+class Squeeze(nn.Module):
+    """The parts of SqueezeNet: biases, concatenation, an unpadded pool, a classifier that is a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2)
+        self.narrow, self.one, self.three = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, padding=1)
+        self.classifier = nn.Conv2d(16, 10, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.stem(x)), 3, 2, ceil_mode=True)
+        x = torch.relu(self.narrow(x))
+        x = torch.cat([torch.relu(self.one(x)), torch.relu(self.three(x))], 1)
+        return torch.relu(self.classifier(x)).mean((2, 3))
+
+
+class Shuffle(nn.Module):
+    """The parts of ShuffleNet: grouped and depthwise convolutions, channels cut and shuffled, an average pool beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.grouped, self.depth = nn.Conv2d(12, 12, 1, groups=3, bias=False), nn.Conv2d(12, 12, 3, 2, 1, groups=12, bias=False)
+        self.norm, self.wide = nn.BatchNorm2d(12), nn.Conv2d(12, 12, 1, groups=3)
+        self.point = nn.Conv2d(12, 12, 1)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        y = self.grouped(x)
+        n, c, h, w = y.shape
+        y = y.view(n, 3, c // 3, h, w).transpose(1, 2).reshape(n, c, h, w)
+        y = torch.cat([self.wide(self.norm(self.depth(y))), nn.functional.avg_pool2d(x, 3, 2, 1)], 1)
+        left, right = torch.relu(y).chunk(2, 1)
+        return self.head(torch.cat([left, self.point(right) * torch.sigmoid(right)], 1).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Holding(StandardAbilities):
+    """A backend for convolutions and pools in either order."""
+
+    def __init__(self, rewrites: str) -> None:
+        self.rewrites = rewrites
+
+    def holds(self, node: ir.Node) -> bool:
+        return node.op_type.removeprefix("ChannelsLast").startswith(("Conv", "MaxPool", "AveragePool"))
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        return True
+
+
+def turned(model: ir.Model) -> list[str]:
+    """Shapes of the transposed values, but for weights and their gradients, which are as small as the parameters."""
+    found = []
+    weights = {tuple(v.shape.numpy()) for v in model.graph.initializers.values() if v.shape is not None}
+    for node in model.graph:
+        if node.op_type == "Transpose" and tuple(node.outputs[0].shape.numpy()) not in weights:
+            source = node.inputs[0]
+            if not (source.is_initializer() or tuple(source.shape.numpy()) in weights):
+                found.append(f"{source.name} {source.shape}")
+    return found
+
+
+def without_updates(model: ir.Model) -> ir.Model:
+    """Gradients and batch statistics as outputs in place of updates; standard ops."""
+    graph = model.graph
+    updates = [n for n in graph if is_update(n)]
+    wanted = [n.inputs[1] for n in updates if n.op_type in ("SGD", "RunningAverage")]
+    for node in reversed(updates):
+        for out in node.outputs:
+            out.replace_all_uses_with(node.inputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    graph.outputs.extend(v for v in dict.fromkeys(wanted) if v is not None and not v.is_graph_output())
+    decompose_graph(graph, lambda node: False)
+    return model
+
+
+def results(model: ir.Model, feeds: dict[str, Any]) -> dict[str, Any]:
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    used = {v.name for v in session.get_inputs()}
+    names = [v.name for v in session.get_outputs()]
+    return dict(zip(names, session.run(None, {n: a for n, a in feeds.items() if n in used}), strict=True))
+
+
+@pytest.fixture(scope="module")
+def programs() -> Callable[[str], tuple[graphc.compiler.Program, dict[str, Any]]]:
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> tuple[graphc.compiler.Program, dict[str, Any]]:
+        if name not in made:
+            torch.manual_seed(0)
+            module = {"Residual": Residual, "Squeeze": Squeeze, "Shuffle": Shuffle}[name]().train()
+            rng = np.random.default_rng(0)
+            x = rng.standard_normal((4, 3, 33, 32)).astype(np.float32)
+            program = graphc.compile(
+                module,
+                example_inputs=(torch.from_numpy(x),),
+                loss=graphc.losses.SoftmaxCrossEntropy(),
+                optimizer=graphc.optim.SGD(lr=0.1),
+            )
+            feed = next(v.name for v in program.model.graph.inputs if v.name != "label")
+            made[name] = program, {feed: x, "label": rng.integers(0, 10, 4)}
+        return made[name]  # type: ignore[no-any-return]
+
+    return get
+
+
+TURNED = {"Residual": 1, "Squeeze": 1, "Shuffle": 3}
+"""The input; ShuffleNet's shuffle and its gradient move elements in any order of axes."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", TURNED)
+def test_networks_compute_the_same_with_channels_last(name: str, training: bool, programs: Callable[[str], Any]) -> None:
+    program, feeds = programs(name)
+    model = program.model if training else program.inference
+    shapes = {n: a.shape for n, a in feeds.items()}
+    plain, last = (prepare(model, shapes, Holding(rewrites)) for rewrites in ("", "layout"))
+    assert not [n.op_type for n in last.graph if n.op_type.startswith(("Conv", "MaxPool", "AveragePool"))]
+    moved = turned(last)
+    assert len(moved) == (TURNED[name] if training or name != "Shuffle" else 2), moved
+    expected, found = results(without_updates(plain), feeds), results(without_updates(last), feeds)
+    assert list(found) == list(expected), "names and order of what the graph returns"
+    for key, value in expected.items():
+        scale = max(float(np.abs(value).max()), 1e-12)
+        assert found[key].shape == value.shape
+        np.testing.assert_allclose(found[key] / scale, value / scale, rtol=0, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.large
+def test_resnet50_turns_only_its_input(exported: Callable[[str], str]) -> None:
+    program = graphc.compile(
+        exported("resnet50"), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), precision="bf16"
+    )
+    shapes = {"input": (256, *SPECS["resnet50"].inputs), "label": (256,)}
+    model = prepare(program.model, shapes, Holding("layout"))
+    assert len(turned(model)) == 1
+    turns = [n for n in model.graph if n.op_type == "Transpose"]
+    assert len(turns) == 1 + 17 + 17, "16 kernels of 3 x 3 and the stem, and their gradients; 1 x 1 needs none"
