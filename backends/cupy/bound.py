@@ -16,6 +16,7 @@ from graphc.arena import Arena
 from graphc.backend import Array, Run
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
+from graphc.backends.cupy.nodes import results
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant
@@ -98,7 +99,7 @@ class BoundSegment:
     def _bind(self, index: int, call: KernelCall | NodeCall) -> Run:
         if isinstance(call, NodeCall):
             inputs = [None if v is None else self._array(v) for v in call.node.inputs]
-            outputs = [self._array(v) for v in call.node.outputs if v.dtype is not None]
+            outputs = [self._array(v) for v in results(call.node)]
             return self._device.node(call.node, call.library, inputs, outputs)
         arrays = [self._array(v) for v in call.source.operands]
         for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
@@ -134,7 +135,7 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
     for call in segment.calls:
         if isinstance(call, NodeCall):
             reads.append([segment.aliases.get(v, v) for v in call.node.inputs if v is not None])
-            writes.append([v for v in call.node.outputs if v.dtype is not None])
+            writes.append(results(call.node))
         else:
             reads.append([segment.aliases.get(v, v) for v in call.source.operands[: call.source.reads]])
             writes.append(list(call.source.operands[call.source.reads :]))

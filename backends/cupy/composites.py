@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.nodes import special
+from graphc.backends.cupy.nodes import results, special
 from graphc.backends.cupy.rules import table
 from graphc.backends.cupy.values import is_expression
 from graphc.gradient import key_of
@@ -195,7 +195,7 @@ def _parts(op: Builder, node: ir.Node) -> Sequence[ir.Value | None] | None:
         return RULES[key](op, node)
     if not (key in table.RULES or has_body(node.op_type, node.domain)) or is_expression(node) or special(node) is not None:
         return None
-    if any(v.dtype is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs) if v is not None):
+    if any(static_dims(v) is None for v in (*node.inputs, *results(node)) if v is not None):
         return None
     found = table.RULES[key](op, node) if key in table.RULES else None
     return found if found is not None or not has_body(node.op_type, node.domain) else emit_body(op, node)

@@ -27,29 +27,67 @@ STORAGE: Mapping[ir.DataType, str] = {
     ir.DataType.UINT32: "unsigned int",
     ir.DataType.UINT64: "unsigned long long",
     ir.DataType.BOOL: "unsigned char",
+    ir.DataType.FLOAT8E4M3FN: "unsigned char",
+    ir.DataType.FLOAT8E4M3FNUZ: "unsigned char",
+    ir.DataType.FLOAT8E5M2: "unsigned char",
+    ir.DataType.FLOAT8E5M2FNUZ: "unsigned char",
+    ir.DataType.FLOAT8E8M0: "unsigned char",
+    ir.DataType.FLOAT4E2M1: "unsigned char",
+    ir.DataType.INT4: "signed char",
+    ir.DataType.UINT4: "unsigned char",
+    ir.DataType.INT2: "signed char",
+    ir.DataType.UINT2: "unsigned char",
 }
 """Element type → type of its memory."""
 
 HALVES = {ir.DataType.FLOAT16: "half", ir.DataType.BFLOAT16: "bfloat"}
 
+SMALL = {
+    ir.DataType.FLOAT8E4M3FN: "e4m3fn", ir.DataType.FLOAT8E4M3FNUZ: "e4m3fnuz", ir.DataType.FLOAT8E5M2: "e5m2",
+    ir.DataType.FLOAT8E5M2FNUZ: "e5m2fnuz", ir.DataType.FLOAT8E8M0: "e8m0", ir.DataType.FLOAT4E2M1: "e2m1",
+}  # fmt: skip
+"""Floats of a byte or less, which are computed with in float (:mod:`.functions`)."""
+
+BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataType.UINT2: 2}
+"""Whole numbers of less than a byte, each in a byte of its own, as numpy holds them."""
+
 
 def compute_type(dtype: ir.DataType) -> str:
     """The C type in which values of ``dtype`` are computed."""
-    if dtype in HALVES:
+    if dtype in HALVES or dtype in SMALL:
         return "float"
-    return "bool" if dtype == ir.DataType.BOOL else STORAGE[dtype]
+    return "bool" if dtype == ir.DataType.BOOL else "int" if dtype in BITS else STORAGE[dtype]
 
 
 def load(dtype: ir.DataType, place: str) -> str:
     """The value at ``place``."""
     if dtype in HALVES:
         return f"{HALVES[dtype]}_load({place})"
+    if dtype in SMALL:
+        return f"{SMALL[dtype]}::load({place})"
+    if dtype in BITS:
+        return wrapped(dtype, f"(int){place}")
     return f"({place} != 0)" if dtype == ir.DataType.BOOL else place
+
+
+def stored(dtype: ir.DataType, value: str) -> str:
+    """``value`` as it lies in memory."""
+    if dtype in HALVES:
+        return f"{HALVES[dtype]}_store({value})"
+    return f"{SMALL[dtype]}::store({value}, false)" if dtype in SMALL else f"({STORAGE[dtype]}){value}"
+
+
+def wrapped(dtype: ir.DataType, value: str) -> str:
+    """The low bits of ``value`` as a number of so many bits."""
+    shift = 32 - BITS[dtype]
+    if STORAGE[dtype] == "signed char":
+        return f"((int)((unsigned int)({value}) << {shift}) >> {shift})"
+    return f"(({value}) & {(1 << BITS[dtype]) - 1})"
 
 
 def store(dtype: ir.DataType, place: str, value: str) -> str:
     """The statement that writes ``value``."""
-    return f"{place} = {HALVES[dtype]}_store({value});" if dtype in HALVES else f"{place} = {value};"
+    return f"{place} = {stored(dtype, value) if dtype in HALVES or dtype in SMALL else value};"
 
 
 def literal(dtype: ir.DataType, value: Any) -> str:
@@ -251,10 +289,20 @@ RULES: Mapping[str, Rule] = {
 """Op → C expression of its operands, the node, and the element type of the first operand (of the second for Where)."""
 
 
-def cast(source: ir.DataType, target: ir.DataType, value: str) -> str:
-    """``value`` of compute type ``source`` as that of ``target``."""
+def cast(source: ir.DataType, target: ir.DataType, value: str, node: ir.Node) -> str:
+    """``value`` of compute type ``source`` as that of ``target``; ``node``: the Cast, which says how to round."""
+    if source == target:
+        return value
     if target == ir.DataType.BOOL:
         return f"({value} != 0)"
     if target in HALVES:
-        return f"{HALVES[target]}_round((float){value})" if source != target else value
+        return f"{HALVES[target]}_round((float){value})"
+    saturate = "true" if node.attributes.get_int("saturate", 1) else "false"
+    if target == ir.DataType.FLOAT8E8M0:
+        way = ("up", "down", "nearest").index(node.attributes.get_string("round_mode", "up"))
+        return f"e8m0::load(e8m0::rounded((float){value}, {saturate}, {way}))"
+    if target in SMALL:
+        return f"{SMALL[target]}::round((float){value}, {saturate})"
+    if target in BITS:
+        return wrapped(target, f"(int){value}")
     return f"(({compute_type(target)}){value})"

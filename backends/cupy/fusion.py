@@ -121,7 +121,7 @@ class _Grouper:
                 self.made.update((out, len(self.launches) - 1) for out in node.outputs)
             else:
                 for out in node.outputs:
-                    if out in self.memory:
+                    if out in self.memory and _size(out):
                         self._place(node, out)
         self._strip()
         self._lighten()
@@ -320,7 +320,7 @@ def fusible(node: ir.Node) -> bool:
     """Whether a fused kernel can compute the node's results from its operands in memory."""
     if any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
         return False
-    if any(_size(v) == 0 for v in (*node.inputs, *node.outputs) if v is not None):
+    if not any(_size(v) for v in node.outputs):
         return False
     if node.op_type in REDUCTIONS and node.domain == "":
         axes = reduced_axes(node)
@@ -335,7 +335,7 @@ def fusible(node: ir.Node) -> bool:
             if out is not node.outputs[0]:
                 spec = Spec(shape_of(out), (), (), (out,))
             Generator(spec, lambda v: v not in own).source()
-    except (NotFusibleError, KeyError):
+    except (NotFusibleError, KeyError, ZeroDivisionError):  # the last: an index into nothing
         return False
     return True
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from graphc.backends.cupy import prelude
+from graphc.backends.cupy.functions import needed
 from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.views import size_of
 
@@ -86,6 +87,6 @@ def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tup
         "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,
     }
     head = "".join(f"#define {key} {value}\n" for key, value in constants.items())
-    text = head + (prelude.CUDA if device else prelude.HOST) + source.body
+    text = head + (prelude.CUDA if device else prelude.HOST) + needed(source.body) + source.body
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:16]
     return name, text.replace("$name", name) + "\n"

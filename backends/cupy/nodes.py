@@ -150,8 +150,8 @@ def special(node: ir.Node) -> NodeKernel | Library | None:
 
 
 def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:
-    present = [v for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
-    if any(static_dims(v) is None for v in present) or not present:
+    present = [v for v in node.inputs if v is not None] + results(node)
+    if any(v.dtype is None or static_dims(v) is None for v in present) or not present:
         return False
     return present[0].dtype in entry.dtypes and (entry.when is None or entry.when(node))
 
@@ -159,6 +159,11 @@ def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:
 def wanted(value: ir.Value) -> bool:
     """Whether anything reads this output of a node."""
     return bool(value.uses()) or value.is_graph_output()
+
+
+def results(node: ir.Node) -> list[ir.Value]:
+    """The outputs of a node without those that are left out."""
+    return [v for v in node.outputs if v.dtype is not None and (static_dims(v) is not None or wanted(v))]
 
 
 def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:

@@ -76,8 +76,9 @@ static __device__ inline unsigned short half_store(float x) {
     + r"""
 template <class T> static __device__ inline T with_sign_of(T b, T r) { return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
 template <class T> static __device__ inline T floor_mod(T a, T b) { return with_sign_of(b, (T)(a % b)); }
-template <> __device__ inline float floor_mod(float a, float b) { return with_sign_of(b, fmodf(a, b)); }
-template <> __device__ inline double floor_mod(double a, double b) { return with_sign_of(b, fmod(a, b)); }
+template <class T> static __device__ inline T signed_zero(T b, T r) { return r == 0 ? (T)copysign(0.0, (double)b) : r; }
+template <> __device__ inline float floor_mod(float a, float b) { return signed_zero(b, with_sign_of(b, fmodf(a, b))); }
+template <> __device__ inline double floor_mod(double a, double b) { return signed_zero(b, with_sign_of(b, fmod(a, b))); }
 struct Sum { template <class T> static __device__ T of(T a, T b) { return a + b; } };
 struct Prod { template <class T> static __device__ T of(T a, T b) { return a * b; } };
 struct Maximum { template <class T> static __device__ T of(T a, T b) { return (a > b || a != a) ? a : b; } };
@@ -161,8 +162,9 @@ static inline unsigned short half_store(float x) { _Float16 h = (_Float16)x; uns
     + r"""
 template <class T> static inline T with_sign_of(T b, T r) { return (r != 0 && ((r < 0) != (b < 0))) ? r + b : r; }
 template <class T> static inline T floor_mod(T a, T b) { return with_sign_of(b, (T)(a % b)); }
-template <> inline float floor_mod(float a, float b) { return with_sign_of(b, fmodf(a, b)); }
-template <> inline double floor_mod(double a, double b) { return with_sign_of(b, fmod(a, b)); }
+template <class T> static inline T signed_zero(T b, T r) { return r == 0 ? (T)copysign(0.0, (double)b) : r; }
+template <> inline float floor_mod(float a, float b) { return signed_zero(b, with_sign_of(b, fmodf(a, b))); }
+template <> inline double floor_mod(double a, double b) { return signed_zero(b, with_sign_of(b, fmod(a, b))); }
 struct Sum { template <class T> static T of(T a, T b) { return a + b; } };
 struct Prod { template <class T> static T of(T a, T b) { return a * b; } };
 struct Maximum { template <class T> static T of(T a, T b) { return (a > b || a != a) ? a : b; } };

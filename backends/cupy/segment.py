@@ -108,7 +108,7 @@ def compile_segment(
 
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:
-    if not any(size_of(out) for out in node.outputs if out.dtype is not None):
+    if not any(size_of(out) for out in nodes.results(node)):
         return []  # nothing to compute: every result is empty
     found = nodes.special(node)
     if not isinstance(found, nodes.NodeKernel):

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy import expressions, views
+from graphc.backends.cupy import expressions, lookups, views
 from graphc.backends.cupy.expressions import compute_type, literal
 from graphc.backends.cupy.indexing import Domain, Linear, Map, Variable, flatten
 from graphc.backends.cupy.reductions import REDUCTIONS
 from graphc.backends.cupy.source import Access, Form, NotFusibleError, Spec
 from graphc.backends.cupy.views import integers, shape_of
+from graphc.gradient import key_of
 from graphc.ir.facts import constant
 
 
@@ -195,10 +196,9 @@ class Values:
                 condition = self._condition(tests, [linear for linear, _, _ in piece.when], guard)
                 inside = condition
             if piece.operand is None:
-                known = constant(node.inputs[piece.fill]) if piece.fill is not None else None
-                if piece.fill is not None and known is None:
-                    raise NotFusibleError(f"{node.name} fills with a value that is not constant")
-                result.append((condition, literal(dtype, 0 if known is None else known.reshape(-1)[0])))
+                fill = node.inputs[piece.fill] if piece.fill is not None else None
+                text = literal(dtype, 0) if fill is None else self._pull(fill, (Linear(),) * len(shape_of(fill)), guard)
+                result.append((condition, text))
             else:
                 result.append((condition, self._pull(node.inputs[piece.operand], piece.index, inside)))
             if condition is None:
@@ -212,13 +212,30 @@ class Values:
         scope = self._scope_of(tuple(linears), guard)
         return self._define(scope, "b", "bool", " && ".join([*([guard] if guard else []), *tests]))
 
+    def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
+        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        return self._pull(value, index, guard)
+
+    def text(self, linear: Linear) -> str:
+        """``linear`` as part of the kernel's text."""
+        return self._text(linear)
+
+    def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
+        """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
+        known = constant(indices)
+        if known is not None and known.size == 1:
+            return Linear.of(int(known.reshape(-1)[0]) % size)
+        read = self._pull(indices, at, guard)
+        # An index out of range would be a wild read; clamped it is only a wrong number, and labels are checked before.
+        wrapped = f"({read} < 0 ? {read} + {size} : {read})"
+        scope = self._scope_of(at, guard)
+        return Linear.of(Variable(self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})"), size))
+
     def _expression(self, node: ir.Node, value: ir.Value, index: Map, guard: str | None) -> str:
-        if node.domain != "":
-            raise NotFusibleError(f"{node.domain}.{node.op_type} is no expression")
-        special = SPECIAL.get(node.op_type)
+        special = SPECIAL.get(key_of(node.domain, node.op_type))
         if special is not None:
             return special(self, node, index, guard)
-        rule = expressions.RULES.get(node.op_type)
+        rule = expressions.RULES.get(node.op_type) if node.domain == "" else None
         if rule is None:
             raise NotFusibleError(f"{node.op_type} is no expression")
         operands = []
@@ -236,17 +253,7 @@ class Values:
         shape, places = shape_of(data), shape_of(indices)
         axis = node.attributes.get_int("axis", 0) % len(shape)
         at = index if node.op_type == "GatherElements" else index[axis : axis + len(places)]
-        known = constant(indices)
-        if known is not None and known.size == 1:
-            chosen = Linear.of(int(known.reshape(-1)[0]) % shape[axis])
-        else:
-            read = self._pull(indices, at, guard)
-            # An index out of range would be a wild read; clamped it is only a wrong number, and labels are checked before.
-            size = shape[axis]
-            wrapped = f"({read} < 0 ? {read} + {size} : {read})"
-            scope = self._scope_of(at, guard)
-            name = self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})")
-            chosen = Linear.of(Variable(name, size))
+        chosen = self.place(indices, at, shape[axis], guard)
         if node.op_type == "GatherElements":
             source = (*index[:axis], chosen, *index[axis + 1 :])
         else:
@@ -255,17 +262,16 @@ class Values:
 
     def cast(self, node: ir.Node, index: Map, guard: str | None) -> str:
         source = node.inputs[0]
-        return expressions.cast(dtype_of(source), dtype_of(node.outputs[0]), self._pull(source, index, guard))
+        return expressions.cast(dtype_of(source), dtype_of(node.outputs[0]), self._pull(source, index, guard), node)
 
     def triangle(self, node: ir.Node, index: Map, guard: str | None) -> str:
         """Trilu: elements on one side of a diagonal, zero elsewhere."""
-        shift = integers(node, 1) if len(node.inputs) > 1 and node.inputs[1] is not None else [0]
-        if shift is None:
-            raise NotFusibleError("the diagonal of Trilu is not constant")
+        given = node.inputs[1] if len(node.inputs) > 1 else None
+        shift = "0" if given is None else self._pull(given, (Linear(),) * len(shape_of(given)), guard)
         sign = ">=" if node.attributes.get_int("upper", 1) else "<="
         row, column = self._text(index[-2]), self._text(index[-1])
         value = self._pull(node.inputs[0], index, guard)
-        return f"({column} {sign} {row} + {shift[0]} ? {value} : {literal(dtype_of(node.outputs[0]), 0)})"
+        return f"({column} {sign} {row} + {shift} ? {value} : {literal(dtype_of(node.outputs[0]), 0)})"
 
     def one_hot(self, node: ir.Node, index: Map, guard: str | None) -> str:
         depth, values = integers(node, 1), node.inputs[2]
@@ -343,15 +349,18 @@ class Values:
 SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
     "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
     "Cast": Values.cast, "CastLike": Values.cast, "Trilu": Values.triangle, "OneHot": Values.one_hot,
-    "EyeLike": Values.diagonal,
+    "EyeLike": Values.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
+    "graphc::DropoutMask": lookups.dropout_mask,
 }  # fmt: skip
 
 
 def is_expression(node: ir.Node) -> bool:
     """Whether kernels know the op; a node of it may still be one that they cannot compute."""
     name = node.op_type
+    if node.domain != "":
+        return key_of(node.domain, name) in SPECIAL
     known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
-    return known and node.domain == "" and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
+    return known and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
 
 
 def dtype_of(value: ir.Value | None) -> ir.DataType:

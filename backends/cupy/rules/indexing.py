@@ -27,6 +27,15 @@ def range_of_known_length(op: Builder, node: ir.Node) -> Sequence[Any]:
     return [op.Add(op.Mul(steps, op.Reshape(step, op.const([1]))), op.Reshape(start, op.const([1])))]
 
 
+@rule("Shape", "Size")
+def known_shape(op: Builder, node: ir.Node) -> Sequence[Any]:
+    shape = np.array(shape_of(node.inputs[0]), np.int64)
+    if node.op_type == "Size":
+        return [op.const(np.prod(shape, dtype=np.int64))]
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(shape))
+    return [op.const(shape[start:end])]
+
+
 @rule("ConstantOfShape")
 def constant_of_shape(op: Builder, node: ir.Node) -> Sequence[Any]:
     value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)

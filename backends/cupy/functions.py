@@ -1,0 +1,118 @@
+"""C functions that only some kernels need; a kernel gets those whose names stand in its text."""
+
+from __future__ import annotations
+
+PHILOX = r"""
+// Word `element` of the stream with this key: Philox4x32-10 over (element / 4, step), as graphc.ir.ops.random defines it.
+static DEVICE inline unsigned int philox_word(unsigned long long element, long long step, long long seed, unsigned int tag) {
+  const unsigned long long block = element / 4, moment = (unsigned long long)step;
+  unsigned int c0 = (unsigned int)block, c1 = (unsigned int)(block >> 32);
+  unsigned int c2 = (unsigned int)moment, c3 = (unsigned int)(moment >> 32);
+  unsigned int k0 = (unsigned int)((unsigned long long)seed ^ ((unsigned long long)seed >> 32)), k1 = tag;
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long first = 0xD2511F53ULL * c0, second = 0xCD9E8D57ULL * c2;
+    c0 = (unsigned int)(second >> 32) ^ c1 ^ k0;
+    c2 = (unsigned int)(first >> 32) ^ c3 ^ k1;
+    c1 = (unsigned int)second;
+    c3 = (unsigned int)first;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  const int word = (int)(element & 3);
+  return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
+}
+"""
+
+SMALL_FLOATS = r"""
+// Floats of EXPONENT and MANTISSA bits below a sign. KIND 0: infinities and NaN as IEEE has them; 1: no infinity, one NaN;
+// 2: neither infinity nor negative zero, whose code is the NaN; 3: numbers only.
+template <int EXPONENT, int MANTISSA, int BIAS, int KIND> struct small_float {
+  static DEVICE inline unsigned int top() {
+    const unsigned int all = (1u << (EXPONENT + MANTISSA)) - 1u;
+    return KIND == 0 ? all - (1u << MANTISSA) : KIND == 1 ? all - 1u : all;
+  }
+  static DEVICE inline float magnitude(unsigned int code) {
+    const unsigned int e = code >> MANTISSA, m = code & ((1u << MANTISSA) - 1u);
+    return e == 0 ? ldexpf((float)m, 1 - BIAS - MANTISSA) : ldexpf((float)(m | (1u << MANTISSA)), (int)e - BIAS - MANTISSA);
+  }
+  static DEVICE inline float load(unsigned char bits) {
+    const unsigned int code = bits & ((1u << (EXPONENT + MANTISSA)) - 1u);
+    const bool negative = bits >> (EXPONENT + MANTISSA) & 1;
+    if (KIND == 2 && negative && code == 0) return NAN_VALUE;
+    if (KIND == 0 && code == top() + 1u) return negative ? -INFINITY_VALUE : INFINITY_VALUE;
+    if (KIND < 2 && code > top()) return NAN_VALUE;
+    return negative ? -magnitude(code) : magnitude(code);
+  }
+  static DEVICE inline unsigned char nan() {
+    return KIND >= 2 ? 1u << (EXPONENT + MANTISSA) : (1u << (EXPONENT + MANTISSA)) - 1u;
+  }
+  // The nearest code, ties to even; `saturate`: what is too large becomes the greatest number.
+  static DEVICE inline unsigned char store(float x, bool saturate) {
+    if (x != x) return nan();
+    const unsigned int sign = (float_to_bits(x) >> 31) << (EXPONENT + MANTISSA);
+    const float a = fabsf(x);
+    unsigned int code;
+    if (a == 0.0f) {
+      code = 0;
+    } else if (a > magnitude(top()) * 4.0f) {
+      code = top() + 1u;
+    } else {
+      int e = 0;
+      frexpf(a, &e);
+      e = e - 1 > 1 - BIAS ? e - 1 : 1 - BIAS;
+      const unsigned int whole = (unsigned int)rintf(ldexpf(a, MANTISSA - e));
+      code = whole + ((unsigned int)(e - (1 - BIAS)) << MANTISSA);
+    }
+    if (code > top()) {
+      if (saturate || KIND == 3) code = top();
+      else if (KIND == 0) code = top() + 1u;
+      else return KIND == 2 ? nan() : (unsigned char)(sign | ((1u << (EXPONENT + MANTISSA)) - 1u));
+    }
+    if (KIND == 2 && code == 0) return 0;
+    return (unsigned char)(sign | code);
+  }
+  static DEVICE inline float round(float x, bool saturate) { return load(store(x, saturate)); }
+};
+typedef small_float<4, 3, 7, 1> e4m3fn;
+typedef small_float<4, 3, 8, 2> e4m3fnuz;
+typedef small_float<5, 2, 15, 0> e5m2;
+typedef small_float<5, 2, 16, 2> e5m2fnuz;
+typedef small_float<2, 1, 1, 3> e2m1;
+// Powers of two without a sign; WAY 0: rounded up, 1: down, 2: to the nearest.
+struct e8m0 {
+  static DEVICE inline float load(unsigned char bits) { return bits == 255 ? NAN_VALUE : ldexpf(1.0f, (int)bits - 127); }
+  static DEVICE inline unsigned char store(float x, bool saturate) { return rounded(x, saturate, 2); }
+  static DEVICE inline unsigned char rounded(float x, bool saturate, int way) {
+    if (x != x || (x < 0 && !saturate)) return 255;
+    const float a = fabsf(x);
+    if (a > 1.70141183e38f) return saturate ? 254 : 255;
+    int e = 0;
+    const float fraction = frexpf(a, &e);  // in [0.5, 1)
+    if (a == 0.0f) return 0;
+    int code = e - 1 + 127;
+    if (fraction > 0.5f && (way == 0 || (way == 2 && fraction >= 0.75f))) ++code;
+    return code < 0 ? 0 : code > 254 ? (saturate ? 254 : 255) : code;
+  }
+  static DEVICE inline float round(float x, bool saturate) { return load(store(x, saturate)); }
+};
+"""
+
+BITS = r"""
+template <class TO, class FROM> static DEVICE inline TO same_bits(FROM x) {
+  static_assert(sizeof(TO) == sizeof(FROM), "types of one size");
+  union { FROM from; TO to; } both;
+  both.from = x;
+  return both.to;
+}
+"""
+
+FUNCTIONS = {"philox_word": PHILOX, "same_bits": BITS}
+SMALL_NAMES = ("e4m3fn", "e5m2", "e2m1", "e8m0")
+
+
+def needed(body: str) -> str:
+    """The functions that ``body`` calls."""
+    found = [text for name, text in FUNCTIONS.items() if name in body]
+    if any(name in body for name in SMALL_NAMES):
+        found.append(SMALL_FLOATS)
+    return "".join(found)
