@@ -21,6 +21,7 @@ from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.epilogues import GRADIENTS
 from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.values import is_expression
 from graphc.errors import UnsupportedOpError
 
 
@@ -49,7 +50,7 @@ class CupyBackend:
         return False
 
     def holds(self, node: ir.Node) -> bool:
-        return nodes.special(node) is not None or is_composite(node) or node.op_type in GRADIENTS
+        return nodes.special(node) is not None or is_composite(node) or is_expression(node) or node.op_type in GRADIENTS
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True

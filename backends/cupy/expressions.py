@@ -59,6 +59,11 @@ def compute_type(dtype: ir.DataType) -> str:
     return "bool" if dtype == ir.DataType.BOOL else "int" if dtype in BITS else STORAGE[dtype]
 
 
+def stored_bytes(dtype: ir.DataType) -> int:
+    """Bytes of an element in memory."""
+    return max(1, int(dtype.itemsize))
+
+
 def load(dtype: ir.DataType, place: str) -> str:
     """The value at ``place``."""
     if dtype in HALVES:

@@ -7,6 +7,7 @@ strided rows  columns that are not neighbours: a thread takes a vector of neighb
 
 from __future__ import annotations
 
+from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import BLOCKS, WARP, Shape, spread
 from graphc.backends.cupy.source import Form, Source, Spec
@@ -40,7 +41,7 @@ def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
     repeated = [key for key, loops in generator.uses.items() if len(loops) > 1 and constant(key[0]) is None]
     lanes = rows_of(spec, vector, held=True).lanes if wide else 1
     chunks = -(-spec.columns // (lanes * vector))
-    registers = sum(-(-chunks * vector * int(value.dtype.itemsize if value.dtype else 4) // 4) for value, _ in repeated)
+    registers = sum(-(-chunks * vector * (stored_bytes(value.dtype) if value.dtype else 4) // 4) for value, _ in repeated)
     if not repeated or registers > (HELD if wide else 1 << 12):
         return plain
     return Form(vector, along, variable, held=frozenset(repeated))
@@ -54,7 +55,7 @@ def contiguous(spec: Spec) -> bool:
 def _vector(generator: Generator, source: Source, along: str) -> tuple[int, object]:
     variable, size = generator.innermost(along)
     widths = [
-        int(access.value.dtype.itemsize)
+        stored_bytes(access.value.dtype)
         for access in source.traffic
         if access.value.dtype is not None and dict(access.offset.terms).get(variable) == 1  # type: ignore[call-overload]
     ]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy import views
+from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import BLOCKS
 from graphc.backends.cupy.reductions import REDUCTIONS, reduced_axes
@@ -350,13 +351,13 @@ def _is_constant(node: ir.Node | None) -> bool:
 
 def _nbytes(value: ir.Value) -> int:
     assert value.dtype is not None
-    return int(_size(value) * value.dtype.itemsize)
+    return _size(value) * stored_bytes(value.dtype)
 
 
 def _bytes_read(value: ir.Value, size: int) -> int:
     """Bytes of ``value`` that a kernel over ``size`` elements reads; what is small stays in the caches."""
     assert value.dtype is not None
-    return 0 if _size(value) * 32 <= size else int(min(_size(value), size) * value.dtype.itemsize)
+    return 0 if _size(value) * 32 <= size else min(_size(value), size) * stored_bytes(value.dtype)
 
 
 def _size(value: ir.Value) -> int:

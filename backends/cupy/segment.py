@@ -17,6 +17,7 @@ from graphc.backends.cupy.kernels.scatter import omit_fills
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.uses import sweep
+from graphc.backends.cupy.values import is_expression
 from graphc.backends.cupy.views import size_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.infer import propagate
@@ -93,8 +94,9 @@ def compile_segment(
     propagate(graph)
     sweep(graph)
     join_products(graph, choose, loose_gelu=loose_gelu)
-    if decompose_graph(graph, lambda node: nodes.special(node) is not None):
+    if decompose_graph(graph, lambda node: nodes.special(node) is not None or is_expression(node)):
         propagate(graph)
+        take_apart(graph)
     omit_fills(graph)
     sweep(graph)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
