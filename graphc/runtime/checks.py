@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from graphc.errors import UsageError, nearest
-from graphc.runtime.communicator import DTYPES, REDUCTIONS
-from graphc.runtime.reductions import Array, Parts
+from graphc.runtime.communicator import DTYPES, KINDS, REDUCTIONS, Kind
+from graphc.runtime.reductions import Array, Parts, even_parts
 
 DEADLINE = "GRAPHC_DEADLINE"
 """Environment variable: seconds after which a collective that has not ended ends the work."""
@@ -17,15 +18,36 @@ DEADLINE = "GRAPHC_DEADLINE"
 
 def check_array(array: Array, op: str, lengths: Sequence[int] | None = None) -> None:
     """Raise UsageError unless a communicator can reduce ``array`` by ``op``."""
+    check_reduction(array.dtype, array.size, op, lengths)
+    check_layout(array)
+
+
+def check_reduction(dtype: np.dtype[Any], elements: int, op: str, lengths: Sequence[int] | None = None) -> None:
+    """Raise UsageError unless a communicator can reduce an array of ``elements`` elements by ``op``."""
     if op not in REDUCTIONS:
         raise UsageError(f"unknown reduction {op!r}{nearest(op, REDUCTIONS)}; the reductions are {', '.join(REDUCTIONS)}")
-    if array.dtype not in DTYPES:
-        raise UsageError(f"a collective takes float32, float64, bfloat16, float16 or int64, not {array.dtype}")
-    if op in ("mean", "adasum") and array.dtype == np.int64:
-        raise UsageError(f"the {op} of {array.dtype} is no {array.dtype}; reduce by sum")
-    if lengths is not None and sum(lengths) != array.size:
-        raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {array.size}")
-    check_layout(array)
+    if dtype not in DTYPES:
+        raise UsageError(f"a collective takes float32, float64, bfloat16, float16 or int64, not {dtype}")
+    if op in ("mean", "adasum") and dtype == np.int64:
+        raise UsageError(f"the {op} of {dtype} is no {dtype}; reduce by sum")
+    if lengths is not None and sum(lengths) != elements:
+        raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {elements}")
+
+
+def check_collective(
+    array: Array, size: int, op: str, kind: Kind, parts: Parts | None, root: int, lengths: Sequence[int] | None
+) -> Parts:
+    """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit; returns the parts."""
+    if kind not in KINDS:
+        raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
+    if kind in ("allreduce", "reduce_scatter"):
+        check_reduction(array.dtype, array.size, op, lengths)
+    if kind == "broadcast":
+        check_root(root, size)
+    division = even_parts(array.size, size) if parts is None else parts
+    if kind in ("reduce_scatter", "all_gather"):
+        check_parts(division, array.size, size)
+    return division
 
 
 def check_parts(parts: Parts, elements: int, size: int) -> None:
@@ -72,3 +94,9 @@ def check_deadline(seconds: float) -> float:
     if not seconds > 0:
         raise UsageError(f"the deadline of collectives must be a positive number of seconds, not {seconds:g}")
     return seconds
+
+
+def check_device_layout(array: Array) -> None:
+    """Raise UsageError unless an array of a device is one-dimensional and contiguous."""
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise UsageError(f"a collective takes a contiguous one-dimensional array, not one of shape {array.shape}")

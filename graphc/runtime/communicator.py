@@ -43,6 +43,11 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def transport(self) -> str:
+        """How arrays travel: ``null`` (there is one rank), ``threads``, ``mpi``, ``tcp`` or ``nccl``."""
+
     observer: Callable[[Handle], None] | None
     step: int
     """The step of the training, which errors and flight logs name; set by whoever takes steps, -1 before the first."""

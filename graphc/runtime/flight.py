@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -81,23 +82,26 @@ class Entry:
 
 
 class Ring:
-    """The entries of one rank inside ``memory`` from ``offset``; one thread at a time writes."""
+    """The entries of one rank inside ``memory`` from ``offset``; several threads may write."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, offset: int = 0) -> None:
         self._memory = bytearray(RING_SIZE) if memory is None else memory
         self._offset = offset
         self._count = 0
+        self._lock = threading.Lock()
         self._tags: dict[str, bytes] = {}
 
     def begin(self, communicator: int, sequence: int, step: int, kind: str, op: str, tag: str, nbytes: int, now: float) -> int:
         """Note the start of a collective; returns its place, for ``end``."""
-        place = self._offset + self._count % ENTRIES * _ENTRY.size
-        self._count += 1
         name = self._tags.get(tag)
         if name is None:
             name = self._tags[tag] = tag.encode("utf-8", "replace")
         code, reduce = _CODE.get(kind, 0), _REDUCE[op]
-        _ENTRY.pack_into(self._memory, place, self._count, sequence, step, nbytes, now, 0.0, communicator, code, reduce, name)
+        with self._lock:
+            place = self._offset + self._count % ENTRIES * _ENTRY.size
+            self._count += 1
+            values = self._count, sequence, step, nbytes, now, 0.0, communicator, code, reduce, name
+            _ENTRY.pack_into(self._memory, place, *values)
         return place
 
     def end(self, place: int, now: float) -> None:

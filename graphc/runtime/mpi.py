@@ -90,6 +90,8 @@ def _unwatched(deadline: float) -> Iterator[None]:
 class MpiCommunicator(QueuedCommunicator):
     """One rank of MPI_COMM_WORLD, on a duplicate of it, so that a script's own MPI traffic cannot mix with ours."""
 
+    transport = "mpi"
+
     def __init__(self, mpi: Any, world: World) -> None:
         super().__init__(world.rank, world.size)
         self.watch: Watch | None = None

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from graphc.errors import UsageError, nearest
-from graphc.runtime.checks import check_array, check_layout, check_parts, check_root, find_deadline
-from graphc.runtime.communicator import KINDS, Handle, Kind
+from graphc.errors import UsageError
+from graphc.runtime.checks import check_array, check_collective, check_layout, check_root, find_deadline
+from graphc.runtime.communicator import Handle, Kind
 from graphc.runtime.flight import Ring
-from graphc.runtime.reductions import Array, Parts, even_parts
+from graphc.runtime.reductions import Array, Parts
 from graphc.runtime.windows import Windows
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ class QueuedCommunicator(ABC):
     ``observer``, where set, is called after each collective, on the thread that ran it. ``ring`` is the flight recorder of
     the rank, in which this communicator is the one of that ``number``; ``step`` is what is noted there.
     """
+
+    transport = "null"
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -147,21 +149,14 @@ class QueuedCommunicator(ABC):
         lengths: Sequence[int] | None,
     ) -> Callable[[], None]:
         """Check a collective and return what carries it out."""
+        division = check_collective(array, self.size, op, kind, parts, root, lengths)
+        check_layout(array)
         if kind == "allreduce":
-            check_array(array, op, lengths)
             return self._bind_reduce(array, op, what, lengths)
         if kind == "broadcast":
-            check_layout(array)
-            check_root(root, self.size)
             return lambda: self._broadcast(array, root, what)
-        if kind not in KINDS:
-            raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
-        division = even_parts(array.size, self.size) if parts is None else parts
-        check_parts(division, array.size, self.size)
         if kind == "all_gather":
-            check_layout(array)
             return lambda: self._all_gather(array, what, division)
-        check_array(array, op, lengths)
         return lambda: self._reduce_scatter(array, op, what, division, lengths)
 
     def wait(self, handle: Handle) -> None:

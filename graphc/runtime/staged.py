@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from graphc.backend import Memory
-from graphc.errors import UsageError
+from graphc.runtime.checks import check_device_layout
 from graphc.runtime.communicator import Communicator, Handle, Kind
 from graphc.runtime.reductions import Array, Parts, even_parts
 from graphc.runtime.windows import Windows
@@ -50,6 +50,10 @@ class StagedCommunicator:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self._memory = memory
+
+    @property
+    def transport(self) -> str:
+        return self.inner.transport
 
     @property
     def observer(self) -> Callable[[Handle], None] | None:
@@ -174,12 +178,6 @@ class StagedCommunicator:
 def lies_on_host(array: Any) -> bool:
     """Whether the host can read ``array``."""
     return isinstance(array, np.ndarray)
-
-
-def check_device_layout(array: Array) -> None:
-    """Raise UsageError unless a device array is one-dimensional and contiguous."""
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise UsageError(f"a collective takes a contiguous one-dimensional array, not one of shape {array.shape}")
 
 
 def moved(kind: Kind, parts: Parts, root: int, rank: int, elements: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -49,6 +49,7 @@ def open_tcp(world: World) -> TcpCommunicator:
 class TcpCommunicator(QueuedCommunicator):
     """One rank of those that meet at the store."""
 
+    transport = "tcp"
     store: Store
 
     def __init__(self, world: World) -> None:

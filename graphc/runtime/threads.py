@@ -132,6 +132,8 @@ class ThreadGroup:
 class ThreadCommunicator(QueuedCommunicator):
     """One rank of a :class:`ThreadGroup`."""
 
+    transport = "threads"
+
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(rank, group.size)
         self.group = group

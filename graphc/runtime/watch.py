@@ -22,13 +22,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from graphc.errors import GraphcError
 from graphc.runtime import verdict
 from graphc.runtime.board import Board, State
 from graphc.runtime.checks import find_deadline
 from graphc.runtime.communicator import Handle
-from graphc.runtime.flight import Entry, dump, last_of
+from graphc.runtime.flight import Entry, Ring, dump, last_of
 from graphc.runtime.queued import QueuedCommunicator
 from graphc.runtime.world import World
 
@@ -103,6 +104,20 @@ def process_state(pid: int) -> str:
         return "X"
 
 
+class Watched(Protocol):
+    """A communicator whose collectives have a deadline.
+
+    Attributes:
+        ring: where it notes them, as number ``number``.
+        current: the one under way.
+    """
+
+    ring: Ring
+    number: int
+    current: Handle | None
+    deadline: float
+
+
 class Watch:
     """This process's side of the board: its own notice, and the watch over its peers."""
 
@@ -114,7 +129,7 @@ class Watch:
         self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
         self.tell: Callable[[str], None] = lambda message: None  # and how to say why, before this process ends
         self.ring = board.ring(rank)
-        self.communicators: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
+        self.communicators: weakref.WeakSet[Watched] = weakref.WeakSet()
         self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
         self._local = list(range(board.size)) if launched else [rank]
@@ -134,6 +149,12 @@ class Watch:
             if rank != self.rank and rank not in self._peers:
                 self._peers.append(rank)
                 self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._gone(rank))  # type: ignore[misc]
+
+    def add(self, communicator: Watched) -> None:
+        """Look after the collectives of ``communicator``; every rank adds its own at the same point."""
+        communicator.ring = self.ring
+        communicator.number = next(_numbers)
+        self.communicators.add(communicator)
 
     def goodbye(self) -> None:
         """Say that this worker leaves in good order."""
@@ -271,10 +292,8 @@ def watch_peers(communicator: QueuedCommunicator, world: World) -> Watch:
     mine = join_launcher()
     if mine is None:
         mine = _watch = _open_own_board(communicator, world)
-    communicator.ring = mine.ring
-    communicator.number = next(_numbers)
-    mine.communicators.add(communicator)
-    hosts = communicator.allgather_object(_host())
+    mine.add(communicator)
+    hosts = communicator.allgather_object(host_name())
     mine.follow([rank for rank, host in enumerate(hosts) if host == hosts[world.rank]])
     return mine
 
@@ -282,7 +301,7 @@ def watch_peers(communicator: QueuedCommunicator, world: World) -> Watch:
 def _open_own_board(communicator: QueuedCommunicator, world: World) -> Watch:
     """Without our launcher the lowest rank of each machine makes the board, and unlinks it once all have mapped it."""
     path = Path(tempfile.gettempdir()) / f"graphc-board-{os.getpid()}-{time.monotonic_ns()}"
-    offers = communicator.allgather_object((_host(), str(path)))
+    offers = communicator.allgather_object((host_name(), str(path)))
     leader = next(rank for rank, (host, _) in enumerate(offers) if host == offers[world.rank][0])
     if leader == world.rank:
         Board.create(path, world.size).close()
@@ -312,7 +331,7 @@ def _report_uncaught(watch: Watch) -> None:
     sys.excepthook = report
 
 
-def _host() -> str:
+def host_name() -> str:
     """A name of this running system; host names are not unique among containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

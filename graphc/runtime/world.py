@@ -58,12 +58,15 @@ THREAD_WORLD: contextvars.ContextVar[World | None] = contextvars.ContextVar("gra
 """The world of the worker thread that asks; set by :mod:`graphc.runtime.threads`."""
 
 
-def find_world(explicit: World | None = None, environment: Mapping[str, str] | None = None) -> World:
+def find_world(
+    explicit: World | None = None, environment: Mapping[str, str] | None = None, *, transport: str | None = None
+) -> World:
     """Find the world of this worker.
 
     Args:
         explicit: taken as it is when given.
         environment: looked through instead of ``os.environ``.
+        transport: ``mpi`` or ``tcp`` settle how processes talk; None: as ``GRAPHC_TRANSPORT`` says.
 
     Raises:
         UsageError: a variable that is no whole number, a set of variables of which one is missing, or an unknown transport.
@@ -77,7 +80,7 @@ def find_world(explicit: World | None = None, environment: Mapping[str, str] | N
     for look in (_from_rank, _from_open_mpi, _from_pmi, _from_slurm):
         world = look(found)
         if world is not None:
-            return _over(world, wanted_transport(None, found))
+            return _over(world, wanted_transport(transport, found))
     return World()
 
 

@@ -1,0 +1,225 @@
+"""Collectives between GPUs over NCCL, in place on device arrays.
+
+    compute stream         … gradients ─┬─ more of the backward pass ─┬─ update …
+                                  begin │                        wait │
+    communication stream                └─► AllReduce ────────────────┘
+
+``begin`` and ``wait`` only queue: an event, the calls of NCCL that were settled when the collective was prepared, an event.
+They can be captured in a CUDA graph with the rest of a step. What NCCL cannot do (``tree``, ``adasum``) goes through host
+memory (:mod:`~graphc.runtime.staged`), arrays of the host and objects over the transport of the host, and sparse sums too.
+
+Differences from other transports: bfloat16 and float16 are added in float32 but rounded after every addition, as NCCL passes
+them on from GPU to GPU in their own type; ``mean`` divides before it adds. The results are bit-identical on all ranks.
+
+A thread looks after what is under way: past its deadline, a collective ends the work with the names of the ranks that have not
+come; an error of NCCL is raised by the next call, and ends the process where nobody makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from graphc.backend import Array, Memory, in_order
+from graphc.errors import WorldError
+from graphc.runtime.checks import check_collective, check_device_layout
+from graphc.runtime.communicator import Communicator, Handle, Kind
+from graphc.runtime.flight import Ring, dump
+from graphc.runtime.nccl_calls import plan_calls, takes
+from graphc.runtime.nccl_library import Library
+from graphc.runtime.nccl_progress import Counters, Progress
+from graphc.runtime.nccl_timeline import Timeline
+from graphc.runtime.reductions import Parts
+from graphc.runtime.staged import StagedCommunicator, lies_on_host
+
+LOOK = 0.1  # seconds between looks at what is under way
+TAKE_UP = 10.0  # seconds in which the program has to take up an error before the process ends
+
+
+@runtime_checkable
+class GpuMemory(Memory, Protocol):
+    """The memory of a GPU of NVIDIA's, with CuPy's streams.
+
+    Attributes:
+        cupy: the package.
+        device: the GPU.
+        stream, communication: those of computation and of collectives.
+    """
+
+    cupy: Any
+    device: Any
+    stream: Any
+    communication: Any
+
+
+class NcclHandle(Handle):
+    """A prepared collective of NCCL: ``start`` and ``join`` queue its beginning, and that the compute stream waits for it."""
+
+    __slots__ = ("join", "start")
+
+    start: Callable[[], None]
+    join: Callable[[], None]
+
+
+class NcclCommunicator(StagedCommunicator):
+    """One rank of those that each have a GPU of their own.
+
+    Args:
+        inner: the transport of the host, over which the ranks find each other.
+        memory: of this rank's GPU, which is the current one.
+        library: the same on all ranks.
+
+    Raises:
+        WorldError: the GPUs do not reach each other.
+    """
+
+    def __init__(self, inner: Communicator, memory: GpuMemory, library: Library) -> None:
+        super().__init__(inner, memory)
+        self._gpu = memory
+        self.ring, self.number = Ring(), 1
+        self.current: Handle | None = None
+        self.failure = ""
+        self._told = threading.Event()
+        watch = getattr(inner, "watch", None)
+        if watch is not None:
+            watch.add(self)
+        self._link = self._join(library)
+        counters = Counters(memory, memory.cupy, memory.communication)
+        self._counters, self._progress = counters, Progress(counters.seen, self.ring, self.number)
+        self._timeline = Timeline(memory.cupy, memory.communication)
+        self._done = threading.Event()
+        self._guard = threading.Thread(target=self._look_after, name=f"graphc-nccl-{self.rank}", daemon=True)
+        self._guard.start()
+
+    @property
+    def transport(self) -> str:
+        return "nccl"
+
+    def _join(self, library: Library) -> Any:
+        handle = Handle(lambda: None, "join", tag="nccl")
+        try:
+            identity = self.inner.allgather_object(library.identity() if self.rank == 0 else b"")[0]
+            handle.since = time.monotonic()
+            place = self.ring.begin(self.number, 0, -1, "join", "", "nccl", 0, handle.since)
+            self.current = handle
+            link = library.join(self.size, identity, self.rank)
+            self.ring.end(place, time.monotonic())
+            return link
+        except WorldError:
+            raise
+        except Exception as error:
+            raise WorldError(
+                f"the GPU of rank {self.rank} does not reach the others over NCCL: {error} (NCCL_DEBUG=INFO says more)"
+            ) from error
+        finally:
+            self.current = None
+
+    def prepare(
+        self,
+        array: Array,
+        op: str = "sum",
+        tag: str = "",
+        *,
+        kind: Kind = "allreduce",
+        parts: Parts | None = None,
+        root: int = 0,
+        lengths: Sequence[int] | None = None,
+        overlap: bool = True,
+    ) -> Handle:
+        division = check_collective(array, self.size, op, kind, parts, root, lengths)
+        if lies_on_host(array) or not takes(kind, op):
+            return super().prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+        check_device_layout(array)
+        reduces = kind in ("allreduce", "reduce_scatter")
+        handle = NcclHandle(lambda: None, kind, op if reduces else "", tag, array.nbytes, overlap=overlap)
+        calls = plan_calls(kind, op, array.dtype, array.size, division, root, self.rank)
+        self._bind(handle, self._link.bind(calls, int(array.data.ptr), int(self._gpu.communication.ptr)))  # type: ignore[attr-defined]
+        return handle
+
+    def _bind(self, handle: NcclHandle, run: Callable[[], None]) -> None:
+        gpu, event = self._gpu, self._gpu.cupy.cuda.Event
+        ready, done = event(disable_timing=True), event(disable_timing=True)
+        begins, ends = self._counters.around(self._progress.number_of(handle))
+        compute, communication = gpu.stream, gpu.communication
+        work = [begins, run, ends]
+        handle.queued = self.observer is None
+        if not handle.queued:  # events of a timeline cannot be captured
+            timeline = self._timeline
+            work = [lambda: timeline.begin(handle), *work, timeline.end]
+        fork = [lambda: ready.record(compute), lambda: communication.wait_event(ready)]
+        handle.start = in_order([*fork, *work, lambda: done.record(communication)])
+        handle.join = lambda: compute.wait_event(done)
+
+    def begin(self, handle: Handle) -> None:
+        if not isinstance(handle, NcclHandle):
+            super().begin(handle)
+            return
+        self._raise_failure()
+        handle.check_idle()
+        try:
+            handle.start()
+        except Exception as error:
+            raise WorldError(f"{handle.what} failed on rank {self.rank}: {error}") from error
+        handle.finished = False
+
+    def wait(self, handle: Handle) -> None:
+        if not isinstance(handle, NcclHandle):
+            super().wait(handle)
+            return
+        if not handle.finished:
+            handle.finished = True
+            handle.join()
+
+    def check(self) -> None:
+        self._raise_failure()
+        if self.observer is not None:
+            self._timeline.report(self.observer)
+        self.inner.check()
+
+    def barrier(self) -> None:
+        self._gpu.communication.synchronize()
+        self.check()
+        self.inner.barrier()
+
+    def abort(self, reason: str) -> None:
+        self._told.set()
+        self.inner.abort(reason)
+        self._link.abort()
+
+    def close(self) -> None:
+        if not self._done.is_set():
+            self._done.set()
+            self._guard.join()
+            if not self.failure:
+                self._gpu.communication.synchronize()
+                self._link.close()
+        self.inner.close()
+
+    def _raise_failure(self) -> None:
+        if self.failure:
+            self._told.set()
+            raise WorldError(self.failure)
+
+    def _look_after(self) -> None:
+        self._gpu.device.use()
+        while not self._done.wait(LOOK):
+            self.current = self._progress.look(self.step, time.monotonic())
+            error = self._link.error()
+            if error:
+                self._fail(error)
+                return
+
+    def _fail(self, error: str) -> None:
+        """NCCL has met an error: set the GPU free, so that the program comes to a call that raises it, or end the process."""
+        what = f"{self.current.what!r} of step {self.step}" if self.current is not None else f"step {self.step}"
+        message = f"NCCL failed in {what} on rank {self.rank}: {error}"
+        logs = dump({self.rank: self.ring.entries()}, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
+        self.failure = f"{message}; {logs}" if logs else message
+        self.current = None
+        self._link.abort()
+        if not self._told.wait(TAKE_UP):
+            self.inner.abort(self.failure)
+            os._exit(1)
