@@ -62,6 +62,7 @@ class Trainer:
         trace: file for a timeline of the first training steps of all workers, written at the end of the ``with`` block; see
             :class:`~graphc.runtime.trace.Trace`.
         deadline: seconds after which a collective that has not ended ends the run; None: GRAPHC_DEADLINE, or 300.
+        transport: how workers talk, one of :data:`graphc.runtime.world.TRANSPORTS`; None: GRAPHC_TRANSPORT, or what fits.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -88,9 +89,10 @@ class Trainer:
         wrap: Callable[[str, str, Run], Run] | None = None,
         trace: str | Path | Trace | None = None,
         deadline: float | None = None,
+        transport: str | None = None,
     ) -> None:
         self.program = program
-        world = find_world() if comm is None else None
+        world = find_world(transport=transport) if comm is None else None
         self.comm = open_communicator(world) if comm is None else comm
         if deadline is not None:
             self.comm.deadline = check_deadline(deadline)
@@ -107,7 +109,7 @@ class Trainer:
         self._threads = threads
         self._host: Backend | None = None
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
-        self.comm = for_memory(self.comm, self.backend.memory)
+        self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self.state = State(program.model, self.rank, self.size, self.backend.memory)
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule

@@ -30,7 +30,7 @@ class CupyBackend:
 
     Args:
         threads, spin: for the host's side of things; unused.
-        device: the machine; None: the first GPU.
+        device: the machine; None: the GPU of this worker, by its local rank.
     """
 
     name = "cupy"
@@ -41,7 +41,7 @@ class CupyBackend:
         if device is None:
             from graphc.backends.cupy.cuda import CudaDevice
 
-            device = CudaDevice(0)
+            device = CudaDevice()
         self.device = device
         self.memory: Memory = device
         self._scratch = Scratch(device)

@@ -48,7 +48,7 @@ class CudaDevice(CudaMemory):
 
     writes_cuda = True
 
-    def __init__(self, index: int, options: Options | None = None) -> None:
+    def __init__(self, index: int | None = None, options: Options | None = None) -> None:
         super().__init__(index)
         self.options = options or Options()
         self._libraries: dict[Any, Any] = {}

@@ -17,6 +17,7 @@ import numpy as np
 
 from graphc.backend import Array, Event, Run
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
+from graphc.runtime.world import device_index
 
 UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
@@ -104,6 +105,10 @@ class CudaEvent:
 class CudaMemory:
     """Memory and streams of one GPU.
 
+    Args:
+        index: of the GPU; None: that of this worker, by its local rank.
+        backend, extra: see :func:`import_cupy`.
+
     Attributes:
         stream: the compute stream.
         copies: the stream of feeds.
@@ -112,8 +117,10 @@ class CudaMemory:
 
     on_host = False
 
-    def __init__(self, index: int, backend: str = "cupy", extra: str = "gpu") -> None:
+    def __init__(self, index: int | None = None, backend: str = "cupy", extra: str = "gpu") -> None:
         self.cupy = import_cupy(backend, extra)
+        if index is None:
+            index = device_index(self.cupy.cuda.runtime.getDeviceCount())
         self.device = self.cupy.cuda.Device(index)
         self.device.use()
         make = self.cupy.cuda.Stream

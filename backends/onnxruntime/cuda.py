@@ -115,7 +115,7 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
 
     Args:
         threads: for what the provider leaves to the host.
-        index: of the GPU.
+        index: of the GPU; None: that of this worker, by its local rank.
         tf32: whether float32 products and convolutions may round their operands to TF32.
 
     Raises:
@@ -123,12 +123,13 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
         GraphcError: no GPU, or libraries of another CUDA than onnxruntime's.
     """
 
-    def __init__(self, *, threads: int = 1, spin: bool = False, index: int = 0, tf32: bool = True) -> None:
+    def __init__(self, *, threads: int = 1, spin: bool = False, index: int | None = None, tf32: bool = True) -> None:
         del spin
         check_provider()
         from graphc.backends.cupy.memory import CudaMemory
 
         memory = CudaMemory(index, self.name, self.name)
+        index = int(memory.device.id)
         check_major(memory.cupy.cuda.runtime.runtimeGetVersion() // 1000)
         ort.preload_dlls()  # CUDA and cuDNN as pip installs them
         options = provider_options(index, memory.stream.ptr, tf32=tf32)

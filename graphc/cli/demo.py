@@ -25,7 +25,7 @@ def command(
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1)] = 2,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The trained model.")] = "trained.onnx",
-    transport: Annotated[str, typer.Option("--transport", help="mpi or threads.")] = "mpi",
+    transport: options.Transport = "auto",
     form: options.Format = Format.text,
 ) -> int:
     """Train a small CNN on handwritten digits with two MPI workers, and run the result in plain onnxruntime."""
@@ -46,10 +46,11 @@ def command(
             batch_size=64,
             workers=workers,
             output=out,
+            transport=transport,
             form=form.value,
         )
         prepared = _show_compilation(job, digits, form)
-        code = run_job(job, transport=transport, prepared=prepared)
+        code = run_job(job, prepared=prepared)
     if code:
         return code
     accuracy = onnxruntime_accuracy(out, digits.test)

@@ -72,6 +72,7 @@ class Job:
     trace_steps: int = 200
     output: str | None = None
     deadline: float | None = None
+    transport: str = "auto"
     form: str = "text"
 
     @property
@@ -233,7 +234,15 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     program = prepared.program
     trace = Trace(job.trace, steps=job.trace_steps) if job.trace is not None else None
     with (
-        Trainer(program, comm=comm, seed=job.seed, schedule=prepared.schedule, trace=trace, deadline=job.deadline) as trainer,
+        Trainer(
+            program,
+            comm=comm,
+            seed=job.seed,
+            schedule=prepared.schedule,
+            trace=trace,
+            deadline=job.deadline,
+            transport=job.transport,
+        ) as trainer,
         without_tracebacks(),
     ):
         served = isinstance(trainer, ServedTrainer)

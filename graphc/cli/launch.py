@@ -15,9 +15,7 @@ SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unkno
 def command(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]…", help="As for 'python': a file, or -m MODULE.")],
     workers: Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", show_default=False)],
-    transport: Annotated[
-        str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process, for tests.")
-    ] = "mpi",
+    transport: options.Transport = "auto",
     keep_going: Annotated[
         bool,
         typer.Option("--keep-going", help="Go on without workers of parameter servers that die."),

@@ -52,6 +52,14 @@ Deadline = Annotated[
     float | None,
     typer.Option("--deadline", metavar="SECONDS", help="A collective may take so long; default GRAPHC_DEADLINE, or 300."),
 ]
+Transport = Annotated[
+    str,
+    typer.Option(
+        "--transport",
+        help="How workers talk. auto: processes, by MPI or as their launcher says, and GPUs by NCCL where every worker has its"
+        " own; nccl: that or an error; mpi, tcp: GPUs through host memory too; threads: all workers in one process.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and Dropout.")]
 BucketMB = Annotated[float, typer.Option("--bucket-mb", help="Size of a gradient bucket in megabytes.")]
 Precision = Annotated[

@@ -46,9 +46,7 @@ def command(
             min=1,
         ),
     ] = None,
-    transport: Annotated[
-        str, typer.Option("--transport", help="mpi: a process a worker; threads: all in one process.")
-    ] = "mpi",
+    transport: options.Transport = "auto",
     backend: options.Backend = "auto",
     initialize: options.Initialize = None,
     seed: options.Seed = 0,
@@ -107,12 +105,11 @@ def command(
     """Train MODEL on DATA."""
     from graphc.cli.job import Job
     from graphc.errors import UsageError
-    from graphc.runtime.world import find_world
+    from graphc.runtime.world import find_world, wanted_transport
     from graphc.strategy import Parallel
 
-    world = find_world()
-    if transport not in ("mpi", "threads"):
-        raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
+    transport = wanted_transport(transport)
+    world = find_world(transport=transport)
     parallel = Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite)
     servers = parallel.servers
     if 1 < world.size <= servers:
@@ -154,9 +151,10 @@ def command(
         warmup_steps=warmup_steps,
         output=out,
         deadline=deadline,
+        transport=transport,
         form=form.value,
     )
-    return run_job(job, transport=transport, alone=world.size == 1)
+    return run_job(job, alone=world.size == 1)
 
 
 def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | None:
@@ -166,7 +164,7 @@ def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | N
     return f"{recompute},batch={max(1, -(-batch_size // workers))}"
 
 
-def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: Prepared | None = None) -> int:
+def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -> int:
     """Run ``job`` on as many workers (and parameter servers) as it says; returns the exit code.
 
     Args:
@@ -178,7 +176,7 @@ def run_job(job: Job, *, transport: str = "mpi", alone: bool = True, prepared: P
 
     with tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
         several = job.processes > 1 and alone
-        if several and transport == "mpi":
+        if several and job.transport != "threads":
             job = _on_disk(job, Path(name))
             if prepared is None:
                 prepare(job)  # every error in the arguments shows here, once, and before any worker starts
@@ -216,4 +214,4 @@ def _launch(job: Job, folder: Path) -> int:
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
     argv = ["-m", "graphc.cli.worker", str(path)]
     served = job.processes > job.workers
-    return launch(job.processes, argv, transport="mpi", env=environment, keep_going=served, deadline=job.deadline)
+    return launch(job.processes, argv, transport=job.transport, env=environment, keep_going=served, deadline=job.deadline)

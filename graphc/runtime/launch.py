@@ -34,7 +34,7 @@ from graphc.runtime.supervise import Supervisor
 from graphc.runtime.threads import run_threads
 from graphc.runtime.watch import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
 from graphc.runtime.worker import describe_error, describe_exit
-from graphc.runtime.world import available_cores
+from graphc.runtime.world import TRANSPORT, available_cores, wanted_transport
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -49,7 +49,7 @@ OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIREC
 def launch(
     workers: int,
     argv: Sequence[str],
-    transport: str = "mpi",
+    transport: str = "auto",
     env: Mapping[str, str] | None = None,
     *,
     keep_going: bool = False,
@@ -59,7 +59,8 @@ def launch(
 
     Args:
         argv: what one would give to ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
-        transport: ``"mpi"`` (a process a worker) or ``"threads"`` (all in this process).
+        transport: ``"threads"``: all in this process; else a process a worker, started by ``mpiexec``, which finds
+            ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.runtime.transport`).
         env: variables set for the workers on top of this process's environment (``mpi`` only).
         keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
         deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.
@@ -74,13 +75,15 @@ def launch(
     """
     if workers < 1:
         raise UsageError(f"the number of workers must be at least 1, not {workers}")
-    if transport not in ("mpi", "threads"):
-        raise UsageError(f"unknown transport {transport!r}; the transports are mpi and threads")
+    wanted = wanted_transport(transport)
+    if wanted == "tcp":
+        raise UsageError("the workers that are started here talk by MPI; 'tcp' is for those that torchrun or a script starts")
     _check_program(argv)
-    if transport == "threads":
+    if wanted == "threads":
         return _launch_threads(workers, list(argv), deadline)
     found = find_deadline({**os.environ, **(env or {})}) if deadline is None else check_deadline(deadline)
-    return _launch_mpi(workers, list(argv), {**(env or {}), DEADLINE: str(found)}, keep_going)
+    environment = {**(env or {}), DEADLINE: str(found), **({TRANSPORT: wanted} if wanted != "auto" else {})}
+    return _launch_mpi(workers, list(argv), environment, keep_going)
 
 
 def find_mpiexec() -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from graphc.backend import Array, Memory, Run
+from graphc.errors import UsageError
 from graphc.runtime.communicator import Handle
 from graphc.runtime.flight import Ring
 
@@ -77,12 +78,18 @@ class Progress:
         self._noted, self._place, self._open = 0, 0, False
 
     def number_of(self, handle: Handle) -> int:
-        """The number under which the GPU counts ``handle``; collectives that are called alike share one."""
+        """The number under which the GPU counts ``handle``; collectives that are called alike share one.
+
+        Raises:
+            UsageError: there are 65,536 already.
+        """
         key = handle.kind, handle.op, handle.tag, handle.nbytes
-        if key not in self._numbers and len(self._handles) < 1 << SHIFT:
+        if key not in self._numbers:
+            if len(self._handles) == 1 << SHIFT:
+                raise UsageError(f"there are {1 << SHIFT} different collectives already; name them by fewer tags")
             self._numbers[key] = len(self._handles)
             self._handles.append(handle)
-        return self._numbers.get(key, 0)
+        return self._numbers[key]
 
     def look(self, step: int, now: float) -> Handle | None:
         """Note what is new at time ``now``; returns the collective under way."""

@@ -83,9 +83,12 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
         MissingExtraError: NCCL was asked for and a worker lacks it.
     """
     wanted = wanted_transport(transport)
-    if comm.size == 1 or memory.on_host:
-        if wanted == "nccl" and memory.on_host:
-            raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
+    if memory.on_host and wanted == "nccl":
+        raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
+    if comm.size == 1:
+        return comm
+    if memory.on_host:
+        _check_host(comm.transport, wanted)
         return comm
     library = find_library() if isinstance(memory, GpuMemory) and wanted in ("auto", "nccl") else None
     device = device_name(memory) if isinstance(memory, GpuMemory) else None
@@ -110,8 +113,7 @@ def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"
     other = next((rank for rank, offer in enumerate(offers) if offer.wanted != first), None)
     if other is not None:
         raise WorldError(f"the transport is {first!r} on rank 0 and {offers[other].wanted!r} on rank {other}")
-    if first not in ("auto", "nccl", host):
-        raise UsageError(f"the transport is to be {first!r}, but these workers talk by {host}; leave it out, or start them so")
+    _check_host(host, first)
     problem = _against_nccl(host, offers)
     if not problem and first in ("auto", "nccl"):
         missing = [rank for rank, offer in enumerate(offers) if offer.library is None]
@@ -124,6 +126,11 @@ def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"
     if first == "nccl":
         raise UsageError(f"NCCL cannot connect these workers: {problem}")
     return "staged", f"gradients pass through host memory: {problem}" if first == "auto" and problem else ""
+
+
+def _check_host(host: str, wanted: Wanted) -> None:
+    if wanted not in ("auto", "nccl", host):
+        raise UsageError(f"the transport is to be {wanted!r}, but these workers talk by {host}; leave it out, or start them so")
 
 
 def _against_nccl(host: str, offers: Sequence[Offer]) -> str:

@@ -85,14 +85,15 @@ def find_world(
 
 
 def wanted_transport(explicit: str | None, environment: Mapping[str, str] | None = None) -> Wanted:
-    """One of :data:`TRANSPORTS`: ``explicit``, else what ``GRAPHC_TRANSPORT`` says, else ``auto``.
+    """One of :data:`TRANSPORTS`: ``explicit`` where it settles something, else what ``GRAPHC_TRANSPORT`` says, else ``auto``.
 
     Raises:
         UsageError: it is none of them.
     """
-    found = explicit or (os.environ if environment is None else environment).get(TRANSPORT) or "auto"
+    settled = explicit not in (None, "auto")
+    found = (explicit if settled else (os.environ if environment is None else environment).get(TRANSPORT)) or "auto"
     if found not in TRANSPORTS:
-        where = "" if explicit else f" in {TRANSPORT}"
+        where = "" if settled else f" in {TRANSPORT}"
         raise UsageError(
             f"unknown transport {found!r}{where}{nearest(found, TRANSPORTS)}; the transports are {', '.join(TRANSPORTS)}"
         )
