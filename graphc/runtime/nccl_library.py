@@ -157,7 +157,7 @@ def find_library() -> Library | None:
     """The binding that is installed, or None."""
     for make in (Nccl4py, CupyNccl):
         try:
-            return make()  # type: ignore[no-any-return]
+            return make()
         except (ImportError, RuntimeError):  # the package, or the library that it loads
             continue
     return None
