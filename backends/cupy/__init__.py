@@ -21,6 +21,7 @@ from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.epilogues import GRADIENTS
 from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.updates import bind_update, is_elementwise, join_updates
 from graphc.backends.cupy.values import is_expression
 from graphc.errors import UnsupportedOpError
 
@@ -47,7 +48,7 @@ class CupyBackend:
         self._scratch = Scratch(device)
 
     def prefers_native(self, node: ir.Node) -> bool:
-        return False
+        return is_elementwise(node)
 
     def holds(self, node: ir.Node) -> bool:
         return nodes.special(node) is not None or is_composite(node) or is_expression(node) or node.op_type in GRADIENTS
@@ -68,14 +69,17 @@ class CupyBackend:
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
     ) -> Run:
-        raise UnsupportedOpError(f"the cupy backend has no native kernel for {node.op_type}")
+        """An update of flat arrays, in place."""
+        if not is_elementwise(node):
+            raise UnsupportedOpError(f"the cupy backend has no native kernel for {node.op_type}")
+        return bind_update(self.device, node, inputs)
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
 
     def record(self, runs: Sequence[Run]) -> Run:
         self._scratch.settle()
-        return self.device.record(runs)
+        return self.device.record(join_updates(runs))
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
