@@ -125,7 +125,7 @@ class Values:
         dtype, offset = dtype_of(value), flatten(index, shape_of(value))
         scope, key = self._scope_of(index, guard), (value, offset)
         inner, free = scope is not self._row, guard is None
-        held = inner and free and key in self.form.held
+        held = inner and free and key in self.form.held and (self.form.vector == 1 or self._is_whole(offset, scope))
         whole = held or (free and self._is_whole(offset, scope))
         if inner and free:
             self.uses.setdefault(key, set()).add(self._loop_number)

@@ -13,6 +13,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ MOST = 150
 """Kernels of one library."""
 
 _LOADED: dict[str, Any] = {}
+_LOCK = threading.Lock()
 
 
 @functools.cache
@@ -55,6 +57,11 @@ def compile_kernels(texts: Mapping[str, str], *, emulate: bool = False) -> dict[
         emulate: the texts are CUDA C. The functions take (pointers, blocks, threads of a block, order in which threads run)
             and return None or what is wrong, as bytes. Otherwise they take (pointers, blocks).
     """
+    with _LOCK:
+        return _compiled(texts, emulate)
+
+
+def _compiled(texts: Mapping[str, str], emulate: bool) -> dict[str, Any]:
     start = EMULATOR.read_text() if emulate else HEAD
     keys = {name: hashlib.sha256((start + text).encode()).hexdigest()[:20] for name, text in texts.items()}
     for name, key in keys.items():
@@ -79,8 +86,8 @@ def _load(name: str, key: str, library: Path) -> None:
 
 
 @functools.cache
-def _library(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+def _library(path: Path) -> ctypes.PyDLL:
+    return ctypes.PyDLL(str(path))  # kernels keep their place in variables of the library: one thread at a time
 
 
 def _compile(start: str, texts: Mapping[str, str], emulate: bool) -> Path:

@@ -240,6 +240,22 @@ def test_equal_kernels_are_one_text_to_compile() -> None:
     assert len(set(names)) == 1
 
 
+@needs_compiler
+def test_columns_that_lie_apart_are_not_read_as_vectors() -> None:
+    """A column of a matrix is read by two loops over its elements, which are no neighbours."""
+    body = "(float[12,2] x) => (float[12,1] y)"
+    nodes = """{
+      a = Constant<value_ints=[1]>()  b = Constant<value_ints=[2]>()
+      c = Slice(x, a, b, a)
+      s = ReduceSumSquare<keepdims=1>(c)
+      y = Div(c, s)
+    }"""
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + body + nodes))
+    x = np.arange(24, dtype=np.float32).reshape(12, 2)
+    results, _ = run_segment(model, {"x": x}, HostDevice())
+    np.testing.assert_allclose(results["y"], x[:, 1:] / np.square(x[:, 1:]).sum(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("text", [
     "(float[5,7] a, float[7,3] b, float[3] c) => (float[5,3] y) { y = Gemm(a, b, c) }",
     "(float[7,5] a, float[3,7] b, float[5,1] c) => (float[5,3] y)"
