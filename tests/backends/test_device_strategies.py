@@ -20,7 +20,7 @@ from tests.training import small
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::graphc.runtime.staged.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
 ]
 
 DEVICE = "pretended"
