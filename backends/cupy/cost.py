@@ -1,0 +1,219 @@
+"""What the calls of a plan take on an H200, as a prediction.
+
+Every figure was measured on one H200 (driver 580, CUDA 13.0) or is marked as assumed:
+
+    memory           4.27 TB/s read + write: a copy between two arrays; generated kernels: 90 % of it (assumed)
+    launch           2.5 µs at least, and 1 µs to start and drain (assumed): inside a CUDA graph
+    instructions     132 multiprocessors · 128 lanes · 1.7 GHz (the chip's), for kernels that compute more than they read
+    products, bf16   605 TFLOP/s as GPT-2's layers, 716 as its head; TF32 320 and float32 50 (assumed)
+    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 34 TFLOP/s for the stem of three channels
+    attention        forward 286 TFLOP/s, backward 229, counting half of a causal one: cuDNN, 16·12·1024·64
+    host fallbacks   20 GB/s to the host and back (assumed)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.bound import _offsets
+from graphc.backends.cupy.epilogues import product_of
+from graphc.backends.cupy.planned import PlannedDevice
+from graphc.backends.cupy.products import PRODUCT
+from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
+from graphc.backends.cupy.source import Access, Source
+from graphc.backends.cupy.views import shape_of, size_of
+from graphc.plan import make_plan
+from graphc.predict import PREDICTIONS, Cost, Prediction
+from graphc.runtime.executor import segment_model
+from graphc.steps import UpdateGroup
+
+MEMORY = 4.27e12
+KERNELS = 0.9 * MEMORY
+LEAST, START = 2.5e-6, 1e-6
+INSTRUCTIONS = 132 * 128 * 1.7e9
+PRODUCTS = {ir.DataType.BFLOAT16: 605e12, ir.DataType.FLOAT16: 605e12, ir.DataType.FLOAT: 320e12, ir.DataType.DOUBLE: 50e12}
+WIDE, WIDE_PRODUCTS = 16384, 716e12
+"""Rows or columns of a half-precision product from which the second rate holds."""
+
+CONVOLUTIONS, CONVOLUTION_MEMORY, STEM = 600e12, 3.2e12, 34e12
+ATTENTION, ATTENTION_GRADIENT = 286e12, 229e12
+HOST = 20e9
+
+SECTOR = 32
+"""Bytes that the memory delivers at least."""
+
+CACHED = 25 << 20
+"""Bytes that stay in the second-level cache from one loop over the columns to the next."""
+
+COSTLY = {r"\b(?:exp|log)f?\(": 12, r"\btanhf\(": 24, r"\berff\(": 24, r" / ": 9, r"sqrtf?\(": 8, r"add_exponential": 16}
+"""Instructions of what is more than one (by reading what the compiler makes of it)."""
+
+
+def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
+    """The cost of a step of a training graph; nothing is allocated and no GPU is needed."""
+    device = PlannedDevice()
+    backend = CupyBackend(device=device)
+    plan = make_plan(model, shapes, backend)
+    costs: list[Cost] = []
+    scratch = 0
+    for step in plan.steps:
+        if step.kind == "segment":
+            segment = compile_segment(segment_model(step), choose=device.pays, loose_gelu=device.options.loose_gelu)
+            costs += [cost_of(call) for call in segment.calls]
+            scratch = max(scratch, scratch_of(segment))
+        elif step.group is not None:
+            costs.append(_update(step.group))
+        elif step.kind == "kernel":
+            costs.append(_moved("kernels of nodes", step.name, [*step.inputs, *step.outputs]))
+    return Prediction("NVIDIA H200", costs, scratch)
+
+
+def scratch_of(segment: Segment) -> int:
+    """Bytes of the values that calls of a segment hand to each other."""
+    return _offsets(segment, {*segment.graph.inputs, *segment.graph.outputs})[2]
+
+
+def cost_of(call: KernelCall | NodeCall) -> Cost:
+    """The cost of one call."""
+    return _kernel(call) if isinstance(call, KernelCall) else _node(call)
+
+
+def _kernel(call: KernelCall) -> Cost:
+    source = call.source
+    nbytes = traffic(source, call.parts)
+    work = source.rows * max(1, source.columns) * _instructions(source.body)
+    seconds, note = nbytes / KERNELS, ""
+    if work / INSTRUCTIONS > seconds:
+        seconds, note = work / INSTRUCTIONS, "bound by instructions"
+    form = source.form
+    centre = "elements"
+    if not source.traffic:
+        centre = "kernels of nodes"
+    elif source.columns > 1:
+        centre = "sums over columns" if form.strided else "rows"
+    names = [v.name or "" for v in source.operands[source.reads :]] or [v.name or "" for v in source.operands]
+    return Cost(centre, f"{call.name} {names[0] if names else ''}", max(LEAST, START + seconds), nbytes, 0, note)
+
+
+def traffic(source: Source, parts: int = 1) -> int:
+    """Bytes that a kernel moves between memory and its threads.
+
+    What several loops over the columns read counts once where the rows that are worked on stay in the cache.
+    """
+    if not source.traffic:
+        return sum(nbytes(v) for v in source.operands)
+    total = sum(2 * parts * source.rows * max(4, int(dtype.itemsize)) for dtype in source.partials) // 2
+    seen: dict[tuple[ir.Value, object], int] = {}
+    for access in source.traffic:
+        again = seen.get((access.value, access.offset), 0)
+        moved = _moved_by(access, source)
+        if again and moved * min(1.0, 264 / max(1, source.rows)) < CACHED:
+            moved //= 4  # from the cache
+        seen[access.value, access.offset] = again + 1
+        total += moved
+    return total
+
+
+def _moved_by(access: Access, source: Source) -> int:
+    itemsize = int(access.value.dtype.itemsize) if access.value.dtype is not None else 4
+    walked = source.rows * (max(1, source.columns) if access.inner else 1)
+    distinct = 1
+    steps = {}
+    for variable, coefficient in access.offset.variables():
+        if variable.name not in steps:
+            distinct *= variable.size
+        steps[variable.name] = min(abs(coefficient) or 1, steps.get(variable.name, 1 << 30))
+    distinct = min(walked, distinct, size_of(access.value))
+    if distinct <= 1 << 10:
+        return distinct * itemsize
+    wanted = source.form.variable
+    near = wanted is None or steps.get(wanted.name) in (1, None)
+    looped = any(step == 1 and name[0] in "rc" for name, step in steps.items())
+    if not looped:  # elements far from each other
+        return min(distinct * SECTOR, nbytes(access.value))
+    return distinct * itemsize * (1 if near else 4)  # neighbours are found by other threads, in the cache as a rule
+
+
+def _instructions(body: str) -> int:
+    """Instructions for one element, roughly."""
+    lines = [line for line in body.splitlines() if line.startswith(("const float", "const int", "const bool", "s"))]
+    text = "\n".join(lines)
+    return 2 * len(lines) + sum(count * len(re.findall(pattern, text)) for pattern, count in COSTLY.items())
+
+
+def _node(call: NodeCall) -> Cost:
+    node = call.node
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
+    name = f"{node.op_type} {node.outputs[0].name}"
+    if PRODUCT in node.meta:
+        return _product(node, name, sum(nbytes(v) for v in values))
+    if "ScaledDotProductAttention" in node.op_type:
+        return _attention(node, name, values)
+    if call.library is None:
+        moved = sum(nbytes(v) for v in values)
+        return Cost("on the host", name, moved / HOST, moved, 0, "no kernel")
+    if "Conv" in node.op_type:
+        return _convolution(node, name, values)
+    return _moved("libraries", name, values)
+
+
+def _product(node: ir.Node, name: str, moved: int) -> Cost:
+    p = product_of(node)
+    rate = PRODUCTS[p.dtype]
+    if p.dtype.itemsize == 2 and max(p.m, p.n, p.k) > WIDE and min(p.m, p.n, p.k) >= 512:
+        rate = WIDE_PRODUCTS
+    seconds = max(p.flops / rate, moved / KERNELS)
+    return Cost("products", f"{name} {p.m}x{p.n}x{p.k}", max(LEAST, START + seconds) * 1, moved, p.flops)
+
+
+def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
+    arrays = sorted((v for v in values if len(shape_of(v)) == 4), key=size_of)
+    weight = shape_of(arrays[0])
+    moved = sum(nbytes(v) for v in arrays[-2:]) + nbytes(arrays[0])
+    outputs = arrays[1] if len(arrays) > 2 else arrays[0]
+    channels = min(weight[1], weight[-1]) if len(weight) == 4 else 1
+    positions = size_of(outputs) // max(1, weight[0])
+    candidates = [v for v in arrays[1:] if weight[0] in (shape_of(v)[1], shape_of(v)[-1])]
+    if candidates:
+        positions = min(size_of(v) for v in candidates) // weight[0]
+    flops = 2 * positions * int(np.prod(weight))
+    rate = STEM if channels <= 4 else CONVOLUTIONS
+    return Cost("convolutions", name, START + max(flops / rate, moved / CONVOLUTION_MEMORY), moved, flops)
+
+
+def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
+    gradient = node.op_type.endswith("Grad")
+    axes = node.attributes["layout"].as_string().split(",")[0]
+    q, k = (node.inputs[1], node.inputs[2]) if gradient else (node.inputs[0], node.inputs[1])
+    sizes = dict(zip(axes, shape_of(q), strict=True))
+    keys = dict(zip(node.attributes["layout"].as_string().split(",")[1], shape_of(k), strict=True)).get("t", 1)
+    flops = 4 * sizes.get("b", 1) * sizes.get("h", 1) * sizes.get("t", 1) * keys * sizes.get("d", 1)
+    flops = (5 * flops // 2 if gradient else flops) // (2 if node.attributes.get_int("causal", 0) else 1)
+    moved = sum(nbytes(v) for v in dict.fromkeys(values))
+    seconds = max(flops / (ATTENTION_GRADIENT if gradient else ATTENTION), moved / KERNELS)
+    return Cost("attention", name, START + seconds, moved, flops)
+
+
+def _update(group: UpdateGroup) -> Cost:
+    """One pass over the flat arrays: everything is read, and state is written."""
+    moved = sum(group.nbytes(index) for index in group.flat) + sum(group.nbytes(index) for index in group.states())
+    return Cost("updates", f"{group.nodes[0].op_type} {group.name}", max(LEAST, START + moved / KERNELS), moved)
+
+
+def _moved(centre: str, name: str, values: Sequence[ir.Value]) -> Cost:
+    moved = sum(nbytes(v) for v in values)
+    return Cost(centre, name, max(LEAST, START + moved / KERNELS), moved)
+
+
+def nbytes(value: ir.Value) -> int:
+    """Bytes of a value with a static shape."""
+    assert value.dtype is not None
+    return int(size_of(value) * value.dtype.itemsize)
+
+
+PREDICTIONS.register("cupy", predict, origin=__name__)
