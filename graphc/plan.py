@@ -222,6 +222,7 @@ def _privatise(graph: ir.Graph) -> None:
             operands.extend((node, k) for k in range(len(node.inputs)))
         elif declaration is not None and declaration.next_value and (1 in declaration.reduces or declaration.elementwise):
             operands.append((node, 1))
+    op = Builder(graph)
     for node, index in operands:
         value = node.inputs[index]
         assert value is not None
@@ -233,7 +234,7 @@ def _privatise(graph: ir.Graph) -> None:
         fixed = producer is None or producer.op_type == "Constant"
         uses = sum(not _only_measures(user) for user, _ in value.uses())
         if fixed or uses > 1 or value.is_graph_output():
-            op = Builder(graph, before=node, scope=f"copy/{value.name}")
+            op.before, op.scope = node, f"copy/{value.name}"
             node.replace_input_with(index, op.Identity(value))
 
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphc.gradient import key_of
 from graphc.ir.facts import constant, rank, static_dims
 from graphc.ir.ops.channels_last import PREFIX, last_order
+from graphc.ir.ops.normalization import EPSILON, batch_normalized
 from graphc.passes._layout_values import ELEMENTWISE, Arrangement, Order, in_order, inverse, size
 
 Results: TypeAlias = "Sequence[tuple[ir.Value, Order] | None] | None"
@@ -59,7 +60,7 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
 # Element by element ---------------------------------------------------------------------------------------------------
 
 
-@rule(*ELEMENTWISE)
+@rule(*ELEMENTWISE, "graphc::ReluGrad", "graphc::GeluGrad")
 def _elementwise(walk: Arrangement, node: ir.Node) -> Results:
     order = walk.vote(node.inputs)
     if order is None or len(order) != rank(node.outputs[0]):
@@ -108,6 +109,18 @@ def _batch_normalization(walk: Arrangement, node: ir.Node) -> Results:
     factor = op.Mul(op.Reciprocal(op.Sqrt(op.Add(spread, node.attributes.get_float("epsilon", 1e-5)))), along(scale))
     y = op.Add(op.Mul(op.Sub(wide, centre), factor), along(bias))
     return [(op.cast_like(y, tensor), order), *results][: len(node.outputs)]
+
+
+@rule("graphc::BatchNormalizationTraining")
+def _batch_normalization_training(walk: Arrangement, node: ir.Node) -> Results:
+    x, scale, bias = (v for v in node.inputs if v is not None)
+    held = walk.held(x)
+    if held is None:
+        return None
+    tensor, order = held
+    epsilon = node.attributes.get_float("epsilon", EPSILON)
+    y, *statistics = batch_normalized(walk.op, tensor, scale, bias, order[1], epsilon)
+    return [(y, order), *((value, (0,)) for value in statistics)]
 
 
 # Along axes -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from graphc.gradient import key_of
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank, static_dims
 from graphc.ir.functions import emit_body, has_body
-from graphc.ir.ops.normalization import all_but_channels, per_channel
+from graphc.ir.ops.normalization import EPSILON, batch_normalized
 
 Rule = Callable[[Builder, ir.Node], Sequence[ir.Value | None] | None]
 
@@ -124,23 +124,8 @@ def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def _batch_normalization_training(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """Mean and variance from one pass: sums of x − K and (x − K)², where K, the channel's first element, keeps both small."""
-    source, scale, bias = node.inputs
-    assert source is not None
-    assert scale is not None
-    assert bias is not None
-    axes = all_but_channels(source)
-    x = _single(op, source)
-    first = _single(op, op.Slice(source, [0] * len(axes), [1] * len(axes), axes))
-    moved = op.Sub(x, first)
-    shift, spread = op.ReduceMean(moved, axes, keepdims=0), op.ReduceMean(op.Mul(moved, moved), axes, keepdims=0)
-    mean = op.cast_like(op.Add(op.Reshape(first, op.shape(shift)), shift), scale)
-    variance = op.Relu(op.cast_like(op.Sub(spread, op.Mul(shift, shift)), scale))
-    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5))))
-    factor = op.Mul(inverse, scale)
-    offset = op.Sub(bias, op.Mul(mean, factor))
-    wide = [op.cast_like(per_channel(op, v, source), x) for v in (factor, offset)]
-    return [op.cast_like(op.Add(op.Mul(x, wide[0]), wide[1]), source), mean, variance, inverse]
+    x, scale, bias = (v for v in node.inputs if v is not None)
+    return batch_normalized(op, x, scale, bias, 1, node.attributes.get_float("epsilon", EPSILON))
 
 
 RULES: Mapping[str, Rule] = {

@@ -6,7 +6,7 @@ Every figure was measured on one H200 (driver 580, CUDA 13.0) or is marked as as
     launch           2.5 µs at least, and 1 µs to start and drain (assumed): inside a CUDA graph
     instructions     132 multiprocessors · 128 lanes · 1.7 GHz (the chip's), for kernels that compute more than they read
     products, bf16   605 TFLOP/s as GPT-2's layers, 716 as its head; TF32 320 and float32 50 (assumed)
-    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 34 TFLOP/s for the stem of three channels
+    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 53 TFLOP/s for the stem of three channels padded to four
     attention        forward 286 TFLOP/s, backward 229, counting half of a causal one: cuDNN, 16·12·1024·64
     host fallbacks   20 GB/s to the host and back (assumed)
 """
@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.bound import _offsets
+from graphc.backends.cupy.convolutions import convolution_of
 from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.products import PRODUCT
@@ -40,7 +41,7 @@ PRODUCTS = {ir.DataType.BFLOAT16: 605e12, ir.DataType.FLOAT16: 605e12, ir.DataTy
 WIDE, WIDE_PRODUCTS = 16384, 716e12
 """Rows or columns of a half-precision product from which the second rate holds."""
 
-CONVOLUTIONS, CONVOLUTION_MEMORY, STEM = 600e12, 3.2e12, 34e12
+CONVOLUTIONS, CONVOLUTION_MEMORY, STEM = 600e12, 3.2e12, 53e12
 ATTENTION, ATTENTION_GRADIENT = 286e12, 229e12
 HOST = 20e9
 
@@ -86,7 +87,7 @@ def cost_of(call: KernelCall | NodeCall) -> Cost:
 def _kernel(call: KernelCall) -> Cost:
     source = call.source
     nbytes = traffic(source, call.parts)
-    work = source.rows * max(1, source.columns) * _instructions(source.body)
+    work = source.rows * max(1, source.columns) * _instructions(source)
     seconds, note = nbytes / KERNELS, ""
     if work / INSTRUCTIONS > seconds:
         seconds, note = work / INSTRUCTIONS, "bound by instructions"
@@ -122,12 +123,16 @@ def traffic(source: Source, parts: int = 1) -> int:
 def _moved_by(access: Access, source: Source) -> int:
     itemsize = int(access.value.dtype.itemsize) if access.value.dtype is not None else 4
     walked = source.rows * (max(1, source.columns) if access.inner else 1)
-    distinct = 1
-    steps = {}
+    distinct, found = 1, 1
+    steps: dict[str, int] = {}
     for variable, coefficient in access.offset.variables():
-        if variable.name not in steps:
+        if variable.name not in steps and variable.name[0] in "rc":
             distinct *= variable.size
+        elif variable.name not in steps:
+            found *= variable.size  # a place that was read from memory
         steps[variable.name] = min(abs(coefficient) or 1, steps.get(variable.name, 1 << 30))
+    if not any(name[0] == "r" for name in steps):
+        distinct *= found
     distinct = min(walked, distinct, size_of(access.value))
     if distinct <= 1 << 10:
         return distinct * itemsize
@@ -139,11 +144,21 @@ def _moved_by(access: Access, source: Source) -> int:
     return distinct * itemsize * (1 if near else 4)  # neighbours are found by other threads, in the cache as a rule
 
 
-def _instructions(body: str) -> int:
-    """Instructions for one element, roughly."""
-    lines = [line for line in body.splitlines() if line.startswith(("const float", "const int", "const bool", "s"))]
-    text = "\n".join(lines)
-    return 2 * len(lines) + sum(count * len(re.findall(pattern, text)) for pattern, count in COSTLY.items())
+def _instructions(source: Source) -> float:
+    """Instructions for one element, roughly; what is equal for all of a vector is computed once."""
+    form, total = source.form, 0.0
+    varying = {form.variable.name} if form.variable is not None else set()
+    for line in source.body.splitlines():
+        found = re.match(r"const \w+ (\w+) = (.*);|(s\d+)(?:\[v\])? = (.*);|(add_exponential.*)", line)
+        if found is None or line.startswith("const Pack"):
+            continue
+        text = found[2] or found[4] or found[5]
+        count = 1 + sum(many * len(re.findall(pattern, text)) for pattern, many in COSTLY.items())
+        varies = not varying or ".at[v]" in text or not varying.isdisjoint(re.findall(r"\w+", text)) or found[2] is None
+        if varies and found[1]:
+            varying.add(found[1])
+        total += count if varies or form.vector == 1 else count / form.vector
+    return total
 
 
 def _node(call: NodeCall) -> Cost:
@@ -172,16 +187,10 @@ def _product(node: ir.Node, name: str, moved: int) -> Cost:
 
 
 def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
-    arrays = sorted((v for v in values if len(shape_of(v)) == 4), key=size_of)
-    weight = shape_of(arrays[0])
-    moved = sum(nbytes(v) for v in arrays[-2:]) + nbytes(arrays[0])
-    outputs = arrays[1] if len(arrays) > 2 else arrays[0]
-    channels = min(weight[1], weight[-1]) if len(weight) == 4 else 1
-    positions = size_of(outputs) // max(1, weight[0])
-    candidates = [v for v in arrays[1:] if weight[0] in (shape_of(v)[1], shape_of(v)[-1])]
-    if candidates:
-        positions = min(size_of(v) for v in candidates) // weight[0]
-    flops = 2 * positions * int(np.prod(weight))
+    found = convolution_of(node)
+    moved = sum(nbytes(v) for v in values)
+    channels, _, *positions = found.w.dims[1], *found.y.dims[1:]
+    flops = 2 * found.y.dims[0] * int(np.prod(positions)) * int(np.prod(found.w.dims))
     rate = STEM if channels <= 4 else CONVOLUTIONS
     return Cost("convolutions", name, START + max(flops / rate, moved / CONVOLUTION_MEMORY), moved, flops)
 

@@ -32,6 +32,9 @@ LOOK_BACK = 12
 WORK = 40
 """Most operations that are worth doing again in place of reading a value; a few hundred cost as much as the memory."""
 
+SPREAD = 6
+"""Operations that are worth a place in memory where each element would repeat them."""
+
 COSTLY = {"Exp": 4, "Erf": 8, "Tanh": 8, "Gelu": 12, "Log": 4, "Sigmoid": 6, "Div": 4, "Sqrt": 4, "Pow": 12, "Sin": 9, "Cos": 9}
 """Operations that take several instructions."""
 
@@ -147,7 +150,8 @@ class _Grouper:
         for node in self.nodes:
             if node not in self.opaque:
                 for out in node.outputs:
-                    if (node.op_type in REDUCTIONS or self._is_shared(node, out)) and out not in self.aliases:
+                    kept = node.op_type in REDUCTIONS or self._is_shared(node, out) or self._is_spread(out)
+                    if kept and out not in self.aliases:
                         self.memory.add(out)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
@@ -159,6 +163,14 @@ class _Grouper:
         if size <= SMALL and all(_size(o) >= 8 * size for user, _ in users for o in user.outputs[:1]):
             return False
         return not self._is_cheap(out)
+
+    def _is_spread(self, value: ir.Value) -> bool:
+        """Whether every element of something large would compute this anew: a factor for each channel, say."""
+        shape = shape_of(value)
+        if not shape or shape[-1] == 1 or self._made_of(value)[1] < SPREAD:
+            return False
+        made = [shape_of(out) for user, _ in value.uses() if user not in self.opaque for out in user.outputs[:1]]
+        return any(_size_of(s) > max(SMALL, 8 * _size_of(shape)) for s in made)
 
     def _is_cheap(self, value: ir.Value) -> bool:
         """Whether each reader had better compute the value again: what it is made of takes no more memory than itself."""

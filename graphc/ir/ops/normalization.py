@@ -64,6 +64,29 @@ def batch_normalization_training(
     return y, mean, var, op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
 
 
+def batch_normalized(
+    op: Builder, x: ir.Value, scale: ir.Value, bias: ir.Value, axis: int, epsilon: float
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """What :func:`batch_normalization_training` gives for channels along ``axis``, with statistics from one pass over x.
+
+    They are sums of x − K and (x − K)², taken in float32 at least, where K, the channel's first element, keeps both small.
+    """
+    axes = [k for k in range(rank(x)) if k != axis]
+    wide = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    first = op.Slice(x, [0] * len(axes), [1] * len(axes), axes)
+    x32, first = (op.Cast(v, to=int(ir.DataType.FLOAT)) if wide else v for v in (x, first))
+    moved = op.Sub(x32, first)
+    shift, spread = op.ReduceMean(moved, axes, keepdims=0), op.ReduceMean(op.Mul(moved, moved), axes, keepdims=0)
+    mean = op.cast_like(op.Add(op.Reshape(first, [-1]), shift), scale)
+    variance = op.Relu(op.cast_like(op.Sub(spread, op.Mul(shift, shift)), scale))
+    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    factor = op.Mul(inverse, scale)
+    offset = op.Sub(bias, op.Mul(mean, factor))
+    shape = [-1, *[1] * (rank(x) - 1 - axis)]
+    by, plus = (op.cast_like(op.Reshape(v, shape), x32) for v in (factor, offset))
+    return op.cast_like(op.Add(op.Mul(x32, by), plus), x), mean, variance, inverse
+
+
 @declare(
     "BatchNormalizationTrainingGrad",
     inputs="dy x scale mean inv_std",
