@@ -197,6 +197,9 @@ class Memory(Protocol):
     def mark(self) -> Event:
         """When everything that is queued now has run."""
 
+    def available(self) -> int | None:
+        """Bytes that can still be allocated; None: as many as the host has."""
+
     def synchronize(self) -> None:
         """Return once everything queued has run; errors of queued work are raised here."""
 
@@ -250,6 +253,9 @@ class HostMemory:
 
     def mark(self) -> Event:
         return PASSED
+
+    def available(self) -> int | None:
+        return None
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""
@@ -335,6 +341,36 @@ class Backend(Abilities, Protocol):
 
 BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends")
 """Name → factory ``(*, threads: int, spin: bool) -> Backend``."""
+
+
+class PlannedMemory(Memory, Protocol):
+    """Memory of a device that is not there, which counts what it is asked for.
+
+    Attributes:
+        allocated: bytes on the device.
+        host: bytes of :meth:`pinned` memory.
+        workspaces: the part of ``allocated`` that libraries take for themselves, by name.
+        context: bytes that the driver, the libraries and their kernels take beside all this, as measured.
+    """
+
+    allocated: int
+    host: int
+    workspaces: Mapping[str, int]
+    context: int
+
+
+class Planner(Backend, Protocol):
+    """A backend to which a plan can be bound with no device at hand, to learn what memory that takes."""
+
+    memory: PlannedMemory
+
+    @property
+    def scratch(self) -> int:
+        """The part of ``allocated`` in which values inside segments lie."""
+
+
+PLANNERS: dict[str, Callable[[], Planner]] = {}
+"""Name of a backend → the same without a device; filled by the backends that need one."""
 
 
 def host_backend(*, threads: int, spin: bool = False) -> Backend:

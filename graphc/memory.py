@@ -7,11 +7,13 @@ segment (values that no other step reads) is not among them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backend import BACKENDS, PLANNERS, Array, Planner, host_backend
 from graphc.errors import UsageError
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph
@@ -19,6 +21,10 @@ from graphc.ir.facts import dims, is_parameter, static_dims
 from graphc.layout import ARENA, RESULTS
 from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan, make_plan
+from graphc.runtime.communicator import Handle
+from graphc.runtime.executor import Executor
+from graphc.runtime.queued import NullCommunicator
+from graphc.runtime.state import State
 from graphc.steps import UpdateGroup
 from graphc.trainer import make_backend
 
@@ -39,7 +45,13 @@ class Memory:
         feeds: the inputs of a step.
         activations: the arena of what steps hand to each other, at its peak.
         collectives: buffers of collectives beside these.
+        scratch: values inside segments, where the backend plans them.
+        workspace: what libraries take for themselves.
+        bound: what else the backend allocates when the plan is bound: constants of segments, temporaries of updates, the
+            staging of feeds, and what rounding costs.
         host: of all this, what lies in the host's memory (offloaded masters and optimizer state).
+        pinned: memory of the host through which transfers go; beside the total.
+        context: what a driver and its libraries keep on a device, about; beside the total.
     """
 
     parameters: int
@@ -50,12 +62,18 @@ class Memory:
     feeds: int
     activations: int
     collectives: int
+    scratch: int = 0
+    workspace: int = 0
+    bound: int = 0
     host: int = 0
+    pinned: int = 0
+    context: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes where the backend computes."""
         everything: dict[str, int] = asdict(self)
-        return sum(everything.values()) - self.host
+        return sum(n for name, n in everything.items() if name not in ("host", "pinned", "context")) - self.host
 
 
 def memory_of(
@@ -73,11 +91,53 @@ def memory_of(
     Raises:
         FeedError: shapes that contradict the graph.
     """
+    BACKENDS.load()
+    if backend in PLANNERS:
+        return predicted(model, shapes, PLANNERS[backend](), world_size=world_size, rank=rank)
     engine = make_backend(backend, threads=1)
     try:
         return memory_of_plan(make_plan(model, shapes, engine, world_size=world_size, rank=rank))
     finally:
         engine.close()
+
+
+def predicted(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
+) -> Memory:
+    """What a backend with a device of its own will ask it for: the plan is bound as a trainer binds it, to no device.
+
+    Args:
+        planner: a new one.
+    """
+    guarded = any(is_update(node) for node in model.graph)
+    plan = make_plan(model, shapes, planner, world_size=world_size, rank=rank, guarded=guarded)
+    known = memory_of_plan(plan)
+    state = State(model, rank, world_size, planner.memory)
+    comm = Unconnected(rank, world_size) if world_size > 1 else None
+    Executor(plan, state, planner, comm, host=host_backend(threads=1) if state.offloaded else None)
+    device = planner.memory
+    workspace = sum(device.workspaces.values())
+    return replace(
+        known,
+        scratch=planner.scratch,
+        workspace=workspace,
+        bound=device.allocated - known.total - planner.scratch - workspace,
+        pinned=device.host,
+        context=device.context,
+    )
+
+
+class Unconnected(NullCommunicator):
+    """Takes part in a world of which there is nobody: collectives can be bound, none can be run."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Any) -> Handle:
+        handle = Handle(lambda: None, options.get("kind", "allreduce"), op, tag, array.nbytes)
+        handle.queued = True
+        return handle
 
 
 def memory_of_plan(plan: Plan) -> Memory:

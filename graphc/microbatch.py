@@ -43,6 +43,10 @@ class MicroBatches:
         steps: micro-batches of a step.
         aligned: whether every rank runs every micro-batch, an empty one too, because there are collectives inside them.
         equal: whether all micro-batches must have one size, for the same bits on any number of ranks.
+
+    Attributes:
+        first: the first input with axes.
+        batched: the inputs whose first axis is the batch.
     """
 
     def __init__(self, graph: ir.Graph, steps: int, *, aligned: bool, equal: bool = False) -> None:
@@ -51,7 +55,7 @@ class MicroBatches:
         self._types = {v.name or "": v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
         first = next(((name, shape[0]) for name, shape in self._shapes.items() if shape), ("", None))
         self.first, self._axis = first
-        self._batched = [name for name, shape in self._shapes.items() if shape and (shape[0] is None or shape[0] == self._axis)]
+        self.batched = [name for name, shape in self._shapes.items() if shape and (shape[0] is None or shape[0] == self._axis)]
         self._last: Mapping[str, Array] = {}
 
     def check_divides(self, global_batch: int, workers: int) -> None:
@@ -73,9 +77,9 @@ class MicroBatches:
     def empty(self) -> dict[str, Array]:
         """Feeds without samples, for a rank whose data have ended."""
         shapes = {name: [d if isinstance(d, int) else 1 for d in shape] for name, shape in self._shapes.items()}
-        for name in self._batched:
+        for name in self.batched:
             shapes[name][0] = 0
-        known = {name: (self._last[name][:0] if name in self._batched else self._last[name]) for name in self._last}
+        known = {name: (self._last[name][:0] if name in self.batched else self._last[name]) for name in self._last}
         return {name: known.get(name, np.zeros(shape, self._types[name])) for name, shape in shapes.items()}
 
     def split(self, feeds: Mapping[str, Array], offset: int) -> list[MicroBatch]:
@@ -92,7 +96,7 @@ class MicroBatches:
                 f"a share of {count} samples does not divide into {self._steps} shards of one size, which equal bits on any"
                 " number of workers need: make the global batch a multiple of the shards, and drop a shorter last one"
             )
-        if self._steps == 1 or not self._batched:
+        if self._steps == 1 or not self.batched:
             return [self._whole(feeds, offset, count)]
         if isinstance(self._axis, int):
             raise UsageError(
@@ -100,7 +104,7 @@ class MicroBatches:
             )
         parts = [share(count, k, self._steps) for k in range(self._steps)]
         parts = parts if self._aligned else [p for p in parts if p.start < p.stop] or parts[:1]
-        cut = ({**feeds, **{name: feeds[name][part] for name in self._batched}} for part in parts)
+        cut = ({**feeds, **{name: feeds[name][part] for name in self.batched}} for part in parts)
         return [self._whole(piece, offset + part.start, part.stop - part.start) for piece, part in zip(cut, parts, strict=True)]
 
     def _whole(self, feeds: Mapping[str, Array], offset: int, count: int) -> MicroBatch:
@@ -109,7 +113,7 @@ class MicroBatches:
     def _stand_in(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         found = dict(feeds)
         size = self._axis if isinstance(self._axis, int) else 1
-        for name in self._batched:
+        for name in self.batched:
             array = np.asarray(feeds[name])
             last = self._last.get(name)
             if last is not None and np.shape(last)[1:] == array.shape[1:] and len(last) >= size:

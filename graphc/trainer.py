@@ -18,7 +18,7 @@ from graphc import frontends
 from graphc.backend import BACKENDS, Array, Backend, Run, host_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
-from graphc.errors import FeedError, GraphcError, NonFiniteError, UsageError, WorldError, nearest
+from graphc.errors import DeviceMemoryError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError, nearest
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
@@ -110,7 +110,8 @@ class Trainer:
         self._host: Backend | None = None
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
-        self.state = State(program.model, self.rank, self.size, self.backend.memory)
+        self._available = self.backend.memory.available()
+        self.state = self._make_state()
         self._check_finite, self._wrap = check_finite, wrap
         self._schedule = schedule
         self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
@@ -407,17 +408,31 @@ class Trainer:
         plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank, guarded=guarded)
         if model is self.program.model:
             self._compare_collectives(plan)
-        executor = Executor(
-            plan,
-            self.state,
-            self.backend,
-            self.comm if self.size > 1 else None,
-            host=self._host_backend(),
-            check=self._check_finite,
-            wrap=self._hook(),
-        )
+        try:
+            executor = Executor(
+                plan,
+                self.state,
+                self.backend,
+                self.comm if self.size > 1 else None,
+                host=self._host_backend(),
+                check=self._check_finite,
+                wrap=self._hook(),
+            )
+        except DeviceMemoryError as error:
+            from graphc.shortage import Case, explain
+
+            case = Case(model, shapes, self._micro.batched, self.size, self.rank, self._available or 0)
+            raise explain(case, plan, self.backend.name, error) from error
         cache[_key(feeds)] = executor
         return executor
+
+    def _make_state(self) -> State:
+        try:
+            return State(self.program.model, self.rank, self.size, self.backend.memory)
+        except DeviceMemoryError as error:
+            from graphc.shortage import explain_state
+
+            raise explain_state(self.program.model, self._available or 0) from error
 
     def _host_backend(self) -> Backend | None:
         """What runs updates whose state lies in the host's memory, where the rest runs elsewhere."""

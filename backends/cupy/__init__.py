@@ -14,12 +14,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Memory, Run
+from graphc.backend import BACKENDS, PLANNERS, Array, Memory, PlannedMemory, Run
 from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.epilogues import GRADIENTS
+from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.segment import compile_segment
 from graphc.backends.cupy.updates import bind_update, is_elementwise, join_updates
 from graphc.backends.cupy.values import is_expression
@@ -86,3 +87,19 @@ class CupyBackend:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class CupyPlanner(CupyBackend):
+    """The same with no GPU at hand: it counts what binding a plan asks for, and runs nothing."""
+
+    memory: PlannedMemory
+
+    def __init__(self, *, writes_cuda: bool = True) -> None:
+        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda))
+
+    @property
+    def scratch(self) -> int:
+        return self._scratch.nbytes
+
+
+PLANNERS["cupy"] = CupyPlanner

@@ -21,6 +21,9 @@ from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
 
+CONTEXT = 640 << 20
+"""Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round figure, to be measured."""
+
 
 class PlannedDevice:
     """Counts what a GPU would be asked for.
@@ -32,10 +35,11 @@ class PlannedDevice:
         kernels: how many there are to load.
     """
 
-    writes_cuda = True
     on_host = False
+    context = CONTEXT
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, *, writes_cuda: bool = True, options: Options | None = None) -> None:
+        self.writes_cuda = writes_cuda
         self.options = options or Options()
         self.allocated = self.host = 0
         self.workspaces: dict[str, int] = {}
@@ -74,6 +78,9 @@ class PlannedDevice:
 
     def mark(self) -> Event:
         return PASSED
+
+    def available(self) -> int | None:
+        return None
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""

@@ -39,6 +39,7 @@ class DeviceBackend:
     """
 
     name = "onnxruntime-cuda"
+    rewrites = ""
 
     def __init__(
         self,

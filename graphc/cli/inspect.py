@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 PARTS = ("nodes", "params", "collectives")
 
+SELDOM = ("masters", "scratch", "workspace", "bound", "host", "pinned", "context")
+"""Kinds of memory that many a plan or backend has none of."""
+
+LAST = ("host", "total", "pinned", "context")
+"""The last rows: what is part of the total, and what stands beside it."""
+
 
 def command(
     model: options.Model,
@@ -93,9 +99,14 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
         output.document({"batch": batch, "workers": workers, **found.get("bytes", found)})
         return
     columns = list(found)
-    shown = [kind for kind in found[columns[0]] if kind not in ("masters", "host") or any(found[c][kind] for c in columns)]
-    shown.sort(key="host".__eq__)
-    names = {"host": "of it on the host"}
+    shown = [kind for kind in found[columns[0]] if kind not in SELDOM or any(found[c][kind] for c in columns)]
+    shown.sort(key=lambda kind: LAST.index(kind) if kind in LAST else -1)
+    names = {
+        "host": "of it on the host",
+        "bound": "constants and temporaries",
+        "pinned": "pinned on the host",
+        "context": "CUDA context, about",
+    }
     cells = [[names.get(kind, kind.replace("_", " ")), *(output.size(found[c][kind]) for c in columns)] for kind in shown]
     title = "one worker" if workers == 1 else f"each of {workers} workers"
     output.table(["memory", *columns], cells, title=f"{title}, batch {batch}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array, Backend, Run, Waits, only_queues
@@ -70,7 +69,6 @@ class Executor:
         self._check = Check(places, backend, comm) if check else None
         self.inputs = places.inputs
         self.outputs = places.outputs
-        self._copies = list(self.inputs.items()) if self._on_host else []
         bound: list[tuple[Run, bool]] = []
         for k, step in enumerate(plan.steps):
             if step.group is not None and owns_nothing(step.group):
@@ -80,8 +78,7 @@ class Executor:
                 run = run.run  # nothing is recorded there
             if run is not None:
                 bound.append((wrap(step.kind, step.name, run) if wrap else run, step.once))
-        bring = None if self._on_host else Waits(places.feeds.bring)
-        begin = [run for run in (self._transfers.bind_count(), self._bind_scale(), bring) if run is not None]
+        begin = [run for run in (self._transfers.bind_count(), self._bind_scale()) if run is not None]
         end = [] if self._on_host else self._bind_results()
         self.runs = self._joined([*begin, *(run for run, _ in bound), *end], wrap)
         self._within = self._joined([*begin, *(run for run, once in bound if not once)], wrap)
@@ -96,10 +93,7 @@ class Executor:
         Raises:
             NonFiniteStepError: a NaN or an infinity; no update has changed anything.
         """
-        for name, buffer in self._copies:
-            np.copyto(buffer, feeds[name])
-        if not self._on_host:
-            self.places.feeds.stage(feeds)
+        self.places.feeds.bring(feeds)
         self._turn.index, self._turn.last = index, last
         for run in self.runs if last else self._within:
             run()

@@ -27,7 +27,6 @@ class Feeds:
 
     Attributes:
         inputs: the arrays that the plan reads, by name.
-        staged: whether feeds are on their way that no step has taken yet.
     """
 
     def __init__(self, memory: Memory, specs: Mapping[str, tuple[tuple[int, ...], np.dtype[np.generic]]]) -> None:
@@ -48,17 +47,17 @@ class Feeds:
             }
 
         self.inputs = views(whole)
-        self.staged = False
+        self._staged: Mapping[str, Array] | None = None
+        self._sent: Event | None = None
+        self._taken: Event | None = None
         if memory.on_host:
             return
         self._staging, self._pinned = memory.zeros(total), memory.pinned(total)
         self._here = views(self._pinned)
         self._take = memory.bind_copy(whole, self._staging)
-        self._sent: Event | None = None
-        self._taken: Event | None = None
 
     def stage(self, feeds: Mapping[str, Array]) -> None:
-        """Take feeds over for the next :meth:`bring`; their arrays may be changed afterwards."""
+        """Take feeds over for the :meth:`bring` that asks for them; their arrays may be changed afterwards."""
         if self._memory.on_host:
             for name, array in self.inputs.items():
                 np.copyto(array, feeds[name])
@@ -68,13 +67,14 @@ class Feeds:
         for name, array in self._here.items():
             np.copyto(array, feeds[name])
         self._sent = self._memory.send(self._staging, self._pinned, self._taken)
-        self.staged = True
+        self._staged = feeds
 
-    def bring(self) -> None:
-        """Let the inputs hold what was staged, once everything queued before has run."""
-        if self._memory.on_host or self._sent is None:
-            return
-        self._memory.after(self._sent)
-        self._take()
-        self._taken = self._memory.mark()
-        self.staged = False
+    def bring(self, feeds: Mapping[str, Array]) -> None:
+        """Let the inputs hold ``feeds``, which are staged now if these very feeds were not, behind everything queued before."""
+        if self._staged is not feeds or self._memory.on_host:
+            self.stage(feeds)
+        self._staged = None
+        if self._sent is not None:
+            self._memory.after(self._sent)
+            self._take()
+            self._taken = self._memory.mark()

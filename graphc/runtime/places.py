@@ -19,7 +19,7 @@ class Places:
     """Finds the array of every value of ``plan``.
 
     Attributes:
-        feeds: brings the arrays of a step to ``inputs``.
+        feeds: the way of the graph's inputs to the device.
         inputs, outputs: the arrays of the graph's, by name.
     """
 
@@ -28,12 +28,9 @@ class Places:
         self.buffers: dict[str, Array] = {}
         for name, nbytes in plan.buffers.items():
             self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
-        self._views: dict[ir.Value, Array] = {}
-        given = plan.model.graph.inputs
-        specs = {v.name or "": (static_dims(v) or (), np.dtype(v.dtype.numpy())) for v in given if v.dtype is not None}
-        self.feeds = Feeds(memory, specs)
+        self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
         self.inputs = self.feeds.inputs
-        self._views.update((value, self.inputs[value.name or ""]) for value in given)
+        self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}
         self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
@@ -76,3 +73,8 @@ class Places:
         """The elements of flat input ``index`` that this rank updates."""
         array = self.buffers[group.buffer(index)].view(group.dtype(index))
         return array if index in group.scattered else array[slice(*group.owned)]
+
+
+def _spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    assert value.dtype is not None
+    return static_dims(value) or (), np.dtype(value.dtype.numpy())

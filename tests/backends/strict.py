@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from graphc.errors import DeviceMemoryError
+
 GARBAGE = 0xCD
 """What fresh memory holds that nobody has promised to be zero."""
 
@@ -99,6 +101,7 @@ class StrictMemory:
 
     Attributes:
         allocations: the arrays handed out, oldest first.
+        limit: bytes of the device.
         early: whether what :meth:`send` sends arrives as early as can be, not as late.
     """
 
@@ -108,6 +111,7 @@ class StrictMemory:
         self.allocations: list[DeviceArray] = []
         self.early = False
         self._pinned: list[np.ndarray[Any, Any]] = []
+        self.limit = 1 << 40
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
 
     def queued(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -122,6 +126,8 @@ class StrictMemory:
         return self._new(nbytes, 0)
 
     def _new(self, nbytes: int, value: int) -> DeviceArray:
+        if nbytes > self.available():
+            raise DeviceMemoryError(nbytes, self.available())
         raw = np.full(nbytes + 256, value, dtype=np.uint8)
         start = -raw.ctypes.data % 256
         array = DeviceArray(raw[start : start + nbytes])
@@ -183,6 +189,9 @@ class StrictMemory:
             if run == last:
                 return
             run()
+
+    def available(self) -> int:
+        return self.limit - sum(array.nbytes for array in self.allocations)
 
     def synchronize(self) -> None:
         while self._queue:
