@@ -6,6 +6,7 @@ another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,12 @@ import onnx_ir as ir
 
 from graphc.arena import Arena
 from graphc.backend import Array, Run
+from graphc.backends.cupy.control import Control, bind
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
-from graphc.backends.cupy.nodes import results
+from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.cupy.views import shape_of, size_of
 from graphc.ir.facts import constant
 
 
@@ -58,6 +60,7 @@ class BoundSegment:
 
     Args:
         inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
+        constants: arrays of constants, where several bindings of one segment share them.
     """
 
     def __init__(
@@ -67,12 +70,15 @@ class BoundSegment:
         scratch: Scratch,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
+        *,
+        constants: dict[ir.Value, Array] | None = None,
     ) -> None:
         self.segment = segment
         self._device, self._scratch = device, scratch
         self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
         self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
         self._offsets, self._partials, nbytes = _offsets(segment, set(self._arrays))
+        self._constants = {} if constants is None else constants
         self._runs: list[Run] = []
         scratch.add(self, nbytes)
 
@@ -96,9 +102,14 @@ class BoundSegment:
         for run in self._runs:
             run()
 
-    def _bind(self, index: int, call: KernelCall | NodeCall) -> Run:
+    def _bind(self, index: int, call: KernelCall | NodeCall | Control) -> Run:
+        if isinstance(call, Control):
+            inner = Scratch(self._device)
+            run = bind(call, self._device, self._array, functools.partial(_bind_body, self._device, inner))
+            inner.settle()
+            return run
         if isinstance(call, NodeCall):
-            inputs = [None if v is None else self._array(v) for v in call.node.inputs]
+            inputs = [None if v is None else self._array(v) for v in operands(call.node)]
             outputs = [self._array(v) for v in results(call.node)]
             return self._device.node(call.node, call.library, inputs, outputs)
         arrays = [self._array(v) for v in call.source.operands]
@@ -118,14 +129,29 @@ class BoundSegment:
                 offset, dtype = self._offsets[value], _dtype(value)
                 nbytes = int(np.prod(shape_of(value), dtype=np.int64)) * dtype.itemsize
                 found = self._memory[offset : offset + nbytes].view(dtype).reshape(shape_of(value))
+            elif not size_of(value):
+                found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
             else:
                 known = constant(value)
                 if known is None and value.const_value is not None:
                     known = value.const_value.numpy()
                 assert known is not None, f"{value.name} has no place"
-                found = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
+                if value not in self._constants:
+                    self._constants[value] = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
+                found = self._constants[value]
             self._arrays[value] = found
         return found
+
+
+def _bind_body(
+    device: Device,
+    scratch: Scratch,
+    segment: Segment,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    constants: dict[ir.Value, Array],
+) -> Run:
+    return BoundSegment(segment, device, scratch, inputs, outputs, constants=constants)
 
 
 def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
@@ -133,8 +159,8 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
     reads: list[list[ir.Value]] = []
     writes: list[list[ir.Value]] = []
     for call in segment.calls:
-        if isinstance(call, NodeCall):
-            reads.append([segment.aliases.get(v, v) for v in call.node.inputs if v is not None])
+        if not isinstance(call, KernelCall):
+            reads.append([segment.aliases.get(v, v) for v in operands(call.node) if v is not None])
             writes.append(results(call.node))
         else:
             reads.append([segment.aliases.get(v, v) for v in call.source.operands[: call.source.reads]])

@@ -22,7 +22,7 @@ from graphc.backends.cupy.cublaslt import Products
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import CudaMemory, address
-from graphc.backends.cupy.nodes import Library, results
+from graphc.backends.cupy.nodes import Library, operands, results
 from graphc.backends.cupy.products import Product
 from graphc.errors import GraphcError
 from graphc.ir.facts import constant
@@ -117,9 +117,9 @@ class CudaDevice(CudaMemory):
         return self._on_host(node, inputs, outputs)
 
     def _on_host(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
+        read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
         model = segment_model(Step("segment", node.op_type, [node], read, results(node)))
-        sources = {v.name or "": a for v, a in zip(node.inputs, inputs, strict=True) if v in read}
+        sources = {v.name or "": a for v, a in zip(operands(node), inputs, strict=True) if v in read}
         written = [o.name or "" for o in results(node)]
         targets = list(zip(written, outputs, strict=True))
         engine = BACKENDS["auto" if "auto" in BACKENDS else "numpy"](threads=1)

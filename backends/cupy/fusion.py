@@ -18,6 +18,7 @@ from graphc.backends.cupy import views
 from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import BLOCKS
+from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.reductions import REDUCTIONS, reduced_axes
 from graphc.backends.cupy.source import NotFusibleError, Source, Spec
 from graphc.backends.cupy.views import shape_of
@@ -139,7 +140,7 @@ class _Grouper:
         found: set[ir.Value] = set(self.graph.outputs)
         for node in self.opaque:
             found.update(node.outputs)
-            for value in node.inputs:
+            for value in operands(node):
                 if value is None or constant(value) is not None:
                     continue
                 base = in_place_of(value)
@@ -258,7 +259,7 @@ class _Grouper:
             needed = set(self.graph.outputs)
             for launch in self.launches:
                 if isinstance(launch, Opaque):
-                    needed.update(self.aliases.get(v, v) for v in launch.node.inputs if v is not None)
+                    needed.update(self.aliases.get(v, v) for v in operands(launch.node) if v is not None)
                 else:
                     needed |= launch.reads
             before = sum(len(_written(launch)) for launch in self.launches)
@@ -331,22 +332,20 @@ def _walks_well(kernel: Kernel) -> bool:
 
 def fusible(node: ir.Node) -> bool:
     """Whether a fused kernel can compute the node's results from its operands in memory."""
-    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
+    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *results(node))):
         return False
-    if not any(_size(v) for v in node.outputs):
+    if not any(_size(v) for v in results(node)) or len(results(node)) < len(node.outputs):
         return False
     if node.op_type in REDUCTIONS and node.domain == "":
         axes = reduced_axes(node)
         if not axes:
             return False
-        spec = Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))
+        specs = [Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
     else:
-        spec = Spec(shape_of(node.outputs[0]), (), (), (node.outputs[0],))
+        specs = [Spec(shape_of(out), (), (), (out,)) for out in node.outputs if _size(out)]
     own = set(node.outputs)
     try:
-        for out in node.outputs:
-            if out is not node.outputs[0]:
-                spec = Spec(shape_of(out), (), (), (out,))
+        for spec in specs:
             Generator(spec, lambda v: v not in own).source()
     except (NotFusibleError, KeyError, ZeroDivisionError):  # the last: an index into nothing
         return False

@@ -24,7 +24,8 @@ from graphc.backend import Array, Run
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.source import Source
 from graphc.gradient import key_of
-from graphc.ir.facts import static_dims
+from graphc.ir.bodies import bodies, captured
+from graphc.ir.facts import constant, static_dims
 
 MODULES = ("cublaslt", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
@@ -154,6 +155,13 @@ def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:
     if any(v.dtype is None or static_dims(v) is None for v in present) or not present:
         return False
     return present[0].dtype in entry.dtypes and (entry.when is None or entry.when(node))
+
+
+def operands(node: ir.Node) -> list[ir.Value | None]:
+    """The inputs of a node, then what its bodies read from around it; constants of those are theirs."""
+    if not any(True for _ in bodies(node)):
+        return list(node.inputs)
+    return [*node.inputs, *(v for v in captured(node) if constant(v) is None and v not in node.inputs)]
 
 
 def wanted(value: ir.Value) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import forms, nodes
 from graphc.backends.cupy.composites import take_apart
+from graphc.backends.cupy.control import Control, body_models
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.fusion import Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator
@@ -19,6 +21,7 @@ from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.uses import sweep
 from graphc.backends.cupy.values import is_expression
 from graphc.backends.cupy.views import size_of
+from graphc.ir.bodies import CONTROL
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.infer import propagate
 
@@ -59,18 +62,20 @@ class Segment:
     """
 
     graph: ir.Graph
-    calls: list[KernelCall | NodeCall]
+    calls: list[KernelCall | NodeCall | Control]
     aliases: dict[ir.Value, ir.Value]
 
     @property
     def fallbacks(self) -> list[ir.Node]:
         """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
-        return [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
+        own = [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
+        inner = [body for call in self.calls if isinstance(call, Control) for body in call.bodies]
+        return [*own, *(node for body in inner for node in body.fallbacks)]
 
     @property
     def queued(self) -> bool:
         """Whether a run only queues work for the device, so that it can be captured."""
-        return not self.fallbacks
+        return not self.fallbacks and all(call.queued for call in self.calls if isinstance(call, Control))
 
 
 def compile_segment(
@@ -100,9 +105,13 @@ def compile_segment(
     omit_fills(graph)
     sweep(graph)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
-    calls: list[KernelCall | NodeCall] = []
+    calls: list[KernelCall | NodeCall | Control] = []
     for launch in grouping.launches:
-        if isinstance(launch, Opaque):
+        if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
+            models = body_models(launch.node)
+            within = functools.partial(compile_segment, device=device, splits=splits, choose=choose, loose_gelu=loose_gelu)
+            calls.append(Control(launch.node, tuple(map(within, models))) if models is not None else NodeCall(launch.node))
+        elif isinstance(launch, Opaque):
             calls += _node_calls(launch.node, grouping.aliases, device)
         else:
             calls += _kernel_calls(launch, grouping.memory, device, splits)

@@ -20,7 +20,7 @@ from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.dnn import Dnn
 from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.launch import Shape
-from graphc.backends.cupy.nodes import results
+from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.products import DOMAIN, Product
 from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.views import shape_of
@@ -82,10 +82,10 @@ class HostDevice(StrictMemory):
     def _node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         if node.domain == DOMAIN:
             return bind_product(product_of(node), inputs, outputs)
-        read = [v for v in dict.fromkeys(node.inputs) if v is not None and constant(v) is None]
+        read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
         written = results(node)
         model = segment_model(Step("segment", node.op_type, [node], read, written))
-        bound = {v.name: a for v, a in zip(node.inputs, inputs, strict=True) if v in read}
+        bound = {v.name: a for v, a in zip(operands(node), inputs, strict=True) if v in read}
 
         def run() -> None:
             results = BACKENDS["numpy"](threads=1).run_whole(model, bound)
