@@ -103,3 +103,4 @@ class CupyPlanner(CupyBackend):
 
 
 PLANNERS["cupy"] = CupyPlanner
+BACKENDS.register("cupy", CupyBackend, origin=__name__)
