@@ -42,7 +42,7 @@ Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 
 def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
-    """The backend called ``name``; ``auto`` takes onnxruntime and falls back to numpy where it is not installed."""
+    """The backend called ``name``; ``auto``: onnxruntime on CPUs, or numpy where it is not installed. A GPU has to be named."""
     if name == "auto":
         return host_backend(threads=threads, spin=spin)
     return BACKENDS[name](threads=threads, spin=spin)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from graphc.backend import Array, Event, Run
+from graphc.drivers import LEAST_DRIVER
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 from graphc.runtime.world import device_index
 
@@ -34,23 +35,40 @@ def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
 
     Raises:
         MissingExtraError: CuPy is not installed, or for another CUDA than the driver's.
-        GraphcError: no GPU, or a driver that is too old for this CuPy.
+        GraphcError: no driver, or no GPU.
     """
     try:
         import cupy
     except ImportError as error:
         raise MissingExtraError(f"the {backend} backend needs CuPy ({error}); run: pip install 'graphc[{extra}]'") from error
+    runtime = cupy.cuda.runtime
+    check_versions(runtime.driverGetVersion() // 1000, runtime.runtimeGetVersion() // 1000, backend)
     try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        wanted = cupy.cuda.runtime.runtimeGetVersion() // 1000
-        raise GraphcError(
-            f"the {backend} backend finds no GPU that it can use ({error}); it needs a driver for CUDA {wanted}"
-            " (nvidia-smi shows yours), or use backend='onnxruntime'"
-        ) from error
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise GraphcError(f"the {backend} backend finds no GPU that it can use ({error}); {ELSEWHERE}") from error
     if count == 0:
-        raise GraphcError(f"the {backend} backend finds no GPU; use backend='onnxruntime' on this machine")
+        raise GraphcError(f"the {backend} backend finds no GPU; {ELSEWHERE}")
     return cupy
+
+
+ELSEWHERE = "'graphc doctor' says what is there; backend='onnxruntime' runs on CPUs"
+
+
+def check_versions(driver: int, built: int, backend: str) -> None:
+    """See to it that the driver runs programs for CUDA ``built``; ``driver`` is the newest that it runs, 0 where there is none.
+
+    Raises:
+        GraphcError: there is no driver.
+        MissingExtraError: CuPy is for a newer CUDA.
+    """
+    wanted = f"driver {LEAST_DRIVER.get(built, 'for CUDA ' + str(built))} or newer"
+    if driver == 0:
+        raise GraphcError(f"the {backend} backend finds no NVIDIA driver; it needs {wanted}. {ELSEWHERE}")
+    if driver < built:
+        other = f"run: pip uninstall -y cupy-cuda{built}x && pip install cupy-cuda{driver}x, or "
+        advice = other if driver in LEAST_DRIVER else ""
+        raise MissingExtraError(f"this CuPy is for CUDA {built}, the driver runs CUDA {driver}: {advice}install {wanted}")
 
 
 def address(array: Any) -> int:

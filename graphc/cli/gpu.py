@@ -10,11 +10,9 @@ import subprocess
 from collections.abc import Iterator
 
 from graphc.cli.finding import Finding
+from graphc.drivers import LEAST_DRIVER
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
-LEAST_DRIVER = {12: "525", 13: "580"}
-"""CUDA version → the oldest driver for Linux that runs it (NVIDIA's table of minor version compatibility)."""
-
 CUPY = re.compile(r"cupy-cuda(\d+)x")
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from graphc.errors import GraphcError
+from graphc.backends.cupy.memory import check_versions
+from graphc.errors import GraphcError, MissingExtraError
+from graphc.trainer import make_backend
 from tests.backends.test_fusion import CASES, check_case, check_network
 from tests.conftest import has_gpu
 
@@ -36,7 +38,22 @@ def test_loss_and_gradients_of_networks_are_those_of_the_cpu(
 def test_a_machine_without_gpu_is_told_what_is_missing() -> None:
     if has_gpu():
         pytest.skip("this machine has a GPU")
-    from graphc.backends.cupy import CupyBackend
+    with pytest.raises(GraphcError, match=r"pip install 'graphc\[gpu\]'|no GPU|no NVIDIA driver"):
+        make_backend("cupy", threads=1)
 
-    with pytest.raises(GraphcError, match=r"graphc\[gpu\]|no GPU"):
-        CupyBackend()
+
+def test_a_driver_that_does_not_fit_cupy_is_named_with_the_command_that_helps() -> None:
+    check_versions(13, 13, "cupy")
+    check_versions(13, 12, "cupy")
+    with pytest.raises(MissingExtraError, match=r"pip install cupy-cuda12x, or install driver 580"):
+        check_versions(12, 13, "cupy")
+    with pytest.raises(MissingExtraError, match=r"the driver runs CUDA 11: install driver 525"):
+        check_versions(11, 12, "cupy")
+    with pytest.raises(GraphcError, match=r"no NVIDIA driver; it needs driver 580 .* backend='onnxruntime'"):
+        check_versions(0, 13, "cupy")
+
+
+def test_no_machine_trains_on_a_gpu_unasked() -> None:
+    backend = make_backend("auto", threads=1)
+    assert backend.memory.on_host
+    backend.close()
