@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.data import share
+from graphc.errors import NonFiniteError
 from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.training import small
@@ -30,6 +33,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS._items, DEVICE, lambda **_: CupyBackend(device=HostDevice()))
 
 
+def held(trainer: graphc.Trainer) -> int:
+    """Bytes that a trainer's device has handed out."""
+    device = trainer.backend.memory
+    assert isinstance(device, HostDevice)
+    return sum(array.nbytes for array in device.allocations)
+
+
 def train(comm: Any, program: graphc.Program, sizes: tuple[int, ...] = (12, 11, 12)) -> dict[str, Any]:
     """Losses, whole state and its hash of one rank; ``sizes`` are those of the global batches."""
     losses = []
@@ -38,8 +48,11 @@ def train(comm: Any, program: graphc.Program, sizes: tuple[int, ...] = (12, 11, 
             feeds = dict(zip(("input", "label"), small.batch(size, k), strict=True))
             mine = share(len(feeds["input"]), comm.rank, comm.size)
             losses.append(trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)["loss"])
+        nbytes = held(trainer) if program.backend == DEVICE else 0
+        places = {**trainer.state.arrays, **{n: trainer.state.flat[s.buffer] for n, s in trainer.state.shards.items()}}
+        on_host = {name for name, array in places.items() if isinstance(array, np.ndarray)}
         state, digest = trainer.state.snapshot(trainer.comm), trainer.state_sha256()
-        return {"losses": losses, "state": state, "hash": digest}
+        return {"losses": losses, "state": state, "hash": digest, "bytes": nbytes, "on host": on_host}
 
 
 def follow(device: dict[str, Any], host: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -101,3 +114,73 @@ def test_two_devices_follow_two_hosts_in_low_precision(name: str) -> None:
     devices, hosts = both(optimizer, options)
     assert devices[0]["hash"] == devices[1]["hash"]
     follow(devices[0], hosts[0], tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=2,offload=true", "central_storage"])
+def test_offloaded_state_lies_on_the_host_and_changes_no_result(strategy: str) -> None:
+    """Two devices do what one host does; nothing of the optimizer's state is in their memory."""
+    offloaded = small.compiled(ADAM, backend=DEVICE, strategy=strategy)
+    found = run_threads(2, lambda comm: train(comm, offloaded))
+    (one,) = run_threads(1, lambda comm: train(comm, small.compiled(ADAM, backend="onnxruntime")))
+    assert found[0]["hash"] == found[1]["hash"]
+    follow(found[0], one)
+    moments = {name for name in one["state"] if "::" in name}
+    assert all(rank["on host"] == moments for rank in found)
+
+
+def test_offloading_frees_the_memory_of_the_device() -> None:
+    programs = [small.compiled(ADAM, backend=DEVICE, strategy=f"zero:stage=1,offload={flag}") for flag in ("false", "true")]
+    kept, freed = (run_threads(2, lambda comm, program=program: train(comm, program)) for program in programs)
+    moments = 2 * 4 * sum(int(np.prod(shape)) for shape in small.SHAPES.values())
+    for rank in range(2):
+        assert kept[rank]["bytes"] - freed[rank]["bytes"] >= moments / 2, "each rank has half of them"
+
+
+def test_a_step_with_a_nan_leaves_the_state_of_the_last_good_one() -> None:
+    """Of one rank's feeds, so that the other has to hear of it; the tensor and the rank are named."""
+
+    def spoiled(comm: Any, program: graphc.Program) -> dict[str, Any]:
+        x, y = small.batch(8, 0)
+        mine = share(8, comm.rank, comm.size)
+        feeds = {"input": x[mine], "label": y[mine]}
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            trainer.step(feeds)
+            before = trainer.state_sha256()
+            bad = dict(feeds)
+            if comm.rank == 1:
+                bad["input"] = feeds["input"].copy()
+                bad["input"][0, 3] = np.inf
+            with pytest.raises(NonFiniteError) as error:
+                trainer.step(bad)
+            after = trainer.state_sha256()
+            return {"same": before == after, "message": str(error.value), "loss": trainer.step(feeds)["loss"]}
+
+    for strategy in ("mirrored", "zero:stage=2"):
+        program = small.compiled(ADAM, backend=DEVICE, strategy=strategy)
+        for found in run_threads(2, lambda comm, program=program: spoiled(comm, program)):
+            assert found["same"]
+            assert "step 1, first in tensor 'input' on rank 1" in found["message"]
+            assert np.isfinite(found["loss"])
+
+
+def test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path: Path) -> None:
+    batches = [dict(zip(("input", "label"), small.batch(8, seed), strict=True)) for seed in range(3)]
+    digests, losses, outputs = {}, {}, {}
+    with graphc.Trainer(small.compiled(ADAM, backend=DEVICE), threads=1) as trainer:
+        trainer.fit(batches)
+        trainer.learning_rate = 0.01
+        trainer.save(tmp_path / "saved")
+        digests["saved"] = trainer.state_sha256()
+    for backend in (DEVICE, "onnxruntime"):
+        with graphc.Trainer(small.compiled(ADAM, backend=backend), threads=1) as trainer:
+            trainer.step(batches[0])
+            trainer.restore(tmp_path / "saved")
+            digests[backend] = trainer.state_sha256()
+            assert trainer.steps_done == 3
+            losses[backend] = trainer.evaluate(batches)["loss"], trainer.step(batches[1])["loss"]
+            trainer.export(tmp_path / f"{backend}.onnx")
+        session = ort.InferenceSession(str(tmp_path / f"{backend}.onnx"), providers=["CPUExecutionProvider"])
+        outputs[backend] = session.run(None, {"input": batches[0]["input"]})[0]
+    assert len(set(digests.values())) == 1
+    np.testing.assert_allclose(losses[DEVICE], losses["onnxruntime"], rtol=1e-5)
+    np.testing.assert_allclose(outputs[DEVICE], outputs["onnxruntime"], rtol=1e-4, atol=1e-5)
