@@ -59,8 +59,6 @@ class Feeds:
     def stage(self, feeds: Mapping[str, Array]) -> None:
         """Take feeds over for the :meth:`bring` that asks for them; their arrays may be changed afterwards."""
         if self._memory.on_host:
-            for name, array in self.inputs.items():
-                np.copyto(array, feeds[name])
             return
         if self._sent is not None:
             self._sent.wait()
@@ -71,7 +69,11 @@ class Feeds:
 
     def bring(self, feeds: Mapping[str, Array]) -> None:
         """Let the inputs hold ``feeds``, which are staged now if these very feeds were not, behind everything queued before."""
-        if self._staged is not feeds or self._memory.on_host:
+        if self._memory.on_host:
+            for name, array in self.inputs.items():
+                np.copyto(array, feeds[name])
+            return
+        if self._staged is not feeds:
             self.stage(feeds)
         self._staged = None
         if self._sent is not None:
