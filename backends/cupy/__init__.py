@@ -36,7 +36,7 @@ class CupyBackend:
     """
 
     name = "cupy"
-    rewrites = "layout"
+    rewrites = "flash_attention,layout"
 
     def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None) -> None:
         del threads, spin

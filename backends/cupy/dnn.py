@@ -7,21 +7,26 @@ version of the library.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import onnx_ir as ir
 
 from graphc.backend import Run
-from graphc.errors import MissingExtraError, UnsupportedOpError
+from graphc.backends.cupy.choices import Choices, file_name
+from graphc.errors import GraphcError, MissingExtraError
 
 if TYPE_CHECKING:
     from graphc.backends.cupy.cuda import CudaDevice
 
 WORKSPACE = 256 << 20
-"""Bytes of workspace that all calls share; plans that want more are not considered."""
+"""Bytes of workspace that all calls share; plans that want more are taken where there is no other."""
 
 CANDIDATES = 24
 """Plans that are timed, in the library's order."""
@@ -112,32 +117,52 @@ def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: 
     except cudnn.cudnnGraphNotSupportedError:
         return []
     graph.deselect_numeric_notes(barred)
-    graph.deselect_workspace_greater_than(WORKSPACE)
     return [k for k in range(graph.get_execution_plan_count()) if graph.get_plan_name_at_index(k).startswith("eng")]
 
 
-def first_plan(cudnn: Any, graph: Any, plans: Sequence[int]) -> int | None:
-    """The first of ``plans`` that builds, now built."""
-    return next((k for k in plans if _builds(cudnn, graph, k)), None)
+def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE) -> Iterator[int]:
+    """Those of ``plans`` that are not barred, build, and want no more than ``limit`` bytes of workspace."""
+    for index in plans:
+        try:
+            graph.build_plan_at_index(index)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            continue
+        if graph.get_workspace_size_plan_at_index(index) <= limit:
+            yield index
 
 
-def _builds(cudnn: Any, graph: Any, index: int) -> bool:
+def record(graph: Any, plan: int) -> dict[str, Any]:
+    """What a plan is, in JSON's types."""
+    engine, knobs = graph.get_engine_and_knobs_at_index(plan)
+    return {"engine": engine, "knobs": {knob.name: value for knob, value in knobs.items()}}
+
+
+def replay(cudnn: Any, graph: Any, chosen: Mapping[str, Any] | None) -> int | None:
+    """The index of a recorded plan, built for a fresh ``graph``; None where the library no longer has it."""
+    if chosen is None:
+        return None
     try:
-        graph.build_plan_at_index(index)
-    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
-        return False  # barred by a note, or more workspace than there is
-    return bool(graph.get_workspace_size_plan_at_index(index) <= WORKSPACE)
+        knobs = {getattr(cudnn.knob_type, name): value for name, value in chosen["knobs"].items()}
+        graph.create_execution_plan(chosen["engine"], knobs)
+    except (AttributeError, KeyError, cudnn.cudnnGraphNotSupportedError, RuntimeError):
+        return None
+    return next(usable(cudnn, graph, [graph.get_execution_plan_count() - 1], sys.maxsize), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A call with a plan; nodes that ask for the same share it."""
+
+    graph: Any
+    ids: Mapping[str, int]
+    plan: int
+    nbytes: int
 
 
 class Dnn:
-    """Binds calls on one device.
+    """Binds calls on one device, as its options allow."""
 
-    Args:
-        tf32: float32 operands may be rounded to TF32.
-        deterministic: only plans whose results are the same in every run, and the first of them, since times are not.
-    """
-
-    def __init__(self, device: CudaDevice, *, tf32: bool = True, deterministic: bool = False) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         try:
             import cudnn
         except ImportError as error:
@@ -145,96 +170,77 @@ class Dnn:
                 f"the cupy backend needs cudnn-frontend ({error}); run: pip install 'graphc[gpu]'"
             ) from error
         self._cudnn: Any = cudnn
-        self._device, self._tf32, self._deterministic = device, tf32, deterministic
+        self._device, self._tf32 = device, device.options.tf32
+        self.deterministic = device.options.deterministic
         self._handle = cudnn.create_handle()
         cudnn.set_stream(handle=self._handle, stream=device.stream.ptr)
-        self._workspace: Any = device.zeros(WORKSPACE)
-        self._chosen: dict[str, Any] = {}
+        self._workspaces: list[Any] = [device.zeros(WORKSPACE)]
+        self._choices = Choices(None if self.deterministic else self._file())
+        self._built: dict[Description, Built] = {}
 
     def bind(self, description: Description, arrays: Mapping[str, Any]) -> Run:
         """A closure that queues the call over ``arrays``, one for each tensor of the description.
 
         Raises:
-            UnsupportedOpError: the library has no plan for it.
+            GraphcError: the library has no plan for it.
         """
-        pointers, workspace, handle = {}, self._workspace.data.ptr, self._handle
-        graph, ids = build(self._cudnn, description, handle=handle)
-        for name, array in arrays.items():
-            pointers[ids[name]] = array.data.ptr
-        index = self._plan(graph, description, pointers)
-        execute = graph.execute_plan_at_index
+        built = self._built.get(description)
+        if built is None:
+            built = self._built[description] = self._build(description, arrays)
+        pointers = {built.ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+        return functools.partial(
+            built.graph.execute_plan_at_index, pointers, self._room(built.nbytes), built.plan, self._handle
+        )
 
-        def run() -> None:
-            execute(pointers, workspace, index, handle)
-
-        return run
+    def _room(self, nbytes: int) -> int:
+        """Where as much workspace begins; a larger one joins those that bound calls know."""
+        if nbytes > self._workspaces[-1].nbytes:
+            self._workspaces.append(self._device.zeros(nbytes))
+        return int(self._workspaces[-1].data.ptr)
 
     # Choosing a plan ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, graph: Any, description: Description, pointers: Mapping[int, int]) -> int:
-        """The index of the fastest plan, built: as it was chosen in this run or an earlier one, or timed now."""
-        key = repr((description, self._tf32, self._deterministic))
-        if not self._chosen:
-            self._chosen = self._read()
-        known = self._chosen.get(key)
-        if known is not None:
-            knobs = {getattr(self._cudnn.knob_type, name): value for name, value in known[1].items()}
-            graph.create_execution_plan(known[0], knobs)
-            index: int = graph.get_execution_plan_count() - 1
-            graph.build_plan_at_index(index)
-            return index
-        plans = propose(self._cudnn, graph, description, deterministic=self._deterministic, tf32=self._tf32)
-        best = first_plan(self._cudnn, graph, plans) if self._deterministic else self._fastest(graph, plans, pointers)
-        if best is None:
-            raise UnsupportedOpError(f"cuDNN has no plan for {description}")
-        engine, knobs = graph.get_engine_and_knobs_at_index(best)
-        self._chosen[key] = [engine, {knob.name: value for knob, value in knobs.items()}]
-        self._write()
-        return best
+    def _build(self, description: Description, arrays: Mapping[str, Any]) -> Built:
+        """With the fastest plan: as it was chosen in an earlier run, or timed now."""
+        key = f"{'tf32 ' * self._tf32}{description!r}"
+        graph, ids = build(self._cudnn, description, handle=self._handle)
+        plan = replay(self._cudnn, graph, self._choices.get(key))
+        if plan is None:
+            graph, ids = build(self._cudnn, description, handle=self._handle)
+            plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
+            small = usable(self._cudnn, graph, plans)
+            pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+            plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
+            if plan is None:
+                plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
+            if plan is None:
+                raise GraphcError(f"cuDNN has no plan for {description}")
+            self._choices.put(key, record(graph, plan))
+        return Built(graph, ids, plan, int(graph.get_workspace_size_plan_at_index(plan)))
 
-    def _fastest(self, graph: Any, plans: Sequence[int], pointers: Mapping[int, int]) -> int | None:
-        best, least, timed = None, float("inf"), 0
-        for index in plans:
-            if timed == CANDIDATES:
-                break
-            if not _builds(self._cudnn, graph, index):
-                continue
-            timed += 1
-            spent = self._time(graph, index, pointers)
-            if spent < least:
-                best, least = index, spent
-        return best
+    def _fastest(self, graph: Any, plans: Iterable[int], pointers: Mapping[int, int]) -> int | None:
+        spent = {index: self._time(graph, index, pointers) for index in itertools.islice(plans, CANDIDATES)}
+        ran = [index for index, time in spent.items() if time < math.inf]
+        return min(ran, key=lambda index: spent[index], default=None)
 
     def _time(self, graph: Any, index: int, pointers: Mapping[int, int]) -> float:
         """Milliseconds; infinite where the plan does not run."""
-        cuda, stream, workspace = self._device.cupy.cuda, self._device.stream, self._workspace.data.ptr
+        cuda, stream = self._device.cupy.cuda, self._device.stream
+        run = functools.partial(graph.execute_plan_at_index, pointers, self._room(0), index, self._handle)
         begin, end = cuda.Event(), cuda.Event()
         try:
-            graph.execute_plan_at_index(pointers, workspace, index, self._handle)
+            run()
             begin.record(stream)
             for _ in range(REPEATS):
-                graph.execute_plan_at_index(pointers, workspace, index, self._handle)
+                run()
         except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError):
-            return float("inf")
+            return math.inf
         end.record(stream)
         end.synchronize()
         return float(cuda.get_elapsed_time(begin, end))
 
-    # On disk ------------------------------------------------------------------------------------------------------------
-
-    def _file(self) -> Any:
+    def _file(self) -> Path:
         from graphc.backends.cupy.cuda import cache_folder
 
-        name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode().replace(" ", "-")
-        return cache_folder() / f"cudnn-{name}-{self._cudnn.backend_version()}.json"
-
-    def _read(self) -> dict[str, Any]:
-        path = self._file()
-        return dict(json.loads(path.read_text())) if path.exists() else {}
-
-    def _write(self) -> None:
-        path = self._file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps({**self._read(), **self._chosen}))
-        partial.rename(path)
+        name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode()
+        return cache_folder() / file_name("cudnn", name, str(self._cudnn.backend_version()))

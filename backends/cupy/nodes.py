@@ -27,7 +27,7 @@ from graphc.gradient import key_of
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.facts import constant, static_dims
 
-MODULES = ("cublaslt", "convolutions", "kernels")
+MODULES = ("cublaslt", "attention", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from graphc.backends.cupy.attention import Attention
 from graphc.backends.cupy.convolutions import Convolution
 from graphc.backends.cupy.dnn import Description, Tensor
 from tests.backends.strict import host_of
@@ -21,6 +22,7 @@ class HostDnn:
     def __init__(self, device: Any) -> None:
         self._device = device
         self.calls: list[Description] = []
+        self.deterministic = False
 
     def bind(self, description: Description, arrays: Mapping[str, Any]) -> Callable[[], None]:
         self.calls.append(description)
@@ -47,8 +49,30 @@ def view(array: Any, tensor: Tensor) -> Any:
 
 
 def compute(description: Description, read: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(description, Attention):
+        return attend(description, read)
     assert isinstance(description, Convolution)
     return convolve(description, read)
+
+
+def attend(a: Attention, read: Mapping[str, Any]) -> dict[str, Any]:
+    """Attention with one number saved per row, from which the gradient computes the probabilities again."""
+    group = a.q.dims[1] // a.k.dims[1]
+    q, k, v = read["q"], *(np.repeat(read[name], group, axis=1) for name in "kv")
+    scores = a.scale * q @ k.swapaxes(2, 3)
+    if a.mask is not None:
+        scores = scores + read["mask"]
+    if a.causal:
+        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+    if not a.backward:
+        top = scores.max(-1, keepdims=True)
+        saved = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        return {"y": np.exp(scores - saved) @ v, "saved": saved}
+    p, dy = np.exp(scores - read["saved"]), read["dy"]
+    ds = p * (dy @ v.swapaxes(2, 3) - (dy * read["y"]).sum(-1, keepdims=True)) * a.scale
+    heads = (a.q.dims[0], a.k.dims[1], group, a.k.dims[2], -1)
+    dk, dv = (x.reshape(heads).sum(2) for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy))
+    return {"dq": ds @ k, "dk": dk, "dv": dv}
 
 
 def convolve(c: Convolution, read: Mapping[str, Any]) -> dict[str, Any]:

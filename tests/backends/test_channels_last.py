@@ -19,7 +19,7 @@ from graphc.bench.specs import SPECS
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph
-from tests.backends.host_kernels import OpenDevice, run_segment
+from tests.backends.host_kernels import HostDevice, run_segment
 from tests.gradient_check import new_model
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -71,7 +71,7 @@ def check_pools(device: Any) -> None:
 
 @needs_compiler
 def test_pools_are_those_of_onnxruntime() -> None:
-    check_pools(OpenDevice())
+    check_pools(HostDevice())
 
 
 @needs_compiler
@@ -80,7 +80,7 @@ def test_training_with_channels_last_follows_onnxruntime(
     exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every convolution goes to cuDNN with its channels fastest in memory; the losses are those of the CPU backend."""
-    device = OpenDevice()
+    device = HostDevice()
     monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=device))
     x, y = SPECS["resnet18-small"].batch(4)
     losses = {}

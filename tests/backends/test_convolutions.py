@@ -14,7 +14,7 @@ from graphc.backends.cupy.segment import NodeCall
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph
-from tests.backends.host_kernels import OpenDevice, run_segment
+from tests.backends.host_kernels import HostDevice, run_segment
 from tests.gradient_check import new_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -82,11 +82,11 @@ def check_convolution(name: str, last: bool, device: Any, dtype: ir.DataType, to
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("name", CASES)
 def test_cudnn_is_told_the_right_convolution(name: str, last: bool) -> None:
-    check_convolution(name, last, OpenDevice(), ir.DataType.FLOAT, 1e-5)
+    check_convolution(name, last, HostDevice(), ir.DataType.FLOAT, 1e-5)
 
 
 def test_half_precision_is_summed_in_single() -> None:
-    check_convolution("plain", True, OpenDevice(), ir.DataType.BFLOAT16, 8e-3)
+    check_convolution("plain", True, HostDevice(), ir.DataType.BFLOAT16, 8e-3)
 
 
 @pytest.fixture(scope="module")

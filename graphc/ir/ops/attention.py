@@ -10,7 +10,8 @@ projection where it lies, and writes its gradient where the next product reads i
 
 Each head of k and v serves as many consecutive heads of q as there are more of these (grouped queries). ``mask`` broadcasts to
 (b, h, t, length of k): numbers are added to the scores, booleans say what is seen. ``causal``: query i sees the keys 0 to i.
-A query that sees no key gets zeros.
+A query that sees no key gets zeros. ``finite`` says that the mask is float32, is added and leaves no query without a key:
+what kernels can take as it is (the ``flash_attention`` pass makes it so).
 
 What the backward pass is told of the scores (``saves``): ``probabilities``, b × h × t × length of k, or ``logsumexp`` of each
 row, b × h × t, from which the probabilities are computed again (T. Dao et al., "FlashAttention", 2022).
@@ -114,7 +115,7 @@ def _infer_grad(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
     return [spec_of(inputs[1 + index]) for index in written(attributes["layout"])]
 
 
-_ATTRIBUTES = {"scale": REQUIRED, "causal": 0, "layout": STANDARD_LAYOUT, "saves": "probabilities"}
+_ATTRIBUTES = {"scale": REQUIRED, "causal": 0, "layout": STANDARD_LAYOUT, "saves": "probabilities", "finite": 0}
 
 
 @declare("ScaledDotProductAttention", inputs="q k v mask?", outputs="y saved", infer=_infer, attributes=_ATTRIBUTES)
@@ -129,16 +130,17 @@ def scaled_dot_product_attention(
     causal: int,
     layout: str,
     saves: str,
+    finite: int,
 ) -> tuple[ir.Value, ...]:
     """y = p·v with p = softmax(scale·q·kᵀ + mask) over the keys; ``saved`` is p, or of each row log Σ exp(score)."""
     axes = operand_axes(layout)
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
-    scores, hidden = _scores(op, q4, k4, mask, scale, causal)
+    scores, hidden = _scores(op, q4, k4, mask, scale, causal, finite)
     p = op.Softmax(scores, axis=-1)
     if hidden is not None:
         p = op.Where(hidden, op.scalar(0, p), p)
     p = op.cast_like(p, q)
-    y = _from_heads(op, op.MatMul(p, repeat_heads(op, v4, q4)), axes[3])
+    y = from_heads(op, op.MatMul(p, repeat_heads(op, v4, q4)), axes[3])
     if saves == "probabilities":
         return y, p
     top = op.ReduceMax(scores, [-1], keepdims=1)
@@ -169,12 +171,13 @@ def scaled_dot_product_attention_grad(
     causal: int,
     layout: str,
     saves: str,
+    finite: int,
 ) -> tuple[ir.Value, ...]:
     """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dp·p), dp = dy·vᵀ; all parts of a packed tensor."""
     axes = operand_axes(layout)
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     dy4 = to_heads(op, dy, axes[3])
-    p = _saved_probabilities(op, q4, k4, mask, saved, scale, causal, saves)
+    p = _saved_probabilities(op, q4, k4, mask, saved, scale, causal, saves, finite)
     ds = _score_gradient(op, dy4, v4, p, q4)
     scaled = op.Mul(q4, scale)
     found = (
@@ -186,10 +189,10 @@ def scaled_dot_product_attention_grad(
     for index in written(layout):
         place = packed(axes[index])
         if place is None:
-            results.append(_from_heads(op, found[index], axes[index]))
+            results.append(from_heads(op, found[index], axes[index]))
             continue
         parts = {int(a[place]): (f, a) for f, a in zip(found, axes, strict=False) if packed(a) is not None}
-        own = (_from_heads(op, part, a.replace(str(k), "")) for k, (part, a) in sorted(parts.items()))
+        own = (from_heads(op, part, a.replace(str(k), "")) for k, (part, a) in sorted(parts.items()))
         results.append(op.Concat(*(op.Unsqueeze(part, [place]) for part in own), axis=place))
     return tuple(results)
 
@@ -202,7 +205,7 @@ def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, att
     assert v is not None
     axes = operand_axes(attributes["layout"])
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
-    options = attributes["scale"], attributes["causal"], attributes["saves"]
+    options = attributes["scale"], attributes["causal"], attributes["saves"], attributes["finite"]
     p = _saved_probabilities(op, q4, k4, mask, saved, *options)
     return _score_gradient(op, to_heads(op, dy, axes[3]), v4, p, q4)
 
@@ -220,7 +223,7 @@ def to_heads(op: Builder, x: ir.Value, axes: str) -> Any:
     return op.Unsqueeze(x, missing) if missing else x
 
 
-def _from_heads(op: Builder, x: Any, axes: str) -> Any:
+def from_heads(op: Builder, x: Any, axes: str) -> Any:
     """(batch, heads, length, size) in the order ``axes``."""
     missing = [k for k, letter in enumerate(HEADS) if letter not in axes]
     if missing:
@@ -268,7 +271,7 @@ def _widen(op: Builder, x: Any) -> Any:
     return op.Cast(x, to=int(ir.DataType.FLOAT)) if x.dtype in _HALVES else x
 
 
-def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, causal: int) -> tuple[Any, Any]:
+def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, causal: int, finite: int) -> tuple[Any, Any]:
     """The masked scores, and where a whole row is hidden: such a row is left unmasked. None when no row can be."""
     scores = _widen(op, op.MatMul(op.Mul(q, scale), _swap(op, repeat_heads(op, k, q))))
     low, zero = op.scalar(-math.inf, scores), op.scalar(0, scores)
@@ -279,7 +282,7 @@ def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, ca
         keys, queries = (_positions(op, scores, axis) for axis in (3, 2))
         seen = op.LessOrEqual(keys, op.Unsqueeze(queries, [1]))
         bias = op.Where(seen, zero if bias is None else bias, low)
-    if mask is None:
+    if mask is None or finite:
         return (scores if bias is None else op.Add(scores, bias)), None
     hidden = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), low)
     return op.Add(scores, op.Where(hidden, zero, bias)), hidden
@@ -294,11 +297,11 @@ def _positions(op: Builder, x: Any, axis: int) -> Any:
 
 
 def _saved_probabilities(
-    op: Builder, q: Any, k: Any, mask: ir.Value | None, saved: ir.Value, scale: float, causal: int, saves: str
+    op: Builder, q: Any, k: Any, mask: ir.Value | None, saved: ir.Value, scale: float, causal: int, saves: str, finite: int
 ) -> Any:
     if saves == "probabilities":
         return saved
-    scores, hidden = _scores(op, q, k, mask, scale, causal)
+    scores, hidden = _scores(op, q, k, mask, scale, causal, finite)
     p = op.Exp(op.Sub(scores, op.Unsqueeze(saved, [-1])))
     return op.cast_like(p if hidden is None else op.Where(hidden, op.scalar(0, p), p), q)
 
