@@ -214,8 +214,9 @@ class NcclCommunicator(StagedCommunicator):
 
     def _fail(self, error: str) -> None:
         """NCCL has met an error: set the GPU free, so that the program comes to a call that raises it, or end the process."""
-        what = f"{self.current.what!r} of step {self.step}" if self.current is not None else f"step {self.step}"
-        message = f"NCCL failed in {what} on rank {self.rank}: {error}"
+        what = f" in {self.current.what!r}" if self.current is not None else ""
+        when = f"step {self.step}" if self.step >= 0 else "before the first step"
+        message = f"NCCL failed{what} ({when}) on rank {self.rank}: {error}"
         logs = dump({self.rank: self.ring.entries()}, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
         self.failure = f"{message}; {logs}" if logs else message
         self.current = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +14,7 @@ from graphc.backend import HostMemory
 from graphc.errors import MissingExtraError, UsageError, WorldError
 from graphc.runtime.communicator import Handle
 from graphc.runtime.flight import Ring
-from graphc.runtime.nccl_calls import DATATYPES, OPERATIONS, Call, plan_calls, takes
+from graphc.runtime.nccl_calls import DATATYPES, OPERATIONS, plan_calls, takes
 from graphc.runtime.nccl_library import CupyNccl, Nccl4py
 from graphc.runtime.nccl_progress import SHIFT, Progress
 from graphc.runtime.queued import NullCommunicator
@@ -24,46 +23,7 @@ from graphc.runtime.threads import ThreadCommunicator, run_threads
 from graphc.runtime.transport import Offer, choose, for_memory
 from graphc.runtime.verdict import late
 from tests.backends.strict import StrictMemory
-
-# The numbers of nccl.h, and what NCCL does with them.
-DTYPES = {1: np.uint8, 4: np.int64, 6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16}
-REDUCTIONS: dict[int, Callable[[Any], Any]] = {
-    0: lambda rows: rows.sum(0),
-    1: lambda rows: rows.prod(0),
-    2: lambda rows: rows.max(0),
-    3: lambda rows: rows.min(0),
-    4: lambda rows: rows.mean(0),
-}
-
-
-def perform(arrays: Sequence[Any], calls: Sequence[Sequence[Call]]) -> None:
-    """What NCCL makes of the arrays of all ranks when each rank makes its calls; in place."""
-    memory = [array.view(np.uint8) for array in arrays]
-    for together in zip(*calls, strict=True):
-        first = together[0]
-        same = {(c.function, c.count, c.datatype, c.operation, c.root) for c in together}
-        assert len(same) == 1, "NCCL wants the same call on all ranks"
-        dtype = np.dtype(DTYPES[first.datatype])
-        length, ranks = first.count * dtype.itemsize, len(together)
-        whole = length * (ranks if first.function == "reduce_scatter" else 1)
-        sent = [m[c.send : c.send + whole].copy().view(dtype) for m, c in zip(memory, together, strict=True)]
-        assert all(s.size == whole // dtype.itemsize for s in sent), "beyond the end of the array"
-        if first.operation >= 0:
-            wide = np.stack([s.astype(np.int64 if dtype == np.int64 else np.float64) for s in sent])
-            result = REDUCTIONS[first.operation](wide).astype(dtype).view(np.uint8)
-        for rank, (m, call) in enumerate(zip(memory, together, strict=True)):
-            target = m[call.receive :]
-            if call.function == "all_reduce" or (call.function == "reduce" and rank == call.root):
-                target[:length] = result
-            elif call.function == "reduce_scatter":
-                assert call.receive == call.send + rank * length, "in place is at the rank's own block"
-                target[:length] = result[rank * length : (rank + 1) * length]
-            elif call.function == "broadcast":
-                target[:length] = sent[call.root].view(np.uint8)
-            elif call.function == "all_gather":
-                assert call.send == call.receive + rank * length, "in place is at the rank's own block"
-                target[: ranks * length] = np.concatenate(sent).view(np.uint8)
-
+from tests.runtime.pretend_gpu import perform
 
 PARTS = {
     "even": [(0, 4), (4, 8), (8, 12)],

@@ -1,0 +1,308 @@
+"""A GPU with streams and NCCL that exist in this process only: its streams are threads, which run what is queued in order.
+
+What :mod:`graphc.runtime.nccl` asks of CuPy and of NCCL is here as CUDA and NCCL define it, so that order, errors and deadlines
+of its collectives can be tested; whether the real libraries are called rightly only a GPU can tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from graphc.runtime.nccl_calls import Call
+from tests.backends.strict import DeviceArray, host_of
+
+# The numbers of nccl.h, and what NCCL does with them.
+DTYPES = {1: np.uint8, 4: np.int64, 6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16}
+REDUCTIONS: dict[int, Callable[[Any], Any]] = {
+    0: lambda rows: rows.sum(0),
+    1: lambda rows: rows.prod(0),
+    2: lambda rows: rows.max(0),
+    3: lambda rows: rows.min(0),
+    4: lambda rows: rows.mean(0),
+}
+
+
+def perform(arrays: Sequence[Any], calls: Sequence[Sequence[Call]]) -> None:
+    """What NCCL makes of the arrays of all ranks when each rank makes its calls; in place."""
+    memory = [array.view(np.uint8) for array in arrays]
+    for together in zip(*calls, strict=True):
+        first = together[0]
+        same = {(c.function, c.count, c.datatype, c.operation, c.root) for c in together}
+        assert len(same) == 1, "NCCL wants the same call on all ranks"
+        dtype = np.dtype(DTYPES[first.datatype])
+        length, ranks = first.count * dtype.itemsize, len(together)
+        whole = length * (ranks if first.function == "reduce_scatter" else 1)
+        sent = [m[c.send : c.send + whole].copy().view(dtype) for m, c in zip(memory, together, strict=True)]
+        assert all(s.size == whole // dtype.itemsize for s in sent), "beyond the end of the array"
+        if first.operation >= 0:
+            wide = np.stack([s.astype(np.int64 if dtype == np.int64 else np.float64) for s in sent])
+            result = REDUCTIONS[first.operation](wide).astype(dtype).view(np.uint8)
+        for rank, (m, call) in enumerate(zip(memory, together, strict=True)):
+            target = m[call.receive :]
+            if call.function == "all_reduce" or (call.function == "reduce" and rank == call.root):
+                target[:length] = result
+            elif call.function == "reduce_scatter":
+                assert call.receive == call.send + rank * length, "in place is at the rank's own block"
+                target[:length] = result[rank * length : (rank + 1) * length]
+            elif call.function == "broadcast":
+                target[:length] = sent[call.root].view(np.uint8)
+            elif call.function == "all_gather":
+                assert call.send == call.receive + rank * length, "in place is at the rank's own block"
+                target[: ranks * length] = np.concatenate(sent).view(np.uint8)
+
+
+NUMBERS = itertools.count(1)
+STREAMS: dict[int, Stream] = {}
+"""By the pointers that stand for them."""
+
+
+class Stream:
+    """A thread that runs what is queued."""
+
+    def __init__(self, non_blocking: bool = True) -> None:
+        self.ptr = next(NUMBERS)
+        STREAMS[self.ptr] = self
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+
+    def queue(self, run: Callable[[], None]) -> None:
+        self._queue.put(run)
+
+    def wait_event(self, event: Event) -> None:
+        passed = event.passed  # what is recorded later does not matter
+        self.queue(lambda: passed.wait() and None)
+
+    def synchronize(self) -> None:
+        Event().record(self).synchronize()
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        self.passed = threading.Event()
+        self.passed.set()
+        self.time = 0.0
+
+    def record(self, stream: Stream) -> Event:
+        passed = self.passed = threading.Event()
+
+        def pass_by() -> None:
+            self.time = time.monotonic()
+            passed.set()
+
+        stream.queue(pass_by)
+        return self
+
+    def synchronize(self) -> None:
+        assert self.passed.wait(60)
+
+    @property
+    def done(self) -> bool:
+        return self.passed.is_set()
+
+
+class RawModule:
+    """The counting kernels, by hand."""
+
+    def __init__(self, code: str) -> None:
+        assert "collective_begins" in code
+
+    def get_function(self, name: str) -> Any:
+        return type("RawKernel", (), {"kernel": staticmethod(BEGINS if name == "collective_begins" else ENDS)})
+
+
+def _word(address: int) -> Any:
+    return ctypes.c_uint64.from_address(address)
+
+
+def BEGINS(grid: Any, block: Any, arguments: tuple[int, int, int], stream: Stream) -> None:  # noqa: N802
+    count, seen, which = arguments
+
+    def run() -> None:
+        _word(count).value += 1
+        _word(seen).value = _word(count).value << 16 | which
+
+    stream.queue(run)
+
+
+def ENDS(grid: Any, block: Any, arguments: tuple[int, int], stream: Stream) -> None:  # noqa: N802
+    count, seen = arguments
+
+    def run() -> None:
+        _word(seen + 8).value = _word(count).value
+
+    stream.queue(run)
+
+
+class Cupy:
+    """What is used of the package."""
+
+    RawModule = RawModule
+
+    class cuda:  # noqa: N801
+        Event = Event
+        Stream = Stream
+
+        @staticmethod
+        def get_elapsed_time(start: Event, stop: Event) -> float:
+            assert start.done
+            assert stop.done
+            return (stop.time - start.time) * 1e3
+
+        class runtime:  # noqa: N801
+            @staticmethod
+            def getDeviceProperties(device: int) -> dict[str, bytes]:  # noqa: N802
+                return {"uuid": bytes([device] * 16)}
+
+
+class Device:
+    def __init__(self, index: int) -> None:
+        self.id = index
+        self.pci_bus_id = f"0000:{index:02x}:00.0"
+
+    def use(self) -> None:
+        pass
+
+
+class PretendMemory:
+    """Memory of GPU ``index``."""
+
+    on_host = False
+
+    def __init__(self, index: int) -> None:
+        self.cupy: Any = Cupy
+        self.device = Device(index)
+        self.stream, self.communication = Stream(), Stream()
+
+    def zeros(self, nbytes: int) -> Any:
+        return DeviceArray(np.zeros(nbytes, np.uint8))
+
+    def pinned(self, nbytes: int) -> Any:
+        return np.zeros(nbytes, np.uint8)
+
+    def copy(self, target: Any, source: Any) -> None:
+        to, since = host_of(target), host_of(source)
+        since = since if isinstance(source, DeviceArray) or isinstance(target, np.ndarray) else since.copy()
+        self.stream.queue(lambda: np.copyto(to, since))
+
+    def fetch(self, array: Any) -> Any:
+        self.synchronize()
+        return host_of(array).copy()
+
+    def bind_copy(self, target: Any, source: Any) -> Callable[[], None]:
+        to, since = host_of(target), host_of(source)
+        return lambda: self.stream.queue(lambda: np.copyto(to, since))
+
+    def bind_fill(self, target: Any, value: float) -> Callable[[], None]:
+        held = host_of(target)
+        return lambda: self.stream.queue(lambda: held.fill(value))
+
+    def bind_work(self, run: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
+        """A kernel that takes its time."""
+
+        def kernel() -> None:
+            time.sleep(seconds)
+            run()
+
+        return lambda: self.stream.queue(kernel)
+
+    def send(self, target: Any, source: Any, after: Any = None) -> Any:
+        raise NotImplementedError
+
+    def after(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def mark(self) -> Any:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class PretendNccl:
+    """NCCL between the threads of this process that share this object; ranks of other processes never come."""
+
+    name = "pretended NCCL"
+
+    def __init__(self, size: int, *, apart: bool = False) -> None:
+        self.size = size
+        self.links: list[PretendLink] = []
+        self.changed = threading.Condition()
+        self.apart = apart
+
+    def identity(self) -> bytes:
+        return b"pretended"
+
+    def join(self, size: int, identity: bytes, rank: int) -> PretendLink:
+        assert (size, identity) == (self.size, b"pretended")
+        link = PretendLink(self, rank)
+        with self.changed:
+            self.links.append(link)
+            self.changed.notify_all()
+            if not self.apart:
+                assert self.changed.wait_for(lambda: len(self.links) == size, 30)
+        return link
+
+
+class PretendLink:
+    """One rank's end.
+
+    Attributes:
+        fault: what NCCL has met behind the back of its callers.
+    """
+
+    def __init__(self, nccl: PretendNccl, rank: int) -> None:
+        self.nccl, self.rank = nccl, rank
+        self.fault, self.aborted = "", False
+        self.waiting: tuple[Sequence[Call], Any] | None = None
+
+    def bind(self, calls: Sequence[Call], address: int, stream: int) -> Callable[[], None]:
+        ends = [max(c.send, c.receive) + c.count * np.dtype(DTYPES[c.datatype]).itemsize * self._blocks(c) for c in calls]
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * max(ends, default=0)).from_address(address))
+        return lambda: STREAMS[stream].queue(lambda: self._meet(calls, memory))
+
+    def _blocks(self, call: Call) -> int:
+        if call.function == "reduce_scatter":
+            return self.nccl.size if call.send >= call.receive else self.nccl.size - self.rank
+        if call.function == "all_gather":
+            return self.nccl.size if call.receive >= call.send else self.nccl.size - self.rank
+        return 1
+
+    def _meet(self, calls: Sequence[Call], memory: Any) -> None:
+        if not calls:
+            return
+        nccl = self.nccl
+        with nccl.changed:
+            self.waiting = calls, memory
+            links = sorted(nccl.links, key=lambda link: link.rank)
+            if len(links) == nccl.size and all(link.waiting for link in links):
+                brought = [link.waiting for link in links if link.waiting]
+                perform([memory for _, memory in brought], [calls for calls, _ in brought])
+                for link in links:
+                    link.waiting = None
+                nccl.changed.notify_all()
+            while self.waiting is not None and not self.aborted:
+                nccl.changed.wait()
+
+    def error(self) -> str:
+        return self.fault
+
+    def abort(self) -> None:
+        with self.nccl.changed:
+            self.aborted = True
+            self.nccl.changed.notify_all()
+
+    def close(self) -> None:
+        assert self.waiting is None
