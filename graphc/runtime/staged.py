@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from graphc.backend import Memory
+from graphc.backend import Memory, Run
 from graphc.runtime.checks import check_device_layout
 from graphc.runtime.communicator import Communicator, Handle, Kind
 from graphc.runtime.reductions import Array, Parts, even_parts
@@ -29,7 +29,7 @@ class StagedHandle(Handle):
 
     __slots__ = ("fetches", "inner", "returns")
 
-    def __init__(self, inner: Handle, fetches: list[tuple[Array, Array]], returns: list[tuple[Array, Array]]) -> None:
+    def __init__(self, inner: Handle, fetches: list[Run], returns: list[Run]) -> None:
         super().__init__(inner.action, inner.kind, inner.op, inner.tag, inner.nbytes, overlap=inner.overlap)
         self.inner = inner
         self.fetches = fetches
@@ -121,8 +121,9 @@ class StagedCommunicator:
         inner = prepare(mirror, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
         division = even_parts(array.size, self.size) if parts is None else parts
         given, received = moved(kind, division, root, self.rank, array.size)
-        fetches = [(mirror[start:stop], array[start:stop]) for start, stop in given]
-        returns = [(array[start:stop], mirror[start:stop]) for start, stop in received]
+        copy = self._memory.bind_copy
+        fetches = [copy(mirror[start:stop], array[start:stop]) for start, stop in given]
+        returns = [copy(array[start:stop], mirror[start:stop]) for start, stop in received]
         return StagedHandle(inner, fetches, returns)
 
     def begin(self, handle: Handle) -> None:
@@ -130,10 +131,9 @@ class StagedCommunicator:
             self.inner.begin(handle)
             return
         handle.inner.check_idle()  # the mirror may be at work
-        for target, source in handle.fetches:
-            self._memory.copy(target, source)
-        if handle.fetches:
-            self._memory.synchronize()
+        for copy in handle.fetches:
+            copy()
+        self._memory.synchronize()  # what was received last time has left the mirror, too
         self.inner.begin(handle.inner)
 
     def wait(self, handle: Handle) -> None:
@@ -141,8 +141,8 @@ class StagedCommunicator:
             self.inner.wait(handle)
             return
         self.inner.wait(handle.inner)
-        for target, source in handle.returns:
-            self._memory.copy(target, source)
+        for copy in handle.returns:
+            copy()
 
     def check(self) -> None:
         self.inner.check()

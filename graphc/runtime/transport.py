@@ -85,7 +85,7 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
     wanted = wanted_transport(transport)
     if memory.on_host and wanted == "nccl":
         raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
-    if comm.size == 1:
+    if comm.size == 1 or isinstance(comm, StagedCommunicator):  # the caller has chosen
         return comm
     if memory.on_host:
         _check_host(comm.transport, wanted)

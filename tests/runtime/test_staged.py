@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,9 @@ def test_only_what_is_given_and_received_moves() -> None:
     moves: list[tuple[str, str, int]] = []
 
     class Counting(StrictMemory):
-        def copy(self, target: Any, source: Any) -> None:
+        def bind_copy(self, target: Any, source: Any) -> Callable[[], None]:
             moves.append((kind, "to the host" if isinstance(target, np.ndarray) else "to the device", target.size))
-            super().copy(target, source)
+            return super().bind_copy(target, source)
 
     def work(comm: ThreadCommunicator) -> None:
         nonlocal kind

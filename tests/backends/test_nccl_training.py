@@ -1,0 +1,106 @@
+"""Whole trainers that reduce by NCCL, on GPUs that only look like it: collectives are queued between kernels and updates."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from graphc.bench.specs import SPECS
+from graphc.runtime.nccl import NcclCommunicator
+from graphc.runtime.threads import ThreadCommunicator, run_threads
+from tests.backends.host_kernels import HostDevice
+from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream
+
+pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
+
+OWN = threading.local()
+
+
+class _OnStream:
+    """The queue of the compute stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.append = stream.queue
+
+
+class _Mark:
+    def __init__(self, stream: Stream) -> None:
+        self.wait = Event().record(stream).synchronize
+
+
+class StreamDevice(HostDevice):
+    """The pretended device of the kernels, whose work runs on a stream beside that of collectives."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.cupy: Any = Cupy
+        self.device = Device(index)
+        self.stream, self.communication = Stream(), Stream()
+        self._queue: Any = _OnStream(self.stream)
+        self.early = True
+
+    def queued(self, run: Callable[[], None]) -> Callable[[], None]:
+        return lambda: self.stream.queue(run)
+
+    def mark(self) -> Any:
+        return _Mark(self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=OWN.device))
+    return "pretended"
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3", "adasum"])
+def test_training_follows_onnxruntime(strategy: str, pretended: str, exported: Callable[[str], str]) -> None:
+    path = exported("mlp")
+    x, y = SPECS["mlp"].batch(8)
+    library = PretendNccl(2)
+
+    def train(comm: ThreadCommunicator, backend: str, overlap: list[bool]) -> Any:
+        program = graphc.compile(
+            path,
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.parse("sgd:lr=0.05,momentum=0.9"),
+            mesh=graphc.Mesh(data=2),
+            backend=backend,
+            strategy=strategy,
+            bucket_mb=0.5,
+        )
+        found: Any = comm
+        if backend == pretended:
+            OWN.device = StreamDevice(comm.rank)
+            found = NcclCommunicator(comm, OWN.device, library)
+            prepare = found.prepare
+
+            def watched(*arguments: Any, **options: Any) -> Any:
+                handle = prepare(*arguments, **options)
+                overlap.append(handle.queued)
+                return handle
+
+            found.prepare = watched
+        part = slice(comm.rank * 4, comm.rank * 4 + 4)
+        with graphc.Trainer(program, comm=found, threads=1) as trainer:
+            losses = [trainer.step({"input": x[part], "label": y[part]})["loss"] for _ in range(4)]
+            return losses, trainer.state.snapshot(trainer.comm)
+
+    queued: list[bool] = []
+    expected = run_threads(2, lambda comm: train(comm, "onnxruntime", []))
+    results = run_threads(2, lambda comm: train(comm, pretended, queued))
+    assert any(queued)
+    for (losses, state), (wanted, values) in zip(results, expected, strict=True):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        for key, value in values.items():
+            np.testing.assert_allclose(state[key], value, rtol=0, atol=1e-5 * max(1.0, np.abs(value).max()), err_msg=key)
