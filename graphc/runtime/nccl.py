@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from graphc.backend import Array, Memory, in_order
 from graphc.errors import WorldError
@@ -39,7 +39,6 @@ LOOK = 0.1  # seconds between looks at what is under way
 TAKE_UP = 10.0  # seconds in which the program has to take up an error before the process ends
 
 
-@runtime_checkable
 class GpuMemory(Memory, Protocol):
     """The memory of a GPU of NVIDIA's, with CuPy's streams.
 
@@ -53,6 +52,11 @@ class GpuMemory(Memory, Protocol):
     device: Any
     stream: Any
     communication: Any
+
+
+def on_gpu(memory: Memory) -> TypeGuard[GpuMemory]:
+    """Whether ``memory`` is that of a GPU of NVIDIA's."""
+    return all(hasattr(memory, name) for name in ("cupy", "device", "stream", "communication"))
 
 
 class NcclHandle(Handle):

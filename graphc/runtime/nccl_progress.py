@@ -43,6 +43,7 @@ class Counters:
 
     def __init__(self, memory: Memory, cupy: Any, stream: Any) -> None:
         self.seen: Array = memory.pinned(16).view(np.uint64)
+        self.seen[:] = 0
         self._count = memory.zeros(8)
         module = cupy.RawModule(code=COUNTERS)
         self._begins, self._ends = (module.get_function(f"collective_{name}").kernel for name in ("begins", "ends"))

@@ -10,6 +10,10 @@ from typing import Any
 from graphc.runtime.communicator import Handle
 
 
+TRIES = 5
+"""Comparisons of the two clocks, of which the quickest counts."""
+
+
 class Timeline:
     """Times of collectives, reported once the GPU has passed them.
 
@@ -21,9 +25,7 @@ class Timeline:
     def __init__(self, cupy: Any, stream: Any) -> None:
         self._cuda, self._stream = cupy.cuda, stream
         self._waiting: collections.deque[tuple[Handle, Any, Any]] = collections.deque()
-        self._origin = self._event()
-        self._origin.synchronize()
-        self._zero = time.monotonic()
+        self._origin, self._zero = min((self._compare_clocks() for _ in range(TRIES)), key=lambda found: found[2])[:2]
 
     def begin(self, handle: Handle) -> None:
         """Note when the stream comes to ``handle``."""
@@ -40,6 +42,14 @@ class Timeline:
             handle, start, stop = self._waiting.popleft()
             handle.since, handle.until = self._time(start), self._time(stop)
             observer(handle)
+
+    def _compare_clocks(self) -> tuple[Any, float, float]:
+        """An event, when the GPU passed it by the host's clock, and by how much that may be wrong."""
+        before = time.monotonic()
+        event = self._event()
+        event.synchronize()
+        after = time.monotonic()
+        return event, (before + after) / 2, after - before
 
     def _event(self) -> Any:
         event = self._cuda.Event()

@@ -20,7 +20,7 @@ from typing import Literal
 from graphc.backend import Memory
 from graphc.errors import MissingExtraError, UsageError, WorldError
 from graphc.runtime.communicator import Communicator
-from graphc.runtime.nccl import GpuMemory, NcclCommunicator
+from graphc.runtime.nccl import GpuMemory, NcclCommunicator, on_gpu
 from graphc.runtime.nccl_library import find_library
 from graphc.runtime.queued import NullCommunicator
 from graphc.runtime.staged import StagedCommunicator
@@ -90,15 +90,13 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
     if memory.on_host:
         _check_host(comm.transport, wanted)
         return comm
-    library = find_library() if isinstance(memory, GpuMemory) and wanted in ("auto", "nccl") else None
-    device = device_name(memory) if isinstance(memory, GpuMemory) else None
+    library = find_library() if on_gpu(memory) and wanted in ("auto", "nccl") else None
+    device = device_name(memory) if on_gpu(memory) else None
     offers = comm.allgather_object(Offer(device, library.name if library is not None else None, wanted))
     choice, remark = choose(comm.transport, offers)
     if remark and comm.rank == 0:
         warnings.warn(remark, StagedWarning, stacklevel=2)
-    if choice == "nccl":
-        assert isinstance(memory, GpuMemory)
-        assert library is not None
+    if choice == "nccl" and on_gpu(memory) and library is not None:
         return NcclCommunicator(comm, memory, library)
     return StagedCommunicator(comm, memory)
 

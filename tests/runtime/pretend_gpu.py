@@ -190,7 +190,7 @@ class PretendMemory:
         return DeviceArray(np.zeros(nbytes, np.uint8))
 
     def pinned(self, nbytes: int) -> Any:
-        return np.zeros(nbytes, np.uint8)
+        return np.full(nbytes, 0xCD, np.uint8)
 
     def copy(self, target: Any, source: Any) -> None:
         to, since = host_of(target), host_of(source)

@@ -12,7 +12,7 @@ import pytest
 from graphc.errors import UsageError, WorldError
 from graphc.runtime import nccl
 from graphc.runtime.communicator import Communicator, Handle
-from graphc.runtime.nccl import GpuMemory, NcclCommunicator
+from graphc.runtime.nccl import NcclCommunicator, on_gpu
 from graphc.runtime.threads import ThreadCommunicator, run_threads
 from graphc.runtime.transport import device_name
 from tests.backends.strict import StrictMemory, host_of
@@ -158,8 +158,9 @@ def test_times_of_collectives() -> None:
     (found, start, end), _ = on_gpus(2, work)
     own = [(since, until) for what, since, until in found if what == "allreduce b0"]
     assert len(own) == 3
-    assert start <= own[0][0]
-    assert own[-1][1] <= end
+    clocks = 0.005  # seconds by which the comparison of the clocks may be wrong on a busy machine
+    assert start - clocks <= own[0][0]
+    assert own[-1][1] <= end + clocks
     assert all(0.03 < until - since < 0.5 for since, until in own)  # rank 0 waits for rank 1 inside the collective
 
 
@@ -194,8 +195,8 @@ def test_a_collective_past_its_deadline_names_who_is_late() -> None:
 
 
 def test_a_gpu_is_told_by_its_memory() -> None:
-    assert isinstance(PretendMemory(0), GpuMemory)
-    assert not isinstance(StrictMemory(), GpuMemory)
+    assert on_gpu(PretendMemory(0))  # type: ignore[arg-type]
+    assert not on_gpu(StrictMemory())  # type: ignore[arg-type]
     assert device_name(PretendMemory(3)) == "03" * 16  # type: ignore[arg-type]
 
 

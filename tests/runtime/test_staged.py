@@ -25,6 +25,7 @@ def both(comm: Communicator) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return everything(comm), everything(OnDevice(StagedCommunicator(comm, memory), memory))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_every_collective_has_the_bits_of_the_transport() -> None:
     for host, device in run_threads(3, both):
         assert device == host
