@@ -9,7 +9,6 @@ from typing import Any
 
 from graphc.runtime.communicator import Handle
 
-
 TRIES = 5
 """Comparisons of the two clocks, of which the quickest counts."""
 
