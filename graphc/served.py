@@ -80,14 +80,14 @@ class ServedTrainer(Trainer):
     @property
     def learning_rate(self) -> float:
         """The learning rate; the servers hold it, so assign to it on rank 0."""
-        return float(self.state.arrays[LEARNING_RATE])
+        return float(self.state.scalars.read(LEARNING_RATE))
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         if self._worker is not None or self.rank > 0:
             raise UsageError("the servers hold the learning rate; set it on rank 0, in a callback of fit")
         for state in (self.state, self._server.state if self._server is not None else self.state):
-            state.arrays[LEARNING_RATE][...] = value
+            state.scalars.set(LEARNING_RATE, value)
 
     def fit(
         self, batches: Batches, *, epochs: int = 1, callbacks: Sequence[Callback] = (), log_every: int = 0
@@ -189,7 +189,8 @@ class ServedTrainer(Trainer):
         layout = Layout(self.program.model, self.size)
         windows = self.comm.open_windows(layout.nbytes(self.rank))
         check = self._check_finite
-        self._server = Server(layout, windows, self.comm, self.state, self.backend, steps=self.steps_done, check=check)
+        engine = self.backend if self.backend.memory.on_host else self._on_host()
+        self._server = Server(layout, windows, self.comm, self.state, engine, steps=self.steps_done, check=check)
         if self.rank > 0:
             self.state = self._server.state
         self.comm.barrier()
@@ -221,9 +222,8 @@ class ServedTrainer(Trainer):
         share = len(next(iter(arrays.values()))) if arrays else 0
         if not self._fresh:
             self._pull(worker)
-        position = self.state.arrays.get(SAMPLE_OFFSET)
-        if position is not None:
-            position[...] = worker.index * share if offset is None else offset
+        if SAMPLE_OFFSET in self.state.scalars:
+            self.state.scalars.set(SAMPLE_OFFSET, worker.index * share if offset is None else offset)
         worker.begin(share)
         try:
             executor.run(arrays)
@@ -246,6 +246,7 @@ class ServedTrainer(Trainer):
         worker = self._begin_worker()
         try:
             worker.finish()
+            self.state.receive()
         finally:
             self._over = True
 
@@ -274,6 +275,7 @@ class ServedTrainer(Trainer):
         except NonFiniteError:
             self._over = True
             raise
+        self.state.receive()
         self._fresh = True
 
     def _begin_worker(self) -> Worker:
@@ -288,9 +290,9 @@ class ServedTrainer(Trainer):
             check = self._check_finite and not self._skips()
             self._worker = Worker(layout, windows, self.comm, self.backend, check=check)
             self._part, self._first = worker_part(self.program.model), self.steps_done
-            own = State(self._part)
-            own.load({name: self.state.arrays[name] for name in own.arrays})
-            own.arrays |= self._worker.arrays
+            own = State(self._part, memory=self.backend.memory)
+            own.load({name: self.state.fetch(name) for name in own.arrays})
+            own.adopt(self._worker.arrays)
             for name, array in self.state.arrays.items():
                 if name in self.program.inference.graph.initializers:
                     own.arrays.setdefault(name, array)

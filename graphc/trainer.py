@@ -436,7 +436,11 @@ class Trainer:
 
     def _host_backend(self) -> Backend | None:
         """What runs updates whose state lies in the host's memory, where the rest runs elsewhere."""
-        if self.state.offloaded and self._host is None:
+        return self._on_host() if self.state.offloaded else None
+
+    def _on_host(self) -> Backend:
+        """A backend of the host beside one that works elsewhere; made when it is first asked for."""
+        if self._host is None:
             self._host = host_backend(threads=self._threads, spin=False)
         return self._host
 

@@ -30,7 +30,7 @@ from graphc.backends.cupy.source import Access, Source
 from graphc.backends.cupy.views import shape_of, size_of
 from graphc.plan import make_plan
 from graphc.predict import PREDICTIONS, Cost, Prediction
-from graphc.runtime.executor import segment_model
+from graphc.runtime.nodes import segment_model
 from graphc.steps import UpdateGroup
 
 MEMORY = 4.27e12

@@ -79,7 +79,7 @@ class Server(Member):
         self.lost: dict[int, int] = {}
         part = layout.parts[self.index]
         self.state = State(part)
-        self.state.load({name: state.arrays[name] for name in self.state.arrays})
+        self.state.load({name: state.fetch(name) for name in self.state.arrays})
         shapes = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
         engine = Exchange(backend, self._bind_push)
         self._senders: list[int] = []
@@ -127,8 +127,7 @@ class Server(Member):
 
     def collect(self, state: State) -> None:
         """On server 0: bring ``state`` up to date with all servers."""
-        for name in self.state.updated:
-            np.copyto(state.arrays[name], self.state.arrays[name])
+        state.load({name: self.state.arrays[name] for name in self.state.updated})
         if self.layout.servers == 1:
             return
         self._append(COLLECT, [])
@@ -138,8 +137,7 @@ class Server(Member):
             region = self.layout.state[server]
             copy = np.zeros(region.nbytes, np.uint8)
             self._windows.get(server, self.layout.collected(server), copy)
-            for name, field in region.fields.items():
-                np.copyto(state.arrays[name], field.view(copy))
+            state.load({name: field.view(copy) for name, field in region.fields.items()})
 
     def stop(self) -> None:
         """On server 0: let the other servers end."""

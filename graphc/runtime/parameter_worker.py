@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run
+from graphc.backend import Array, Backend, Run, Waits
 from graphc.errors import WorldError
 from graphc.ir.facts import is_float
 from graphc.runtime.communicator import Communicator
@@ -127,23 +127,33 @@ class Worker(Member):
 
     def _bind_push(self, node: ir.Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
         """Test the operands, and put each into the mailboxes of those servers that get it."""
+        memory = self.backend.memory
+        held = inputs if memory.on_host else [memory.pinned(a.nbytes).view(a.dtype).reshape(a.shape) for a in inputs]
         puts: list[tuple[int, int, Array]] = []
         for server in range(self.layout.servers):
             fields = self.layout.mailbox[server].fields
-            for k, array in enumerate(inputs):
+            for k, array in enumerate(held):
                 if (node.name, k) in fields:
                     offset = self.layout.box(server, self.index) + fields[node.name, k].offset
                     puts.append((server, offset, array.reshape(-1).view(np.uint8)))
-        watched = [a.reshape(-1) for a, v in zip(inputs, node.inputs, strict=True) if v is not None and is_float(v)]
+        watched = [a.reshape(-1) for a, v in zip(held, node.inputs, strict=True) if v is not None and is_float(v)]
         if not self._check:
             watched = []
-        finite, put = self.backend.all_finite, self._windows.put
+        finite, put = self.backend.all_finite if memory.on_host else _all_finite, self._windows.put
 
         def push() -> None:
+            if held is not inputs:
+                for mirror, array in zip(held, inputs, strict=True):
+                    memory.copy(mirror, array)
+                memory.synchronize()
             for array in watched:
                 if not finite(array):
                     raise NonFiniteStepError
             for server, offset, data in puts:
                 put(server, offset, data)
 
-        return push
+        return Waits(push)
+
+
+def _all_finite(array: Array) -> bool:
+    return bool(np.isfinite(array).all())

@@ -39,6 +39,10 @@ class Scalars:
         self._arrays[name], self._copies[name] = there[:1].reshape(()), here[:1].reshape(())
         return there
 
+    def adopt(self, name: str, array: Array) -> None:
+        """Let scalar ``name`` be this array, where all lies on the host."""
+        self._arrays[name] = self._copies[name] = array
+
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
@@ -49,11 +53,11 @@ class Scalars:
 
     def set(self, name: str, value: float) -> None:
         """Make ``value`` that of ``name``, which only the host writes; what it is already is not sent."""
-        if self._sent.get(name) == value:
-            return
-        self._copies[name][...] = value
-        self._sent[name] = value
-        if not self._memory.on_host:
+        if self._memory.on_host:
+            self._copies[name][...] = value
+        elif self._sent.get(name) != value:
+            self._copies[name][...] = value
+            self._sent[name] = value
             self._memory.copy(self._arrays[name], self._copies[name])
 
     def forget(self) -> None:

@@ -68,6 +68,7 @@ class State:
         self.scalars = Scalars(memory, sum(static_dims(v) == () for v in self._initial.values()))
         self._mirrors: dict[str, tuple[Array, Array]] = {}
         self._fresh: set[str] = set()
+        self._adopted: Mapping[str, Array] = {}
         states = {state.name or "" for _, state, _ in state_updates(model.graph)}
         self.copies = narrow_copies(model.graph)
         self.local = local_states(model.graph)
@@ -228,6 +229,24 @@ class State:
             for low in self.copies.get(name, ()):
                 self._write(low, array.astype(self._spec(low)[1]))
         self._written()
+
+    def adopt(self, values: Mapping[str, Array]) -> None:
+        """Let state by name, and what is new, be ``values``, arrays of the host that others write; see :meth:`receive`."""
+        self._adopted = values
+        for name, array in values.items():
+            if self.memory.on_host:
+                self.arrays[name] = array
+                if name in self.scalars:
+                    self.scalars.adopt(name, array)
+            elif name not in self.arrays:
+                self.arrays[name] = _like(self.memory, array, array.shape)
+
+    def receive(self) -> None:
+        """Let a device have what the adopted arrays hold now; on the host they are the state."""
+        if not self.memory.on_host:
+            for name, array in self._adopted.items():
+                self.memory.copy(self.arrays[name], array)
+            self._written()
 
     def _spec(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         shard = self.shards.get(name)

@@ -184,3 +184,30 @@ def test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path: Pat
     assert len(set(digests.values())) == 1
     np.testing.assert_allclose(losses[DEVICE], losses["onnxruntime"], rtol=1e-5)
     np.testing.assert_allclose(outputs[DEVICE], outputs["onnxruntime"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+def test_workers_on_devices_push_to_servers_on_hosts() -> None:
+    def served(comm: Any, program: graphc.Program) -> dict[str, Any]:
+        losses = []
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            if comm.rank == 0:
+                trainer.serve()
+            for k in range(3 if comm.rank else 0):
+                x, y = small.batch(8, k)
+                mine = share(8, comm.rank - 1, 2)
+                losses.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["loss"])
+            if comm.rank:
+                trainer.finish()
+            digest = trainer.state_sha256()
+            evaluated = trainer.evaluate([dict(zip(("input", "label"), small.batch(8, 9), strict=True))])["loss"]
+            return {"losses": losses, "hash": digest, "evaluated": evaluated}
+
+    found = {}
+    for backend in (DEVICE, "onnxruntime"):
+        program = small.compiled(ADAM, backend=backend, strategy="parameter_server:servers=1,staleness=0")
+        found[backend] = run_threads(3, lambda comm, program=program: served(comm, program))
+    for device, host in zip(found[DEVICE], found["onnxruntime"], strict=True):
+        np.testing.assert_allclose(device["losses"], host["losses"], rtol=1e-5)
+        np.testing.assert_allclose(device["evaluated"], host["evaluated"], rtol=1e-5)
+    assert len({rank["hash"] for rank in found[DEVICE]}) == 1
