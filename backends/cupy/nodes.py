@@ -27,7 +27,7 @@ from graphc.gradient import key_of
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.facts import constant, static_dims
 
-MODULES = ("cublaslt", "attention", "convolutions", "kernels")
+MODULES = ("cublaslt", "checks", "attention", "convolutions", "kernels")
 """Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -98,6 +98,7 @@ class Library:
     Attributes:
         bind: (device, node, inputs, outputs) → closure that queues the call.
         workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
+        own: whether it is this package that launches kernels, which it does on every device.
     """
 
     op: str
@@ -105,6 +106,7 @@ class Library:
     dtypes: Sequence[ir.DataType]
     when: Condition | None = None
     workspace: tuple[str, int] | None = None
+    own: bool = False
 
 
 KERNELS: dict[str, list[NodeKernel]] = {}
@@ -129,12 +131,13 @@ def library(
     dtypes: Sequence[ir.DataType] = FLOATS,
     when: Condition | None = None,
     workspace: tuple[str, int] | None = None,
+    own: bool = False,
 ) -> Callable[[BindRule], BindRule]:
     """Register the library call of ``ops``."""
 
     def register(function: BindRule) -> BindRule:
         for op in ops:
-            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when, workspace))
+            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when, workspace, own))
         return function
 
     return register

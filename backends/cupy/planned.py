@@ -98,6 +98,8 @@ class PlannedDevice:
             if name not in self.workspaces:
                 self.workspaces[name] = nbytes
                 self.zeros(nbytes)
+        if library is not None and library.own:
+            return library.bind(self, node, inputs, outputs)
         return _nothing
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:

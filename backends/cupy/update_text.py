@@ -12,7 +12,6 @@ groups of one kind: twenty buckets, or the running statistics of a hundred layer
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,20 +19,17 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backends.cupy import expressions, prelude
+from graphc.backends.cupy import expressions
 from graphc.backends.cupy.expressions import STORAGE, compute_type, literal
+from graphc.backends.cupy.tables import ELEMENTS, named
 from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declared
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant
 
-THREADS = 256
 WIDTH = 4
 """Elements that a thread reads at once."""
-
-ELEMENTS = 16384
-"""Elements of a block: the scalars cost every block a microsecond."""
 
 SAME = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
 """Ops that leave a scalar, or each element of a flat array, as it is."""
@@ -229,10 +225,7 @@ def written(program: Program, *, device: bool) -> tuple[str, str]:
     lines += [_loaded(flat[k], k, f"x{k}[k]") for k in read]
     lines += [_placed(line, {k: f"x{k}[k]" for k in outputs}) for line in writer.each]
     lines += ["}", "}"]
-    head = "".join(f"#define {key} {value}\n" for key, value in _macros(device).items())
-    text = head + (prelude.CUDA if device else prelude.HOST) + "\n".join(lines)
-    name = "u" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    return name, text.replace("$name", name) + "\n"
+    return named("\n".join(lines), device)
 
 
 def _loaded(dtype: ir.DataType, slot: int, place: str) -> str:
@@ -243,9 +236,3 @@ def _placed(line: str, places: Mapping[int, str]) -> str:
     """The statement with its result where it belongs."""
     found = re.match(r"o(\d+)\b", line)
     return line if found is None else places[int(found[1])] + line[found.end() :]
-
-
-def _macros(device: bool) -> dict[str, str | int]:
-    """What the prelude asks of every kernel; rows, columns and their forms are not used here."""
-    unused = dict.fromkeys(("LANES", "SPAN", "SPLITS", "PARTS", "ROWS", "COLUMNS", "CHUNK", "VECTOR"), 1)
-    return {"INDEX": "long long", "THREADS": THREADS if device else 1, **unused, "STRIDED": 0, "HOLD": 0}

@@ -14,23 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array, Run
 from graphc.backends.cupy.device import Device
-from graphc.backends.cupy.launch import Shape
-from graphc.backends.cupy.memory import address
-from graphc.backends.cupy.update_text import ELEMENTS, THREADS, WIDTH, Call, NotElementwiseError, Program, skip_index, written
+from graphc.backends.cupy.tables import Row, bind_table, place_of
+from graphc.backends.cupy.update_text import WIDTH, Call, NotElementwiseError, Program, skip_index, written
 from graphc.ir.declare import declaration_of, declared, is_update
 
 SLOTS = 40
 """Most arrays of one kernel."""
-
-
-def place_of(array: Array) -> int:
-    """Where an array begins."""
-    return int(array.ctypes.data) if isinstance(array, np.ndarray) else address(array)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,28 +258,10 @@ def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
     device = rows[0][0].device
     texts = [_written(row[0].program, device.writes_cuda) for row in rows]
     kernels = device.compile(dict(texts))
-    return [_bind_launch(device, kernels[name], row) for (name, _), row in zip(texts, rows, strict=True)]
-
-
-def _bind_launch(device: Device, kernel: Any, updates: Sequence[Update]) -> Run:
-    table = np.array([[*map(place_of, u.arrays), u.count] for u in updates], dtype=np.int64)
-    chunks = [(k, part) for k, u in enumerate(updates) for part in range(-(-u.count // ELEMENTS))]
-    shape = Shape(THREADS if device.writes_cuda else 1, 1, 1, 1, len(chunks))
-    held = [device.put(table.reshape(-1)), device.put(np.array(chunks, dtype=np.int32).reshape(-1))]
-    return Launched(device.launch(kernel, held, shape), tuple(updates))
+    tables = [[Row(update.arrays, update.count) for update in row] for row in rows]
+    return [bind_table(device, kernels[name], table) for (name, _), table in zip(texts, tables, strict=True)]
 
 
 @functools.lru_cache(maxsize=256)
 def _written(program: Program, device: bool) -> tuple[str, str]:
     return written(program, device=device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launched:
-    """A bound launch, with the arrays behind its table."""
-
-    run: Run
-    updates: tuple[Update, ...]
-
-    def __call__(self) -> None:
-        self.run()

@@ -75,7 +75,8 @@ class HostDevice(StrictMemory):
 
     def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         if library is not None and node.domain != DOMAIN:
-            return self.queued(library.bind(self, node, inputs, outputs))
+            run = library.bind(self, node, inputs, outputs)
+            return run if library.own else self.queued(run)  # launches queue themselves
         run = self._node(node, library, [host_of(a) for a in inputs], [host_of(a) for a in outputs])
         return self.queued(run)
 

@@ -120,7 +120,7 @@ TORCH = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [None, "bf16", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["relu", "tanh", "none"])
 def test_gradients_through_epilogues_are_those_of_pytorch(kind: str, precision: str | None) -> None:
     model = gradients_segment(network("Relu") if kind == "relu" else network("Gelu", kind), precision)

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.tables import Launched
 from graphc.backends.cupy.update_text import written
-from graphc.backends.cupy.updates import Launched, Update, is_elementwise, join_updates
+from graphc.backends.cupy.updates import Update, is_elementwise, join_updates
 from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, declare
 from graphc.ir.ops.updates import like_parameter
+from graphc.runtime.nodes import bind_op
 from tests.backends.host_kernels import EmulatedDevice, HostDevice
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -96,7 +98,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], list[str], Callable[..., Any]]]
 
 
 @needs_compiler
-@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("low", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_three_steps_in_place_are_those_of_pytorch(name: str, low: bool) -> None:
     op, attributes, roles, make = OPTIMIZERS[name]
@@ -202,8 +204,10 @@ def test_an_update_waits_for_what_it_reads() -> None:
     first, second = bind(device, "AdamW", [*state.values()][:-1]), bind(device, "Increment", [step])
     last = bind(device, "AdamW", [*{**adamw(device, 64, seed=5), "step": state["step"]}.values()][:-1])
     runs = join_updates([first, second, last])
-    assert [len(run.updates) for run in runs if isinstance(run, Launched)] == [1, 1, 1]
-    assert join_updates([first, last])[0].updates == (first, last)
+    assert [len(run.rows) for run in runs if isinstance(run, Launched)] == [1, 1, 1]
+    (together,) = join_updates([first, last])
+    assert isinstance(together, Launched)
+    assert [row.arrays for row in together.rows] == [first.arrays, last.arrays]
 
 
 @needs_compiler
@@ -253,10 +257,9 @@ def test_an_optimizer_of_a_plugin_gets_a_kernel_and_one_with_norms_does_not(monk
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
 def test_the_text_is_cuda_that_loads_sixteen_bytes_at_once(tmp_path: Path) -> None:
-    device = HostDevice()
-    fused = join_updates(small_states(device, 1)[0])[-1]
-    assert isinstance(fused, Launched)
-    name, text = written(fused.updates[0].program, device=True)
+    state = adamw(HostDevice(), 640)
+    update = bind(HostDevice(), "AdamW", list(state.values()))
+    name, text = written(update.program, device=True)
     source = tmp_path / f"{name}.cu"
     source.write_text(text)
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-ptx", "-o", str(tmp_path / "out.ptx"), str(source)]
@@ -264,3 +267,30 @@ def test_the_text_is_cuda_that_loads_sixteen_bytes_at_once(tmp_path: Path) -> No
     assert made.returncode == 0, made.stderr[:2000]
     ptx = (tmp_path / "out.ptx").read_text()
     assert ptx.count("ld.v4.f32") + ptx.count("ld.global.v4.f32") >= 4, "parameter, gradient and both moments"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "dtype", [np.float32, *(pytest.param(t, marks=pytest.mark.full) for t in (ml_dtypes.bfloat16, np.float16, np.float64))]
+)
+def test_gradients_are_measured_in_two_launches(dtype: Any) -> None:
+    """However many arrays there are, and wherever in one of them a number is not finite."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n).astype(dtype) for n in (5, 16384, 1, 40000, 64)]
+    expected = sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays)
+    for device in (Counting(), EmulatedDevice(3)):
+        held = [device.put(a) for a in arrays]
+        total, flag = put(device, -1.0, np.float64), put(device, True, np.bool_)
+        backend = CupyBackend(device=device)
+        bind_op(backend, "SumOfSquares", {}, held, [total])()
+        measure = bind_op(backend, "AnyNonFinite", {}, held, [flag])
+        for bad in (None, np.nan, np.inf, -np.inf):
+            if bad is not None:
+                changed = arrays[3].copy()
+                changed[39999] = bad
+                device.copy(held[3], changed)
+            measure()
+            assert bool(device.fetch(flag)) is (bad is not None)
+        np.testing.assert_allclose(device.fetch(total), expected, rtol=1e-12)
+        if isinstance(device, Counting):
+            assert device.launches == 2 + 4 * 2
