@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test test-large quick gpu-test faults lint type bench clean
+.PHONY: help setup demo test test-large quick gpu-test gpu-bench faults lint type bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -57,6 +57,9 @@ type: $(STAMP)  ## mypy --strict over the installed packages
 
 bench: $(STAMP)  ## step times against PyTorch; writes build/bench.json
 	$(BIN)/graphc bench --output build/bench.json
+
+gpu-bench: $(STAMP)  ## step times on an NVIDIA GPU beside PyTorch's; writes build/gpu_bench.json (under 10 minutes)
+	$(BIN)/python -m graphc.bench.gpu --output build/gpu_bench.json
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from graphc.backend import BACKENDS, PLANNERS, Array, Memory, PlannedMemory, Run
 from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
-from graphc.backends.cupy.device import Device
+from graphc.backends.cupy.device import Device, Options
 from graphc.backends.cupy.epilogues import GRADIENTS
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.segment import compile_segment
@@ -33,17 +33,18 @@ class CupyBackend:
     Args:
         threads, spin: for the host's side of things; unused.
         device: the machine; None: the GPU of this worker, by its local rank.
+        tf32: see :class:`.Options`, for a device that is made here.
     """
 
     name = "cupy"
     rewrites = "flash_attention,layout"
 
-    def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None) -> None:
+    def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None, tf32: bool = False) -> None:
         del threads, spin
         if device is None:
             from graphc.backends.cupy.cuda import CudaDevice
 
-            device = CudaDevice()
+            device = CudaDevice(options=Options(tf32=tf32))
         self.device = device
         self.memory: Memory = device
         self._scratch = Scratch(device)

@@ -19,9 +19,20 @@ def command(
     seconds: Annotated[float, typer.Option(help="Time of one measurement.")] = 3.0,
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict",
+            help="No measurement: what steps should take on an H200, for jobs of 'make gpu-bench' or training graphs.",
+        ),
+    ] = False,
+    batch: Annotated[int, typer.Option(help="With --predict: size of every symbolic dimension of a file.", min=1)] = 1,
     form: options.Format = Format.text,
 ) -> None:
     """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""
+    if predict:
+        _predict(models, batch, form)
+        return
     from graphc.bench.run import run_suite, write
     from graphc.bench.specs import TIMED
     from graphc.errors import UsageError, nearest
@@ -50,3 +61,34 @@ def command(
             for row in rows
         ],
     )
+
+
+def _predict(models: list[str] | None, batch: int, form: Format) -> None:
+    """A table of cost centres for each model."""
+    from graphc.bench.gpu_specs import JOBS
+    from graphc.bench.predicted import predicted
+
+    found = {model: predicted(model, batch=batch) for model in models or JOBS}
+    if form is Format.json:
+        rows = {
+            name: {
+                "machine": p.machine,
+                "ms": p.seconds * 1e3,
+                "scratch_bytes": p.scratch,
+                "calls": [asdict(c) for c in p.costs],
+            }
+            for name, p in found.items()
+        }
+        output.document(rows)
+        return
+    for name, p in found.items():
+        output.say(
+            f"{name}: {p.seconds * 1e3:.2f} ms a step predicted for one {p.machine}, {p.scratch / 1e9:.2f} GB of scratch"
+        )
+        output.table(
+            ("cost centre", "calls", "ms", "GB", "TFLOP"),
+            [
+                (c.centre, c.name, f"{c.seconds * 1e3:.3f}", f"{c.nbytes / 1e9:.2f}", f"{c.flops / 1e12:.2f}")
+                for c in p.centres()
+            ],
+        )

@@ -1,0 +1,39 @@
+"""``graphc bench --predict``: what a step of the GPU jobs, or of any training graph, should take on a GPU that is not there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from graphc.bench.gpu_specs import JOBS, Job
+from graphc.errors import UsageError, nearest
+from graphc.predict import PREDICTIONS, Prediction
+
+
+def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: Job | None = None) -> Prediction:
+    """The prediction of a job by name, whose file PyTorch exports, or of a file that ``graphc compile`` wrote.
+
+    Args:
+        batch: size of every symbolic dimension of a file.
+        job: other sizes than those of the name.
+
+    Raises:
+        UsageError: neither a job nor a training graph.
+    """
+    from graphc import frontends
+    from graphc.memory import feed_shapes
+
+    if model not in JOBS and not Path(model).exists():
+        raise UsageError(f"there is no job and no file {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")
+    if model not in JOBS:
+        graph = frontends.load(model)
+        return PREDICTIONS[backend](graph, feed_shapes(graph, batch))
+    from graphc.bench.gpu_models import export
+    from graphc.compiler import compile
+
+    sizes = job or JOBS[model]
+    with tempfile.TemporaryDirectory(prefix="graphc-predict-") as folder:
+        path = Path(folder) / f"{model}.onnx"
+        export(model, path, sizes)
+        graph = compile(path, backend=backend, **sizes.options()).model
+        return PREDICTIONS[backend](graph, feed_shapes(graph, 1) | sizes.shapes())

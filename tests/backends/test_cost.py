@@ -1,0 +1,103 @@
+"""What plans move through memory, counted: the passes over large arrays that a training step of each kind should make."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from graphc.backends.cupy.cost import cost_of, nbytes, traffic
+from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.bench.gpu_specs import JOBS
+from graphc.bench.predicted import predicted
+from graphc.errors import UsageError
+from graphc.ir.facts import static_dims
+from graphc.plan import prepare
+
+HEAD = '<ir_version: 10, opset_import: ["": 26, "graphc": 1]> g '
+
+CROSS_ENTROPY = """(bfloat16[4096,8192] logits, int64[4096] label, float[] d) => (float[] total, bfloat16[4096,8192] dlogits) {
+  x = Cast<to=1>(logits)
+  total, weight, p = graphc.SoftmaxCrossEntropy<axis=1, label_smoothing=0.0>(x, label)
+  g = graphc.SoftmaxCrossEntropyGrad<axis=1, label_smoothing=0.0>(d, p, label)
+  dlogits = Cast<to=16>(g)
+}"""
+
+NORMALISED = """(bfloat16[64,28,28,256] x, float[256] s, float[256] b, bfloat16[64,28,28,256] g)
+  => (bfloat16[64,28,28,256] z, bfloat16[64,28,28,256] dx, float[256] ds, float[256] db) {
+  xf = Cast<to=1>(x)
+  axes = Constant<value_ints=[0,1,2]>()
+  m = ReduceMean<keepdims=0>(xf, axes)  q = Mul(xf, xf)  e = ReduceMean<keepdims=0>(q, axes)
+  mm = Mul(m, m)  v = Sub(e, mm)  eps = Constant<value_float=1e-5>()  w = Add(v, eps)  r0 = Sqrt(w)  r = Reciprocal(r0)
+  c = Sub(xf, m)  f = Mul(r, s)  n = Mul(c, f)  y0 = Add(n, b)  y = Cast<to=16>(y0)  z = Relu(y)
+  gz = graphc.ReluGrad(g, z)  gf = Cast<to=1>(gz)
+  db = ReduceSum<keepdims=0>(gf, axes)  gc = Mul(gf, c)  k0 = ReduceSum<keepdims=0>(gc, axes)  ds = Mul(k0, r)
+  count = Constant<value_float=50176.0>()
+  a1 = Div(db, count)  a2 = Div(ds, count)  a3 = Mul(a2, r)  d1 = Sub(gf, a1)  d2 = Mul(c, a3)  d3 = Sub(d1, d2)
+  d4 = Mul(d3, f)  dx = Cast<to=16>(d4)
+}"""
+
+
+def passes(text: str, array: str) -> float:
+    """Bytes that all kernels move, in sizes of one input."""
+    model = ir.from_proto(onnx.parser.parse_model(HEAD + text))
+    shapes = {v.name or "": list(static_dims(v) or ()) for v in model.graph.inputs}
+    segment = compile_segment(ir.to_proto(prepare(model, shapes)))
+    assert all(isinstance(call, KernelCall) for call in segment.calls), "every node is generated"
+    size = next(nbytes(v) for v in segment.graph.inputs if v.name == array)
+    return sum(traffic(call.source, call.parts) for call in segment.calls if isinstance(call, KernelCall)) / size
+
+
+def test_cross_entropy_reads_the_scores_twice_and_writes_their_gradient_once() -> None:
+    assert passes(CROSS_ENTROPY, "logits") == pytest.approx(3, abs=0.1)
+
+
+def test_batch_normalisation_with_its_gradient_takes_seven_passes() -> None:
+    """Statistics; normalise and rectify beside the two sums of the gradient; the gradient. The mask is computed again.
+
+    In a network, where the gradient comes later, the sums read x once more.
+    """
+    assert passes(NORMALISED, "x") == pytest.approx(7, abs=0.2)
+
+
+def test_a_column_that_lies_apart_costs_what_it_fetches() -> None:
+    text = "(float[4096,4096] x) => (float[4096] y) { i = Constant<value_ints=[7]>() a = Constant<value_int=0>()"
+    picked = text + " s = Gather<axis=1>(x, i) f = Constant<value_ints=[4096]>() r = Reshape(s, f) y = Exp(r) }"
+    (call,) = compile_segment(onnx.parser.parse_model(HEAD + picked)).calls
+    assert cost_of(call).nbytes == 4096 * (32 + 4), "a sector for each element read, four bytes for each written"
+
+
+@pytest.mark.full
+def test_a_small_job_is_predicted_and_its_products_are_counted_exactly() -> None:
+    job = JOBS["mlp-wide"].smaller(batch=64)
+    found = predicted("mlp-wide", job=job)
+    widths = (784, 4096, 4096, 10)
+    forward = sum(2 * 64 * a * b for a, b in itertools.pairwise(widths))
+    assert sum(c.flops for c in found.costs if c.centre == "products") == 3 * forward - 2 * 64 * 784 * 4096
+    assert not [c.name for c in found.costs if c.centre == "on the host"]
+    parameters = sum(a * b + b for a, b in itertools.pairwise(widths))
+    updates = sum(c.nbytes for c in found.costs if c.name.startswith("Momentum") or c.name.startswith("SGD"))
+    assert updates == pytest.approx(5 * 4 * parameters, rel=0.01), "parameter, gradient and momentum read, two of them written"
+
+
+def test_an_unknown_job_is_named_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'gpt2'"):
+        predicted("gpt-2")
+
+
+@pytest.mark.full
+def test_the_gpu_benchmark_says_why_it_measures_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    command = [sys.executable, "-m", "graphc.bench.gpu", "--output", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(target.read_text())
+    if "skipped" not in result:
+        pytest.skip("there is a GPU")
+    assert "gpu-bench is skipped" in done.stdout
+    assert result["skipped"]
