@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,16 @@ from graphc import frontends
 from graphc.backend import BACKENDS, Array, Backend, Run, host_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
-from graphc.errors import DeviceMemoryError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError, nearest
+from graphc.errors import (
+    DeviceError,
+    DeviceMemoryError,
+    FeedError,
+    GraphcError,
+    NonFiniteError,
+    UsageError,
+    WorldError,
+    nearest,
+)
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
@@ -32,6 +41,7 @@ from graphc.runtime.checks import check_deadline
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.diagnose import first_nonfinite
 from graphc.runtime.executor import Executor, NonFiniteStepError
+from graphc.runtime.feeds import Ahead
 from graphc.runtime.state import State
 from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
@@ -122,6 +132,8 @@ class Trainer:
         self._labels = label_checks(program.model.graph)
         self._collectives: list[str] | None = None
         self.steps_done = 0
+        self._meanwhile: Run | None = None
+        self._early: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None
         self._shards: Shards | None = None
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.scalars:
@@ -163,12 +175,8 @@ class Trainer:
             NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
                 counts in :attr:`skipped_steps` instead.
         """
-        self._check_names(feeds, self.program.model)
-        rows = self._micro.rows(feeds)
-        if rows == 0 and self.size == 1:
-            raise FeedError(f"feed {self._micro.first!r} has no samples")
-        start = self.rank * rows if offset is None else offset
-        parts = [self._bound(part) for part in self._micro.split(feeds, start)]
+        early, self._early = self._early, None
+        parts = early[1] if early is not None and early[0] is feeds else self._parts(feeds, offset)
         if self._schedule is not None:
             self.learning_rate = self._schedule(self.steps_done)
         self.comm.step = self.steps_done
@@ -179,8 +187,28 @@ class Trainer:
                 self._trace.step(self.steps_done, functools.partial(self._run, parts))
         except NonFiniteStepError:
             raise self._explain_nonfinite(parts) from None
+        except DeviceError as error:
+            reason = f"rank {self.rank} lost its GPU in step {self.steps_done}: {error}"
+            self.comm.abort(reason)
+            raise DeviceError(reason) from error
         self.steps_done += 1
         return {name: float(array) for name, array in parts[-1][0].outputs.items()}
+
+    def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
+        """The micro-batches of a step, checked, each with its plan."""
+        self._check_names(feeds, self.program.model)
+        rows = self._micro.rows(feeds)
+        if rows == 0 and self.size == 1:
+            raise FeedError(f"feed {self._micro.first!r} has no samples")
+        start = self.rank * rows if offset is None else offset
+        return [self._bound(part) for part in self._micro.split(feeds, start)]
+
+    def _look(self, batch: Batch) -> None:
+        """Send the feeds of the next step on their way to the device while this one runs there."""
+        parts = self._parts(batch.feeds, batch.offset)
+        executor, first = parts[0]
+        executor.places.feeds.stage(first.feeds)
+        self._early = (batch.feeds, parts)
 
     def _bound(self, part: MicroBatch) -> tuple[Executor, MicroBatch]:
         """The plan for the shapes of a micro-batch, and its checked feeds."""
@@ -193,7 +221,7 @@ class Trainer:
         last = len(parts) - 1
         for k, (executor, part) in enumerate(parts):
             self._place(part)
-            executor.run(part.feeds, index=k, last=k == last)
+            executor.run(part.feeds, index=k, last=k == last, meanwhile=self._meanwhile)
 
     def _place(self, part: MicroBatch) -> None:
         """Tell the graph which samples of the global batch these are, and whether they count."""
@@ -231,7 +259,7 @@ class Trainer:
             number = batches.position[0] if isinstance(batches, Shards) else epoch
             sums: dict[str, float] = {}
             count, at_start = 0, self.skipped_steps
-            for batch in batches if isinstance(batches, Shards) else until_all_end(batches, self._micro, self.comm):
+            for batch in self._walk(batches):
                 skipped = self.skipped_steps
                 metrics = self.step(batch.feeds, offset=batch.offset)
                 if self.skipped_steps > skipped:
@@ -250,6 +278,24 @@ class Trainer:
             for callback in callbacks:
                 callback({"event": "epoch", "epoch": number + 1, **means})
         return means
+
+    def _walk(self, batches: Batches) -> Iterator[Batch]:
+        """One epoch; on a device each batch is fetched and sent there while the step before runs."""
+
+        def ahead(items: Iterator[Batch]) -> Iterator[Batch]:
+            if self.backend.memory.on_host:
+                return items
+            found = Ahead(items, self._look)
+            self._meanwhile = found.look
+            return found
+
+        try:
+            if isinstance(batches, Shards):
+                yield from batches.walk(ahead)
+            else:
+                yield from ahead(until_all_end(batches, self._micro, self.comm))
+        finally:
+            self._meanwhile = self._early = None
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once."""
@@ -493,10 +539,14 @@ class Trainer:
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)
         tensor = None
-        for executor, part in parts:
+        memory = self.backend.memory
+        for k, (executor, part) in enumerate(parts):
             if tensor is None:
                 self._place(part)
-                tensor = first_nonfinite(self.program.model, executor, part.feeds, self.state, self.backend)
+                feeds = part.feeds
+                if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
+                    feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
+                tensor = first_nonfinite(self.program.model, executor, feeds, self.state, self.backend)
         everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
         rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
         done = int(self.state.scalars.read(STEP)) if STEP in self.state.scalars else self.steps_done

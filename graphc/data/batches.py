@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -161,8 +161,12 @@ class Shards:
         return Batch(self._finish(feeds, piece), piece.offset, piece.real, epoch, piece.stop)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.walk(iter)
+
+    def walk(self, ahead: Callable[[Iterator[Batch]], Iterator[Batch]]) -> Iterator[Batch]:
+        """As iterating, through ``ahead``, which may fetch batches early: the position is that of the last one in use."""
         self._skip_end()
-        for batch in self.epoch(self._epoch, start=self._start):
+        for batch in ahead(self.epoch(self._epoch, start=self._start)):
             self._start = batch.stop  # before the step: a checkpoint written after it counts this batch
             yield batch
         self._epoch, self._start = self._epoch + 1, 0

@@ -79,16 +79,20 @@ class Executor:
             if run is not None:
                 bound.append((wrap(step.kind, step.name, run) if wrap else run, step.once))
         begin = [run for run in (self._transfers.bind_count(), self._bind_scale()) if run is not None]
-        end = [] if self._on_host else self._bind_results()
-        self.runs = self._joined([*begin, *(run for run, _ in bound), *end], wrap)
+        copies: list[Run] = []
+        self._finish: Run | None = None
+        if not self._on_host:
+            copies, self._finish = self._bind_results()
+        self.runs = self._joined([*begin, *(run for run, _ in bound), *copies], wrap)
         self._within = self._joined([*begin, *(run for run, once in bound if not once)], wrap)
 
-    def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True) -> None:
+    def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, meanwhile: Run | None = None) -> None:
         """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
 
         Args:
-            feeds: one array per graph input.
+            feeds: one array per graph input; on a device they may be under way already (:attr:`Places.feeds`).
             index, last: number of the micro-batch, and whether it ends the step.
+            meanwhile: called while a device works on the step; on the host there is no such time.
 
         Raises:
             NonFiniteStepError: a NaN or an infinity; no update has changed anything.
@@ -97,6 +101,10 @@ class Executor:
         self._turn.index, self._turn.last = index, last
         for run in self.runs if last else self._within:
             run()
+        if last and self._finish is not None:
+            if meanwhile is not None:
+                meanwhile()
+            self._finish()
 
     def _bind(self, step: Step) -> Run | None:
         array = self.places.array
@@ -137,8 +145,8 @@ class Executor:
             found.append(run)
         return [*found, self._backend.record(row)] if row else found
 
-    def _bind_results(self) -> list[Run]:
-        """Copies of what the step gives to the host, and a wait for them."""
+    def _bind_results(self) -> tuple[list[Run], Run]:
+        """Copies of what the step gives to the host, and what waits for them."""
         memory, places, comm = self._backend.memory, self.places, self._comm
         copies: list[Run] = []
 
@@ -167,7 +175,7 @@ class Executor:
             if stop is not None and stop():
                 raise NonFiniteStepError
 
-        return [*copies, Waits(wait)]
+        return copies, wait
 
     def _bind_stop(self, held: Callable[[ir.Value], Array], mirror: Callable[[Array], Array]) -> Callable[[], bool] | None:
         """Whether the step that has ended met a NaN or an infinity that must stop the run."""

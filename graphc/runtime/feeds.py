@@ -10,12 +10,15 @@ last node of a step has read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from graphc.backend import Array, Event, Memory
 from graphc.steps import ALIGNMENT
+
+T = TypeVar("T")
 
 
 class Feeds:
@@ -80,3 +83,36 @@ class Feeds:
             self._memory.after(self._sent)
             self._take()
             self._taken = self._memory.mark()
+
+
+class Ahead(Generic[T]):
+    """An iterator whose next item can be fetched before its turn.
+
+    Args:
+        prepare: called with an item that was fetched early.
+    """
+
+    def __init__(self, items: Iterable[T], prepare: Callable[[T], None]) -> None:
+        self._items, self._prepare = iter(items), prepare
+        self._early: list[T] = []
+        self._error: Exception | None = None
+
+    def look(self) -> None:
+        """Fetch and prepare the next item; what goes wrong is raised when its turn comes."""
+        if self._early or self._error is not None:
+            return
+        try:
+            self._early.append(next(self._items))
+            self._prepare(self._early[0])
+        except Exception as error:
+            self._error = error
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        error, self._error = self._error, None
+        early, self._early = self._early, []
+        if error is not None:
+            raise error
+        return early[0] if early else next(self._items)

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, in_order
+from graphc.backend import BACKENDS
 from graphc.backends.cupy.bound import BoundSegment, Scratch
+from graphc.backends.cupy.capture import Recording
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.dnn import Dnn
 from graphc.backends.cupy.epilogues import product_of
@@ -49,7 +50,7 @@ class HostDevice(StrictMemory):
         return target
 
     def record(self, runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        return in_order(runs)
+        return Recording(runs, self.capture)
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
         return compile_kernels(texts)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 
 from graphc.errors import DeviceMemoryError
 
@@ -102,6 +103,7 @@ class StrictMemory:
     Attributes:
         allocations: the arrays handed out, oldest first.
         limit: bytes of the device.
+        lost: the error that a device which is gone answers every wait with.
         early: whether what :meth:`send` sends arrives as early as can be, not as late.
     """
 
@@ -112,6 +114,8 @@ class StrictMemory:
         self.early = False
         self._pinned: list[np.ndarray[Any, Any]] = []
         self.limit = 1 << 40
+        self.lost: Exception | None = None
+        self._capturing = False
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
 
     def queued(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -139,6 +143,7 @@ class StrictMemory:
         return self._pinned[-1]
 
     def copy(self, target: Any, source: Any) -> None:
+        self._not_captured()
         assert target.shape == source.shape, f"a copy of {source.shape} to {target.shape}"
         assert target.dtype == source.dtype, f"a copy of {source.dtype} to {target.dtype}"
         to, held = host_of(target), host_of(source) if isinstance(source, DeviceArray) else np.array(source)
@@ -175,6 +180,7 @@ class StrictMemory:
         return event
 
     def after(self, event: Event) -> None:
+        self._not_captured()
         self._queue.append(event.wait)
 
     def mark(self) -> Event:
@@ -193,6 +199,25 @@ class StrictMemory:
     def available(self) -> int:
         return self.limit - sum(array.nbytes for array in self.allocations)
 
+    def capture(self, runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        """What ``runs`` queue, to be queued again by every call without them; the host may not take part in it."""
+        queue, self._queue = self._queue, collections.deque()
+        self._capturing = True
+        try:
+            for run in runs:
+                run()
+            noted = tuple(self._queue)
+        finally:
+            self._queue, self._capturing = queue, False
+        return lambda: self._queue.extend(noted)
+
+    def _not_captured(self) -> None:
+        if self._capturing:
+            pytest.fail("the host takes part in work that is captured")
+
     def synchronize(self) -> None:
+        self._not_captured()
+        if self.lost is not None:
+            raise self.lost
         while self._queue:
             self._queue.popleft()()
