@@ -19,6 +19,7 @@ without arguments that is called once per step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -132,6 +133,50 @@ class Waits:
     @property
     def queued(self) -> bool:
         return False
+
+
+class Choice:
+    """Bound work that only queues, but not the same in every step.
+
+    Args:
+        options: what may be queued.
+        pick: which of them in the present step; called before anything of the row runs in which it stands. Choices with equal
+            ``pick`` go together.
+    """
+
+    __slots__ = ("options", "pick")
+
+    def __init__(self, options: Sequence[Run], pick: Callable[[], int]) -> None:
+        self.options, self.pick = tuple(options), pick
+
+    def __call__(self) -> None:
+        self.options[self.pick()]()
+
+    @property
+    def queued(self) -> bool:
+        return False  # to whoever does not know of choices
+
+
+class Variants:
+    """A row of work with choices in it: each combination is a recording of its own, made when the row is bound.
+
+    Args:
+        record: see :meth:`Backend.record`.
+    """
+
+    def __init__(self, row: Sequence[Run], record: Callable[[Sequence[Run]], Run]) -> None:
+        counts: dict[Callable[[], int], int] = {}
+        for run in row:
+            if isinstance(run, Choice):
+                counts[run.pick] = len(run.options)
+        self._picks = list(counts)
+        self._recordings: dict[tuple[int, ...], Run] = {}
+        for key in itertools.product(*(range(count) for count in counts.values())):
+            index = dict(zip(self._picks, key, strict=True))
+            self._recordings[key] = record([run.options[index[run.pick]] if isinstance(run, Choice) else run for run in row])
+
+    def __call__(self) -> None:
+        self._recordings[tuple(pick() for pick in self._picks)]()
 
 
 def only_queues(run: Run) -> bool:
@@ -325,6 +370,9 @@ class Backend(Abilities, Protocol):
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         """Output index → input index that the native kernel of ``node`` may overwrite."""
+
+    def settle(self) -> None:
+        """Give all that was bound its memory and its kernels: a plan is complete, and nothing is allocated when it runs."""
 
     def record(self, runs: Sequence[Run]) -> Run:
         """One closure for bound work that only queues: none of ``runs`` looks at a result on the host.

@@ -79,8 +79,10 @@ class CupyBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
 
-    def record(self, runs: Sequence[Run]) -> Run:
+    def settle(self) -> None:
         self._scratch.settle()
+
+    def record(self, runs: Sequence[Run]) -> Run:
         return self.device.record(join_updates(runs))
 
     def all_finite(self, array: Array) -> bool:

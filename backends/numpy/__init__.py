@@ -64,6 +64,9 @@ class NumpyBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
 
+    def settle(self) -> None:
+        """Nothing waits for the rest of its plan."""
+
     def record(self, runs: Sequence[Run]) -> Run:
         return in_order(runs)
 

@@ -112,6 +112,9 @@ class OnnxRuntimeBackend:
         kernel = native_kernel(self.name, node)
         return kernel.inplace if kernel is not None else {}
 
+    def settle(self) -> None:
+        """Nothing waits for the rest of its plan."""
+
     def record(self, runs: Sequence[Run]) -> Run:
         return in_order(runs)
 

@@ -101,6 +101,9 @@ class DeviceBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return {}
 
+    def settle(self) -> None:
+        """Nothing waits for the rest of its plan."""
+
     def record(self, runs: Sequence[Run]) -> Run:
         return in_order(runs)  # onnxruntime allocates while it runs, which no graph may hold
 

@@ -7,11 +7,12 @@ waits once, for the results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run, Waits, only_queues
+from graphc.backend import Array, Backend, Choice, Run, Variants, Waits, only_queues
 from graphc.ir.declare import SHARD
 from graphc.ir.names import LOSS_SCALE
 from graphc.layout import RESULTS
@@ -79,6 +80,7 @@ class Executor:
             if run is not None:
                 bound.append((wrap(step.kind, step.name, run) if wrap else run, step.once))
         begin = [run for run in (self._transfers.bind_count(), self._bind_scale()) if run is not None]
+        backend.settle()
         copies: list[Run] = []
         self._finish: Run | None = None
         if not self._on_host:
@@ -134,16 +136,14 @@ class Executor:
         if self._on_host or wrap is not None:
             return list(runs)
         found: list[Run] = []
-        row: list[Run] = []
-        for run in runs:
-            if only_queues(run):
-                row.append(run)
-                continue
-            if row:
-                found.append(self._backend.record(row))
-                row = []
-            found.append(run)
-        return [*found, self._backend.record(row)] if row else found
+        for queues, group in itertools.groupby(runs, lambda run: only_queues(run) or isinstance(run, Choice)):
+            row = list(group)
+            found += [self._record(row)] if queues else row
+        return found
+
+    def _record(self, row: list[Run]) -> Run:
+        record = self._backend.record
+        return Variants(row, record) if any(isinstance(run, Choice) for run in row) else record(row)
 
     def _bind_results(self) -> tuple[list[Run], Run]:
         """Copies of what the step gives to the host, and what waits for them."""

@@ -126,6 +126,9 @@ class Exchange(Exchanging):
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         return self._backend.inplace(node)
 
+    def settle(self) -> None:
+        self._backend.settle()
+
     def record(self, runs: Sequence[Run]) -> Run:
         return self._backend.record(runs)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run, Waits, in_order
+from graphc.backend import Array, Backend, Choice, Run, in_order
 from graphc.layout import ARENA, RESULTS
 from graphc.runtime.nodes import bind_op
 from graphc.runtime.places import Places
@@ -16,10 +16,27 @@ from graphc.runtime.places import Places
 
 @dataclass(slots=True)
 class Turn:
-    """Which micro-batch of a step runs now."""
+    """Which micro-batch of a step runs now.
+
+    Attributes:
+        depth: levels of a sum by a tree.
+    """
 
     index: int = 0
     last: bool = True
+    depth: int = 0
+
+    def place(self) -> int:
+        """0: the first of several, 1: the only one, 2: one in between, 3: the last."""
+        return 2 * bool(self.index) + self.last
+
+    def carries(self) -> int:
+        """Levels that are full: as in a binary counter, level k holds the sum of 2ᵏ neighbours that waits for the next 2ᵏ."""
+        return (~self.index & (self.index + 1)).bit_length() - 1
+
+    def place_in_tree(self) -> int:
+        """The number of full levels, and ``depth`` more in the end."""
+        return self.carries() + self.depth * self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +69,6 @@ def _sum_of(node: ir.Node, places: Places, tree: bool) -> _Sum:
     return _Sum(places.array(value), own or [y], y)
 
 
-def _carries(turn: Turn) -> int:
-    """Levels that are full: as in a binary counter, level k holds the sum of 2ᵏ neighbours that waits for the next 2ᵏ."""
-    return (~turn.index & (turn.index + 1)).bit_length() - 1
-
-
 def _on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
     def accumulate() -> None:
         for one in sums:
@@ -71,7 +83,7 @@ def _on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
 
 def _tree_on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
     def accumulate() -> None:
-        carries = _carries(turn)
+        carries = turn.carries()
         for one in sums:
             total = one.x
             for level in range(carries):
@@ -88,10 +100,7 @@ def _on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Tur
     end = [bind_op(backend, "Add", {}, [s.levels[0], s.x], [s.y], domain="") for s in sums]
     further = [in_order(keep), in_order(end)]
 
-    def accumulate() -> None:
-        (further if turn.index else begin)[turn.last]()
-
-    return Waits(accumulate)
+    return Choice([*begin, *further], turn.place)
 
 
 def _tree_on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Turn) -> Run:
@@ -103,10 +112,5 @@ def _tree_on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn
     keep = [in_order([copy(t[k + 1], t[k]) for t in totals]) for k in range(depth)]
     end = [in_order([copy(s.y, t[k]) for s, t in zip(sums, totals, strict=True)]) for k in range(depth + 1)]
 
-    def accumulate() -> None:
-        carries = _carries(turn)
-        for level in range(carries):
-            add[level]()
-        (end if turn.last else keep)[carries]()
-
-    return Waits(accumulate)
+    turn.depth = depth
+    return Choice([in_order([*add[:k], last[k]]) for last in (keep, end) for k in range(len(last))], turn.place_in_tree)

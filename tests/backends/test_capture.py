@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphc.backend import Choice, Variants
 from graphc.backends.cupy.capture import CaptureRefusedWarning, Recording
 from graphc.backends.cupy.memory import explain
 from graphc.errors import DeviceError, DeviceMemoryError
@@ -110,3 +111,21 @@ def test_a_lack_of_memory_names_both_figures() -> None:
     assert "3,221,225,472" in str(error)
     assert "1,073,741,824" in str(error)
     assert isinstance(explain(RuntimeError("x")), DeviceError)
+
+
+def test_a_row_with_choices_is_recorded_once_for_each_combination_that_occurs() -> None:
+    tape, total, turn = Tape(), np.zeros(1), [0]
+    parts = [tape.queue(add(total, 1.0)), tape.queue(add(total, 10.0))]
+    recorded: list[Recording] = []
+
+    def record(runs: Sequence[Run]) -> Run:
+        recorded.append(Recording(runs, tape.capture))
+        return recorded[-1]
+
+    pick = lambda: turn[0]  # noqa: E731
+    row = Variants([tape.queue(add(total, 100.0)), Choice(parts, pick), Choice(parts, pick)], record)
+    for turn[0] in (0, 1, 0, 1, 0, 1):
+        row()
+    assert total[0] == 3 * 102 + 3 * 120
+    assert len(recorded) == 2
+    assert tape.launched == 2 * 2 * 3, "from the third call of each on Python launches nothing"

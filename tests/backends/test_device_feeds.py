@@ -12,6 +12,7 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.bound import BoundSegment
 from graphc.bench.specs import SPECS
 from graphc.data import shard
 from graphc.errors import DataError, DeviceError, FeedError, WorldError
@@ -136,3 +137,18 @@ def test_a_device_that_is_lost_ends_all_ranks_with_step_and_cause(
     assert "rank 1 lost its GPU in step 1" in str(errors[1])
     assert "cudaErrorUnknown" in str(errors[1])
     assert isinstance(errors[0], WorldError)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"nonfinite": "skip"}], ids=str)
+def test_a_step_of_one_worker_is_replayed_as_one_and_python_walks_through_none_of_it(
+    options: dict[str, Any], exported: Callable[[str], str], devices: list[HostDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = SPECS["lenet"].batch(8)
+    with graphc.Trainer(compiled(exported("lenet"), **options), threads=1) as trainer:
+        for _ in range(2):
+            trainer.step({"input": x, "label": y})
+        (executor,) = trainer._training.values()
+        assert len(executor.runs) == 1
+        monkeypatch.setattr(BoundSegment, "__call__", lambda self: pytest.fail("a segment is launched call by call"))
+        losses = [trainer.step({"input": x, "label": y})["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.data import share
+from graphc.errors import NonFiniteError
 from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.training import small
