@@ -47,12 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def has_gpu() -> bool:
     """Whether CuPy finds a GPU."""
+    return gpus() > 0
+
+
+def gpus() -> int:
+    """How many GPUs CuPy finds."""
     try:
         import cupy
 
-        return bool(cupy.cuda.runtime.getDeviceCount())
+        return int(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # no CuPy, no driver, or one that does not fit
-        return False
+        return 0
 
 
 @pytest.fixture(scope="session", autouse=True)

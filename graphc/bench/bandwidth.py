@@ -2,6 +2,10 @@
 
 Both reduce the same float32 buffer in place, in turn, in one run: graphc as a training step does it that has nothing to
 compute meanwhile (``begin``, then ``wait``), MPI by one ``MPI_Allreduce(MPI_IN_PLACE)`` over the whole buffer.
+
+With ``--backend cupy`` the buffers lie on GPUs, up to 256 MiB. Where NCCL reduces them, its own calls on the same stream,
+without the events and counters around them, are the other side. ``bus_gb_s`` is what crosses the slowest link: 2 (N - 1) / N
+of the bytes, over the time.
 """
 
 from __future__ import annotations
@@ -10,24 +14,44 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from graphc.runtime.communicator import Handle
-from graphc.runtime.transport import open_communicator
+from graphc.backend import Memory
+from graphc.runtime.communicator import Communicator, Handle
+from graphc.runtime.nccl import NcclCommunicator
+from graphc.runtime.nccl_calls import plan_calls
+from graphc.runtime.transport import for_memory, open_communicator
+from graphc.trainer import make_backend
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+DEVICE_SIZES = (*SIZES, 128, 256)
 """MiB of the buffers."""
+
+LAUNCHES = 20
+"""AllReduces that are queued on a GPU before somebody waits for them, as in a training step."""
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each size")
+    parser.add_argument("--backend", help="whose memory holds the buffers; default: the host's")
     arguments = parser.parse_args()
     comm = open_communicator()
+    if arguments.backend is None:
+        rows = _on_host(comm, arguments.seconds)
+    else:
+        memory = make_backend(arguments.backend, threads=1).memory
+        comm = for_memory(comm, memory)
+        rows = on_device(comm, memory, DEVICE_SIZES, arguments.seconds)
+    print(json.dumps({"rank": comm.rank, "transport": comm.transport, "rows": rows}), flush=True)
+    comm.close()
+
+
+def _on_host(comm: Communicator, seconds: float) -> list[dict[str, float]]:
     from mpi4py import MPI
 
     plain = MPI.COMM_WORLD.Dup()
@@ -44,25 +68,65 @@ def main() -> None:
         def mpi(buffer: Any = buffer) -> None:
             plain.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
 
-        (median, best), (mpi_median, mpi_best) = _in_turn((ours, mpi), arguments.seconds, plain)
+        (median, best), (mpi_median, mpi_best) = _in_turn((ours, mpi), seconds, comm)
         row = {"mib": size, "ours_ms": median * 1e3, "mpi_ms": mpi_median * 1e3, "ratio": mpi_median / median}
         rows.append(row | {"ours_best_ms": best * 1e3, "mpi_best_ms": mpi_best * 1e3, "ratio_of_best": mpi_best / best})
-    print(json.dumps({"rank": comm.rank, "rows": rows}), flush=True)
-    comm.close()
+    return rows
 
 
-def _in_turn(calls: tuple[Callable[[], None], Callable[[], None]], seconds: float, world: Any) -> list[tuple[float, float]]:
+def on_device(comm: Communicator, memory: Memory, sizes: Sequence[int], seconds: float) -> list[dict[str, float]]:
+    """A row for each of ``sizes`` (MiB) of float32 buffers in ``memory``."""
+    rows = []
+    for size in sizes:
+        buffer = memory.zeros(size << 20).view(np.dtype(np.float32))
+        handle = comm.prepare(buffer, "sum", "bandwidth", overlap=False)
+
+        def ours(handle: Handle = handle) -> None:
+            for _ in range(LAUNCHES):
+                comm.begin(handle)
+                comm.wait(handle)
+            memory.synchronize()
+            comm.check()
+
+        calls = [ours]
+        if isinstance(comm, NcclCommunicator):
+            calls.append(_plain_nccl(comm, buffer))
+        times = _in_turn(calls, seconds, comm)
+        median = times[0][0] / LAUNCHES
+        row = {"mib": size, "ours_ms": median * 1e3, "ours_best_ms": times[0][1] / LAUNCHES * 1e3}
+        row["bus_gb_s"] = 2 * (comm.size - 1) / comm.size * buffer.nbytes / median / 1e9
+        if len(times) > 1:
+            row |= {"nccl_ms": times[1][0] / LAUNCHES * 1e3, "ratio": times[1][0] / times[0][0]}
+        rows.append(row)
+    return rows
+
+
+def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
+    """NCCL's own calls."""
+    stream = comm.gpu.communication
+    calls = plan_calls("allreduce", "sum", buffer.dtype, buffer.size, (), 0, comm.rank)
+    reduce = comm.link.bind(calls, int(buffer.data.ptr), int(stream.ptr))
+
+    def plain() -> None:
+        for _ in range(LAUNCHES):
+            reduce()
+        stream.synchronize()
+
+    return plain
+
+
+def _in_turn(calls: Sequence[Callable[[], None]], seconds: float, comm: Communicator) -> list[tuple[float, float]]:
     """Median and least seconds of each call, begun by all workers together; how often is settled by worker 0."""
-    for call in calls * 3:
+    for call in (*calls, *calls, *calls):
         call()
     start = time.perf_counter()
     for call in calls:
         call()
-    rounds = world.bcast(max(10, min(2000, int(seconds / (time.perf_counter() - start)))))
-    times: list[list[float]] = [[], []]
+    rounds = comm.allgather_object(max(10, min(2000, int(seconds / (time.perf_counter() - start)))))[0]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, own in zip(calls, times, strict=True):
-            world.Barrier()
+            comm.barrier()
             start = time.perf_counter()
             call()
             own.append(time.perf_counter() - start)

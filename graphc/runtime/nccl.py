@@ -76,21 +76,26 @@ class NcclCommunicator(StagedCommunicator):
         memory: of this rank's GPU, which is the current one.
         library: the same on all ranks.
 
+    Attributes:
+        gpu: the memory and streams of this rank's GPU.
+        link: what NCCL itself offers.
+
     Raises:
         WorldError: the GPUs do not reach each other.
     """
 
     def __init__(self, inner: Communicator, memory: GpuMemory, library: Library) -> None:
         super().__init__(inner, memory)
-        self._gpu = memory
+        self.gpu = memory
         self.ring, self.number = Ring(), 1
         self.current: Handle | None = None
         self.failure = ""
         self._told = threading.Event()
+        self._captured = False
         watch = getattr(inner, "watch", None)
         if watch is not None:
             watch.add(self)
-        self._link = self._join(library)
+        self.link = self._join(library)
         counters = Counters(memory, memory.cupy, memory.communication)
         self._counters, self._progress = counters, Progress(counters.seen, self.ring, self.number)
         self._timeline = Timeline(memory.cupy, memory.communication)
@@ -140,11 +145,11 @@ class NcclCommunicator(StagedCommunicator):
         reduces = kind in ("allreduce", "reduce_scatter")
         handle = NcclHandle(lambda: None, kind, op if reduces else "", tag, array.nbytes, overlap=overlap)
         calls = plan_calls(kind, op, array.dtype, array.size, division, root, self.rank)
-        self._bind(handle, self._link.bind(calls, int(array.data.ptr), int(self._gpu.communication.ptr)))  # type: ignore[attr-defined]
+        self._bind(handle, self.link.bind(calls, int(array.data.ptr), int(self.gpu.communication.ptr)))  # type: ignore[attr-defined]
         return handle
 
     def _bind(self, handle: NcclHandle, run: Callable[[], None]) -> None:
-        gpu, event = self._gpu, self._gpu.cupy.cuda.Event
+        gpu, event = self.gpu, self.gpu.cupy.cuda.Event
         ready, done = event(disable_timing=True), event(disable_timing=True)
         begins, ends = self._counters.around(self._progress.number_of(handle))
         compute, communication = gpu.stream, gpu.communication
@@ -163,6 +168,7 @@ class NcclCommunicator(StagedCommunicator):
             return
         self._raise_failure()
         handle.check_idle()
+        self._captured = self._captured or bool(self.gpu.stream.is_capturing())
         try:
             handle.start()
         except Exception as error:
@@ -184,22 +190,23 @@ class NcclCommunicator(StagedCommunicator):
         self.inner.check()
 
     def barrier(self) -> None:
-        self._gpu.communication.synchronize()
+        self.gpu.communication.synchronize()
         self.check()
         self.inner.barrier()
 
     def abort(self, reason: str) -> None:
         self._told.set()
         self.inner.abort(reason)
-        self._link.abort()
+        self.link.abort()
 
     def close(self) -> None:
         if not self._done.is_set():
             self._done.set()
             self._guard.join()
             if not self.failure:
-                self._gpu.communication.synchronize()
-                self._link.close()
+                self.gpu.communication.synchronize()
+                if not self._captured:  # NCCL would wait for the last graph that holds one of its calls
+                    self.link.close()
         self.inner.close()
 
     def _raise_failure(self) -> None:
@@ -208,10 +215,10 @@ class NcclCommunicator(StagedCommunicator):
             raise WorldError(self.failure)
 
     def _look_after(self) -> None:
-        self._gpu.device.use()
+        self.gpu.device.use()
         while not self._done.wait(LOOK):
             self.current = self._progress.look(self.step, time.monotonic())
-            error = self._link.error()
+            error = self.link.error()
             if error:
                 self._fail(error)
                 return
@@ -224,7 +231,7 @@ class NcclCommunicator(StagedCommunicator):
         logs = dump({self.rank: self.ring.entries()}, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
         self.failure = f"{message}; {logs}" if logs else message
         self.current = None
-        self._link.abort()
+        self.link.abort()
         if not self._told.wait(TAKE_UP):
             self.inner.abort(self.failure)
             os._exit(1)

@@ -85,6 +85,9 @@ class Stream:
         passed = event.passed  # what is recorded later does not matter
         self.queue(lambda: passed.wait() and None)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         Event().record(self).synchronize()
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphc.backend import in_order
+from graphc.bench.bandwidth import on_device
 from graphc.errors import UsageError, WorldError
 from graphc.runtime import nccl
 from graphc.runtime.communicator import Communicator, Handle
@@ -17,6 +19,7 @@ from graphc.runtime.threads import ThreadCommunicator, run_threads
 from graphc.runtime.transport import device_name
 from tests.backends.strict import StrictMemory, host_of
 from tests.runtime.collective_cases import everything
+from tests.runtime.gpu_cases import one_rank
 from tests.runtime.mpi_run import run_mpi
 from tests.runtime.on_device import OnDevice
 from tests.runtime.pretend_gpu import PretendLink, PretendMemory, PretendNccl
@@ -207,7 +210,7 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
 
     def work(comm: Any, memory: Any) -> None:
         if comm.rank == 0:
-            comm._link.fault = "unhandled system error"
+            comm.link.fault = "unhandled system error"
             while not ended:
                 time.sleep(0.01)
         else:
@@ -216,6 +219,18 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
     with pytest.raises(WorldError, match=r"rank 0 stopped: NCCL failed .before the first step. on rank 0: unhandled"):
         on_gpus(2, work)
     assert ended == [1]
+
+
+def test_one_rank() -> None:
+    """The cases of the real GPU."""
+    one_rank(PretendMemory(0), PretendNccl(1), in_order)
+
+
+def test_the_bandwidth_is_measured() -> None:
+    ((row,), _) = on_gpus(2, lambda comm, memory: on_device(comm, memory, [1], 0.01))
+    assert row["mib"] == 1
+    assert row["bus_gb_s"] == pytest.approx((1 << 20) / row["ours_ms"] / 1e6)  # over two ranks, every byte crosses once
+    assert row["ratio"] == pytest.approx(row["nccl_ms"] / row["ours_ms"])
 
 
 def test_handles_without_elements() -> None:
