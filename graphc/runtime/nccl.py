@@ -197,7 +197,7 @@ class NcclCommunicator(StagedCommunicator):
     def abort(self, reason: str) -> None:
         self._told.set()
         self.inner.abort(reason)
-        self.link.abort()
+        self._set_free()
 
     def close(self) -> None:
         if not self._done.is_set():
@@ -231,7 +231,11 @@ class NcclCommunicator(StagedCommunicator):
         logs = dump({self.rank: self.ring.entries()}, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
         self.failure = f"{message}; {logs}" if logs else message
         self.current = None
-        self.link.abort()
+        self._set_free()
         if not self._told.wait(TAKE_UP):
             self.inner.abort(self.failure)
             os._exit(1)
+
+    def _set_free(self) -> None:
+        """Abort on another thread: the kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
+        threading.Thread(target=self.link.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()
