@@ -11,6 +11,7 @@ of the bytes, over the time.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Memory
+from graphc.backend import Memory, Run
 from graphc.runtime.communicator import Communicator, Handle
 from graphc.runtime.nccl import NcclCommunicator
 from graphc.runtime.nccl_calls import plan_calls
@@ -81,14 +82,7 @@ def on_device(comm: Communicator, memory: Memory, sizes: Sequence[int], seconds:
         buffer = memory.zeros(size << 20).view(np.dtype(np.float32))
         handle = comm.prepare(buffer, "sum", "bandwidth", overlap=False)
 
-        def ours(handle: Handle = handle) -> None:
-            for _ in range(LAUNCHES):
-                comm.begin(handle)
-                comm.wait(handle)
-            memory.synchronize()
-            comm.check()
-
-        calls = [ours]
+        calls: list[Run] = [functools.partial(_launches, comm, memory, handle)]
         if isinstance(comm, NcclCommunicator):
             calls.append(_plain_nccl(comm, buffer))
         times = _in_turn(calls, seconds, comm)
@@ -99,6 +93,14 @@ def on_device(comm: Communicator, memory: Memory, sizes: Sequence[int], seconds:
             row |= {"nccl_ms": times[1][0] / LAUNCHES * 1e3, "ratio": times[1][0] / times[0][0]}
         rows.append(row)
     return rows
+
+
+def _launches(comm: Communicator, memory: Memory, handle: Handle) -> None:
+    for _ in range(LAUNCHES):
+        comm.begin(handle)
+        comm.wait(handle)
+    memory.synchronize()
+    comm.check()
 
 
 def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:

@@ -237,5 +237,5 @@ class NcclCommunicator(StagedCommunicator):
             os._exit(1)
 
     def _set_free(self) -> None:
-        """Abort on another thread: the kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
+        """Abort on another thread: kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
         threading.Thread(target=self.link.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()
