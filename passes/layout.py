@@ -23,6 +23,7 @@ from graphc.ir.ops.convolution import Window
 from graphc.passes import _layout_rules
 from graphc.passes._axes import only_user
 from graphc.passes._layout_values import Arrangement
+from graphc.passes.identities import filled
 from graphc.passes.simplify import dead_code_elimination
 from graphc.pipeline import Context, graph_pass
 
@@ -83,6 +84,8 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     extra = _missing_channels(x, node, least)
     follower = only_user(node.outputs[0])
     rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
+    if filled(bias) == 0 and not rectified:
+        bias = None  # exporters write zeros; without them libraries have a wider choice
     y = walk.op.graphc.ChannelsLastConv(
         _padded(walk, xs, extra), _padded(walk, ws, extra), bias, activation="relu" if rectified else "", **attributes
     )

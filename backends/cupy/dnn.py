@@ -131,22 +131,9 @@ def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE)
             yield index
 
 
-def record(graph: Any, plan: int) -> dict[str, Any]:
-    """What a plan is, in JSON's types."""
-    engine, knobs = graph.get_engine_and_knobs_at_index(plan)
-    return {"engine": engine, "knobs": {knob.name: value for knob, value in knobs.items()}}
-
-
-def replay(cudnn: Any, graph: Any, chosen: Mapping[str, Any] | None) -> int | None:
-    """The index of a recorded plan, built for a fresh ``graph``; None where the library no longer has it."""
-    if chosen is None:
-        return None
-    try:
-        knobs = {getattr(cudnn.knob_type, name): value for name, value in chosen["knobs"].items()}
-        graph.create_execution_plan(chosen["engine"], knobs)
-    except (AttributeError, KeyError, cudnn.cudnnGraphNotSupportedError, RuntimeError):
-        return None
-    return next(usable(cudnn, graph, [graph.get_execution_plan_count() - 1], sys.maxsize), None)
+def named(graph: Any, plans: Sequence[int], name: str | None) -> list[int]:
+    """Which of ``plans`` was recorded: plans are known by name, since not every knob of an engine can be given back."""
+    return [index for index in plans if graph.get_plan_name_at_index(index) == name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +191,9 @@ class Dnn:
         """With the fastest plan: as it was chosen in an earlier run, or timed now."""
         key = f"{'tf32 ' * self._tf32}{description!r}"
         graph, ids = build(self._cudnn, description, handle=self._handle)
-        plan = replay(self._cudnn, graph, self._choices.get(key))
+        plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
+        plan = next(usable(self._cudnn, graph, named(graph, plans, self._choices.get(key)), sys.maxsize), None)
         if plan is None:
-            graph, ids = build(self._cudnn, description, handle=self._handle)
-            plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
             small = usable(self._cudnn, graph, plans)
             pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
             plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
@@ -215,7 +201,7 @@ class Dnn:
                 plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
             if plan is None:
                 raise GraphcError(f"cuDNN has no plan for {description}")
-            self._choices.put(key, record(graph, plan))
+            self._choices.put(key, graph.get_plan_name_at_index(plan))
         return Built(graph, ids, plan, int(graph.get_workspace_size_plan_at_index(plan)))
 
     def _fastest(self, graph: Any, plans: Iterable[int], pointers: Mapping[int, int]) -> int | None:

@@ -17,84 +17,17 @@ from graphc.backends.cupy import CupyBackend, nodes
 from graphc.backends.cupy.attention import Attention
 from graphc.backends.cupy.segment import NodeCall
 from graphc.bench.specs import SPECS
-from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph
 from graphc.pipeline import Context, run
 from tests.backends.host_kernels import HostDevice, run_segment
-from tests.gradient_check import new_model
-
-B, H, T, S, D = 2, 4, 6, 5, 8
-
-CASES: dict[str, dict[str, Any]] = {
-    "standard": {"layout": "bhtd,bhtd,bhtd->bhtd"},
-    "batch length heads": {"layout": "bthd,bthd,bthd->bthd", "causal": 1},
-    "packed": {"layout": "bt0hd,bt1hd,bt2hd->bthd", "causal": 1},
-    "packed in front": {"layout": "0bhtd,1bhtd,2bhtd->tbhd"},
-    "keys and values packed": {"layout": "bthd,tb0hd,tb1hd->bthd", "parts": 2},
-    "grouped": {"layout": "bthd,bthd,bthd->bhtd", "groups": 2, "causal": 1},
-    "one head": {"layout": "btd,btd,btd->btd"},
-    "numbers": {"layout": "bthd,bthd,bthd->bthd", "mask": "numbers"},
-    "hidden": {"layout": "bthd,bthd,bthd->tbhd", "mask": "hidden"},
-    "hidden and causal": {"layout": "bt0hd,bt1hd,bt2hd->bthd", "mask": "hidden", "causal": 1},
-    "infinite": {"layout": "bhtd,bhtd,bhtd->bthd", "mask": "infinite"},
-    "probabilities": {"layout": "bthd,bthd,bthd->bthd", "saves": "probabilities", "causal": 1},
-}
-
-
-def feeds_of(case: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], list[str]]:
-    """The operands by name, and the name of each of q, k, v."""
-    rng = np.random.default_rng(0)
-    axes = case["layout"].partition("->")[0].split(",")
-    packed = any(c.isdigit() for c in axes[0])
-    lengths = {"b": B, "h": H, "d": D}
-    feeds, names = {}, []
-    for name, order in zip("qkv", axes, strict=True):
-        sizes = {**lengths, "t": T if packed or name == "q" else S, **{str(k): case.get("parts", 3) for k in range(3)}}
-        if name != "q" and "groups" in case:
-            sizes["h"] = H // case["groups"]
-        pattern = "".join("#" if c.isdigit() else c for c in order)
-        key = pattern if "#" in pattern else name
-        if key not in feeds:
-            feeds[key] = rng.standard_normal([sizes[c] for c in order]).astype(dtype)
-        names.append(key)
-    keys = T if packed else S
-    if case.get("mask") == "numbers":
-        feeds["mask"] = rng.standard_normal((B, 1, T, keys)).astype(np.float32)
-    elif case.get("mask") == "hidden":
-        seen = rng.random((B, 1, 1, keys)) < 0.6
-        seen[0, ..., 0], seen[1] = False, False  # the first query of sample 0 in a causal mask, and all of sample 1
-        feeds["mask"] = seen
-    elif case.get("mask") == "infinite":
-        numbers = np.where(rng.random((H, T, keys)) < 0.5, -np.inf, 1.0)
-        numbers[1, 2], numbers[0, 0, 1:] = -np.inf, np.finfo(np.float32).min
-        numbers[0, 0, 0] = 1.0
-        feeds["mask"] = numbers.astype(np.float32)
-    return feeds, names
-
-
-def model_of(case: dict[str, Any], feeds: dict[str, Any], names: list[str]) -> ir.Model:
-    """The attention and its gradient for an adjoint that depends on y."""
-    model, values = new_model(feeds)
-    op, held = Builder(model.graph), dict(zip(feeds, values, strict=True))
-    options = {"scale": 0.3, "causal": case.get("causal", 0), "layout": case["layout"], "saves": case.get("saves", "logsumexp")}
-    q, k, v = (held[name] for name in names)
-    y, saved = op.graphc.ScaledDotProductAttention(q, k, v, held.get("mask"), **options)
-    dy = op.Mul(y, op.cast_like(op.const(np.linspace(-1, 1, D, dtype=np.float32)), y))
-    found = op.graphc.ScaledDotProductAttentionGrad(
-        dy, q, k, v, held.get("mask"), y, saved, **options, _outputs=len(set(names)) if len(set(names)) > 1 else 1
-    )
-    for name, value in (("y", y), *((f"d{k}", g) for k, g in enumerate(found if isinstance(found, tuple) else (found,)))):
-        out = op.Identity(value)
-        out.name = name
-        model.graph.outputs.append(out)
-    return model
+from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds
 
 
 def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float) -> None:
-    case = CASES[name]
-    feeds, names = feeds_of(case, dtype.numpy())
-    model = model_of(case, feeds, names)
+    case = ATTENTIONS[name]
+    feeds, names = attention_feeds(case, dtype.numpy())
+    model = attention(case, feeds, names)
     assert all(nodes.special(n) is not None for n in model.graph if n.op_type.startswith("Scaled")), "held in a plan"
     run(model, "flash_attention", Context())
     results, segment = run_segment(ir.to_proto(model), feeds, device)
@@ -102,7 +35,7 @@ def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float
     assert called == ["ScaledDotProductAttention", "ScaledDotProductAttentionGrad"]
     assert not segment.fallbacks
     single = {n: a if a.dtype == bool else a.astype(np.float32) for n, a in feeds.items()}
-    plain = model_of(case, single, names)
+    plain = attention(case, single, names)
     decompose_graph(plain.graph, lambda node: False)
     simplify_graph(plain.graph)
     session = ort.InferenceSession(ir.to_proto(plain).SerializeToString(), providers=["CPUExecutionProvider"])
@@ -113,14 +46,14 @@ def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float
         np.testing.assert_allclose(found / scale, value / scale, rtol=0, atol=tolerance, err_msg=key)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_cudnn_is_told_the_right_attention(name: str) -> None:
     check_attention(name, HostDevice(), ir.DataType.FLOAT16, 3e-3)
 
 
 def test_a_plan_holds_attention_in_half_precision_only() -> None:
-    feeds, names = feeds_of(CASES["packed"], np.float32)
-    model = model_of(CASES["packed"], feeds, names)
+    feeds, names = attention_feeds(ATTENTIONS["packed"], np.float32)
+    model = attention(ATTENTIONS["packed"], feeds, names)
     assert all(nodes.special(n) is None for n in model.graph if n.op_type.startswith("Scaled"))
 
 
@@ -159,6 +92,6 @@ def gpu() -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_cudnn_computes_what_the_decomposition_does(name: str, dtype: ir.DataType, gpu: Any) -> None:
     check_attention(name, gpu, dtype, 5e-3 if dtype == ir.DataType.FLOAT16 else 3e-2)
