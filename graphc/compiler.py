@@ -14,7 +14,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.names import GRADIENT_OF, MESH
+from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH
 from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
@@ -38,7 +38,7 @@ class Program:
         inference: the evaluation graph: the same forward pass in inference mode with loss and metrics.
         original: the model as it was given, into which trained weights are written back.
         mesh: the axes of workers, or None: as many on the data axis as the world has.
-        backend: name of the backend, or ``"auto"``.
+        backend: name of the backend and its options, or ``"auto"``.
         pipeline: the passes that made ``model``, as text.
         log: what the passes reported.
         imports: the first of those passes, which prepared the model itself.
@@ -163,7 +163,7 @@ def compile(
         loss: one of :mod:`graphc.losses`.
         optimizer: one of :mod:`graphc.optim`.
         mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
-        backend: ``"auto"``, or a name that ``graphc backends`` lists.
+        backend: ``"auto"``, or a name that ``graphc backends`` lists, with options of the backend: ``"cupy:tf32=true"``.
         passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
         freeze, train: glob patterns over parameter names; of a PyTorch module, parameters with ``requires_grad=False`` are
             frozen as well.
@@ -210,6 +210,8 @@ def compile(
     inference = evaluation_graph(working, loss, ctx)
     if mesh is not None:
         working.metadata_props[MESH] = str(mesh)
+    if deterministic is not None:
+        working.metadata_props[DETERMINISTIC] = deterministic
     run(working, steps[cut:], ctx, after=after, dump_dir=dump)
     if not any(is_update(node) for node in working.graph):
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphc import frontends
 from graphc.backend import Backend
 from graphc.compiler import ModelSource
+from graphc.engine import make_backend
 from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import Step, run
@@ -24,7 +25,6 @@ from graphc.plan import make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 from graphc.runtime.world import available_cores
-from graphc.trainer import make_backend
 
 Feed: TypeAlias = "Any"
 """A numpy array; a list of arrays for a sequence; None for an optional without a value."""

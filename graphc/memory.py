@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, PLANNERS, Array, Planner, host_backend
+from graphc.engine import make_backend, name_of
 from graphc.errors import UsageError
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph
@@ -26,7 +27,6 @@ from graphc.runtime.executor import Executor
 from graphc.runtime.queued import NullCommunicator
 from graphc.runtime.state import State
 from graphc.steps import UpdateGroup
-from graphc.trainer import make_backend
 
 NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
 """Update ops whose state is neither a parameter nor an optimizer's."""
@@ -92,8 +92,8 @@ def memory_of(
         FeedError: shapes that contradict the graph.
     """
     BACKENDS.load()
-    if backend in PLANNERS:
-        return predicted(model, shapes, PLANNERS[backend](), world_size=world_size, rank=rank)
+    if name_of(backend) in PLANNERS:
+        return predicted(model, shapes, PLANNERS[name_of(backend)](), world_size=world_size, rank=rank)
     engine = make_backend(backend, threads=1)
     try:
         return memory_of_plan(make_plan(model, shapes, engine, world_size=world_size, rank=rank))

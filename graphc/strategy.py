@@ -25,7 +25,7 @@ STRATEGIES: Mapping[str, str | None] = {
 """Name of a strategy → the pass that makes it of the mirrored graph."""
 
 DETERMINISM = ("run", "any-world")
-"""``run``: equal bits for equal runs, which always holds; ``any-world``: for any number of workers too."""
+"""``run``: equal bits for equal runs, which holds anyway on the host; ``any-world``: for any number of workers too."""
 
 
 NONFINITE = ("stop", "skip")

@@ -15,9 +15,10 @@ import onnx_ir as ir
 
 import graphc
 from graphc import frontends
-from graphc.backend import BACKENDS, Array, Backend, Run, host_backend
+from graphc.backend import Array, Backend, Run, host_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
+from graphc.engine import make_backend
 from graphc.errors import (
     DeviceError,
     DeviceMemoryError,
@@ -29,7 +30,7 @@ from graphc.errors import (
     nearest,
 )
 from graphc.ir.facts import dims, is_float
-from graphc.ir.names import LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
+from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
 from graphc.phases import sums_by_tree
@@ -49,13 +50,6 @@ from graphc.runtime.world import find_world, threads_for
 
 Callback = Callable[[dict[str, Any]], None]
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
-
-
-def make_backend(name: str, *, threads: int, spin: bool = True) -> Backend:
-    """The backend called ``name``; ``auto``: onnxruntime on CPUs, or numpy where it is not installed. A GPU has to be named."""
-    if name == "auto":
-        return host_backend(threads=threads, spin=spin)
-    return BACKENDS[name](threads=threads, spin=spin)
 
 
 class Trainer:
@@ -118,7 +112,8 @@ class Trainer:
             threads = 1  # kernels add up the parts of several threads in another order
         self._threads = threads
         self._host: Backend | None = None
-        self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1)
+        same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(program.model.graph)
+        self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self._available = self.backend.memory.available()
         self.state = self._make_state()

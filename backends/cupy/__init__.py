@@ -33,18 +33,27 @@ class CupyBackend:
     Args:
         threads, spin: for the host's side of things; unused.
         device: the machine; None: the GPU of this worker, by its local rank.
-        tf32: see :class:`.Options`, for a device that is made here.
+        tf32, deterministic, loose_gelu: see :class:`.device.Options`; of the GPU that is made here.
     """
 
     name = "cupy"
     rewrites = "flash_attention,layout"
 
-    def __init__(self, *, threads: int = 1, spin: bool = False, device: Device | None = None, tf32: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = 1,
+        spin: bool = False,
+        device: Device | None = None,
+        tf32: bool = False,
+        deterministic: bool = False,
+        loose_gelu: bool = False,
+    ) -> None:
         del threads, spin
         if device is None:
             from graphc.backends.cupy.cuda import CudaDevice
 
-            device = CudaDevice(options=Options(tf32=tf32))
+            device = CudaDevice(options=Options(tf32, deterministic, loose_gelu))
         self.device = device
         self.memory: Memory = device
         self._scratch = Scratch(device)

@@ -20,12 +20,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc import compiler, frontends, losses, optim
-from graphc.backend import BACKENDS, Array
+from graphc.backend import Array
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.report import Reporter
 from graphc.compiler import Program
 from graphc.data import Shards, shard
+from graphc.engine import backend_of
 from graphc.errors import GraphcError, ModelError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
@@ -107,7 +108,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
     if job.tail == "pad":
         loss = _ignoring_padding(loss)
     if job.backend != "auto":
-        BACKENDS[job.backend]
+        backend_of(job.backend)
     _check_places(job)
     model = frontends.load(job.model)
     if batch is None:

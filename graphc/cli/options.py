@@ -91,12 +91,16 @@ Compress = Annotated[
 ]
 Deterministic = Annotated[
     str | None,
-    typer.Option("--deterministic", metavar="MODE", help="any-world: the same bits for 1, 2 and 4 workers."),
+    typer.Option(
+        "--deterministic", metavar="MODE", help="run: equal runs have equal bits; any-world: on 1, 2 and 4 workers too."
+    ),
 ]
 Nonfinite = Annotated[
     str, typer.Option("--nonfinite", metavar="MODE", help="A step with a NaN or infinity: stop, or skip it and go on.")
 ]
-Backend = Annotated[str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists.")]
+Backend = Annotated[
+    str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists; with options: 'cupy:tf32=true'.")
+]
 
 
 def batch_of(text: str | None) -> int | str | None:

@@ -45,6 +45,7 @@ def plan(
     """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
     from graphc import frontends
     from graphc.cli.inspect import is_training_graph
+    from graphc.engine import make_backend
     from graphc.errors import UsageError
     from graphc.grid import flights, grid
     from graphc.ir.facts import dims
@@ -52,7 +53,6 @@ def plan(
     from graphc.mesh import Mesh
     from graphc.plan import make_plan
     from graphc.roles import role_plans, server_options
-    from graphc.trainer import make_backend
 
     loaded = frontends.load(model)
     if not is_training_graph(loaded):

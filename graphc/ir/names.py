@@ -58,6 +58,9 @@ CLIP_VALUE = "clip_value"
 MESH = "graphc.mesh"
 """Metadata key of the model: the mesh as text, ``"data=2"``."""
 
+DETERMINISTIC = "graphc.deterministic"
+"""Metadata key of the model: ``run`` or ``any-world``, where two equal runs must have equal bits on every backend."""
+
 
 def find_value(graph: ir.Graph, name: str) -> ir.Value:
     """The value called ``name``; UsageError with the nearest match when there is none."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from graphc.backends.cupy.memory import check_versions
+from graphc.engine import make_backend
 from graphc.errors import GraphcError, MissingExtraError
-from graphc.trainer import make_backend
 from tests.backends.test_fusion import CASES, check_case, check_network
 from tests.conftest import has_gpu
 

@@ -23,12 +23,12 @@ from graphc import frontends
 from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 from graphc.compiler import training_pipeline
+from graphc.engine import make_backend
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
 from graphc.pipeline import run
 from graphc.plan import make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
-from graphc.trainer import make_backend
 
 MODELS = ["mlp", "lenet", "resnet18-small", "transformer-small"]
 FLOAT32_MODELS = ["mlp", "lenet", "resnet18-smooth", "transformer-small"]

@@ -1,0 +1,78 @@
+"""Backends by their text: options reach the device, and a program that asks for equal bits gets a backend that gives them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc.backends.cupy.device import Options
+from graphc.bench.specs import SPECS
+from graphc.engine import make_backend
+from graphc.errors import UsageError
+from tests.backends.host_kernels import HostDevice
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options of every GPU that is asked for; the host stands for it."""
+    found: list[Options] = []
+
+    def device(index: int | None = None, options: Options | None = None) -> Any:
+        assert options is not None
+        found.append(options)
+        return HostDevice()
+
+    monkeypatch.setattr("graphc.backends.cupy.cuda.CudaDevice", device)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("cupy", Options()),
+        ("cupy:tf32", Options(tf32=True)),
+        ("cupy:tf32=on, loose_gelu=1", Options(tf32=True, loose_gelu=True)),
+        ("cupy:deterministic=true,tf32=false", Options(deterministic=True)),
+    ],
+)
+def test_options_reach_the_device(text: str, options: Options, given: list[Options]) -> None:
+    make_backend(text, threads=1)
+    assert given == [options]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cupy:tf23=true", "no option 'tf23'; did you mean 'tf32'"),
+        ("cupy:tf32=maybe", "tf32=maybe is neither true nor false"),
+        ("numpy:tf32=true", "it has none"),
+        ("cupi:tf32=true", "did you mean 'cupy'"),
+    ],
+)
+def test_what_a_backend_does_not_know_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_backend(text, threads=1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [None, "run", "any-world:shards=2"])
+def test_a_program_that_asks_for_equal_bits_gets_them(
+    mode: str | None, given: list[Options], exported: Callable[[str], str]
+) -> None:
+    loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
+    program = graphc.compile(exported("mlp"), loss=loss, optimizer=optimizer, backend="cupy:tf32=true", deterministic=mode)
+    x, y = SPECS["mlp"].batch(4)
+    digests = []
+    for _ in range(1 if mode is None else 2):
+        with graphc.Trainer(program, threads=1) as trainer:
+            assert np.isfinite(trainer.step({"input": x, "label": y})["loss"])
+            digests.append(trainer.state_sha256())
+    assert {options.deterministic for options in given} == {mode is not None}
+    assert all(options.tf32 for options in given)
+    assert len(set(digests)) == 1
