@@ -1,5 +1,5 @@
 """Kernels written by hand, one family of ops a file; importing a file registers its kernels in :mod:`..nodes`."""
 
-from graphc.backends.cupy.kernels import convolution, pooling, scan, scatter, sorting
+from graphc.backends.cupy.kernels import algebra, convolution, pooling, sampling, scan, scatter, sorting
 
-__all__ = ["convolution", "pooling", "scan", "scatter", "sorting"]
+__all__ = ["algebra", "convolution", "pooling", "sampling", "scan", "scatter", "sorting"]
