@@ -407,10 +407,26 @@ class PlannedMemory(Memory, Protocol):
     context: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A node that the host runs in the middle of a segment on a device.
+
+    Attributes:
+        nbytes: what is copied to the host and back in every run.
+    """
+
+    op: str
+    node: str
+    nbytes: int
+
+
 class Planner(Backend, Protocol):
     """A backend to which a plan can be bound with no device at hand, to learn what memory that takes."""
 
     memory: PlannedMemory
+
+    def fallbacks(self, model: onnx.ModelProto) -> Sequence[Fallback]:
+        """The nodes of a segment that the host would run."""
 
     @property
     def scratch(self) -> int:
@@ -419,6 +435,10 @@ class Planner(Backend, Protocol):
 
 PLANNERS: dict[str, Callable[[], Planner]] = {}
 """Name of a backend → the same without a device; filled by the backends that need one."""
+
+
+COVERAGE: dict[str, Callable[[str], str]] = {}
+"""Name of a backend → (registry key of an op → how the backend runs it, in a word or two), for the list of ops."""
 
 
 def host_backend(*, threads: int, spin: bool = False) -> Backend:
