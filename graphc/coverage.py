@@ -53,6 +53,7 @@ class Coverage:
         reason: why there is none.
         second_order: whether every op that its gradient is made of has a gradient itself.
         kernels: the backends with a native kernel.
+        gpu: how the cupy backend runs it; ``host``: the nodes of a plan that do are reported.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Coverage:
     reason: str
     second_order: bool
     kernels: tuple[str, ...]
+    gpu: str
 
     def row(self) -> dict[str, Any]:
         return {**asdict(self), "kernels": list(self.kernels)}
@@ -93,6 +95,7 @@ def _of(schema: Any) -> Coverage:
         reason=NO_GRADIENT.get(key, "") if kind == "none" else "",
         second_order=second_order(key),
         kernels=_kernels(key),
+        gpu=_on_gpu(key),
     )
 
 
@@ -128,6 +131,7 @@ def own() -> list[dict[str, Any]]:
                 "decomposes": declaration.decompose is not None,
                 "gradient": "none" if kind == "update" else gradient_of(key),
                 "kernels": list(_kernels(key)),
+                "gpu": _on_gpu(key),
                 "doc": declaration.doc.partition("\n")[0],
             }
         )
@@ -156,6 +160,13 @@ def _kernels(key: str) -> tuple[str, ...]:
 
     BACKENDS.load()
     return tuple(sorted(backend for backend, op in KERNELS if op == key))
+
+
+def _on_gpu(key: str) -> str:
+    from graphc.backend import BACKENDS, COVERAGE
+
+    BACKENDS.load()
+    return COVERAGE["cupy"](key) if "cupy" in COVERAGE else ""
 
 
 # Second order --------------------------------------------------------------------------------------------------------
@@ -230,18 +241,24 @@ def page() -> str:
         f"{counts['zero']} are piecewise constant or take no floats: nothing flows back, nothing is blocked. "
         f"{counts['none']} have nothing to differentiate. {counts['second_order']} gradients can be differentiated again.",
         "",
-        "| operator | since | gradient | second order | native kernels |",
-        "|---|---|---|---|---|",
+        "On a GPU (`cupy`): *generated* ops are fused into kernels written for the model; a *library* or a *kernel* of its own "
+        "runs a node; *decomposed* ones become others of this list; a *loop* runs its body on the device; *folded* ones are "
+        "known before anything runs. What is left to the *host*, `graphc show plan --backend cupy` lists for a model.",
+        "",
+        "| operator | since | gradient | second order | native kernels | on a GPU |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
         name = row.name if row.domain == "ai.onnx" else f"{row.domain}.{row.name}"
         gradient = f"none: {row.reason}" if row.gradient == "none" else row.gradient
-        lines.append(f"| {name} | {row.since} | {gradient} | {'yes' if row.second_order else ''} | {', '.join(row.kernels)} |")
-    lines += ["", "## Operators of the `graphc` domain", "", "| operator | kind | gradient | native kernels | what it is |"]
-    lines.append("|---|---|---|---|---|")
+        twice, kernels = "yes" if row.second_order else "", ", ".join(row.kernels)
+        lines.append(f"| {name} | {row.since} | {gradient} | {twice} | {kernels} | {row.gpu} |")
+    lines += ["", "## Operators of the `graphc` domain", ""]
+    lines += ["| operator | kind | gradient | native kernels | on a GPU | what it is |", "|---|---|---|---|---|---|"]
     for entry in own():
         doc = entry["doc"].replace("|", "\\|")
-        lines.append(f"| {entry['name']} | {entry['kind']} | {entry['gradient']} | {', '.join(entry['kernels'])} | {doc} |")
+        kernels = ", ".join(entry["kernels"])
+        lines.append(f"| {entry['name']} | {entry['kind']} | {entry['gradient']} | {kernels} | {entry['gpu']} | {doc} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,14 +14,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, PLANNERS, Array, Memory, PlannedMemory, Run
+from graphc.backend import BACKENDS, PLANNERS, Array, Fallback, Memory, PlannedMemory, Run
 from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device, Options
 from graphc.backends.cupy.epilogues import GRADIENTS
 from graphc.backends.cupy.planned import PlannedDevice
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.report import LOG, fallbacks_of, warn
+from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.updates import bind_update, is_elementwise, join_updates
 from graphc.backends.cupy.values import is_expression
 from graphc.errors import UnsupportedOpError
@@ -56,7 +57,7 @@ class CupyBackend:
             device = CudaDevice(options=Options(tf32, deterministic, loose_gelu))
         self.device = device
         self.memory: Memory = device
-        self._scratch = Scratch(device)
+        self._scratch = Scratch(device, warn)
 
     def prefers_native(self, node: ir.Node) -> bool:
         return is_elementwise(node)
@@ -68,13 +69,15 @@ class CupyBackend:
         return True
 
     def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        segment = compile_segment(
-            model, device=self.device.writes_cuda, choose=self.device.pays, loose_gelu=self.device.options.loose_gelu
-        )
-        return BoundSegment(segment, self.device, self._scratch, inputs, outputs)
+        return BoundSegment(self._compiled(model), self.device, self._scratch, inputs, outputs)
+
+    def _compiled(self, model: onnx.ModelProto) -> Segment:
+        device = self.device
+        return compile_segment(model, device=device.writes_cuda, choose=device.pays, loose_gelu=device.options.loose_gelu)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""
+        LOG.warning("the model runs on the host as a whole: it has sequences, strings, or shapes that depend on data")
         return BACKENDS["numpy"](threads=1, spin=False).run_whole(model, feeds)
 
     def bind_kernel(
@@ -108,10 +111,14 @@ class CupyPlanner(CupyBackend):
 
     def __init__(self, *, writes_cuda: bool = True) -> None:
         super().__init__(device=PlannedDevice(writes_cuda=writes_cuda))
+        self._scratch = Scratch(self.device)
 
     @property
     def scratch(self) -> int:
         return self._scratch.nbytes
+
+    def fallbacks(self, model: onnx.ModelProto) -> Sequence[Fallback]:
+        return fallbacks_of(self._compiled(model))
 
 
 PLANNERS["cupy"] = CupyPlanner

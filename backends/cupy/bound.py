@@ -7,7 +7,7 @@ another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,13 @@ class Scratch:
 
     How much it is, and which kernels there are, is known when the last segment of a plan is bound: :meth:`settle` allocates
     it, compiles all of them together, and gives the segments their addresses.
+
+    Args:
+        report: called with the segments that are settled together.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, report: Callable[[Sequence[Segment]], None] | None = None) -> None:
+        self.device, self._report = device, report
         self.nbytes = 0
         self._memory: Array | None = None
         self._waiting: list[BoundSegment] = []
@@ -48,6 +51,8 @@ class Scratch:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
+        if self._report is not None:
+            self._report([segment.segment for segment in waiting])
         if self._memory is None:
             self._memory = self.device.empty(self.nbytes)
         kernels = self.device.compile({name: text for segment in waiting for name, text in segment.texts().items()})

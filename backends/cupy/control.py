@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.backend import Array, Run
 from graphc.backends.cupy.device import Device
-from graphc.backends.cupy.nodes import operands, results
+from graphc.backends.cupy.nodes import results
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
@@ -142,7 +142,7 @@ def bind(call: Control, device: Device, array: Callable[[ir.Value], Array], bind
     node = call.node
     inputs = [None if v is None else array(v) for v in node.inputs]
     outputs = [array(v) if v in results(node) else None for v in node.outputs]
-    captures = {v.name or "": array(v) for v in operands(node)[len(node.inputs) :] if v is not None}
+    captures = {v.name or "": array(v) for v in captured(node) if constant(v) is None}
     binder = _Binder(call, device, bind_body, captures, {})
     if node.op_type == "If":
         return _branches(binder, inputs, outputs)

@@ -145,7 +145,7 @@ def library(
 
 def special(node: ir.Node) -> NodeKernel | Library | None:
     """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
-    _load()
+    load()
     key = key_of(node.domain, node.op_type)
     for found in (*LIBRARIES.get(key, ()), *KERNELS.get(key, ())):
         if _accepts(found, node):
@@ -188,6 +188,7 @@ def _storage(value: ir.Value) -> str:
 
 
 @functools.cache
-def _load() -> None:
+def load() -> None:
+    """Fill the tables."""
     for name in MODULES:
         importlib.import_module(f"graphc.backends.cupy.{name}")

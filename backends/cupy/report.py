@@ -10,7 +10,6 @@ from graphc.backend import COVERAGE, Fallback
 from graphc.backends.cupy import composites, expressions, nodes, reductions, values, views
 from graphc.backends.cupy.rules import table
 from graphc.backends.cupy.segment import Segment
-from graphc.backends.cupy.updates import UPDATES
 from graphc.backends.cupy.views import size_of
 from graphc.ir import DOMAIN
 from graphc.ir.bodies import CONTROL
@@ -42,15 +41,15 @@ def warn(segments: Sequence[Segment]) -> None:
         ops = ", ".join(f"{op} ×{n}" if n > 1 else op for op, n in sorted(counts.items()))
         moved = sum(fallback.nbytes for fallback in found) / 1e6
         LOG.warning(
-            "%d nodes run on the host in every step, with %.3f MB copied to and fro: %s;"
+            "on the host in every step, with %.3f MB copied to and fro: %s;"
             " 'graphc show plan --backend cupy' lists them",
-            len(found), moved, ops,
+            moved, ops,
         )  # fmt: skip
 
 
 def how(key: str) -> str:
     """How the backend runs an op: generated, library, kernel, decomposed, folded, loop or host; the best of them first."""
-    nodes.special_ops()
+    nodes.load()
     domain, _, name = key.rpartition("::")
     found = []
     if name in FOLDED and not domain:
@@ -59,11 +58,11 @@ def how(key: str) -> str:
         found.append("generated")
     if key in nodes.LIBRARIES:
         found.append("library")
-    if key in nodes.KERNELS or (domain == DOMAIN and name in UPDATES):
+    declaration = OPS.get(name) if domain == DOMAIN else None
+    if key in nodes.KERNELS or (declaration is not None and declaration.next_value):
         found.append("kernel")
     if name in CONTROL and not domain and name != "SequenceMap":
         found.append("loop")
-    declaration = OPS.get(name) if domain == DOMAIN else None
     if declaration is not None and declaration.effect:
         return "collective"
     if not found and (key in composites.RULES or key in table.RULES or has_body(name, domain)):

@@ -94,6 +94,7 @@ def compile_segment(
         choose, loose_gelu: what becomes the epilogue of a product (:func:`.epilogues.join_products`).
     """
     graph = ir.from_proto(model).graph
+    graph.initializers.clear()  # they keep their values: in a segment they are constants, of whatever type and rank
     propagate(graph)
     take_apart(graph)
     propagate(graph)

@@ -16,12 +16,12 @@ def command(form: options.Format = Format.text) -> None:
         output.document({"summary": counts, "onnx": [row.row() for row in rows], "graphc": own})
         return
     output.table(
-        ("graphc op", "kind", "standard form", "gradient", "what it is"),
-        [(o["name"], o["kind"], "yes" if o["decomposes"] else "no", o["gradient"], o["doc"]) for o in own],
+        ("graphc op", "kind", "standard form", "gradient", "on a GPU", "what it is"),
+        [(o["name"], o["kind"], "yes" if o["decomposes"] else "no", o["gradient"], o["gpu"], o["doc"]) for o in own],
     )
     output.say()
     output.table(
-        ("standard op", "since", "gradient", "second order", "native kernels"),
+        ("standard op", "since", "gradient", "second order", "native kernels", "on a GPU"),
         [
             (
                 row.name if row.domain == "ai.onnx" else f"{row.domain}.{row.name}",
@@ -29,6 +29,7 @@ def command(form: options.Format = Format.text) -> None:
                 f"none: {row.reason}" if row.gradient == "none" else row.gradient,
                 "yes" if row.second_order else "",
                 ", ".join(row.kernels),
+                row.gpu,
             )
             for row in rows
         ],

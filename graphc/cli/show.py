@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -11,8 +12,9 @@ from graphc.cli import flight, options, output
 from graphc.cli.output import Format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from graphc.backend import Backend, Fallback, Planner
     from graphc.plan import Plan
 
 
@@ -59,7 +61,7 @@ def plan(
         raise UsageError(f"{model} is no training graph; 'graphc compile' makes one (without --standard)")
     size = workers or Mesh.parse(loaded.metadata_props.get(MESH, "data=1")).size
     shapes = {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in loaded.graph.inputs}
-    engine = make_backend(backend, threads=1)
+    engine = _engine(backend)
     if server_options(loaded.graph) is not None:
         try:
             _show_roles(role_plans(loaded, shapes, engine), form)
@@ -68,6 +70,7 @@ def plan(
         return
     try:
         found = make_plan(loaded, shapes, engine, world_size=size)
+        host = _on_host(found, engine)
         plans = [found] * size
         if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have one plan
             plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=r) for r in range(1, size)]
@@ -76,14 +79,42 @@ def plan(
     if form is Format.text:
         if size > 1:
             output.say(grid(plans) + "\n")
-        output.say(found.text())
+        output.say("\n".join([found.text(), *_host_lines(host)]))
         return
     collectives = [
         {"tag": f.tag, "start": f.start, "wait": f.wait, "bytes": f.nbytes, "computing": f.computing} for f in flights(found)
     ]
-    output.document(
-        {"workers": size, "inputs": shapes, "steps": _steps(found), "collectives": collectives, "buffers": found.buffers}
-    )
+    document = {"workers": size, "inputs": shapes, "steps": _steps(found), "collectives": collectives, "buffers": found.buffers}
+    if host is not None:
+        document["host_fallbacks"] = [asdict(fallback) for fallback in host]
+    output.document(document)
+
+
+def _engine(backend: str) -> Backend:
+    """The backend, or, where it needs a device, what plans for it without one."""
+    from graphc.backend import BACKENDS, PLANNERS
+    from graphc.trainer import make_backend
+
+    BACKENDS.load()
+    return PLANNERS[backend]() if backend in PLANNERS else make_backend(backend, threads=1)
+
+
+def _on_host(found: Plan, engine: Backend) -> list[Fallback] | None:
+    """What the host runs in the middle of segments on a device; None for a backend of the host."""
+    from graphc.backend import PLANNERS
+    from graphc.runtime.nodes import segment_model
+
+    if engine.name not in PLANNERS:
+        return None
+    planner = cast("Planner", engine)
+    return [f for step in found.steps if step.kind == "segment" for f in planner.fallbacks(segment_model(step))]
+
+
+def _host_lines(found: Sequence[Fallback] | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [f"      host   {f.op:<24} {f.node:<40} {f.nbytes / 1e6:9.3f} MB to and fro" for f in found]
+    return lines or ["      nothing runs on the host"]
 
 
 def _show_roles(plans: Mapping[str, Plan], form: Format) -> None:

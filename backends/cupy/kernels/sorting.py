@@ -58,30 +58,32 @@ def _sorted_pairs(reads: dict[str, ir.Value], fill: str, n: int, count: int, nam
     padded = max(TILE, 1 << (n - 1).bit_length())
     pairs = temporary(ir.DataType.INT64, [count * padded], f"{name}.pairs")
     launches = [Launch(f"{fill}\npairs[row] = pair;", reads, {"pairs": pairs}, count * padded)]
-    tile = _steps(1, TILE)
+    tile = _steps(1, TILE, padded)
     launches.append(Launch(TILED, {"steps": tile}, {}, count * padded // TILE, updates={"pairs": pairs}, block=True))
     size = TILE * 2
     while size <= padded:
         reach = size // 2
         while reach >= TILE:
-            launches.append(Launch(EXCHANGE, {"steps": _steps(size, reach)}, {}, count * padded // 2, updates={"pairs": pairs}))
+            launches.append(
+                Launch(EXCHANGE, {"steps": _steps(size, reach, padded)}, {}, count * padded // 2, updates={"pairs": pairs})
+            )
             reach //= 2
-        steps = _steps(size, TILE)
+        steps = _steps(size, TILE, padded)
         launches.append(Launch(TILED, {"steps": steps}, {}, count * padded // TILE, updates={"pairs": pairs}, block=True))
         size *= 2
     return pairs, launches
 
 
-def _steps(size: int, reach: int) -> ir.Value:
-    """Two numbers that a launch reads, so that all steps of a network are one kernel."""
-    held = ir.tensor(np.array([size, reach], dtype=np.int64), name=f"steps.{size}.{reach}")
-    return ir.Value(name=held.name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([2]), const_value=held)
+def _steps(size: int, reach: int, row: int) -> ir.Value:
+    """Numbers that a launch reads, so that all steps of a network are one kernel: its size, its reach, a mask of the row."""
+    held = ir.tensor(np.array([size, reach, row - 1], dtype=np.int64), name=f"steps.{size}.{reach}")
+    return ir.Value(name=held.name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([3]), const_value=held)
 
 
 EXCHANGE = """const long long size = steps[0], reach = steps[1];
 const long long low = row / reach * 2 * reach + row % reach, high = low + reach;
 const long long a = pairs[low], b = pairs[high];
-if ((a > b) == ((low & size) == 0)) { pairs[low] = b; pairs[high] = a; }"""
+if ((a > b) == ((low & steps[2] & size) == 0)) { pairs[low] = b; pairs[high] = a; }"""
 
 TILED = f"""SHARED long long tile[{TILE}];
 const long long first = steps[0], start = (long long)row * {TILE};
@@ -92,7 +94,7 @@ for (long long size = first == 1 ? 2 : first; size <= (first == 1 ? {TILE} : fir
     for (int k = THREAD; k < {TILE // 2}; k += THREADS) {{
       const int low = k / reach * 2 * reach + k % reach, high = low + reach;
       const long long a = tile[low], b = tile[high];
-      if ((a > b) == (((start + low) & size) == 0)) {{ tile[low] = b; tile[high] = a; }}
+      if ((a > b) == (((start + low) & steps[2] & size) == 0)) {{ tile[low] = b; tile[high] = a; }}
     }}
     SYNC;
   }}

@@ -66,6 +66,14 @@ def global_average_pool(op: Builder, node: ir.Node) -> Sequence[Any]:
     return [op.cast_like(op.ReduceMean(single(op, source), list(range(2, len(shape_of(source))))), source)]
 
 
+@rule("GlobalLpPool")
+def global_lp_pool(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source = operand(node, 0)
+    x, p = op.Abs(single(op, source)), float(node.attributes.get_int("p", 2))
+    total = op.ReduceSum(op.Pow(x, op.scalar(p, x)), list(range(2, len(shape_of(source)))))
+    return [op.cast_like(op.Pow(total, op.scalar(1 / p, total)), source)]
+
+
 @rule("GlobalMaxPool")
 def global_max_pool(op: Builder, node: ir.Node) -> Sequence[Any]:
     source = operand(node, 0)

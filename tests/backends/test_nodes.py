@@ -1,0 +1,314 @@
+"""Kernels written by hand and bodies of control flow: the host's version and the CUDA text on the emulated GPU, against numpy.
+
+The ops that ONNX's suite has cases for are compared there (tests/conformance); here are sizes that it lacks: many updates of
+one place, rows that several threads share, networks of more than one tile.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from graphc.backend import BACKENDS, COVERAGE, PLANNERS
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.control import Control
+from graphc.backends.cupy.kernels import sorting
+from graphc.backends.cupy.segment import NodeCall, compile_segment
+from graphc.inference import run_model
+from graphc.ir import IR_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words
+from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
+)
+
+rng = np.random.default_rng(5)
+Arrays = Sequence["np.ndarray[Any, Any]"]
+
+
+@pytest.fixture(params=["host", "emulated"])
+def device(request: pytest.FixtureRequest) -> HostDevice:
+    return HostDevice() if request.param == "host" else EmulatedDevice(order=2)
+
+
+def run_op(
+    device: Any,
+    op: str,
+    arrays: Arrays,
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    constants: Sequence[int] = (),
+    n: int = 1,
+) -> list[np.ndarray[Any, Any]]:
+    """The outputs of one node; no part of it may have run on the host."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
+    builder, values, feeds = Builder(graph), [], {}
+    for index, array in enumerate(arrays):
+        if index in constants:
+            values.append(builder.const(array))
+            continue
+        name = f"i{index}"
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
+        graph.inputs.append(value)
+        values.append(value)
+        feeds[name] = array
+    domain = "graphc" if op.startswith("graphc::") else ""
+    made = builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain, outputs=n)
+    graph.outputs.extend(made)
+    found, segment = run_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), feeds, device)
+    assert not segment.fallbacks
+    return [found[v.name or ""] for v in segment.graph.outputs]
+
+
+# Scatters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [sorting.COUNTED, 64])
+def test_the_gradient_of_an_embedding_adds_what_many_tokens_share(
+    counted: int, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places sorted by counting and by a network of several tiles; runs that fill many chunks, and single tokens."""
+    monkeypatch.setattr(sorting, "COUNTED", counted)
+    tokens, width, count = 60, 3, 700 if isinstance(device, EmulatedDevice) else 5000
+    indices = np.where(rng.random(count) < 0.4, 7, rng.integers(0, tokens, count))
+    updates = rng.standard_normal((count, width)).astype(np.float32)
+    zeros = np.zeros((tokens, width), np.float32)
+    (got,) = run_op(device, "ScatterND", [zeros, indices[:, None], updates], {"reduction": "add"})
+    want = zeros.astype(np.float64)
+    np.add.at(want, indices, updates.astype(np.float64))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("reduction", "start"), [("mul", 1.0), ("max", -9.0), ("min", 9.0)])
+def test_a_scatter_combines_in_order(reduction: str, start: float) -> None:
+    data = np.full(50, start, np.float64)
+    indices, updates = rng.integers(-50, 50, 900), rng.uniform(0.9, 1.1, 900)
+    function = {"mul": np.multiply, "max": np.maximum, "min": np.minimum}[reduction]
+    want = data.copy()
+    function.at(want, indices, updates)
+    (got,) = run_op(HostDevice(), "ScatterElements", [data, indices, updates], {"reduction": reduction})
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_a_scatter_of_many_lines_takes_one_thread_each(device: HostDevice) -> None:
+    data, updates = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 9, 70), (4, 6, 70)))
+    indices = rng.integers(-9, 9, updates.shape)
+    (got,) = run_op(device, "ScatterElements", [data, indices, updates], {"axis": 1, "reduction": "add"})
+    want = data.astype(np.float64)
+    for at in np.ndindex(*indices.shape):
+        want[at[0], indices[at], at[2]] += updates[at]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+# Order and running sums ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "counted", "n"), [(3, 1 << 15, 300), (60, 1 << 15, 300), (60, 64, 3000)])
+@pytest.mark.parametrize("largest", [0, 1])
+def test_top_k_by_selection_by_counting_and_by_a_network(
+    k: int, counted: int, n: int, largest: int, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorting, "COUNTED", counted)
+    x = rng.integers(-40, 40, (2, n, 1)).astype(np.float32)  # many equal ones: the lower index comes first
+    values, places = run_op(
+        device, "TopK", [x, np.array([k])], {"axis": 1, "largest": largest}, constants=(1,), n=2
+    )  # fmt: skip
+    order = np.argsort(-x if largest else x, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(places, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
+
+
+def test_nan_is_the_greatest_of_all(device: HostDevice) -> None:
+    x = np.array([[3, np.nan, -1, np.nan, 7]], np.float32)
+    _, most = run_op(device, "TopK", [x, np.array([3])], {"largest": 1}, constants=(1,), n=2)
+    _, least = run_op(device, "TopK", [x, np.array([3])], {"largest": 0}, constants=(1,), n=2)
+    assert most.tolist() == [[1, 3, 4]]
+    assert least.tolist() == [[2, 0, 4]]
+
+
+@pytest.mark.parametrize(("exclusive", "reverse"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_running_sums_of_rows_that_a_block_shares(exclusive: int, reverse: int, device: HostDevice) -> None:
+    x = rng.standard_normal((2, 700)).astype(np.float32)
+    attributes = {"exclusive": exclusive, "reverse": reverse}
+    (got,) = run_op(device, "CumSum", [x, np.array(1)], attributes, constants=(1,))
+    way = x[:, ::-1] if reverse else x
+    want = np.cumsum(way, axis=1, dtype=np.float64) - (way if exclusive else 0)
+    np.testing.assert_allclose(got, want[:, ::-1] if reverse else want, rtol=1e-4, atol=1e-4)
+
+
+# Sums that lanes share -----------------------------------------------------------------------------------------------
+
+
+def test_sums_of_products_share_columns(device: HostDevice) -> None:
+    a, b = rng.standard_normal((3, 40, 5)).astype(np.float32), rng.standard_normal((40, 5, 2)).astype(np.float32)
+    (got,) = run_op(device, "Einsum", [a, b], {"equation": "ikl,klj->ji"})
+    np.testing.assert_allclose(got, np.einsum("ikl,klj->ji", a, b), rtol=1e-4, atol=1e-4)
+
+
+def test_convolutions_of_double_precision_and_three_axes_have_kernels(device: HostDevice) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.tensor(rng.standard_normal((2, 4, 5, 4, 6)), requires_grad=True)
+    w = torch.tensor(rng.standard_normal((6, 2, 2, 3, 2)), requires_grad=True)
+    options = {"stride": (1, 2, 1), "padding": (1, 0, 1), "dilation": (1, 1, 2), "groups": 2}
+    y = torch.nn.functional.conv3d(x, w, **options)
+    dy = torch.tensor(rng.standard_normal(y.shape))
+    y.backward(dy)
+    attributes = {"strides": [1, 2, 1], "pads": [1, 0, 1] * 2, "dilations": [1, 1, 2], "group": 2, "kernel_shape": [2, 3, 2]}
+    arrays = [x.detach().numpy(), w.detach().numpy(), dy.numpy()]
+    shapes = [np.array(a.shape) for a in arrays]
+    found = [
+        run_op(device, "Conv", arrays[:2], attributes),
+        run_op(device, "graphc::ConvGradInput", [arrays[2], arrays[1], shapes[0]], attributes, constants=(2,)),
+        run_op(device, "graphc::ConvGradWeight", [arrays[0], arrays[2], shapes[1]], attributes, constants=(2,)),
+    ]
+    for (got,), want in zip(found, (y.detach(), x.grad, w.grad), strict=True):
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: HostDevice) -> None:
+    torch = pytest.importorskip("torch")
+    values = rng.integers(0, 3, (2, 3, 9, 8)) if ties else rng.standard_normal((2, 3, 9, 8))
+    x = torch.tensor(values.astype(np.float32), requires_grad=True)
+    attributes = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 1]}
+    dy = torch.tensor(rng.standard_normal((2, 3, 5, 9)).astype(np.float32))
+    y = torch.nn.functional.max_pool2d(x, (3, 2), (2, 1), (1, 1))
+    y.backward(dy)
+    (got,) = run_op(device, "graphc::MaxPoolGrad", [dy.numpy(), x.detach().numpy(), y.detach().numpy()], attributes)
+    np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6)
+    for padded in (0, 1):
+        x.grad = None
+        torch.nn.functional.avg_pool2d(x, (3, 2), (2, 1), (1, 1), count_include_pad=bool(padded)).backward(dy)
+        shape = np.array(x.shape)
+        (got,) = run_op(
+            device, "graphc::AveragePoolGrad", [dy.numpy(), shape], {**attributes, "count_include_pad": padded}, constants=(1,)
+        )
+        np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6)
+
+
+# Random numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device: HostDevice) -> None:
+    seed, step, shape = -77, 5, (6, 7)
+    scalars = [np.array(v) for v in (seed, step, offset)]
+    attributes = {"ratio": 0.3, "tag": "drop"}
+    (got,) = run_op(device, "graphc::DropoutMask", [np.array(shape), *scalars], attributes, constants=(0,))
+    words = philox_words(offset * 7, 42, seed=seed, step=step, tag="drop").reshape(shape)
+    want = np.where(words < dropout_threshold(0.3), 0, dropout_scale(0.3)).astype(np.float32)
+    assert got.tobytes() == want.tobytes()
+
+
+def test_a_dropout_and_what_surrounds_it_are_one_kernel() -> None:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
+    for name, dtype, shape in (
+        ("x", ir.DataType.FLOAT, (64, 96)),
+        ("seed", ir.DataType.INT64, ()),
+        ("step", ir.DataType.INT64, ()),
+    ):
+        graph.inputs.append(ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape)))
+    op = Builder(graph)
+    x, seed, step = graph.inputs
+    mask = op.graphc.DropoutMask(op.const([64, 96]), seed, step, np.array(0), tag="t")
+    graph.outputs.append(op.Relu(op.Mul(op.Gelu(x), mask)))
+    assert len(compile_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))).calls) == 1
+
+
+# Control flow --------------------------------------------------------------------------------------------------------
+
+COLLATZ = """<ir_version: 10, opset_import: ["" : 20]>
+collatz (int64 x, float[3] a) => (int64 last, int64 steps, float[3] sums) {
+  one = Constant <value = int64 {1}> ()
+  zero = Constant <value = int64 {0}> ()
+  start = Greater (x, one)
+  last, steps, sums = Loop (, start, x, zero, a) <body = step (int64 i, bool going, int64 n, int64 count, float[3] s)
+      => (bool goes_on, int64 m, int64 next, float[3] t) {
+    two = Constant <value = int64 {2}> ()
+    three = Constant <value = int64 {3}> ()
+    rest = Mod (n, two)
+    odd = Cast <to = 9> (rest)
+    m = If (odd) <then_branch = up () => (int64 u) { p = Mul (n, three) u = Add (p, one) },
+                  else_branch = down () => (int64 d) { d = Div (n, two) }>
+    next = Add (count, one)
+    t = Add (s, a)
+    goes_on = Greater (m, one)
+  }>
+}"""
+
+
+@pytest.mark.parametrize("start", [1, 2, 27])
+def test_a_loop_goes_on_until_its_condition_says_so(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """27 takes 111 steps; a branch is chosen in each; 1 takes none, and the states are what they were."""
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    a = np.array([1, 2, 3], np.float32)
+    found = run_model(onnx.parser.parse_model(COLLATZ), {"x": np.array(start), "a": a}, "cupy")
+    n, steps = start, 0
+    while n > 1:
+        n, steps = (3 * n + 1 if n % 2 else n // 2), steps + 1
+    assert (int(found["last"]), int(found["steps"])) == (n, steps)
+    np.testing.assert_array_equal(found["sums"], a * (steps + 1))
+
+
+def test_what_the_host_decides_cannot_be_captured_and_known_lengths_can() -> None:
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(COLLATZ))
+    segment = compile_segment(model)
+    assert any(isinstance(call, Control) for call in segment.calls)
+    assert not segment.fallbacks
+    assert not segment.queued
+    scan = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[2] h, float[5, 2] x) => (float[2] last, float[5, 2] y) {
+      last, y = Scan <num_scan_inputs = 1, body = b (float[2] s, float[2] v) => (float[2] t, float[2] o) {
+        t = Add (s, v) o = Identity (t) }> (h, x)
+    }"""
+    assert compile_segment(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(scan))).queued
+
+
+# What runs on the host -----------------------------------------------------------------------------------------------
+
+NOISE = """<ir_version: 10, opset_import: ["" : 20]>
+g (float[4, 8] x) => (float[4, 8] y) { r = RandomNormalLike (x) y = Add (x, r) }"""
+
+
+def test_nodes_on_the_host_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    with caplog.at_level(logging.WARNING, "graphc.cupy"):
+        run_model(onnx.parser.parse_model(NOISE), {"x": np.zeros((4, 8), np.float32)}, "cupy")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "graphc.cupy"]
+    assert "RandomNormalLike" in line
+    assert "0.000 MB" in line  # 256 bytes
+
+
+def test_a_plan_knows_without_a_gpu_what_the_host_will_run() -> None:
+    BACKENDS.load()
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(NOISE))
+    (found,) = PLANNERS["cupy"]().fallbacks(model)
+    assert (found.op, found.nbytes) == ("RandomNormalLike", 2 * 4 * 8 * 4)
+
+
+def test_every_op_that_a_plan_can_hold_runs_on_the_gpu() -> None:
+    """What is left draws numbers as the standard's reference does, or has sequences, strings, or sizes that depend on data."""
+    BACKENDS.load()
+    how: Callable[[str], str] = COVERAGE["cupy"]
+    allowed = ("Random", "Sequence", "String", "Optional", "Multinomial", "NonZero", "NonMaxSuppression", "Unique", "Regex")
+    allowed += ("ImageDecoder", "TfIdfVectorizer", "MelWeightMatrix", "SplitTo")
+    names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and not s.deprecated}
+    host = [name for name in sorted(names) if how(name) == "host" and not any(word in name for word in allowed)]
+    assert not host
+    assert {how(name) for name in names} >= {"generated", "kernel", "decomposed", "loop", "host"}
+
+
+def test_the_host_runs_only_what_has_no_other_way() -> None:
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(NOISE))
+    calls = [call for call in compile_segment(model).calls if isinstance(call, NodeCall)]
+    assert [call.node.op_type for call in calls] == ["RandomNormalLike"]
