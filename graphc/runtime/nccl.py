@@ -91,7 +91,7 @@ class NcclCommunicator(StagedCommunicator):
         self.current: Handle | None = None
         self.failure = ""
         self._told = threading.Event()
-        self._captured = False
+        self._captured = self._aborted = False
         watch = getattr(inner, "watch", None)
         if watch is not None:
             watch.add(self)
@@ -202,8 +202,9 @@ class NcclCommunicator(StagedCommunicator):
     def close(self) -> None:
         if not self._done.is_set():
             self._done.set()
+            self._told.set()
             self._guard.join()
-            if not self.failure:
+            if not self._aborted:
                 self.gpu.communication.synchronize()
                 if not self._captured:  # NCCL would wait for the last graph that holds one of its calls
                     self.link.close()
@@ -218,7 +219,10 @@ class NcclCommunicator(StagedCommunicator):
         self.gpu.device.use()
         while not self._done.wait(LOOK):
             self.current = self._progress.look(self.step, time.monotonic())
-            error = self.link.error()
+            try:
+                error = self.link.error()
+            except Exception as raised:  # NCCL cannot even say what is wrong
+                error = str(raised)
             if error:
                 self._fail(error)
                 return
@@ -238,4 +242,5 @@ class NcclCommunicator(StagedCommunicator):
 
     def _set_free(self) -> None:
         """Abort on another thread: kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
+        self._aborted = True
         threading.Thread(target=self.link.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()
