@@ -98,7 +98,7 @@ class CupyBackend:
         return self.device.record(join_updates(runs))
 
     def all_finite(self, array: Array) -> bool:
-        return bool(np.isfinite(array).all())
+        return bool(np.isfinite(self.memory.fetch(array)).all())
 
     def close(self) -> None:
         """Nothing to release."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.backends.host_kernels import HostDevice
 from tests.training import small
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
 ]
@@ -93,22 +95,25 @@ HALVES: dict[str, tuple[str, dict[str, Any], float]] = {
 """With what the rounding of one value in the low type, which falls on either side, makes of a loss."""
 
 
+def sweep(names: Iterable[str], *always: str) -> list[Any]:
+    """``names`` as parameters of a test, of which only ``always`` are not in the large tier."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.large) for name in names]
+
+
 def both(optimizer: str, options: dict[str, Any], workers: int = 2, **how: Any) -> list[list[dict[str, Any]]]:
     """What ``workers`` ranks got on devices, and on hosts."""
     programs = [small.compiled(optimizer, backend=backend, **options) for backend in (DEVICE, "onnxruntime")]
     return [run_threads(workers, lambda comm, program=program: train(comm, program, **how)) for program in programs]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sweep(PROGRAMS, "mirrored", "accumulate, clip"))
 def test_two_devices_follow_two_hosts(name: str) -> None:
     devices, hosts = both(*PROGRAMS[name], sizes=(12, 12, 12) if name == "any world" else (12, 11, 12))
     assert devices[0]["hash"] == devices[1]["hash"]
     follow(devices[0], hosts[0])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", sweep(HALVES, "bf16, zero 3, offload"))
 def test_two_devices_follow_two_hosts_in_low_precision(name: str) -> None:
     optimizer, options, tolerance = HALVES[name]
     devices, hosts = both(optimizer, options)
@@ -186,7 +191,6 @@ def test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path: Pat
     np.testing.assert_allclose(outputs[DEVICE], outputs["onnxruntime"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
 def test_workers_on_devices_push_to_servers_on_hosts() -> None:
     def served(comm: Any, program: graphc.Program) -> dict[str, Any]:
         losses = []

@@ -52,8 +52,8 @@ def both(path: str, optimizer: str, batches: list[dict[str, Any]], **options: An
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("mlp", "sgd:lr=0.05,momentum=0.9"),
-        ("lenet", "sgd:lr=0.05,momentum=0.9"),
+        pytest.param("mlp", "sgd:lr=0.05,momentum=0.9", marks=pytest.mark.large),
+        pytest.param("lenet", "sgd:lr=0.05,momentum=0.9", marks=pytest.mark.large),
         ("transformer-small", "adamw:lr=1e-3,eps=1e-4"),  # a bias of keys has no gradient but noise
     ],
 )
