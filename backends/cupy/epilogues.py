@@ -10,13 +10,14 @@ elsewhere :func:`by_rule` decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import onnx_ir as ir
 
 from graphc.backends.cupy import nodes
+from graphc.backends.cupy.casts import casts_before_views, views_before_casts
 from graphc.backends.cupy.operands import Fitted, fitted, matrices, placed, scalar_factor
 from graphc.backends.cupy.products import (
     AUX_ELEMENTS,
@@ -24,15 +25,27 @@ from graphc.backends.cupy.products import (
     DOMAIN,
     HALVES,
     PRODUCT,
-    TYPES,
     Matrix,
     Product,
     Strided,
     is_product,
     mask_row,
 )
-from graphc.backends.cupy.reductions import reduced_axes
-from graphc.backends.cupy.uses import MOVES, direct_user, drop, ends, in_memory, is_kept, only_user, stand_in, sweep, users
+from graphc.backends.cupy.uses import (
+    MOVES,
+    before_cast,
+    direct_user,
+    drop,
+    ends,
+    in_memory,
+    is_kept,
+    leads_to_transpose,
+    only_user,
+    row_sums,
+    stand_in,
+    sweep,
+    users,
+)
 from graphc.backends.cupy.views import shape_of, size_of
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant
@@ -80,11 +93,22 @@ class _Joiner:
         self.loose = loose_gelu
         self.op = Builder(graph)
         self.masks: dict[ir.Value, ir.Node] = {}
+        self.order = {node: k for k, node in enumerate(graph)}
 
     def run(self) -> None:
-        self._casts_before_views()
+        casts_before_views(self.graph, self.op)
         products = [self._product(node) for node in list(self.graph) if node.domain == "" and is_product(node)]
-        rules = (self._scale, self._cast, self._bias, self._residual, self._activation, self._gradient, self._result_sum)
+        views_before_casts(self.graph, self.op)
+        rules = (
+            self._scale,
+            self._turned,
+            self._cast,
+            self._bias,
+            self._residual,
+            self._activation,
+            self._gradient,
+            self._result_sum,
+        )
         for first in (p for p in products if p is not None):
             node: ir.Node | None = first
             while node is not None:
@@ -121,6 +145,7 @@ class _Joiner:
         addend = node.inputs[2] if len(node.inputs) > 2 else None
         beta = node.attributes.get_float("beta", 1.0)
         made = self._node(product, found, found.operands, [out], node)
+        self.order[made] = self.order[node]
         result = made.outputs[0]
         if addend is not None and beta:
             total = self.op.Add(result, addend if beta == 1.0 else self.op.Mul(addend, beta))
@@ -165,6 +190,7 @@ class _Joiner:
         for key, value in given.items():
             inputs[{"c": C, "bias": BIAS, "aux": AUX}[key]] = value
         made = self._node(p, origin, inputs, results, gone[0] if gone else node)
+        self.order[made] = self.order[node]
         for old, new in zip(results, made.outputs, strict=True):
             stand_in(old, new)
         self.graph.remove(gone, safe=True)
@@ -183,6 +209,10 @@ class _Joiner:
             return None
         return self._grown(node, replace(p, alpha=p.alpha * scaled[1]), [user[0].outputs[0]], [user[0]])
 
+    def _turned(self, node: ir.Node) -> ir.Node | None:
+        """The result written in another order, before anything is added to it in that order."""
+        return self._moved(node) if product_of(node).plain and leads_to_transpose(node.outputs[0]) else None
+
     def _cast(self, node: ir.Node) -> ir.Node | None:
         """A result in float32 where the operands have half precision, and with it the sum that takes it."""
         p, user = product_of(node), only_user(node.outputs[0])
@@ -191,7 +221,7 @@ class _Joiner:
         cast, out = user[0], user[0].outputs[0]
         if cast.op_type != "Cast" or cast.domain or out.dtype != ir.DataType.FLOAT:
             return None
-        bias = _before_cast(node.inputs[BIAS]) if p.bias else None
+        bias = before_cast(node.inputs[BIAS]) if p.bias else None
         if p.bias and bias is None:
             return None
         wide = replace(p, result=ir.DataType.FLOAT)
@@ -200,7 +230,7 @@ class _Joiner:
                 return self._grown(node, wide, [out], [cast], bias=bias)
             return None
         add = only_user(out)
-        addend = None if add is None else _addend(add[0], add[1], out)
+        addend = None if add is None else self._addend(node, add[0], add[1], out)
         if add is None or addend is None:
             return None
         both = replace(wide, c=_rows(p))
@@ -227,7 +257,7 @@ class _Joiner:
         if user is None or p.c is not None or p.epilogue or _rows(p) is None or p.dtype == ir.DataType.DOUBLE:
             return None
         add, index, seen = user
-        addend = _addend(add, index, seen)
+        addend = self._addend(node, add, index, seen)
         if addend is None:
             return None
         fused = replace(p, c=_rows(p))
@@ -306,7 +336,7 @@ class _Joiner:
         p, out = product_of(node), node.outputs[0]
         if p.epilogue not in BACKWARD or p.bias_gradient:
             return None
-        for total in _row_sums(out, p.n):
+        for total in row_sums(out, p.n):
             fused = replace(p, bias_gradient="d")
             if total.outputs[0].dtype == p.result and self._pays(fused, p, _nbytes(out)):
                 return self._grown(node, fused, [out, total.outputs[0]], [total])
@@ -321,7 +351,7 @@ class _Joiner:
             value = node.inputs[A if side == "a" else B]
             if value is None or matrix.column_step != 1 or matrix.row_step != length or size_of(value) != length * p.k:
                 continue
-            for total in _row_sums(value, length):
+            for total in row_sums(value, length):
                 result, gone = total.outputs[0], [total]
                 if result.dtype != p.result:
                     cast = only_user(result)
@@ -357,6 +387,23 @@ class _Joiner:
 
     # Help -------------------------------------------------------------------------------------------------------------
 
+    def _addend(self, node: ir.Node, add: ir.Node, index: int, seen: ir.Value) -> ir.Value | None:
+        """What an Add puts to the whole product of ``node``, where that lies in memory anyway, and did so before.
+
+        A product that waited for something later would keep its operands alive until then.
+        """
+        if add.op_type != "Add" or add.domain:
+            return None
+        other = add.inputs[1 - index]
+        if other is None or other is seen or other.dtype != seen.dtype or shape_of(other) != shape_of(seen):
+            return None
+        base = in_memory(other)
+        producer = base.producer()
+        if producer is None:
+            return other if constant(other) is None else None
+        lies = producer.domain == DOMAIN or len(list(users(base))) > 1 or nodes.special(producer) is not None
+        return other if lies and self.order.get(producer, len(self.order)) < self.order[node] else None
+
     def _pays(self, fused: Product, plain: Product, saved: int) -> bool:
         return self.choose([fused], [plain], saved)
 
@@ -364,56 +411,6 @@ class _Joiner:
         if node.op_type not in ("Gelu", "GeluGrad"):
             return False
         return self.loose or node.attributes.get_string("approximate", "none") == "tanh"
-
-    def _casts_before_views(self) -> None:
-        """Cast(view(x)) ─► view(Cast(x)) in front of products, which then read x's own order."""
-        known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in self.graph if n.op_type == "Cast" and n.domain == ""}
-        for node in [n for n in self.graph if n.op_type == "Cast" and n.domain == "" and n.outputs[0].dtype in TYPES]:
-            source = node.inputs[0]
-            view = None if source is None else source.producer()
-            if view is None or view.domain or view.op_type not in MOVES or not _feeds_product(node.outputs[0]):
-                continue
-            inner = view.inputs[0]
-            assert inner is not None
-            self.op.before, self.op.scope = node, node.name or "Cast"
-            dtype = node.outputs[0].dtype
-            assert dtype is not None
-            cast = known.get((inner, dtype))
-            if cast is None:
-                cast = known[inner, dtype] = self.op.Cast(inner, to=int(dtype))
-            (again,) = self.op.emit(view.op_type, [cast, *view.inputs[1:]], dict(view.attributes))
-            stand_in(node.outputs[0], again)
-
-
-def _addend(add: ir.Node, index: int, seen: ir.Value) -> ir.Value | None:
-    """What an Add puts to a whole product, where that lies in memory anyway."""
-    if add.op_type != "Add" or add.domain:
-        return None
-    other = add.inputs[1 - index]
-    if other is None or other is seen or other.dtype != seen.dtype or shape_of(other) != shape_of(seen):
-        return None
-    base = in_memory(other)
-    producer = base.producer()
-    lies = producer is None or producer.domain == DOMAIN or len(list(users(base))) > 1 or nodes.special(producer) is not None
-    return other if lies and constant(other) is None else None
-
-
-def _before_cast(value: ir.Value | None) -> ir.Value | None:
-    """The float32 number of which ``value`` is a rounded copy."""
-    producer = None if value is None else value.producer()
-    if producer is None or producer.op_type != "Cast" or producer.domain:
-        return None
-    source = producer.inputs[0]
-    return source if source is not None and source.dtype == ir.DataType.FLOAT else None
-
-
-def _row_sums(value: ir.Value, length: int) -> Iterator[ir.Node]:
-    """The sums of the rows of ``value``, rows of ``length`` elements."""
-    for user, index, seen in users(value):
-        if user.op_type == "ReduceSum" and user.domain == "" and index == 0:
-            axes = reduced_axes(user)
-            if axes == tuple(range(len(shape_of(seen)) - 1)) and axes and shape_of(seen)[-1] == length:
-                yield user
 
 
 def _rows(p: Product) -> Matrix | None:
@@ -427,13 +424,6 @@ def _joins_a_kernel(value: ir.Value) -> bool:
     """Whether a generated kernel computes with the value, so that one more op on it costs no pass over memory."""
     readers = [user for user, _, _ in users(value)]
     return not is_kept(value) and bool(readers) and all(not is_product(u) and nodes.special(u) is None for u in readers)
-
-
-def _feeds_product(value: ir.Value) -> bool:
-    for user, _ in value.uses():
-        if user.domain == "" and (is_product(user) or (user.op_type in MOVES and _feeds_product(user.outputs[0]))):
-            return True
-    return False
 
 
 def _nbytes(value: ir.Value) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from graphc.backends.cupy import views
+from graphc.backends.cupy.reductions import reduced_axes
+from graphc.backends.cupy.views import shape_of
 
 MOVES = frozenset({*views.RESHAPES, "Transpose"})
 """Ops whose result holds every element of its operand once."""
@@ -84,3 +86,30 @@ def ends(value: ir.Value) -> bool:
             return False
         value = user.outputs[0]
     return not value.uses()
+
+
+def before_cast(value: ir.Value | None) -> ir.Value | None:
+    """The float32 number of which ``value`` is a rounded copy."""
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type != "Cast" or producer.domain:
+        return None
+    source = producer.inputs[0]
+    return source if source is not None and source.dtype == ir.DataType.FLOAT else None
+
+
+def row_sums(value: ir.Value, length: int) -> Iterator[ir.Node]:
+    """The sums of the rows of ``value``, rows of ``length`` elements."""
+    for user, index, seen in users(value):
+        if user.op_type == "ReduceSum" and user.domain == "" and index == 0:
+            axes = reduced_axes(user)
+            if axes == tuple(range(len(shape_of(seen)) - 1)) and axes and shape_of(seen)[-1] == length:
+                yield user
+
+
+def leads_to_transpose(value: ir.Value) -> bool:
+    user = direct_user(value)
+    while user is not None and user.domain == "" and user.op_type in MOVES:
+        if user.op_type == "Transpose":
+            return True
+        user = direct_user(user.outputs[0])
+    return False

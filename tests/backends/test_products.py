@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 import graphc
 from graphc.backends.cupy import CupyBackend, choices
 from graphc.backends.cupy.choices import Choices
+from graphc.backends.cupy.cublaslt import Products
+from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.epilogues import by_rule, product_of
 from graphc.backends.cupy.products import DOMAIN, Product, call_of
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
@@ -209,7 +211,8 @@ def check_case(name: str, device: Any, tolerance: float) -> None:
     names = [v.name for v in model.graph.output]
     expected = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(names, feeds)
     results, segment = run_segment(model, feeds, device)
-    assert sum(isinstance(call, KernelCall) for call in segment.calls) == kernels
+    if not device.writes_cuda:  # a GPU takes what is faster
+        assert sum(isinstance(call, KernelCall) for call in segment.calls) == kernels
     assert not segment.fallbacks
     for output, value in zip(names, expected, strict=True):
         np.testing.assert_allclose(results[output], value, rtol=0, atol=tolerance * max(1.0, float(np.abs(value).max())))
@@ -287,3 +290,60 @@ def test_the_librarys_names_are_those_of_its_bindings() -> None:
                         size = np.zeros(1, np.uint64)
                         lt.matrix_layout_get_attribute(handle, attribute, held.ctypes.data, held.nbytes, size.ctypes.data)
                         assert held[0] == value, name
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options], Any]]:
+    """Makes the GPU with options; what is measured goes to a folder of its own."""
+    from graphc.backends.cupy.cuda import CACHE, CudaDevice
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, str(tmp_path_factory.mktemp("cache")))
+        yield lambda options: CudaDevice(0, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_library_reads_views_and_adds_sums_as_it_is_told(name: str, gpu: Callable[[Options], Any]) -> None:
+    check_case(name, gpu(Options()), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("precision", [None, "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["relu", "tanh"])
+def test_the_librarys_epilogues_give_pytorchs_gradients(
+    kind: str, precision: str | None, every: bool, gpu: Callable[[Options], Any]
+) -> None:
+    """With every epilogue that the library has, and with those that pay."""
+    device = gpu(Options(tf32=precision == "tf32"))
+    if every:
+        measured = device.library(Products)
+        device.pays = lambda joined, apart, saved: all(np.isfinite(measured.seconds(p)) for p in joined)
+    low = precision if precision in ("bf16", "fp16") else None
+    results, _ = run_segment(gradients_segment(network("Relu") if kind == "relu" else network("Gelu"), low), FEEDS, device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(low or "", torch.float32)
+    tolerance = {None: 1e-5, "tf32": 4e-3, "bf16": 2**-6, "fp16": 2**-8}[precision]
+    for name, value in by_torch(TORCH[kind], dtype).items():
+        got = results[name] / (1024.0 if low == "fp16" and name != "loss" else 1.0)
+        scale = float(np.abs(value).max())
+        np.testing.assert_allclose(got / scale, value / scale, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.gpu
+def test_large_products_on_the_gpu_repeat_their_bits_and_keep_what_was_measured(gpu: Callable[[Options], Any]) -> None:
+    text = "(float[512,4096] a, float[4096,768] b, float[768] c) => (float[512,768] y) { g = Gemm(a, b, c)  y = Relu(g) }"
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("a", (512, 4096)), ("b", (4096, 768)), ("c", 768))}
+    found = [run_segment(model, feeds, gpu(Options(deterministic=True)))[0]["y"] for _ in range(3)]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+    device = gpu(Options())
+    results, _ = run_segment(model, feeds, device)
+    expected = np.maximum(feeds["a"].astype(np.float64) @ feeds["b"] + feeds["c"], 0)
+    np.testing.assert_allclose(results["y"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    path = device.library(Products)._file()
+    held = path.read_text()
+    assert "relu" in held
+    run_segment(model, feeds, gpu(Options()))
+    assert path.read_text() == held, "nothing is measured twice"

@@ -294,3 +294,32 @@ def test_gradients_are_measured_in_two_launches(dtype: Any) -> None:
         np.testing.assert_allclose(device.fetch(total), expected, rtol=1e-12)
         if isinstance(device, Counting):
             assert device.launches == 2 + 4 * 2
+
+
+@pytest.mark.gpu
+def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
+    from graphc.backends.cupy.cuda import CudaDevice
+
+    device, host = CudaDevice(0), HostDevice()
+    states = []
+    for machine in (device, host):
+        runs, held = small_states(machine, 20)
+        for run in join_updates(runs):
+            run()
+        states.append([machine.fetch(a) for a in held])
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=1e-6, atol=1e-7)
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n).astype(np.float32) for n in (5, 3_000_000, 64)]
+    held = [device.put(a) for a in arrays]
+    total, flag = put(device, -1.0, np.float64), put(device, True, np.bool_)
+    backend = CupyBackend(device=device)
+    bind_op(backend, "SumOfSquares", {}, held, [total])()
+    bind_op(backend, "AnyNonFinite", {}, held, [flag])()
+    expected = sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays)
+    np.testing.assert_allclose(device.fetch(total), expected, rtol=1e-12)
+    assert not device.fetch(flag)
+    arrays[1][2_999_999] = np.inf
+    device.copy(held[1], arrays[1])
+    bind_op(backend, "AnyNonFinite", {}, held, [flag])()
+    assert device.fetch(flag)

@@ -1,0 +1,54 @@
+"""Casts and transposes in the order in which products can take them in."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.products import TYPES, is_product
+from graphc.backends.cupy.uses import MOVES, direct_user, drop, in_memory, stand_in
+from graphc.ir.builder import Builder
+
+
+def casts_before_views(graph: ir.Graph, op: Builder) -> None:
+    """Cast(view(x)) ─► view(Cast(x)) in front of products, which then read x's own order."""
+    known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in graph if n.op_type == "Cast" and n.domain == ""}
+    for node in [n for n in graph if n.op_type == "Cast" and n.domain == "" and n.outputs[0].dtype in TYPES]:
+        source = node.inputs[0]
+        view = None if source is None else source.producer()
+        if view is None or view.domain or view.op_type not in MOVES or not _feeds_product(node.outputs[0]):
+            continue
+        inner = view.inputs[0]
+        assert inner is not None
+        op.before, op.scope = node, node.name or "Cast"
+        dtype = node.outputs[0].dtype
+        assert dtype is not None
+        cast = known.get((inner, dtype))
+        if cast is None:
+            cast = known[inner, dtype] = op.Cast(inner, to=int(dtype))
+        (again,) = op.emit(view.op_type, [cast, *view.inputs[1:]], dict(view.attributes))
+        stand_in(node.outputs[0], again)
+
+
+def views_before_casts(graph: ir.Graph, op: Builder) -> None:
+    """Transpose(Cast(product)) ─► Cast(Transpose(product)), so that the product is written as it is read."""
+    for node in [n for n in graph if n.op_type == "Transpose" and n.domain == ""]:
+        source = node.inputs[0]
+        cast = None if source is None else source.producer()
+        if source is None or cast is None or cast.op_type != "Cast" or cast.domain or direct_user(source) is not node:
+            continue
+        inner = cast.inputs[0]
+        made = None if inner is None else in_memory(inner).producer()
+        if inner is None or made is None or not is_product(made):
+            continue
+        op.before, op.scope = node, node.name or "Transpose"
+        given = {"perm": node.attributes["perm"].as_ints()} if "perm" in node.attributes else {}
+        turned = op.Transpose(inner, **given)
+        stand_in(node.outputs[0], op.Cast(turned, to=cast.attributes["to"].as_int()))
+        drop(graph, cast)
+
+
+def _feeds_product(value: ir.Value) -> bool:
+    for user, _ in value.uses():
+        if user.domain == "" and (is_product(user) or (user.op_type in MOVES and _feeds_product(user.outputs[0]))):
+            return True
+    return False
