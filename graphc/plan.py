@@ -222,7 +222,7 @@ def _privatise(graph: ir.Graph) -> None:
             operands.extend((node, k) for k in range(len(node.inputs)))
         elif declaration is not None and declaration.next_value and (1 in declaration.reduces or declaration.elementwise):
             operands.append((node, 1))
-    op = Builder(graph)
+    op, follower = Builder(graph), _followers(graph)
     for node, index in operands:
         value = node.inputs[index]
         assert value is not None
@@ -234,8 +234,14 @@ def _privatise(graph: ir.Graph) -> None:
         fixed = producer is None or producer.op_type == "Constant"
         uses = sum(not _only_measures(user) for user, _ in value.uses())
         if fixed or uses > 1 or value.is_graph_output():
-            op.before, op.scope = node, f"copy/{value.name}"
+            op.before, op.scope = node if fixed else follower[value], f"copy/{value.name}"
             node.replace_input_with(index, op.Identity(value))
+
+
+def _followers(graph: ir.Graph) -> dict[ir.Value, ir.Node | None]:
+    """Value → the node behind its producer: a copy that is made there shares a segment, and mostly a kernel, with it."""
+    nodes = list(graph)
+    return {out: after for node, after in zip(nodes, [*nodes[1:], None], strict=True) for out in node.outputs}
 
 
 def _is_wait(node: ir.Node) -> bool:

@@ -137,7 +137,7 @@ def _moved_by(access: Access, source: Source) -> int:
     if distinct <= 1 << 10:
         return distinct * itemsize
     wanted = source.form.variable
-    near = wanted is None or steps.get(wanted.name) in (1, None)
+    near = wanted is None or steps.get(wanted.name) in (1, None) or wanted.size == source.form.vector
     looped = any(step == 1 and name[0] in "rc" for name, step in steps.items())
     if not looped:  # elements far from each other
         return min(distinct * SECTOR, nbytes(access.value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -88,10 +89,23 @@ def _reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_the_same_with_all_their_threads(name: str) -> None:
+    check_kernels(name, EmulatedDevice(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compute_the_same_on_a_gpu(name: str) -> None:
+    from graphc.backends.cupy.cuda import CudaDevice
+
+    check_kernels(name, CudaDevice())
+
+
+def check_kernels(name: str, device: Any) -> None:
+    """The kernels of a case give what onnxruntime gives."""
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + CASES[name]))
     feeds = _feeds(model)
     expected = _reference(model, feeds)
-    results, _ = run_segment(model, feeds, EmulatedDevice(2))
+    results, _ = run_segment(model, feeds, device)
     for output, value in zip(model.graph.output, expected, strict=True):
         found = np.asarray(results[output.name], dtype=np.float32)
         step = 1e-2 if value.dtype == ml_dtypes.bfloat16 else 2e-5
