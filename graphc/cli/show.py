@@ -47,7 +47,6 @@ def plan(
     """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
     from graphc import frontends
     from graphc.cli.inspect import is_training_graph
-    from graphc.engine import make_backend
     from graphc.errors import UsageError
     from graphc.grid import flights, grid
     from graphc.ir.facts import dims

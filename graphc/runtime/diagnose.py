@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Memory
+from graphc.backend import Array, Backend, Memory, host_backend
+from graphc.errors import DeviceMemoryError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
 from graphc.plan import prepare
@@ -37,15 +39,32 @@ def first_nonfinite(
     ]
     made = {out for n in nodes for out in n.outputs}
     reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
-    watched = [out for n in nodes for out in n.outputs if is_float(out)]
-    step = Step("segment", "replay", nodes, reads, watched)
-    results = {v.name or "": _new(memory, static_dims(v) or (), v.dtype.numpy()) for v in watched if v.dtype is not None}
-    sources = {v.name or "": executor.inputs[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
-    for name, array in feeds.items():
-        memory.copy(executor.inputs[name], array)
-    backend.bind_segment(segment_model(step), sources, results)()
+    step = Step("segment", "replay", nodes, reads, [out for n in nodes for out in n.outputs if is_float(out)])
+    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
+    try:
+        return _replay(step, sources, backend)
+    except DeviceMemoryError:  # all values at once need more than a step does
+        host = host_backend(threads=1)
+        try:
+            return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
+        finally:
+            host.close()
+
+
+def _replay(step: Step, sources: Mapping[str, Array], backend: Backend) -> str | None:
+    """Name of the first output of ``step`` that is not finite; ``sources`` lie in the backend's memory, or in the host's."""
+    memory = backend.memory
+    inputs: dict[str, Array] = {}
+    for name, array in sources.items():
+        inputs[name] = np.ascontiguousarray(array).reshape(array.shape) if isinstance(array, np.ndarray) else array
+        if isinstance(array, np.ndarray) and not memory.on_host:
+            inputs[name] = _new(memory, array.shape, array.dtype)
+            memory.copy(inputs[name], array)
+    values = [(v.name or "", v) for v in step.outputs if v.dtype is not None]
+    results = {name: _new(memory, static_dims(v) or (), v.dtype.numpy()) for name, v in values if v.dtype is not None}
+    backend.bind_segment(segment_model(step), inputs, results)()
     return next((name for name, array in results.items() if not np.isfinite(memory.fetch(array)).all()), None)
 
 
-def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory.zeros(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)

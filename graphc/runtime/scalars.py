@@ -58,7 +58,7 @@ class Scalars:
         elif self._sent.get(name) != value:
             self._copies[name][...] = value
             self._sent[name] = value
-            self._memory.copy(self._arrays[name], self._copies[name])
+            self._memory.copy(self._arrays[name], self._copies[name].copy())  # pinned memory would have to be waited for
 
     def forget(self) -> None:
         """Somebody has written the memory of scalars."""

@@ -168,6 +168,17 @@ def test_a_step_with_a_nan_leaves_the_state_of_the_last_good_one() -> None:
             assert np.isfinite(found["loss"])
 
 
+def test_what_went_wrong_is_found_on_the_host_where_the_device_is_full() -> None:
+    x, y = small.batch(8, 0)
+    with graphc.Trainer(small.compiled(ADAM, backend=DEVICE), threads=1) as trainer:
+        trainer.step({"input": x, "label": y})
+        trainer.state.load({"w1": np.full(small.SHAPES["w1"], 3e38, np.float32)})
+        assert isinstance(trainer.backend.memory, HostDevice)
+        trainer.backend.memory.limit = held(trainer) + 64
+        with pytest.raises(NonFiniteError, match=r"step 1, first in tensor 'm1'"):
+            trainer.step({"input": x, "label": y})
+
+
 def test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path: Path) -> None:
     batches = [dict(zip(("input", "label"), small.batch(8, seed), strict=True)) for seed in range(3)]
     digests, losses, outputs = {}, {}, {}
