@@ -142,8 +142,9 @@ def optimizer(
         states = [None if s is None else _state(graph, parameter, s, start) for s in chosen.states(options)]
         inputs = [parameter, gradient, *states, *([step] if takes_step else []), rate, divisor]
         names = [f"{parameter.name}::next"]
-        for kind, state in zip(chosen.states(options), states, strict=True):
-            names.append(f"{parameter.name}::{kind}::next" if state is None else f"{state.name}::next")
+        for formal, state in zip(declaration.outputs[1:], states, strict=True):
+            unread = f"{parameter.name}::{formal.name.removeprefix('next_')}::next"
+            names.append(unread if state is None else f"{state.name}::next")
         op.emit(declaration.name, inputs, attributes, domain=DOMAIN, outputs=names, name=f"update/{parameter.name}")
     ctx.note(f"optimizer: {name} updates {len(pairs)} parameters")
     return True

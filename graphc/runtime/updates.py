@@ -48,8 +48,10 @@ class Updates:
             targets.append(inputs[index] if index < len(inputs) else None)
         if backend.prefers_native(node):
             start, stop = group.owned
-            # An output whose state is left out (RMSprop without momentum, say) is written to memory nobody reads.
-            unread = [memory.zeros(4 * (stop - start)).view("float32") if t is None else t for t in targets]
+            # An output whose state is left out (RMSprop without momentum, say) is written to memory nobody reads; on a device
+            # it is not written at all.
+            size = 4 * (stop - start) if memory.on_host else 0
+            unread = [memory.zeros(size).view("float32") if t is None else t for t in targets]
             return backend.bind_kernel(node, inputs, unread, dict(following))
         results = [None if t is None else memory.zeros(t.nbytes).view(t.dtype).reshape(t.shape) for t in targets]
         run = bind_op(backend, node.op_type, node.attributes, inputs, results)

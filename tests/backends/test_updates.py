@@ -14,10 +14,13 @@ import onnx_ir as ir
 import pytest
 import torch
 
+import graphc
+from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.tables import Launched
 from graphc.backends.cupy.update_text import written
 from graphc.backends.cupy.updates import Update, is_elementwise, join_updates
+from graphc.bench.specs import SPECS
 from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, declare
@@ -323,3 +326,39 @@ def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
     device.copy(held[1], arrays[1])
     bind_op(backend, "AnyNonFinite", {}, held, [flag])()
     assert device.fetch(flag)
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("optimizer", "options", "tolerance"),
+    [
+        # with a large eps, for otherwise the first step is the sign of each gradient, however small
+        ("rmsprop:lr=1e-4,eps=1e-2", {"clip_norm": 0.5}, 1e-5),
+        ("adagrad:lr=1e-3,eps=1e-2", {"nonfinite": "skip", "clip_value": 0.01}, 1e-5),
+        ("adamw:lr=1e-3", {"precision": "bf16", "strategy": "zero"}, 2e-2),
+        ("adamw:lr=1e-3", {"precision": "fp16", "accumulate": 2}, 2e-2),
+    ],
+)
+def test_training_with_clipping_skipping_and_low_copies_follows_the_host(
+    optimizer: str, options: dict[str, Any], tolerance: float, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Counting()
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
+    x, y = SPECS["mlp"].batch(8)
+    losses = {}
+    for backend in ("onnxruntime", "pretended"):
+        program = graphc.compile(
+            exported("mlp"),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.parse(optimizer),
+            backend=backend,
+            **options,
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            found = [trainer.step({"input": x, "label": y}) for _ in range(6)]
+        losses[backend] = [step["loss"] for step in found]
+        losses[f"{backend} norm"] = [step.get("grad_norm", 0.0) for step in found]
+    assert losses["onnxruntime"][-1] < losses["onnxruntime"][0]
+    np.testing.assert_allclose(losses["pretended"], losses["onnxruntime"], rtol=tolerance)
+    np.testing.assert_allclose(losses["pretended norm"], losses["onnxruntime norm"], rtol=max(tolerance, 1e-4))

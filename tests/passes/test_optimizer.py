@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+import graphc
 from graphc import optim
 from graphc.errors import GraphcError, UsageError
 from graphc.ir.builder import Builder
@@ -153,6 +154,15 @@ def test_twenty_steps_follow_pytorch(name: str, options: dict[str, Any], dtype: 
     np.testing.assert_allclose(stepper.state["w"], w, rtol=relative, atol=absolute)
     np.testing.assert_allclose(stepper.state["b"], b, rtol=relative, atol=absolute)
     assert stepper.state[STEP] == STEPS
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_the_default_pipeline_takes_every_optimizer_with_its_defaults(name: str) -> None:
+    text = """<ir_version: 10, opset_import: ["": 22]> g (float[N,3] input) => (float[N,2] logits)
+      <float[3,2] w = {1, 2, 3, 4, 5, 6}> { logits = MatMul(input, w) }"""
+    model = onnx.parser.parse_model(text)
+    program = graphc.compile(model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.parse(name))
+    assert CLASSES[name] in {node.op_type for node in program.model.graph}
 
 
 def test_a_summed_loss_has_no_divisor() -> None:
