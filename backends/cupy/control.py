@@ -48,6 +48,13 @@ class Control:
     bodies: tuple[Segment, ...]
 
     @property
+    def iterations(self) -> int:
+        """How often the bodies run; 1 where only the run will tell."""
+        if self.node.op_type == "Scan":
+            return shape_of(self.node.inputs[-1])[0]
+        return (trip_count(self.node) or 1) if self.node.op_type == "Loop" else 1
+
+    @property
     def queued(self) -> bool:
         """Whether the host has to read nothing while the node runs."""
         known = self.node.op_type == "Scan" or (self.node.op_type == "Loop" and trip_count(self.node) is not None)

@@ -13,14 +13,16 @@ Every figure was measured on one H200 (driver 580, CUDA 13.0) or is marked as as
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.bound import _offsets
+from graphc.backends.cupy.control import Control
 from graphc.backends.cupy.convolutions import convolution_of
 from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.planned import PlannedDevice
@@ -65,7 +67,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
     for step in plan.steps:
         if step.kind == "segment":
             segment = compile_segment(segment_model(step), choose=device.pays, loose_gelu=device.options.loose_gelu)
-            costs += [cost_of(call) for call in segment.calls]
+            costs += [cost_of(call) for call in _calls(segment)]
             scratch = max(scratch, scratch_of(segment))
         elif step.group is not None:
             costs.append(_update(step.group))
@@ -77,6 +79,15 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
 def scratch_of(segment: Segment) -> int:
     """Bytes of the values that calls of a segment hand to each other."""
     return _offsets(segment, {*segment.graph.inputs, *segment.graph.outputs})[2]
+
+
+def _calls(segment: Segment) -> Iterator[KernelCall | NodeCall]:
+    """The calls of a segment; of both branches of an If the first stands for either."""
+    for call in segment.calls:
+        if isinstance(call, Control):
+            yield from itertools.chain.from_iterable(itertools.repeat(list(_calls(call.bodies[0])), call.iterations))
+        else:
+            yield call
 
 
 def cost_of(call: KernelCall | NodeCall) -> Cost:

@@ -89,7 +89,7 @@ template <int WIDTH, class OP, class T> static __device__ inline T reduce_lanes(
   const unsigned int mask = WIDTH < 32 ? ((1u << (WIDTH % 32)) - 1) << (threadIdx.x % 32 / WIDTH * WIDTH) : 0xffffffffu;
 #pragma unroll
   for (int step = (WIDTH < 32 ? WIDTH : 32) / 2; step > 0; step /= 2)
-    value = OP::of(value, __shfl_xor_sync(mask, value, step));
+    value = OP::of(value, (T)__shfl_xor_sync(mask, value, step));
   if (WIDTH <= 32) return value;
   __shared__ T totals[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -137,6 +137,8 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
             shape = blocks(source.rows, source.columns)
         elif launch.lanes:
             shape = shared_rows(source.rows, launch.lanes)
+        elif source.columns == 1:
+            shape = shared_rows(source.rows, 1)  # a thread has more to do than to store one number
         else:
             shape = spread(source.rows, source.columns)
         name, text = render(source, shape, device=device)

@@ -106,6 +106,27 @@ def _compile(start: str, texts: Mapping[str, str], emulate: bool) -> Path:
     return library
 
 
+def refused_by_cuda(texts: Mapping[str, str]) -> str:
+    """What CUDA's own compiler says against the kernels, for the architecture of the H200; empty where it takes all."""
+    parts: list[str] = []
+    for name, text in texts.items():
+        parts += [f"namespace in_{name} {{", text, "}", *(f"#undef {word}" for word in _macros(text))]
+    with tempfile.TemporaryDirectory(dir=folder()) as work:
+        source = Path(work) / "kernels.cu"
+        source.write_text("\n".join(parts))
+        command = [
+            "nvcc",
+            "-arch=sm_90",
+            "-std=c++17",
+            "-diag-suppress=177,128",
+            "-ptx",
+            "-o",
+            f"{work}/kernels.ptx",
+            str(source),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr[:3000]
+
+
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]

@@ -10,6 +10,7 @@ import logging
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+import graphc
 from graphc.backend import BACKENDS, COVERAGE, PLANNERS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.control import Control
@@ -312,3 +314,45 @@ def test_the_host_runs_only_what_has_no_other_way() -> None:
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(NOISE))
     calls = [call for call in compile_segment(model).calls if isinstance(call, NodeCall)]
     assert [call.node.op_type for call in calls] == ["RandomNormalLike"]
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_networks_with_dropout_train_as_in_onnxruntime(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of the forward and that of the gradient run on the device, and the masks are those of the CPU."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    torch.manual_seed(0)
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.states = getattr(torch.nn, kind)(6, 8, batch_first=True)
+            self.drop, self.out = torch.nn.Dropout(0.2), torch.nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.drop(self.states(x)[0][:, -1]))
+
+    path = str(tmp_path / "network.onnx")
+    options = {"dynamo": False, "do_constant_folding": False, "training": torch.onnx.TrainingMode.TRAINING}
+    torch.onnx.export(Network(), (torch.zeros(5, 7, 6),), path, input_names=["x"], output_names=["y"], **options)
+    losses: dict[str, list[float]] = {}
+    for backend in ("onnxruntime", "cupy"):
+        program = graphc.compile(
+            path,
+            loss=graphc.losses.SoftmaxCrossEntropy(logits="y", label="label"),
+            optimizer=graphc.optim.Adam(lr=0.05),
+            backend=backend,
+        )
+        data = np.random.default_rng(0)
+        with graphc.Trainer(program, seed=3) as trainer:
+            feeds = [
+                {"x": data.standard_normal((5, 7, 6)).astype(np.float32), "label": data.integers(0, 4, 5)} for _ in range(4)
+            ]
+            losses[backend] = [float(trainer.step(feed)["loss"]) for feed in feeds]
+    np.testing.assert_allclose(losses["cupy"], losses["onnxruntime"], rtol=1e-5)

@@ -22,7 +22,7 @@ from onnx import numpy_helper
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.errors import GraphcError
-from tests.backends.host_compiler import compile_kernels
+from tests.backends.host_compiler import compile_kernels, refused_by_cuda
 from tests.backends.host_kernels import HostDevice
 from tests.conformance.exceptions import CUPY, NUMPY, ONNXRUNTIME
 from tests.conformance.suite import Case, all_cases, check, plain, quick_cases
@@ -43,9 +43,10 @@ SAID = frozenset(
 class Collecting(HostDevice):
     """Runs nothing, and keeps the kernels that it is given."""
 
-    def __init__(self, texts: dict[str, str]) -> None:
+    def __init__(self, texts: dict[str, str], *, cuda: bool = False) -> None:
         super().__init__()
         self._texts = texts
+        self.writes_cuda = cuda
 
     def empty(self, nbytes: int) -> Any:
         return self.zeros(nbytes)
@@ -76,22 +77,22 @@ def with_constants(case: Case) -> Case | None:
     return dataclasses.replace(case, model=model, data_sets=[([x for k, x in enumerate(inputs) if k not in known], outputs)])
 
 
-def compiled_together(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile the kernels of all cases, and let ``cupy`` stand for the backend on the machine of the tests."""
+def kernels(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch, *, cuda: bool = False) -> dict[str, str]:
+    """The text of the kernels of all cases."""
     texts: dict[str, str] = {}
     logging.getLogger("graphc.cupy").setLevel(logging.ERROR)
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=Collecting(texts)))
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=Collecting(texts, cuda=cuda)))
     for case in cases:
         with contextlib.suppress(AssertionError, GraphcError, RuntimeError, ImportError):  # nothing is computed
             check(case, "cupy")
-    compile_kernels(texts)
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    return texts
 
 
 def wrong(cases: Mapping[str, Case], names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """One line per case that is neither passed nor excepted, with feeds as they are and as constants."""
     folded = {name: case for name in names if (case := with_constants(cases[name])) is not None}
-    compiled_together([*(cases[name] for name in names), *folded.values()], monkeypatch)
+    compile_kernels(kernels([*(cases[name] for name in names), *folded.values()], monkeypatch))
+    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
     return "\n".join([*failures("cupy", cases, names), *failures("cupy", folded, sorted(folded))])
 
 
@@ -120,6 +121,16 @@ def test_every_case(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = all_cases()
     found = wrong(cases, sorted(cases)[part::4], monkeypatch)
     assert not found, found
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
+def test_kernels_of_a_sample_are_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = quick_cases()
+    chosen = [cases[name] for name in sorted(cases)[5::40]]
+    texts = kernels([*chosen, *filter(None, map(with_constants, chosen))], monkeypatch, cuda=True)
+    assert len(texts) > 30
+    assert refused_by_cuda(texts) == ""
 
 
 @pytest.mark.full

@@ -1,8 +1,8 @@
 """Scatters. Nothing is added atomically: every run gives the same bits.
 
     few updates a line     one thread a line (all elements that differ in the axis only) applies its updates in order
-    else                   updates are sorted by where they go; threads sum runs of equal places, first within chunks of √n
-                           updates, then what goes on over the edge of a chunk
+    else                   updates are sorted by where they go; threads sum runs of equal places, first within chunks of about
+                           √n updates, then what goes on over the edge of a chunk
 
 The gradient of an embedding is the second: for 16,384 tokens into 50,257 × 768 it writes the zeros (154 MB), sorts 16,384
 indices by counting (some 50 µs), and reads every token's gradient once.
@@ -26,6 +26,9 @@ from graphc.ir.facts import constant
 
 LINES = 2048
 """Lines from which one thread a line keeps a device busy."""
+
+BUSY = 1 << 18
+"""Threads that keep a device busy: chunks are as long as leaves so many, but for a factor of two around √n."""
 
 COMBINE: Mapping[str, str] = {"add": "Sum", "mul": "Prod", "max": "Maximum", "min": "Minimum"}
 
@@ -166,7 +169,8 @@ def _apply(node: ir.Node, keys: ir.Value, updates: ir.Value, y: ir.Value, inner:
         body = f"y[(INDEX)places[row / {inner}] * {inner} + row % {inner}] = updates[row];"
         return [Launch(body, given(places=keys, updates=updates), {}, count * inner, updates={"y": y})]
     launches, order = sorted_order(keys, str(y.name))
-    chunk = max(16, 1 << math.ceil(math.log2(max(1, count)) / 2))
+    root = 1 << math.ceil(math.log2(max(1, count)) / 2)
+    chunk = max(16, min(root, max(root // 4, count * inner // BUSY)))
     chunks = -(-count // chunk)
     kind, combine = computed(y), COMBINE[reduction]
     wide = ir.DataType.FLOAT if kind == "float" else dtype_of(y)
