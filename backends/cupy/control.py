@@ -76,7 +76,7 @@ def body_models(node: ir.Node) -> list[onnx.ModelProto] | None:
 
 def _model(node: ir.Node, body: ir.Graph) -> onnx.ModelProto:
     assert node.graph is not None
-    op = Builder(node.graph).inside(body)  # type: ignore[arg-type]
+    op = Builder(node.graph).inside(body)
     taken: set[ir.Value] = set()
     for k, value in enumerate(body.outputs):
         producer = value.producer()

@@ -147,10 +147,8 @@ def special(node: ir.Node) -> NodeKernel | Library | None:
     """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
     load()
     key = key_of(node.domain, node.op_type)
-    for found in (*LIBRARIES.get(key, ()), *KERNELS.get(key, ())):
-        if _accepts(found, node):
-            return found
-    return None
+    entries: list[NodeKernel | Library] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
+    return next((entry for entry in entries if _accepts(entry, node)), None)
 
 
 def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:

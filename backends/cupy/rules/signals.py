@@ -67,7 +67,7 @@ def _parts(op: Builder, x: Any) -> tuple[Any, Any]:
     shape = list(shape_of(x)[:-1])
     if shape_of(x)[-1] == 1:
         return op.Reshape(x, op.const(np.array(shape, np.int64))), None
-    return tuple(op.Reshape(op.Slice(x, [k], [k + 1], [-1]), op.const(np.array(shape, np.int64))) for k in range(2))  # type: ignore[return-value]
+    return tuple(op.Reshape(op.Slice(x, [k], [k + 1], [-1]), op.const(np.array(shape, np.int64))) for k in range(2))
 
 
 def _along(op: Builder, x: Any, matrix: Any, axis: int) -> Any:
