@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value|overflow:RuntimeWarning"),  # where the pretended device meets a NaN
 ]
 
 DEVICE = "pretended"
@@ -43,7 +44,7 @@ def held(trainer: graphc.Trainer) -> int:
 
 
 def train(comm: Any, program: graphc.Program, sizes: tuple[int, ...] = (12, 11, 12)) -> dict[str, Any]:
-    """Losses, whole state and its hash of one rank; ``sizes`` are those of the global batches."""
+    """Losses of training and of evaluation, whole state and its hash of one rank; ``sizes`` are those of the global batches."""
     losses = []
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
         for k, size in enumerate(sizes):
@@ -51,6 +52,7 @@ def train(comm: Any, program: graphc.Program, sizes: tuple[int, ...] = (12, 11, 
             mine = share(len(feeds["input"]), comm.rank, comm.size)
             losses.append(trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)["loss"])
         nbytes = held(trainer) if program.backend == DEVICE else 0
+        losses.append(trainer.evaluate([{"input": feeds["input"][mine], "label": feeds["label"][mine]}])["loss"])
         places = {**trainer.state.arrays, **{n: trainer.state.flat[s.buffer] for n, s in trainer.state.shards.items()}}
         on_host = {name for name, array in places.items() if isinstance(array, np.ndarray)}
         state, digest = trainer.state.snapshot(trainer.comm), trainer.state_sha256()
