@@ -20,6 +20,7 @@ from graphc import frontends
 from graphc.backend import Array
 from graphc.data import Batch, Shards
 from graphc.errors import FeedError, NonFiniteError, UsageError
+from graphc.feeding import check_names, key_of_shapes
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
 from graphc.roles import ServerOptions, server_options, worker_part
 from graphc.runtime import checkpoint
@@ -30,7 +31,7 @@ from graphc.runtime.parameter_member import plan_part
 from graphc.runtime.parameter_server import Server
 from graphc.runtime.parameter_worker import Worker
 from graphc.runtime.state import State
-from graphc.trainer import Batches, Callback, Trainer, _key
+from graphc.trainer import Batches, Callback, Trainer
 
 
 class ServedTrainer(Trainer):
@@ -217,7 +218,7 @@ class ServedTrainer(Trainer):
             WorldError: a server is gone, or the workers behind do not come within the deadline.
         """
         worker = self._begin_worker()
-        executor = self._training.get(_key(feeds)) or self._plan_worker(feeds, worker)
+        executor = self._training.get(key_of_shapes(feeds)) or self._plan_worker(feeds, worker)
         arrays = self._checked(executor, feeds)
         share = len(next(iter(arrays.values()))) if arrays else 0
         if not self._fresh:
@@ -306,13 +307,13 @@ class ServedTrainer(Trainer):
         return not {LOSS_SCALE, SKIPPED}.isdisjoint(self.program.model.graph.initializers)
 
     def _plan_worker(self, feeds: Mapping[str, Array], worker: Worker) -> Executor:
-        shapes = self._check_names(feeds, self._part)
+        shapes = check_names(feeds, self._part.graph)
         for name, shape in shapes.items():
             if shape[:1] == (0,):
                 raise FeedError(f"feed {name!r} has no samples; a push needs at least one")
         plan = plan_part(self._part, shapes, worker.backend)
         executor = Executor(plan, self.state, worker.backend, check=False, wrap=self._hook())
-        self._training[_key(feeds)] = executor
+        self._training[key_of_shapes(feeds)] = executor
         return executor
 
     def _explain_push(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:

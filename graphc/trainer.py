@@ -27,9 +27,9 @@ from graphc.errors import (
     NonFiniteError,
     UsageError,
     WorldError,
-    nearest,
 )
-from graphc.ir.facts import dims, is_float
+from graphc.feeding import check_arrays, check_names, key_of_shapes
+from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.losses import label_checks
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
@@ -191,7 +191,7 @@ class Trainer:
 
     def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
         """The micro-batches of a step, checked, each with its plan."""
-        self._check_names(feeds, self.program.model)
+        check_names(feeds, self.program.model.graph)
         rows = self._micro.rows(feeds)
         if rows == 0 and self.size == 1:
             raise FeedError(f"feed {self._micro.first!r} has no samples")
@@ -207,7 +207,7 @@ class Trainer:
 
     def _bound(self, part: MicroBatch) -> tuple[Executor, MicroBatch]:
         """The plan for the shapes of a micro-batch, and its checked feeds."""
-        executor = self._training.get(_key(part.feeds))
+        executor = self._training.get(key_of_shapes(part.feeds))
         if executor is None:
             executor = self._plan(part.feeds, self.program.model, self._training)
         return executor, replace(part, feeds=self._checked(executor, part.feeds))
@@ -302,7 +302,7 @@ class Trainer:
             feeds = item.feeds if isinstance(item, Batch) else item
             if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
                 continue  # this worker has no sample of the last batch
-            executor = self._evaluation.get(_key(feeds))
+            executor = self._evaluation.get(key_of_shapes(feeds))
             if executor is None:
                 executor = self._plan(feeds, self.program.inference, self._evaluation)
             executor.run(self._checked(executor, feeds))
@@ -444,7 +444,7 @@ class Trainer:
             self.state.broadcast(self.comm, values)
 
     def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
-        shapes = self._check_names(feeds, model)
+        shapes = check_names(feeds, model.graph)
         guarded = self._check_finite and not self.backend.memory.on_host
         plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank, guarded=guarded)
         if model is self.program.model:
@@ -464,7 +464,7 @@ class Trainer:
 
             case = Case(model, shapes, self._micro.batched, self.size, self.rank, self._available or 0)
             raise explain(case, plan, self.backend.name, error) from error
-        cache[_key(feeds)] = executor
+        cache[key_of_shapes(feeds)] = executor
         return executor
 
     def _make_state(self) -> State:
@@ -499,37 +499,8 @@ class Trainer:
         elif self._collectives != plan.collectives:
             raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")
 
-    def _check_names(self, feeds: Mapping[str, Array], model: ir.Model) -> dict[str, tuple[int, ...]]:
-        wanted = {v.name or "": v for v in model.graph.inputs}
-        for name in feeds:
-            if name not in wanted:
-                raise FeedError(f"there is no input {name!r}{nearest(name, wanted)}; the inputs are {', '.join(wanted)}")
-        for name, value in wanted.items():
-            if name not in feeds:
-                raise FeedError(f"the feed {name!r} is missing; the inputs are {', '.join(wanted)}")
-            if dims(value) and np.ndim(feeds[name]) == 0:
-                raise FeedError(f"feed {name!r} is a single number, the model wants an array of {len(dims(value) or ())} axes")
-        return {name: tuple(np.shape(feeds[name])) for name in wanted}
-
     def _checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        arrays: dict[str, Array] = {}
-        for name, buffer in executor.inputs.items():
-            array = np.asarray(feeds[name])
-            if array.dtype != buffer.dtype:
-                raise FeedError(f"feed {name!r} is {array.dtype}, the model wants {buffer.dtype}; convert it with .astype")
-            arrays[name] = array
-        for name, (low, high, ignore) in self._labels.items():
-            labels = arrays.get(name)
-            if labels is None or labels.size == 0:
-                continue
-            if labels.min() < low or labels.max() >= high:
-                wrong = (labels < low) | (labels >= high)
-                if ignore is not None:
-                    wrong &= labels != ignore
-                if wrong.any():
-                    where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                    raise FeedError(f"label {int(labels[where])} at {name}{list(where)} is outside {low} … {high - 1}")
-        return arrays
+        return check_arrays(feeds, executor.inputs, self._labels)
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)
@@ -552,7 +523,3 @@ class Trainer:
             step=done,
             tensor=first,
         )
-
-
-def _key(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
-    return tuple((name, np.shape(array)) for name, array in sorted(feeds.items()))
