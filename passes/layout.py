@@ -152,7 +152,7 @@ def transposed_window(node: ir.Node) -> dict[str, object] | None:
         left = attributes.get("output_padding") or [0] * len(out)
         for k, (i, o) in enumerate(zip(size, out, strict=True)):
             total = max(0, plain.strides[k] * (i - 1) + left[k] + plain.span[k] - o)
-            begin[k] = total // 2 if mode != "SAME_LOWER" else total - total // 2
+            begin[k] = total // 2 if mode == "SAME_UPPER" else total - total // 2
     end = [
         (i - 1) * s + k - o - b for i, s, k, o, b in zip(size, plain.strides, plain.span, out, begin, strict=True)
     ]  # what makes the last window end where y ends; left over elements lie behind it

@@ -15,9 +15,12 @@ from torch import nn
 import graphc
 from graphc.backend import StandardAbilities
 from graphc.bench.specs import SPECS
+from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
+from graphc.pipeline import Context, run
 from graphc.plan import prepare
+from tests.gradient_check import new_model
 
 
 class Bottleneck(nn.Module):
@@ -177,6 +180,47 @@ def test_networks_compute_the_same_with_channels_last(name: str, training: bool,
         scale = max(float(np.abs(value).max()), 1e-12)
         assert found[key].shape == value.shape
         np.testing.assert_allclose(found[key] / scale, value / scale, rtol=0, atol=2e-5, err_msg=key)
+
+
+ALONE = {
+    "transposed": (
+        "ConvTranspose",
+        (2, 5, 6, 5),
+        (5, 3, 3, 2),
+        {"strides": [2, 2], "pads": [0, 1, 1, 0], "output_padding": [1, 0]},
+    ),
+    "transposed in groups": ("ConvTranspose", (2, 6, 5, 5), (6, 2, 3, 3), {"group": 3, "strides": [1, 2], "dilations": [2, 1]}),
+    "transposed to a shape": ("ConvTranspose", (2, 4, 5, 4), (4, 3, 3, 3), {"strides": [2, 3], "output_shape": [10, 13]}),
+    "transposed, as wide": ("ConvTranspose", (2, 4, 5, 4), (4, 3, 4, 3), {"strides": [2, 2], "auto_pad": "SAME_LOWER"}),
+    "cut short": ("ConvTranspose", (1, 4, 4, 4), (4, 3, 2, 2), {"strides": [1, 1], "pads": [2, 0, 1, 1]}),
+    "one axis": ("Conv", (2, 4, 13), (6, 4, 4), {"pads": [2, 1], "strides": [2]}),
+    "three axes": ("Conv", (2, 3, 5, 6, 4), (4, 3, 3, 2, 3), {"auto_pad": "SAME_UPPER", "strides": [1, 2, 1]}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_single_convolutions_compute_the_same(name: str) -> None:
+    """With a sum over channels behind it, which reads what the convolution writes."""
+    kind, x_shape, w_shape, attributes = ALONE[name]
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("x", x_shape), ("w", w_shape))}
+    outputs = w_shape[1] * attributes.get("group", 1) if kind == "ConvTranspose" else w_shape[0]
+    feeds["b"] = rng.standard_normal(outputs).astype(np.float32)
+    model, (x, w, b) = new_model(feeds)
+    op = Builder(model.graph)
+    y = op.emit(kind, [x, w, b], attributes)[0]
+    for k, value in enumerate((y, op.ReduceSum(op.Mul(y, y), [1], keepdims=0))):
+        value.name = f"y{k}"
+        model.graph.outputs.append(value)
+    expected = results(model, feeds)
+    run(model, "layout", Context())
+    kinds = {n.op_type for n in model.graph}
+    assert kind not in kinds
+    assert any(k.startswith("ChannelsLast") for k in kinds)
+    decompose_graph(model.graph, lambda node: False)
+    found = results(model, feeds)
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
 @pytest.mark.large
