@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
+import graphc
 from graphc.backend import BACKENDS
-from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
+from graphc.bench.specs import SPECS
+from graphc.errors import GraphcError, MissingExtraError, NonFiniteError, UnsupportedOpError
 from tests.backends.strict import StrictMemory, host_of
 
 ort = pytest.importorskip("onnxruntime")
@@ -82,3 +86,34 @@ def test_a_provider_that_does_not_load_is_no_reason_to_go_on_without_it(capfd: p
     with pytest.raises(GraphcError, match=r"cannot load its CUDAExecutionProvider.*cuDNN 9.*driver"):
         check_loads([(PROVIDER, provider_options(0, 0, tf32=False)), ("CPUExecutionProvider", {})])
     assert not capfd.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_training_on_a_device_follows_the_backend_of_the_host(
+    name: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: pretended())
+    x, y = SPECS[name].batch(6)
+    losses, states = {}, {}
+    for backend in ("onnxruntime", "pretended"):
+        program = graphc.compile(
+            exported(name),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.SGD(lr=0.05, momentum=0.9),  # Adam would blow up what rounding leaves of tiny gradients
+            backend=backend,
+            accumulate=2,
+            clip_norm=1.0,
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            losses[backend] = [trainer.step({"input": x, "label": y})["loss"] for _ in range(4)]
+            states[backend] = trainer.state.snapshot()
+            with pytest.raises(NonFiniteError, match="step 4"):
+                trainer.step({"input": np.full_like(x, np.nan), "label": y})
+            assert all((trainer.state.snapshot()[key] == value).all() for key, value in states[backend].items())
+    assert losses["onnxruntime"][3] < losses["onnxruntime"][0]
+    np.testing.assert_allclose(losses["pretended"], losses["onnxruntime"], rtol=1e-5)
+    for key, value in states["onnxruntime"].items():
+        np.testing.assert_allclose(
+            states["pretended"][key], value, rtol=0, atol=1e-5 * max(1.0, np.abs(value).max()), err_msg=key
+        )
