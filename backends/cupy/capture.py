@@ -75,6 +75,7 @@ class Recording:
 def capture_graph(memory: CudaMemory, runs: Sequence[Run]) -> Run:
     """Capture what ``runs`` queue on the compute stream, and on streams that it forks to and joins, as a CUDA graph."""
     stream = memory.stream
+    memory.trim()
     stream.begin_capture()
     try:
         for run in runs:

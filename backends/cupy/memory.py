@@ -169,9 +169,16 @@ class CudaMemory:
         return found
 
     def available(self) -> int:
-        """Bytes that can still be allocated: free on the device, and free in CuPy's pool."""
-        free, _ = self._runtime.memGetInfo()
-        return int(free) + int(self.cupy.get_default_memory_pool().free_bytes())
+        """Bytes that can still be allocated: free on the device (or up to the pool's limit), and free in CuPy's pool."""
+        pool = self.cupy.get_default_memory_pool()
+        free, limit = int(self._runtime.memGetInfo()[0]), int(pool.get_limit())
+        if limit:
+            free = min(free, limit - int(pool.total_bytes()))
+        return free + int(pool.free_bytes())
+
+    def trim(self) -> None:
+        """Give back what CuPy's pool holds and nobody uses: a graph needs memory that is not the pool's."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
 
     def copy(self, target: Any, source: Any) -> None:
         with device_errors():

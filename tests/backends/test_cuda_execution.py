@@ -1,0 +1,193 @@
+"""Training on a real GPU: captured as without capture, as on the CPU, in the memory that was predicted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.capture import Recording
+from graphc.bench.specs import SPECS
+from graphc.errors import DeviceMemoryError
+from graphc.memory import feed_shapes, memory_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error::graphc.backends.cupy.capture.CaptureRefusedWarning")]
+
+NETWORKS = ("mlp", "lenet", "transformer-small")
+
+
+def compiled(path: str, backend: str = "cupy", **options: Any) -> graphc.Program:
+    loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.01, momentum=0.9)
+    return graphc.compile(path, loss=loss, optimizer=optimizer, backend=backend, **options)
+
+
+def batch(name: str, count: int = 16) -> dict[str, Any]:
+    return dict(zip(("input", "label"), SPECS[name].batch(count), strict=True))
+
+
+def trained(program: graphc.Program, feeds: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Any]]:
+    with graphc.Trainer(program, threads=1) as trainer:
+        return [trainer.step(feeds)["loss"] for _ in range(steps)], trainer.state.snapshot()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "bf16"}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_captured_steps_are_those_launched_one_by_one_bit_for_bit(
+    name: str, options: dict[str, Any], exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphc.backends.cupy.cuda import CudaDevice
+
+    program, feeds = compiled(exported(name), **options), batch(name)
+    captured = trained(program, feeds, 6)
+    monkeypatch.setattr(CudaDevice, "record", lambda self, runs: Recording(runs, None))
+    launched = trained(program, feeds, 6)
+    assert captured[0] == launched[0]
+    for key, value in launched[1].items():
+        np.testing.assert_array_equal(captured[1][key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_twenty_steps_follow_the_cpu(name: str, exported: Callable[[str], str]) -> None:
+    feeds = batch(name)
+    found, _ = trained(compiled(exported(name)), feeds, 20)
+    wanted, _ = trained(compiled(exported(name), "onnxruntime"), feeds, 20)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3)
+
+
+@pytest.fixture
+def pool() -> Iterator[Any]:
+    """CuPy's pool, empty before the test and without a limit after it."""
+    import gc
+
+    import cupy
+
+    gc.collect()
+    found = cupy.get_default_memory_pool()
+    found.free_all_blocks()
+    yield found
+    found.set_limit(size=0)
+
+
+@pytest.mark.parametrize(("name", "count"), [("mlp", 1024), ("transformer", 32), ("squeezenet", 16)])
+def test_the_memory_is_what_was_predicted_within_five_percent(
+    name: str, count: int, exported: Callable[[str], str], pool: Any
+) -> None:
+    program = compiled(exported(name))
+    predicted = memory_of(program.model, feed_shapes(program.model, count), backend="cupy")
+    before = pool.used_bytes()
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(3):
+            trainer.step(batch(name, count))
+        used = pool.used_bytes() - before
+    assert abs(used - predicted.total) <= 0.05 * used
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(exported: Callable[[str], str], pool: Any) -> None:
+    program = compiled(exported("transformer"))
+    needed = memory_of(program.model, feed_shapes(program.model, 64), backend="cupy").total
+    half = memory_of(program.model, feed_shapes(program.model, 32), backend="cupy").total
+    pool.set_limit(size=pool.total_bytes() + (needed + half) // 2)
+    with graphc.Trainer(program, threads=1) as trainer:
+        before = trainer.state_sha256()
+        with pytest.raises(DeviceMemoryError, match=rf"needs .*{needed:,} bytes.*a batch of \d+ .*accumulate="):
+            trainer.step(batch("transformer", 64))
+        assert trainer.state_sha256() == before
+        assert np.isfinite(trainer.step(batch("transformer", 16))["loss"])
+
+
+def test_feeds_travel_beside_the_compute_stream() -> None:
+    from graphc.backends.cupy.memory import CudaMemory
+
+    memory = CudaMemory(0)
+    nbytes = 512 << 20
+    source, target, other = memory.pinned(nbytes), memory.zeros(nbytes), memory.zeros(nbytes)
+    memory.send(target, source).wait()
+    begin = time.perf_counter()
+    memory.send(target, source).wait()
+    alone = time.perf_counter() - begin
+    work = memory.bind_copy(other, target)
+    begin = time.perf_counter()
+    event = memory.send(target, source)
+    queued = time.perf_counter() - begin
+    for _ in range(4):
+        work()
+    memory.synchronize()
+    worked = time.perf_counter() - begin
+    event.wait()
+    assert queued < 0.2 * alone, "sending only queues"
+    assert worked < alone, "the compute stream does not wait for it"
+
+
+def test_fit_takes_every_batch_as_it_was_though_the_arrays_are_used_again(exported: Callable[[str], str]) -> None:
+    def reused() -> Iterator[dict[str, Any]]:
+        arrays = {name: np.empty_like(array) for name, array in batch("lenet").items()}
+        for seed in range(8):
+            for array, value in zip(arrays.values(), SPECS["lenet"].batch(16, seed), strict=True):
+                np.copyto(array, value)
+            yield arrays
+
+    states = []
+    for copied in (False, True):
+        with graphc.Trainer(compiled(exported("lenet")), threads=1) as trainer:
+            if copied:
+                for feeds in reused():
+                    trainer.step(feeds)
+            else:
+                trainer.fit(reused())
+            states.append(trainer.state.snapshot())
+    for key, value in states[1].items():
+        np.testing.assert_array_equal(states[0][key], value, err_msg=key)
+
+
+LOST = """
+import sys
+import cupy, graphc
+from graphc.bench.specs import SPECS
+loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
+program = graphc.compile(sys.argv[1], loss=loss, optimizer=optimizer, backend="cupy")
+feeds = dict(zip(("input", "label"), SPECS["lenet"].batch(4)))
+trainer = graphc.Trainer(program)
+trainer.step(feeds)
+cupy.RawKernel('extern "C" __global__ void bad(int* p) { p[0] = 1; }', "bad")((1,), (1,), (8,))
+trainer.step(feeds)
+"""
+
+
+def test_a_kernel_that_kills_the_context_names_step_and_cause(exported: Callable[[str], str]) -> None:
+    command = [sys.executable, "-c", LOST, exported("lenet")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "lost its GPU in step 1" in done.stderr
+    assert "checkpoint" in done.stderr
+
+
+def test_onnxruntime_on_the_gpu_follows_the_cpu(exported: Callable[[str], str]) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")
+    for name in ("mlp", "lenet"):
+        feeds = batch(name)
+        found, _ = trained(compiled(exported(name), "onnxruntime-cuda"), feeds, 10)
+        wanted, _ = trained(compiled(exported(name), "onnxruntime"), feeds, 10)
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, err_msg=name)
+
+
+def test_a_step_is_one_graph(exported: Callable[[str], str]) -> None:
+    assert "cupy" in BACKENDS
+    with graphc.Trainer(compiled(exported("lenet")), threads=1) as trainer:
+        for _ in range(3):
+            trainer.step(batch("lenet"))
+        assert isinstance(trainer.backend, CupyBackend)
+        (executor,) = trainer._training.values()
+        (recording,) = executor.runs
+        assert isinstance(recording, Recording)
+        assert recording.refusal is None
+        assert recording._replay is not None
