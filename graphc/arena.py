@@ -6,16 +6,21 @@ from graphc.steps import ALIGNMENT
 
 
 class Arena:
-    """Ranges of one buffer, handed out by best fit and taken back after a step."""
+    """Ranges of one buffer, handed out by best fit and taken back after a step.
 
-    def __init__(self) -> None:
+    Args:
+        alignment: of every range, in bytes.
+    """
+
+    def __init__(self, alignment: int = ALIGNMENT) -> None:
         self.size = 0
+        self._alignment = alignment
         self._free: list[tuple[int, int]] = []
         self._expiring: dict[int, list[tuple[int, int]]] = {}
 
     def take(self, nbytes: int, until: int) -> int:
         """The offset of ``nbytes`` that are free again after step ``until``."""
-        needed = aligned(nbytes)
+        needed = -(-max(nbytes, 1) // self._alignment) * self._alignment
         offset, self.size = _allocate(self._free, needed, self.size)
         self._expiring.setdefault(until, []).append((offset, needed))
         return offset
@@ -23,10 +28,6 @@ class Arena:
     def free_after(self, step: int) -> None:
         for offset, nbytes in self._expiring.pop(step, []):
             _release(self._free, offset, nbytes)
-
-
-def aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def _allocate(free: list[tuple[int, int]], needed: int, size: int) -> tuple[int, int]:

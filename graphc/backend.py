@@ -312,6 +312,9 @@ HOST: Memory = HostMemory()
 class Abilities(Protocol):
     """What a plan has to know of the backend that will run it."""
 
+    alignment: int
+    """Bytes to which what steps hand to each other is aligned."""
+
     rewrites: str
     """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
 
@@ -328,6 +331,7 @@ class Abilities(Protocol):
 class StandardAbilities:
     """Those of a runtime of standard ops, and in single precision only."""
 
+    alignment = ALIGNMENT
     rewrites = ""
 
     def prefers_native(self, node: ir.Node) -> bool:

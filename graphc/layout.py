@@ -29,8 +29,12 @@ def lay_out(
     views: Mapping[ir.Value, ir.Value],
     homes: Homes,
     world_size: int,
+    alignment: int,
 ) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
     """Where every value lives that crosses steps, and the size in bytes of each buffer; fills in the steps' transfers.
+
+    Args:
+        alignment: of what lies in the arena, in bytes.
 
     Sharded state and gradients have no place: a rank may hold any part of one, or nothing.
     """
@@ -46,7 +50,7 @@ def lay_out(
     for view, source in views.items():
         if view in places:
             places[source] = replace(places[view], shape=_shape(source))
-    _place_activations(graph, steps, views, places, buffers, blocks)
+    _place_activations(graph, steps, views, places, buffers, blocks, Arena(alignment))
     for view, source in views.items():
         if source in places:
             places[view] = replace(places[source], shape=_shape(view))
@@ -258,6 +262,7 @@ def _place_activations(
     places: dict[ir.Value, Slice],
     buffers: dict[str, int],
     blocks: _Blocks,
+    arena: Arena,
 ) -> None:
     """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it.
 
@@ -268,7 +273,7 @@ def _place_activations(
         for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
-    arena, results = Arena(), Arena()
+    results = Arena()
     for k, step in enumerate(steps):
         for value in step.outputs:
             if value in places or value.dtype is None:

@@ -204,7 +204,7 @@ def make_plan(
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)
-    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size, abilities.alignment)
     return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes, stop)
 
 

@@ -20,6 +20,7 @@ from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device, Options
 from graphc.backends.cupy.epilogues import GRADIENTS
+from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.report import LOG, fallbacks_of, warn
 from graphc.backends.cupy.segment import Segment, compile_segment
@@ -38,6 +39,7 @@ class CupyBackend:
     """
 
     name = "cupy"
+    alignment = ALIGNMENT
     rewrites = "flash_attention,layout"
 
     def __init__(

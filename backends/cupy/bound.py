@@ -18,6 +18,7 @@ from graphc.backend import Array, Run
 from graphc.backends.cupy.control import Control, bind
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
+from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
 from graphc.backends.cupy.views import shape_of, size_of
@@ -171,7 +172,7 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
             reads.append([segment.aliases.get(v, v) for v in call.source.operands[: call.source.reads]])
             writes.append(list(call.source.operands[call.source.reads :]))
     last = {v: k for k, values in enumerate(zip(reads, writes, strict=True)) for part in values for v in part}
-    arena = Arena()
+    arena = Arena(ALIGNMENT)
     offsets: dict[ir.Value, int] = {}
     partials: dict[int, tuple[int, ...]] = {}
     for k, call in enumerate(segment.calls):

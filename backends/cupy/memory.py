@@ -20,6 +20,9 @@ from graphc.drivers import LEAST_DRIVER
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 from graphc.runtime.world import device_index
 
+ALIGNMENT = 256
+"""Bytes to which values are aligned, as CUDA aligns what it allocates: no library and no vector load asks for more."""
+
 UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
 

@@ -19,12 +19,14 @@ from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.infer import propagate
 from graphc.ir.recurrent import RECURRENT, expand_recurrent
+from graphc.steps import ALIGNMENT
 
 
 class NumpyBackend:
     """Every ``graphc`` op runs through its decomposition. ``threads`` and ``spin`` are accepted and unused."""
 
     name = "numpy"
+    alignment = ALIGNMENT
     rewrites = ""
 
     def __init__(self, *, threads: int = 1, spin: bool = False) -> None:

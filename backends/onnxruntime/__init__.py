@@ -17,6 +17,7 @@ from graphc.backend import BACKENDS, Array, Binding, HostMemory, Memory, Run, in
 from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
+from graphc.steps import ALIGNMENT
 
 try:
     import onnxruntime as ort
@@ -41,6 +42,7 @@ class OnnxRuntimeBackend:
     """
 
     name = "onnxruntime"
+    alignment = ALIGNMENT
     rewrites = ""
 
     def __init__(self, *, threads: int, spin: bool = True) -> None:

@@ -39,6 +39,7 @@ class DeviceBackend:
     """
 
     name = "onnxruntime-cuda"
+    alignment = 256
     rewrites = ""
 
     def __init__(
