@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
+from graphc.backends.cupy.indexing import Variable
 from graphc.backends.cupy.launch import BLOCKS, WARP, Shape, spread
 from graphc.backends.cupy.source import Form, Source, Spec
 from graphc.ir.facts import constant
@@ -52,14 +53,16 @@ def contiguous(spec: Spec) -> bool:
     return not spec.axes or len(spec.shape) - 1 in spec.axes
 
 
-def _vector(generator: Generator, source: Source, along: str) -> tuple[int, object]:
+def _vector(generator: Generator, source: Source, along: str) -> tuple[int, Variable | None]:
     variable, size = generator.innermost(along)
+    if variable is None:
+        return 1, None
     widths = [
         stored_bytes(access.value.dtype)
         for access in source.traffic
-        if access.value.dtype is not None and dict(access.offset.terms).get(variable) == 1  # type: ignore[call-overload]
+        if access.value.dtype is not None and dict(access.offset.terms).get(variable) == 1
     ]
-    vector = min(WIDEST // min(widths), 2 * WIDEST // max(widths)) if variable is not None and widths else 1
+    vector = min(WIDEST // min(widths), 2 * WIDEST // max(widths)) if widths else 1
     vector = min(8, vector)
     while size % vector:
         vector //= 2

@@ -28,10 +28,10 @@ static DEVICE inline long long clamp_index(long long index, long long size) {
 static DEVICE inline INDEX lesser(INDEX a, INDEX b) { return a < b ? a : b; }
 // Σ exp(x − most) while the maximum grows; what one thread has is brought to the maximum of all.
 static DEVICE inline void add_exponential(float& sum, float& most, float x) {
-  if (x > most) { sum = sum * expf(most - x) + 1.0f; most = x; }
-  else sum += x == most ? 1.0f : expf(x - most);
+  if (x > most) { sum = sum * FAST_EXP(most - x) + 1.0f; most = x; }
+  else sum += x == most ? 1.0f : FAST_EXP(x - most);
 }
-static DEVICE inline float rescaled(float sum, float own, float most) { return own == most ? sum : sum * expf(own - most); }
+static DEVICE inline float rescaled(float sum, float own, float most) { return own == most ? sum : sum * FAST_EXP(own - most); }
 #define ACROSS (THREADS / LANES)
 #define LANE (STRIDED ? THREAD / ACROSS : THREAD % LANES)
 #define SPLIT ((INDEX)(BLOCK % SPLITS))
@@ -59,6 +59,7 @@ CUDA = (
     r"""
 #define DEVICE __device__
 #define RESTRICT __restrict__
+#define FAST_EXP __expf
 #define UNROLL _Pragma("unroll")
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
 #define BLOCK ((long long)blockIdx.x)
@@ -149,6 +150,7 @@ HOST = (
 #include <string.h>
 #define DEVICE
 #define RESTRICT __restrict__
+#define FAST_EXP expf
 #define UNROLL
 #define UNROLL_SHORT
 static long long BLOCK;

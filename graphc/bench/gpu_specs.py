@@ -57,9 +57,9 @@ class Job:
         precision = None if self.precision == "tf32" else self.precision
         return {"loss": loss, "optimizer": optim.parse(self.optimizer), "precision": precision}
 
-    def smaller(self, **changes: int) -> Job:
-        """The same job with other sizes: ``layers``, ``batch``."""
-        return replace(self, **{key: value for key, value in changes.items() if value})
+    def smaller(self, *, layers: int = 0, batch: int = 0) -> Job:
+        """The same job with other sizes; 0 keeps what it has."""
+        return replace(self, layers=layers or self.layers, batch=batch or self.batch)
 
 
 ADAMW = "adamw:lr=3e-4,beta2=0.95,weight_decay=0.1"

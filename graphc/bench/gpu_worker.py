@@ -142,9 +142,9 @@ def _torch_step(name: str, job: Job, precision: str, mode: str, device: str) -> 
 
     def step() -> torch.Tensor:
         if mode == "compile+graphs":
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         loss = loss_of()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -156,7 +156,7 @@ def _torch_optimizer(job: Job, module: Any, device: str) -> Any:
     import torch
 
     kind, _, rest = job.optimizer.partition(":")
-    options = {key: float(value) for key, _, value in (item.partition("=") for item in rest.split(","))}
+    options: dict[str, Any] = {key: float(value) for key, _, value in (item.partition("=") for item in rest.split(","))}
     fused = device == "cuda"
     if kind == "sgd":
         return torch.optim.SGD(module.parameters(), **options, fused=fused)
