@@ -1,0 +1,72 @@
+"""Training on a real GPU: twenty steps beside the CPU, and what test_device_strategies.py has of two workers, on one GPU.
+
+Sums run in another order there, so that losses agree to a thousandth, as they must, and mostly to much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from graphc.bench.specs import SPECS
+from tests.backends import test_device_strategies as strategies
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+]
+
+OPTIMIZERS = {"mlp": "sgd:lr=0.05,momentum=0.9", "lenet": "sgd:lr=0.05,momentum=0.9", "transformer-small": "adamw:lr=1e-3"}
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for a device in the cases of the other file is a GPU."""
+    monkeypatch.setitem(BACKENDS._items, strategies.DEVICE, lambda **_: CupyBackend())
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_follow_the_cpu(name: str, precision: str | None, exported: Callable[[str], str]) -> None:
+    batches = [dict(zip(("input", "label"), SPECS[name].batch(8, seed), strict=True)) for seed in range(4)] * 5
+    losses: dict[str, Any] = {}
+    for backend in ("cupy", "onnxruntime"):
+        program = graphc.compile(
+            exported(name),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.parse(OPTIMIZERS[name]),
+            precision=precision,
+            backend=backend,
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            losses[backend] = [trainer.step(feeds)["loss"] for feeds in batches]
+    tolerance = 1e-3 if precision is None else 2e-2
+    np.testing.assert_allclose(losses["cupy"], losses["onnxruntime"], rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("name", strategies.PROGRAMS)
+def test_two_workers_share_a_gpu(name: str) -> None:
+    strategies.check_strategy(name, 1e-4)
+
+
+@pytest.mark.parametrize("name", strategies.HALVES)
+def test_two_workers_share_a_gpu_in_low_precision(name: str) -> None:
+    strategies.test_two_devices_follow_two_hosts_in_low_precision(name)
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=2,offload=true", "central_storage"])
+def test_offloaded_state_lies_on_the_host(strategy: str) -> None:
+    strategies.test_offloaded_state_lies_on_the_host_and_changes_no_result(strategy)
+
+
+def test_a_nan_checkpoints_and_servers(tmp_path: Path) -> None:
+    strategies.test_a_step_with_a_nan_leaves_the_state_of_the_last_good_one()
+    strategies.test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path)
+    strategies.test_workers_on_devices_push_to_servers_on_hosts()
