@@ -20,8 +20,10 @@ from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
 from graphc.bench.specs import SPECS
+from graphc.data import share
 from graphc.errors import DeviceMemoryError
 from graphc.memory import feed_shapes, memory_of, predicted
+from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -71,6 +73,41 @@ def test_a_trainer_allocates_what_was_predicted(
     assert found.pinned == pinned
 
 
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3"])
+@pytest.mark.filterwarnings("ignore:.*pass through host memory")
+def test_each_of_two_workers_allocates_what_was_predicted_for_it(
+    strategy: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Equipped()))
+    program = compiled(exported("lenet"), backend="pretended", strategy=strategy, bucket_mb=0.1)
+    x, y = SPECS["lenet"].batch(8)
+    broadcast = graphc.Trainer._broadcast
+
+    def passing(trainer: Any, *arguments: Any) -> None:
+        """What rank 0 sends the others whole is free again afterwards."""
+        allocations = trainer.backend.device.allocations
+        before = len(allocations)
+        broadcast(trainer, *arguments)
+        del allocations[before:]
+
+    monkeypatch.setattr(graphc.Trainer, "_broadcast", passing)
+
+    def worker(comm: Any) -> int:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            mine = share(8, comm.rank, comm.size)
+            for _ in range(2):
+                trainer.step({"input": x[mine], "label": y[mine]})
+            return sum(-(-max(array.nbytes, 1) // UNIT) * UNIT for array in trainer.backend.device.allocations)  # type: ignore[attr-defined]
+
+    asked = run_threads(2, worker)
+    for rank in range(2):
+        planner = CupyPlanner(writes_cuda=False)
+        assert predicted(program.model, feed_shapes(program.model, 4), planner, world_size=2, rank=rank).total == asked[rank]
+
+
+@pytest.mark.full
 @needs_compiler
 def test_a_plan_that_does_not_fit_says_what_it_needs_and_what_helps_before_anything_runs(
     exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
