@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.products import TYPES, is_product
 from graphc.backends.cupy.uses import MOVES, direct_user, drop, in_memory, stand_in
+from graphc.backends.cupy.views import size_of
 from graphc.ir.builder import Builder
 
 
@@ -27,6 +28,21 @@ def casts_before_views(graph: ir.Graph, op: Builder) -> None:
             cast = known[inner, dtype] = op.Cast(inner, to=int(dtype))
         (again,) = op.emit(view.op_type, [cast, *view.inputs[1:]], dict(view.attributes))
         stand_in(node.outputs[0], again)
+
+
+def small_casts_first(graph: ir.Graph, size: int) -> None:
+    """Casts of what comes from outside, of up to ``size`` elements, in front: there a few kernels take them all."""
+    chosen = [
+        node
+        for node in graph
+        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if node.inputs[0].producer() is None and size_of(node.outputs[0]) <= size and not node.outputs[0].is_graph_output()
+    ]
+    taken = set(chosen)
+    rest = next((node for node in graph if node not in taken), None)
+    if chosen and rest is not None:
+        graph.remove(chosen)
+        graph.insert_before(rest, chosen)
 
 
 def views_before_casts(graph: ir.Graph, op: Builder) -> None:

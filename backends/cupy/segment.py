@@ -10,10 +10,11 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy import forms, nodes
+from graphc.backends.cupy.casts import small_casts_first
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
-from graphc.backends.cupy.fusion import Kernel, Opaque, group
+from graphc.backends.cupy.fusion import SMALL, Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.kernels.scatter import omit_fills
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
@@ -105,6 +106,7 @@ def compile_segment(
         take_apart(graph)
     omit_fills(graph)
     sweep(graph)
+    small_casts_first(graph, SMALL)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
     calls: list[KernelCall | NodeCall | Control] = []
     for launch in grouping.launches:

@@ -292,6 +292,18 @@ def test_the_librarys_names_are_those_of_its_bindings() -> None:
                         assert held[0] == value, name
 
 
+def test_the_biases_of_all_layers_are_rounded_by_one_kernel() -> None:
+    layers = range(8)
+    inputs = ", ".join(["bfloat16[4,16] x", *(f"bfloat16[16,16] w{k}, float[16] b{k}" for k in layers)])
+    nodes = [
+        f"c{k} = Cast<to=16>(b{k})  y{k} = Gemm({'x' if k == 0 else f'e{k - 1}'}, w{k}, c{k})  e{k} = Exp(y{k})" for k in layers
+    ]
+    model = onnx.parser.parse_model(f"{HEAD} ({inputs}) => (bfloat16[4,16] e7) {{ {'  '.join(nodes)} }}")
+    segment = compile_segment(onnx.shape_inference.infer_shapes(model), choose=lambda *_: True)
+    assert epilogues(segment) == ["BIAS"] * 8
+    assert sum(isinstance(call, KernelCall) for call in segment.calls) == 1 + 8, "one for the casts, one for each Exp"
+
+
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options], Any]]:
     """Makes the GPU with options; what is measured goes to a folder of its own."""
