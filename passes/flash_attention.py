@@ -101,7 +101,7 @@ def _may_hide(mask: ir.Value, causal: int, lengths: list[int]) -> bool:
     if known is None:
         return True
     seen = known if known.dtype == np.bool_ else known.astype(np.float64) > -math.inf
-    return not (seen & np.tri(*lengths, dtype=bool) if causal else seen).any(axis=-1).all()
+    return not (seen & (np.tri(*lengths) > 0) if causal else seen).any(axis=-1).all()
 
 
 def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hidden: ir.Value | None) -> None:

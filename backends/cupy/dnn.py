@@ -7,9 +7,12 @@ version of the library.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +79,11 @@ class Description(Protocol):
         """The names of what is read."""
 
 
+def identities(description: Description) -> dict[str, int]:
+    """The number by which the library knows each tensor."""
+    return {name: k + 1 for k, name in enumerate(description.tensors)}
+
+
 def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, dict[str, int]]:
     """The library's graph, validated, and the id of each tensor by name.
 
@@ -86,7 +94,7 @@ def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, di
     double = any(t.dtype == ir.DataType.DOUBLE for t in description.tensors.values())
     wide = kinds.DOUBLE if double else kinds.FLOAT
     graph = cudnn.pygraph(intermediate_data_type=wide, compute_data_type=wide, **options)
-    ids = {name: k + 1 for k, name in enumerate(description.tensors)}
+    ids = identities(description)
     held = {}
     for name in description.operands:
         tensor = description.tensors[name]
@@ -138,11 +146,10 @@ def named(graph: Any, plans: Sequence[int], name: str | None) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A call with a plan; nodes that ask for the same share it."""
+    """A call with a plan, and the workspace that it wants; nodes that ask for the same share it."""
 
     graph: Any
     ids: Mapping[str, int]
-    plan: int
     nbytes: int
 
 
@@ -175,9 +182,7 @@ class Dnn:
         if built is None:
             built = self._built[description] = self._build(description, arrays)
         pointers = {built.ids[name]: int(array.data.ptr) for name, array in arrays.items()}
-        return functools.partial(
-            built.graph.execute_plan_at_index, pointers, self._room(built.nbytes), built.plan, self._handle
-        )
+        return functools.partial(built.graph.execute, pointers, self._room(built.nbytes), self._handle)
 
     def _room(self, nbytes: int) -> int:
         """Where as much workspace begins; a larger one joins those that bound calls know."""
@@ -190,19 +195,41 @@ class Dnn:
     def _build(self, description: Description, arrays: Mapping[str, Any]) -> Built:
         """With the fastest plan: as it was chosen in an earlier run, or timed now."""
         key = f"{'tf32 ' * self._tf32}{description!r}"
+        found, known = self._load(description, key), self._choices.get(key)
+        if found is not None:
+            return found
+        found = None if known is None else self._with_plan(description, known)
+        if found is None:
+            name = self._choose(description, arrays)
+            found = self._with_plan(description, name)
+            self._choices.put(key, name)
+        if found is None:
+            raise GraphcError(f"cuDNN built {name} for {description} once, and not again")
+        self._keep(found, key)
+        return found
+
+    def _with_plan(self, description: Description, name: str) -> Built | None:
+        """The call with this plan and no other, which would stay loaded; None where the library no longer has it."""
+        graph, ids, plans = self._proposals(description)
+        plan = next(usable(self._cudnn, graph, named(graph, plans, name), sys.maxsize), None)
+        return None if plan is None else Built(graph, ids, int(graph.get_workspace_size_plan_at_index(plan)))
+
+    def _choose(self, description: Description, arrays: Mapping[str, Any]) -> str:
+        """The name of the fastest plan, or, where runs must be equal, of the first."""
+        graph, ids, plans = self._proposals(description)
+        pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+        small = usable(self._cudnn, graph, plans)
+        plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
+        if plan is None:
+            plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
+        if plan is None:
+            raise GraphcError(f"cuDNN has no plan for {description}")
+        return str(graph.get_plan_name_at_index(plan))
+
+    def _proposals(self, description: Description) -> tuple[Any, Mapping[str, int], list[int]]:
         graph, ids = build(self._cudnn, description, handle=self._handle)
         plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
-        plan = next(usable(self._cudnn, graph, named(graph, plans, self._choices.get(key)), sys.maxsize), None)
-        if plan is None:
-            small = usable(self._cudnn, graph, plans)
-            pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
-            plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
-            if plan is None:
-                plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
-            if plan is None:
-                raise GraphcError(f"cuDNN has no plan for {description}")
-            self._choices.put(key, graph.get_plan_name_at_index(plan))
-        return Built(graph, ids, plan, int(graph.get_workspace_size_plan_at_index(plan)))
+        return graph, ids, plans
 
     def _fastest(self, graph: Any, plans: Iterable[int], pointers: Mapping[int, int]) -> int | None:
         spent = {index: self._time(graph, index, pointers) for index in itertools.islice(plans, CANDIDATES)}
@@ -225,8 +252,36 @@ class Dnn:
         end.synchronize()
         return float(cuda.get_elapsed_time(begin, end))
 
+    # On disk: what was chosen, and each plan with its compiled kernel, which takes a second or two to compile --------------
+
     def _file(self) -> Path:
         from graphc.backends.cupy.cuda import cache_folder
 
         name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode()
         return cache_folder() / file_name("cudnn", name, str(self._cudnn.backend_version()))
+
+    def _plan_file(self, key: str) -> Path | None:
+        path = self._choices.path
+        return None if path is None else path.with_suffix("") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.plan"
+
+    def _load(self, description: Description, key: str) -> Built | None:
+        """The call as it was kept; None where it was not, or where it no longer fits this library or device."""
+        path = self._plan_file(key)
+        if path is None or self._choices.get(key) is None or not path.exists():
+            return None
+        graph = self._cudnn.pygraph(handle=self._handle)
+        try:
+            graph.deserialize(self._handle, path.read_bytes())
+            return Built(graph, identities(description), int(graph.get_workspace_size()))
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, OSError):
+            return None
+
+    def _keep(self, built: Built, key: str) -> None:
+        path = self._plan_file(key)
+        if path is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError, self._cudnn.cudnnGraphNotSupportedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.tmp")
+            partial.write_bytes(bytes(built.graph.serialize()))
+            partial.replace(path)

@@ -43,7 +43,7 @@ def library() -> tuple[Any, dict[str, Any]]:
 
 
 def check_plans(library: tuple[Any, dict[str, Any]], description: Description, **rules: bool) -> None:
-    """There is a plan in the common workspace, and it is found again by what is kept of it on disk."""
+    """There is a plan in the common workspace, and it is found again by its name and by what is kept of it on disk."""
     cudnn, options = library
     graph, _ = build(cudnn, description, **options)
     plans = propose(cudnn, graph, description, **{"deterministic": False, "tf32": True, **rules})
@@ -52,6 +52,9 @@ def check_plans(library: tuple[Any, dict[str, Any]], description: Description, *
     again, _ = build(cudnn, description, **options)
     plans = propose(cudnn, again, description, **{"deterministic": False, "tf32": True, **rules})
     assert next(usable(cudnn, again, named(again, plans, graph.get_plan_name_at_index(first))), None) is not None
+    kept = cudnn.pygraph(**options)
+    kept.deserialize(bytes(again.serialize()))
+    assert kept.get_workspace_size() == graph.get_workspace_size_plan_at_index(first)
 
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES], ids=str)
