@@ -39,7 +39,7 @@ def flash_attention(model: ir.Model, ctx: Context) -> bool:
     for node in nodes:
         shift = 1 if node.op_type == BACKWARD else 0
         mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
-        if mask is None or node.attributes.get_int("finite", 0):
+        if mask is None or node.attributes.get_int("finite", 0) == 1:
             continue
         op.before, op.scope = node, node.name or node.op_type
         key = mask, node.attributes.get_int("causal", 0), tuple(_lengths(node))
@@ -101,7 +101,7 @@ def _may_hide(mask: ir.Value, causal: int, lengths: list[int]) -> bool:
     if known is None:
         return True
     seen = known if known.dtype == np.bool_ else known.astype(np.float64) > -math.inf
-    return not (seen & (np.tri(*lengths) > 0) if causal else seen).any(axis=-1).all()
+    return not (seen & (np.tri(lengths[0], lengths[1]) > 0) if causal else seen).any(axis=-1).all()
 
 
 def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hidden: ir.Value | None) -> None:
