@@ -38,8 +38,12 @@ rng = np.random.default_rng(5)
 Arrays = Sequence["np.ndarray[Any, Any]"]
 
 
-@pytest.fixture(params=["host", "emulated"])
-def device(request: pytest.FixtureRequest) -> HostDevice:
+@pytest.fixture(params=["host", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    if request.param == "gpu":
+        from graphc.backends.cupy.cuda import CudaDevice
+
+        return CudaDevice()
     return HostDevice() if request.param == "host" else EmulatedDevice(order=2)
 
 
@@ -77,7 +81,7 @@ def run_op(
 
 @pytest.mark.parametrize("counted", [sorting.COUNTED, 64])
 def test_the_gradient_of_an_embedding_adds_what_many_tokens_share(
-    counted: int, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    counted: int, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places sorted by counting and by a network of several tiles; runs that fill many chunks, and single tokens."""
     monkeypatch.setattr(sorting, "COUNTED", counted)
@@ -102,7 +106,7 @@ def test_a_scatter_combines_in_order(reduction: str, start: float) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
-def test_a_scatter_of_many_lines_takes_one_thread_each(device: HostDevice) -> None:
+def test_a_scatter_of_many_lines_takes_one_thread_each(device: Any) -> None:
     data, updates = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 9, 70), (4, 6, 70)))
     indices = rng.integers(-9, 9, updates.shape)
     (got,) = run_op(device, "ScatterElements", [data, indices, updates], {"axis": 1, "reduction": "add"})
@@ -118,7 +122,7 @@ def test_a_scatter_of_many_lines_takes_one_thread_each(device: HostDevice) -> No
 @pytest.mark.parametrize(("k", "counted", "n"), [(3, 1 << 15, 300), (60, 1 << 15, 300), (60, 64, 3000)])
 @pytest.mark.parametrize("largest", [0, 1])
 def test_top_k_by_selection_by_counting_and_by_a_network(
-    k: int, counted: int, n: int, largest: int, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    k: int, counted: int, n: int, largest: int, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sorting, "COUNTED", counted)
     x = rng.integers(-40, 40, (2, n, 1)).astype(np.float32)  # many equal ones: the lower index comes first
@@ -130,7 +134,7 @@ def test_top_k_by_selection_by_counting_and_by_a_network(
     np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
 
 
-def test_nan_is_the_greatest_of_all(device: HostDevice) -> None:
+def test_nan_is_the_greatest_of_all(device: Any) -> None:
     x = np.array([[3, np.nan, -1, np.nan, 7]], np.float32)
     _, most = run_op(device, "TopK", [x, np.array([3])], {"largest": 1}, constants=(1,), n=2)
     _, least = run_op(device, "TopK", [x, np.array([3])], {"largest": 0}, constants=(1,), n=2)
@@ -139,7 +143,7 @@ def test_nan_is_the_greatest_of_all(device: HostDevice) -> None:
 
 
 @pytest.mark.parametrize(("exclusive", "reverse"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_running_sums_of_rows_that_a_block_shares(exclusive: int, reverse: int, device: HostDevice) -> None:
+def test_running_sums_of_rows_that_a_block_shares(exclusive: int, reverse: int, device: Any) -> None:
     x = rng.standard_normal((2, 700)).astype(np.float32)
     attributes = {"exclusive": exclusive, "reverse": reverse}
     (got,) = run_op(device, "CumSum", [x, np.array(1)], attributes, constants=(1,))
@@ -151,13 +155,13 @@ def test_running_sums_of_rows_that_a_block_shares(exclusive: int, reverse: int, 
 # Sums that lanes share -----------------------------------------------------------------------------------------------
 
 
-def test_sums_of_products_share_columns(device: HostDevice) -> None:
+def test_sums_of_products_share_columns(device: Any) -> None:
     a, b = rng.standard_normal((3, 40, 5)).astype(np.float32), rng.standard_normal((40, 5, 2)).astype(np.float32)
     (got,) = run_op(device, "Einsum", [a, b], {"equation": "ikl,klj->ji"})
     np.testing.assert_allclose(got, np.einsum("ikl,klj->ji", a, b), rtol=1e-4, atol=1e-4)
 
 
-def test_convolutions_of_double_precision_and_three_axes_have_kernels(device: HostDevice) -> None:
+def test_convolutions_of_double_precision_and_three_axes_have_kernels(device: Any) -> None:
     torch = pytest.importorskip("torch")
     x = torch.tensor(rng.standard_normal((2, 4, 5, 4, 6)), requires_grad=True)
     w = torch.tensor(rng.standard_normal((6, 2, 2, 3, 2)), requires_grad=True)
@@ -178,7 +182,7 @@ def test_convolutions_of_double_precision_and_three_axes_have_kernels(device: Ho
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: HostDevice) -> None:
+def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: Any) -> None:
     torch = pytest.importorskip("torch")
     values = rng.integers(0, 3, (2, 3, 9, 8)) if ties else rng.standard_normal((2, 3, 9, 8))
     x = torch.tensor(values.astype(np.float32), requires_grad=True)
@@ -186,8 +190,14 @@ def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: HostDevic
     dy = torch.tensor(rng.standard_normal((2, 3, 5, 9)).astype(np.float32))
     y = torch.nn.functional.max_pool2d(x, (3, 2), (2, 1), (1, 1))
     y.backward(dy)
-    (got,) = run_op(device, "graphc::MaxPoolGrad", [dy.numpy(), x.detach().numpy(), y.detach().numpy()], attributes)
+    arrays = [v.detach().numpy() for v in (dy, x, y)]
+    last = [np.ascontiguousarray(a.transpose(0, 2, 3, 1)) for a in arrays]
+    (got,) = run_op(device, "graphc::MaxPoolGrad", arrays, attributes)
     np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6)
+    (got,) = run_op(device, "graphc::ChannelsLastMaxPoolGrad", last, attributes)
+    np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
+    (got,) = run_op(device, "graphc::ChannelsLastMaxPool", last[1:2], attributes)
+    np.testing.assert_array_equal(got, last[2])
     for padded in (0, 1):
         x.grad = None
         torch.nn.functional.avg_pool2d(x, (3, 2), (2, 1), (1, 1), count_include_pad=bool(padded)).backward(dy)
@@ -196,13 +206,16 @@ def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: HostDevic
             device, "graphc::AveragePoolGrad", [dy.numpy(), shape], {**attributes, "count_include_pad": padded}, constants=(1,)
         )
         np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6)
+        options = {**attributes, "count_include_pad": padded}
+        (got,) = run_op(device, "graphc::ChannelsLastAveragePoolGrad", [last[0], shape[[0, 2, 3, 1]]], options, constants=(1,))
+        np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device: HostDevice) -> None:
+def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device: Any) -> None:
     seed, step, shape = -77, 5, (6, 7)
     scalars = [np.array(v) for v in (seed, step, offset)]
     attributes = {"ratio": 0.3, "tag": "drop"}
