@@ -17,6 +17,7 @@ _FLOAT4 = "onnxruntime has no kernels for float4e2m1"
 _OPTIMIZER = "onnxruntime refuses the domain ai.onnx.preview.training"
 _ACCURACY = "onnxruntime sums in float32: 1e-4 where the suite expects exact zeros"
 _RANGE = "gives Range tensors of rank 1 where the standard wants scalars; shape inference refuses that"
+_NOISE = "the suite expects the noise of its own float32 transform: 2e-7 where the result is 0"
 _LOCALE = "onnxruntime asks the system for the locale en_US.UTF-8"
 
 NUMPY = {
@@ -66,14 +67,15 @@ ONNXRUNTIME = {
 CUPY = {
     **NUMPY,
     "test_attention_4d_causal_fp16": _HALF,
-    "test_dft_inverse(_opset19)?": "the suite expects the noise of its own float32 transform: 2e-7 where the result is 0",
+    "test_dft_inverse(_opset19)?": _NOISE,
     "test_training_dropout(_default)?(_mask)?": _RANDOM,
 }
 
 EXCEPTIONS = {"numpy": NUMPY, "onnxruntime": ONNXRUNTIME, "cupy": CUPY}
 
-DEPENDS = frozenset({_PILLOW, _LOCALE, _RANDOM, _TYPE, _HALF})
-"""Reasons that do not hold everywhere: what is installed, the locale, the draw, a pattern that names types together."""
+DEPENDS = frozenset({_PILLOW, _LOCALE, _RANDOM, _TYPE, _HALF, _NOISE})
+"""Reasons that do not hold everywhere: what is installed, the locale, the draw, a pattern that names types together, who of
+kernel and host computes."""
 
 
 def reason(backend: str, name: str) -> str | None:
