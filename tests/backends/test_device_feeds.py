@@ -113,6 +113,7 @@ def test_a_batch_that_cannot_be_read_or_fed_is_told_after_the_step_before_it(
         assert trainer.steps_done == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_a_device_that_is_lost_ends_all_ranks_with_step_and_cause(
     exported: Callable[[str], str], devices: list[HostDevice]
 ) -> None:
