@@ -49,6 +49,9 @@ def filled(value: ir.Value | None) -> float | None:
         return None
     if producer.op_type == "Expand":
         return filled(producer.inputs[0])
+    if producer.op_type == "Cast":
+        number = filled(producer.inputs[0])
+        return number if number in (0.0, 1.0) else None  # others may be rounded
     if producer.op_type == "ConstantOfShape":
         return float(producer.attributes["value"].as_tensor().numpy().flat[0]) if "value" in producer.attributes else 0.0
     return None
@@ -105,6 +108,14 @@ def neutral_operand(op: Builder, node: ir.Node) -> ir.Value | None:
         return None
     joined = joined_pads(op, node)
     return joined if joined is not None else linear_layer(op, node)
+
+
+@rule("Conv", "ConvTranspose")
+def zero_bias(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Conv(x, w, 0) → Conv(x, w): exporters write zeros where a layer has no bias"""
+    if len(node.inputs) < 3 or filled(node.inputs[2]) != 0:
+        return None
+    return op.repeat(node, node.inputs[:2], node.attributes)[0]
 
 
 def linear_layer(op: Builder, node: ir.Node) -> ir.Value | None:
