@@ -187,6 +187,12 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "initialize": (lambda _: train("--initialize", "hee"), 2, "hee"),
     "batch option": (lambda _: train("--batch", "-3"), 2, "--batch '-3'"),
     "transport": (lambda _: train("-n", "2", "--transport", "mpy"), 2, "unknown transport 'mpy'"),
+    "tcp from here": (
+        lambda _: train("-n", "2", "--transport", "tcp"),
+        2,
+        "'tcp' is for those that torchrun or a script starts",
+    ),
+    "nccl on the host": (lambda _: train("--transport", "nccl"), 2, "'nccl' moves arrays of GPUs"),
     "command": (lambda _: ["trian"], 2, "trian"),
     "option": (lambda _: train("--epoch-count", "3"), 2, "--epoch-count"),
     "option value": (lambda _: ["train", "mlp.onnx", "--epochs", "many"], 2, "--epochs"),
