@@ -60,7 +60,7 @@ class _Round:
     """One exchange: what each rank came to, and the pieces it brought."""
 
     names: dict[int, str] = field(default_factory=dict)
-    pieces: dict[int, list[bytes]] = field(default_factory=dict)
+    pieces: dict[int, list[memoryview]] = field(default_factory=dict)
     served: int = 0
 
 
@@ -143,7 +143,7 @@ class StoreServer:
             self._gone.setdefault(rank, "lost its connection; it was killed or crashed, or its machine is gone")
             self._changed.notify_all()
 
-    def _answer(self, rank: int, header: Header, body: bytes) -> tuple[Header, list[bytes]]:
+    def _answer(self, rank: int, header: Header, body: bytearray) -> tuple[Header, list[memoryview]]:
         if header["call"] == "exchange":
             return self._exchange(rank, header, _cut(body, header["lengths"]))
         if header["call"] == "abort":
@@ -153,7 +153,7 @@ class StoreServer:
             self._changed.notify_all()
         return {}, []
 
-    def _exchange(self, rank: int, header: Header, pieces: list[bytes]) -> tuple[Header, list[bytes]]:
+    def _exchange(self, rank: int, header: Header, pieces: list[memoryview]) -> tuple[Header, list[memoryview]]:
         key, name, limit = header["key"], header["name"], time.monotonic() + header["deadline"]
         with self._changed:
             meeting = self._rounds.setdefault(key, _Round())
@@ -234,8 +234,10 @@ class Store:
                     ) from None
                 time.sleep(RETRY)
 
-    def exchange(self, key: str, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> list[bytes]:
+    def exchange(self, key: str, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> list[memoryview]:
         """Give every rank its piece of ``pieces``, or the only one; returns what the ranks had for this one, in rank order.
+
+        What it returns is the caller's own memory.
 
         Args:
             key: of this exchange, the same on all ranks and used once.
@@ -271,7 +273,7 @@ class Store:
             with contextlib.suppress(WorldError):
                 self._ask(header, (), SLACK)
 
-    def _ask(self, header: Header, pieces: Sequence[bytes | memoryview], seconds: float) -> tuple[Header, bytes]:
+    def _ask(self, header: Header, pieces: Sequence[bytes | memoryview], seconds: float) -> tuple[Header, bytearray]:
         try:
             with self._busy:
                 self._socket.settimeout(seconds)
@@ -289,7 +291,7 @@ def _send(connection: socket.socket, header: Header, pieces: Sequence[bytes | me
         connection.sendall(piece)
 
 
-def _receive(connection: socket.socket) -> tuple[Header, bytes]:
+def _receive(connection: socket.socket) -> tuple[Header, bytearray]:
     """Raises OSError when the other side is gone, ValueError when it speaks of something else."""
     head, body = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
     if head > 1 << 20:
@@ -298,7 +300,7 @@ def _receive(connection: socket.socket) -> tuple[Header, bytes]:
     return header, _read(connection, body)
 
 
-def _read(connection: socket.socket, length: int) -> bytes:
+def _read(connection: socket.socket, length: int) -> bytearray:
     data = bytearray(length)
     view, place = memoryview(data), 0
     while place < length:
@@ -306,12 +308,12 @@ def _read(connection: socket.socket, length: int) -> bytes:
         if not count:
             raise ConnectionResetError("the connection was closed")
         place += count
-    return bytes(data)
+    return data
 
 
-def _cut(body: bytes, lengths: Sequence[int]) -> list[bytes]:
-    pieces, place = [], 0
+def _cut(body: bytearray, lengths: Sequence[int]) -> list[memoryview]:
+    view, pieces, place = memoryview(body), [], 0
     for length in lengths:
-        pieces.append(body[place : place + length])
+        pieces.append(view[place : place + length])
         place += length
     return pieces

@@ -83,7 +83,7 @@ class TcpCommunicator(QueuedCommunicator):
     def gone(self) -> frozenset[int]:
         return self.watch.lost if self.watch is not None else frozenset()
 
-    def _meet(self, what: str, pieces: Sequence[bytes | memoryview]) -> list[bytes]:
+    def _meet(self, what: str, pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
         return self.store.exchange(f"{self._name}/{next(self._meetings)}", what, pieces, self.deadline)
 
     def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
@@ -94,7 +94,7 @@ class TcpCommunicator(QueuedCommunicator):
     def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
         name = f"{what} ({op} of {array.dtype}[{array.size}])"
         received = self._meet(name, [_bytes(array[start:stop]) for start, stop in parts])
-        rows = [np.frombuffer(bytearray(row), array.dtype) for row in received]
+        rows = [np.frombuffer(row, array.dtype) for row in received]
         mine = array[slice(*parts[self.rank])]
         if op == "adasum":
             rows = [row.astype(np.float32 if array.dtype in LOW else array.dtype) for row in rows]
