@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from graphc.bench.specs import SPECS
 from graphc.runtime.nccl import NcclCommunicator
 from graphc.runtime.threads import ThreadCommunicator, run_threads
 from tests.backends.host_kernels import HostDevice
-from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream
+from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream, capture
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
 
 OWN = threading.local()
+CAPTURED: list[int] = []
+"""Runs in each of the captured parts of steps."""
 
 
 class _OnStream:
@@ -49,6 +51,10 @@ class StreamDevice(HostDevice):
 
     def queued(self, run: Callable[[], None]) -> Callable[[], None]:
         return lambda: self.stream.queue(run)
+
+    def capture(self, runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        CAPTURED.append(len(runs))
+        return capture((self.stream, self.communication), runs)
 
     def mark(self) -> Any:
         return _Mark(self.stream)
@@ -97,9 +103,11 @@ def test_training_follows_onnxruntime(strategy: str, pretended: str, exported: C
             return losses, trainer.state.snapshot(trainer.comm)
 
     queued: list[bool] = []
+    CAPTURED.clear()
     expected = run_threads(2, lambda comm: train(comm, "onnxruntime", []))
     results = run_threads(2, lambda comm: train(comm, pretended, queued))
     assert any(queued)
+    assert len(CAPTURED) >= 2, "no step was captured"
     for (losses, state), (wanted, values) in zip(results, expected, strict=True):
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
         for key, value in values.items():

@@ -66,11 +66,16 @@ STREAMS: dict[int, Stream] = {}
 
 
 class Stream:
-    """A thread that runs what is queued."""
+    """A thread that runs what is queued.
+
+    Attributes:
+        noted: while the stream is captured, what was queued instead of run.
+    """
 
     def __init__(self, non_blocking: bool = True) -> None:
         self.ptr = next(NUMBERS)
         STREAMS[self.ptr] = self
+        self.noted: list[Callable[[], None]] | None = None
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -79,16 +84,23 @@ class Stream:
             self._queue.get()()
 
     def queue(self, run: Callable[[], None]) -> None:
+        if self.noted is not None:
+            self.noted.append(lambda: self.queue(run))
+            return
         self._queue.put(run)
 
     def wait_event(self, event: Event) -> None:
+        if self.noted is not None:
+            self.noted.append(lambda: self.wait_event(event))
+            return
         passed = event.passed  # what is recorded later does not matter
         self.queue(lambda: passed.wait() and None)
 
     def is_capturing(self) -> bool:
-        return False
+        return self.noted is not None
 
     def synchronize(self) -> None:
+        assert self.noted is None, "a stream that is captured cannot be waited for"
         Event().record(self).synchronize()
 
 
@@ -99,6 +111,9 @@ class Event:
         self.time = 0.0
 
     def record(self, stream: Stream) -> Event:
+        if stream.noted is not None:
+            stream.noted.append(lambda: self.record(stream) and None)
+            return self
         passed = self.passed = threading.Event()
 
         def pass_by() -> None:
@@ -232,6 +247,25 @@ class PretendMemory:
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+
+def capture(streams: Sequence[Stream], runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """What queues again, in the order in which they did, all that ``runs`` queue on ``streams``; it is not run now."""
+    noted: list[Callable[[], None]] = []
+    for stream in streams:
+        stream.noted = noted
+    try:
+        for run in runs:
+            run()
+    finally:
+        for stream in streams:
+            stream.noted = None
+
+    def replay() -> None:
+        for one in noted:
+            one()
+
+    return replay
 
 
 class PretendNccl:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphc.backend import in_order
 from graphc.bench.bandwidth import on_device
 from graphc.errors import UsageError, WorldError
 from graphc.runtime import nccl
@@ -22,7 +21,7 @@ from tests.runtime.collective_cases import everything
 from tests.runtime.gpu_cases import one_rank
 from tests.runtime.mpi_run import run_mpi
 from tests.runtime.on_device import OnDevice
-from tests.runtime.pretend_gpu import PretendLink, PretendMemory, PretendNccl
+from tests.runtime.pretend_gpu import PretendLink, PretendMemory, PretendNccl, capture
 
 
 def on_gpus(ranks: int, work: Callable[[Any, Any], Any]) -> list[Any]:
@@ -223,7 +222,8 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
 
 def test_one_rank() -> None:
     """The cases of the real GPU."""
-    one_rank(PretendMemory(0), PretendNccl(1), in_order)
+    memory = PretendMemory(0)
+    one_rank(memory, PretendNccl(1), lambda runs: capture((memory.stream, memory.communication), runs))
 
 
 def test_the_bandwidth_is_measured() -> None:
