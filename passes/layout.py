@@ -84,7 +84,7 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     extra = _missing_channels(x, node, least)
     follower = only_user(node.outputs[0])
     rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
-    if filled(bias) == 0 and not rectified:
+    if _is_zero(bias) and not rectified:
         bias = None  # exporters write zeros; without them libraries have a wider choice
     y = walk.op.graphc.ChannelsLastConv(
         _padded(walk, xs, extra), _padded(walk, ws, extra), bias, activation="relu" if rectified else "", **attributes
@@ -93,6 +93,13 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
         walk.settle(follower, [(y, _order(x))])
     walk.settle(node, [(y, _order(x))])
     return True
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    producer = value.producer() if value is not None else None
+    if producer is not None and producer.op_type == "Cast" and not producer.domain:
+        return _is_zero(producer.inputs[0])
+    return filled(value) == 0
 
 
 def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
