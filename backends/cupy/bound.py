@@ -89,8 +89,8 @@ class BoundSegment:
         scratch.add(self, nbytes)
 
     def texts(self) -> dict[str, str]:
-        """The kernels of the segment, by name."""
-        return {call.name: call.text for call in self.segment.calls if isinstance(call, KernelCall)}
+        """The kernels of the segment and of the bodies in it, by name."""
+        return _texts(self.segment)
 
     def bind(self, kernels: Mapping[str, Any], memory: Array) -> None:
         """Give every call its kernel and its addresses; ``memory`` is the scratch."""
@@ -147,6 +147,15 @@ class BoundSegment:
                 found = self._constants[value]
             self._arrays[value] = found
         return found
+
+
+def _texts(segment: Segment) -> dict[str, str]:
+    found = {call.name: call.text for call in segment.calls if isinstance(call, KernelCall)}
+    for call in segment.calls:
+        if isinstance(call, Control):
+            for body in call.bodies:
+                found.update(_texts(body))
+    return found
 
 
 def _bind_body(

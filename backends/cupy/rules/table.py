@@ -59,8 +59,3 @@ def axis_of(node: ir.Node, default: int) -> int:
 def iota(op: Builder, size: int, axis: int, rank: int) -> Any:
     """0, 1, … along ``axis`` and 1 along the others, int64."""
     return op.const(np.arange(size, dtype=np.int64).reshape([size if k == axis else 1 for k in range(rank)]))
-
-
-def wanted(value: ir.Value) -> bool:
-    """Whether anything reads this output."""
-    return bool(value.uses()) or value.is_graph_output()
