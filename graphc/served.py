@@ -24,7 +24,7 @@ from graphc.feeding import check_names, key_of_shapes
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
 from graphc.roles import ServerOptions, server_options, worker_part
 from graphc.runtime import checkpoint
-from graphc.runtime.diagnose import first_nonfinite
+from graphc.runtime.diagnose import first_nonfinite, nonfinite_error
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.parameter_layout import Layout, check_world
 from graphc.runtime.parameter_member import plan_part
@@ -189,11 +189,11 @@ class ServedTrainer(Trainer):
             raise UsageError("the servers have ended; make a new Trainer and restore a checkpoint to go on")
         layout = Layout(self.program.model, self.size)
         windows = self.comm.open_windows(layout.nbytes(self.rank))
-        check = self._check_finite
-        engine = self.backend if self.backend.memory.on_host else self._on_host()
+        check = self.plans.check
+        engine = self.backend if self.backend.memory.on_host else self.plans.on_host()
         self._server = Server(layout, windows, self.comm, self.state, engine, steps=self.steps_done, check=check)
         if self.rank > 0:
-            self.state = self._server.state
+            self.state = self.plans.state = self._server.state
         self.comm.barrier()
         self.comm.introduce(f"server {self.rank}", spare=False)
         return self._server
@@ -218,8 +218,8 @@ class ServedTrainer(Trainer):
             WorldError: a server is gone, or the workers behind do not come within the deadline.
         """
         worker = self._begin_worker()
-        executor = self._training.get(key_of_shapes(feeds)) or self._plan_worker(feeds, worker)
-        arrays = self._checked(executor, feeds)
+        executor = self.plans.training.get(key_of_shapes(feeds)) or self._plan_worker(feeds, worker)
+        arrays = self.plans.checked(executor, feeds)
         share = len(next(iter(arrays.values()))) if arrays else 0
         if not self._fresh:
             self._pull(worker)
@@ -288,7 +288,7 @@ class ServedTrainer(Trainer):
         if self._worker is None:
             layout = Layout(self.program.model, self.size)
             windows = self.comm.open_windows(0)
-            check = self._check_finite and not self._skips()
+            check = self.plans.check and not self._skips()
             self._worker = Worker(layout, windows, self.comm, self.backend, check=check)
             self._part, self._first = worker_part(self.program.model), self.steps_done
             own = State(self._part, memory=self.backend.memory)
@@ -297,7 +297,7 @@ class ServedTrainer(Trainer):
             for name, array in self.state.arrays.items():
                 if name in self.program.inference.graph.initializers:
                     own.arrays.setdefault(name, array)
-            self.state = own
+            self.state = self.plans.state = own
             self.comm.barrier()
             self.comm.introduce(f"worker {self._worker.index}", spare=True)
         return self._worker
@@ -313,20 +313,14 @@ class ServedTrainer(Trainer):
                 raise FeedError(f"feed {name!r} has no samples; a push needs at least one")
         plan = plan_part(self._part, shapes, worker.backend)
         executor = Executor(plan, self.state, worker.backend, check=False, wrap=self._hook())
-        self._training[key_of_shapes(feeds)] = executor
+        self.plans.training[key_of_shapes(feeds)] = executor
         return executor
 
     def _explain_push(self, executor: Executor, feeds: Mapping[str, Array]) -> NonFiniteError:
         tensor = first_nonfinite(self._part, executor, feeds, self.state, self.backend)
         assert self._worker is not None
-        name, done = f"worker {self._worker.index} (rank {self.rank})", self.steps_done
-        where = f"first in tensor {tensor!r} on {name}" if tensor else f"in the gradients of {name}, and not again on replay"
-        return NonFiniteError(
-            f"a NaN or infinity appeared in step {done}, {where}; the state is that of the last good step"
-            " (a smaller learning rate or gradient clipping may help)",
-            step=done,
-            tensor=tensor,
-        )
+        name = f"worker {self._worker.index} (rank {self.rank})"
+        return nonfinite_error(self.steps_done, tensor, name, f"in the gradients of {name}")
 
     # State ------------------------------------------------------------------------------------------------------------
 

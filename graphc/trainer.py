@@ -11,39 +11,35 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
-import onnx_ir as ir
 
 import graphc
 from graphc import frontends
-from graphc.backend import Array, Backend, Run, host_backend
+from graphc.backend import Array, Run
+from graphc.binding import Bindings
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.engine import make_backend
 from graphc.errors import (
     DeviceError,
-    DeviceMemoryError,
     FeedError,
     GraphcError,
     NonFiniteError,
     UsageError,
     WorldError,
 )
-from graphc.feeding import check_arrays, check_names, key_of_shapes
+from graphc.feeding import check_names
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
-from graphc.ir.ops.losses import label_checks
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
 from graphc.phases import sums_by_tree
-from graphc.plan import Plan, make_plan
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
-from graphc.runtime.agreement import agree, check_programs
+from graphc.runtime.agreement import check_programs
 from graphc.runtime.checks import check_deadline
 from graphc.runtime.communicator import Communicator
-from graphc.runtime.diagnose import first_nonfinite
+from graphc.runtime.diagnose import first_nonfinite, nonfinite_error
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.feeds import Ahead
-from graphc.runtime.state import State
 from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
 from graphc.runtime.world import find_world, threads_for
@@ -110,22 +106,17 @@ class Trainer:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
         if sums_by_tree(program.model.graph):
             threads = 1  # kernels add up the parts of several threads in another order
-        self._threads = threads
-        self._host: Backend | None = None
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(program.model.graph)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
-        self._available = self.backend.memory.available()
-        self.state = self._make_state()
-        self._check_finite, self._wrap = check_finite, wrap
+        self._micro = micro_batches(program.model.graph, self.size)
+        self.plans = Bindings(
+            program, self.backend, self.comm, threads=threads, check=check_finite, batched=self._micro.batched
+        )
+        self.state = self.plans.state
+        self._wrap = wrap
         self._schedule = schedule
         self._trace = Trace(trace) if isinstance(trace, str | Path) else trace
-        self._training: dict[tuple[Any, ...], Executor] = {}
-        self._evaluation: dict[tuple[Any, ...], Executor] = {}
-        graph = program.model.graph
-        self._micro = micro_batches(graph, self.size)
-        self._labels = label_checks(program.model.graph)
-        self._collectives: list[str] | None = None
         self.steps_done = 0
         self._meanwhile: Run | None = None
         self._early: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None
@@ -207,10 +198,8 @@ class Trainer:
 
     def _bound(self, part: MicroBatch) -> tuple[Executor, MicroBatch]:
         """The plan for the shapes of a micro-batch, and its checked feeds."""
-        executor = self._training.get(key_of_shapes(part.feeds))
-        if executor is None:
-            executor = self._plan(part.feeds, self.program.model, self._training)
-        return executor, replace(part, feeds=self._checked(executor, part.feeds))
+        executor = self.plans.for_training(part.feeds, self._hook())
+        return executor, replace(part, feeds=self.plans.checked(executor, part.feeds))
 
     def _run(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> None:
         last = len(parts) - 1
@@ -302,10 +291,8 @@ class Trainer:
             feeds = item.feeds if isinstance(item, Batch) else item
             if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
                 continue  # this worker has no sample of the last batch
-            executor = self._evaluation.get(key_of_shapes(feeds))
-            if executor is None:
-                executor = self._plan(feeds, self.program.inference, self._evaluation)
-            executor.run(self._checked(executor, feeds))
+            executor = self.plans.for_evaluation(feeds, self._hook())
+            executor.run(self.plans.checked(executor, feeds))
             for name in names:
                 sums[name] += float(executor.outputs[name])
         total = np.array([sums[name] for name in names], dtype=np.float64)
@@ -405,8 +392,7 @@ class Trainer:
         """Leave the world and release threads."""
         self.comm.close()
         self.backend.close()
-        if self._host is not None:
-            self._host.close()
+        self.plans.close()
 
     def __enter__(self) -> Self:
         return self
@@ -443,64 +429,12 @@ class Trainer:
         if self.size > 1:
             self.state.broadcast(self.comm, values)
 
-    def _plan(self, feeds: Mapping[str, Array], model: ir.Model, cache: dict[tuple[Any, ...], Executor]) -> Executor:
-        shapes = check_names(feeds, model.graph)
-        guarded = self._check_finite and not self.backend.memory.on_host
-        plan = make_plan(model, shapes, self.backend, world_size=self.size, rank=self.rank, guarded=guarded)
-        if model is self.program.model:
-            self._compare_collectives(plan)
-        try:
-            executor = Executor(
-                plan,
-                self.state,
-                self.backend,
-                self.comm if self.size > 1 else None,
-                host=self._host_backend(),
-                check=self._check_finite,
-                wrap=self._hook(),
-            )
-        except DeviceMemoryError as error:
-            from graphc.shortage import Case, explain
-
-            case = Case(model, shapes, self._micro.batched, self.size, self.rank, self._available or 0)
-            raise explain(case, plan, self.backend.name, error) from error
-        cache[key_of_shapes(feeds)] = executor
-        return executor
-
-    def _make_state(self) -> State:
-        try:
-            return State(self.program.model, self.rank, self.size, self.backend.memory)
-        except DeviceMemoryError as error:
-            from graphc.shortage import explain_state
-
-            raise explain_state(self.program.model, self._available or 0) from error
-
-    def _host_backend(self) -> Backend | None:
-        """What runs updates whose state lies in the host's memory, where the rest runs elsewhere."""
-        return self._on_host() if self.state.offloaded else None
-
-    def _on_host(self) -> Backend:
-        """A backend of the host beside one that works elsewhere; made when it is first asked for."""
-        if self._host is None:
-            self._host = host_backend(threads=self._threads, spin=False)
-        return self._host
-
     def _hook(self) -> Callable[[str, str, Run], Run] | None:
         """What goes around every plan step: the caller's hook, inside the trace's."""
         trace, wrap = self._trace, self._wrap
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
         return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
-
-    def _compare_collectives(self, plan: Plan) -> None:
-        if self._collectives is None:
-            agree(self.comm, plan.collectives, "collective")
-            self._collectives = plan.collectives
-        elif self._collectives != plan.collectives:
-            raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")
-
-    def _checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return check_arrays(feeds, executor.inputs, self._labels)
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)
@@ -516,10 +450,4 @@ class Trainer:
         everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
         rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
         done = int(self.state.scalars.read(STEP)) if STEP in self.state.scalars else self.steps_done
-        where = f"first in tensor {first!r} on rank {rank}" if first else "in the gradients, and not again on replay"
-        return NonFiniteError(
-            f"a NaN or infinity appeared in step {done}, {where}; the state is that of the last good step"
-            " (a smaller learning rate or gradient clipping may help)",
-            step=done,
-            tensor=first,
-        )
+        return nonfinite_error(done, first, f"rank {rank}", "in the gradients")

@@ -69,7 +69,7 @@ def graphc_side(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _python_overhead(trainer: Any, feeds: dict[str, Any]) -> float:
     """Milliseconds of Python per step: the step with every entry of the plan replaced by an empty function."""
-    (executor,) = trainer._training.values()
+    (executor,) = trainer.plans.training.values()
     executor.runs = [lambda: None] * len(executor.runs)
     times = []
     for _ in range(200):

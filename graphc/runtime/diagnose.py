@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Array, Backend, Memory, host_backend
-from graphc.errors import DeviceMemoryError
+from graphc.errors import DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
 from graphc.plan import prepare
@@ -49,6 +49,17 @@ def first_nonfinite(
             return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
         finally:
             host.close()
+
+
+def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str) -> NonFiniteError:
+    """What stops a run: the ``tensor`` in which :func:`first_nonfinite` found it on ``who``, or ``elsewhere``."""
+    where = f"first in tensor {tensor!r} on {who}" if tensor else f"{elsewhere}, and not again on replay"
+    return NonFiniteError(
+        f"a NaN or infinity appeared in step {step}, {where}; the state is that of the last good step"
+        " (a smaller learning rate or gradient clipping may help)",
+        step=step,
+        tensor=tensor,
+    )
 
 
 def _replay(step: Step, sources: Mapping[str, Array], backend: Backend) -> str | None:

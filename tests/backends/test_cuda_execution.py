@@ -186,7 +186,7 @@ def test_a_step_is_one_graph(exported: Callable[[str], str]) -> None:
         for _ in range(3):
             trainer.step(batch("lenet"))
         assert isinstance(trainer.backend, CupyBackend)
-        (executor,) = trainer._training.values()
+        (executor,) = trainer.plans.training.values()
         (recording,) = executor.runs
         assert isinstance(recording, Recording)
         assert recording.refusal is None

@@ -148,7 +148,7 @@ def test_a_step_of_one_worker_is_replayed_as_one_and_python_walks_through_none_o
     with graphc.Trainer(compiled(exported("lenet"), **options), threads=1) as trainer:
         for _ in range(2):
             trainer.step({"input": x, "label": y})
-        (executor,) = trainer._training.values()
+        (executor,) = trainer.plans.training.values()
         assert len(executor.runs) == 1
         monkeypatch.setattr(BoundSegment, "__call__", lambda self: pytest.fail("a segment is launched call by call"))
         losses = [trainer.step({"input": x, "label": y})["loss"] for _ in range(3)]

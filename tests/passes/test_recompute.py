@@ -134,7 +134,7 @@ def trained(program: graphc.compiler.Program, name: str, steps: int = 3) -> tupl
     """Losses, state and arena of a few steps."""
     with graphc.Trainer(program, threads=1, seed=7) as trainer:
         losses = [trainer.step(batch(name, seed=step))["loss"] for step in range(steps)]
-        (executor,) = trainer._training.values()
+        (executor,) = trainer.plans.training.values()
         return losses, trainer.state.snapshot(), executor.plan.buffers["arena"]
 
 

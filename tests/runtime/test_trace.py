@@ -103,7 +103,7 @@ def traced(comm: Any, path: str, out: Path, trace_steps: int = 3) -> Any:
         for step in range(5):
             x, y = SPECS["mlp"].batch(4, step * 2 + comm.rank)
             trainer.step({"input": x, "label": y})
-        (executor,) = trainer._training.values()
+        (executor,) = trainer.plans.training.values()
         trainer.evaluate([{"input": x, "label": y}])
         return [s.name.partition(" ")[2] for s in executor.plan.steps if s.kind == "start"], [
             (s.kind, s.name) for s in executor.plan.steps

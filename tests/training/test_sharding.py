@@ -265,7 +265,7 @@ def test_float32_masters_are_divided_too(precision: str, strategy: str, tmp_path
 
 def allocated(trainer: graphc.Trainer) -> int:
     """Bytes of all arrays that a trainer with one plan holds for training."""
-    (executor,) = trainer._training.values()
+    (executor,) = trainer.plans.training.values()
     state = sum(array.nbytes for array in trainer.state.flat.values())
     fixed = set(trainer.program.model.graph.initializers) - trainer.state.updated
     fixed -= {low for lows in trainer.state.copies.values() for low in lows}
