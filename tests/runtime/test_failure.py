@@ -254,7 +254,8 @@ BUCKET = r"allreduce\(mean\) 'bucket\d' of step \d+ \(16000000 bytes\)"
 LATE = [
     pytest.param(
         "if comm.rank == 1: shoot(19)\nsteps()",
-        rf"(rank 1 did not come to {BUCKET} within 1.5 s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\); it"
+        # A rank beside the stopped one may hang one collective earlier than the other, and then it is late as well.
+        rf"(ranks? (0, )?1(, 2)? did not come to {BUCKET} within 1.5 s: .*rank 1 \(pid \d+\) is stopped \(SIGSTOP\); it"
         rf"(s last was| is in) {BUCKET}|{BUCKET} did not end within 1.5 s: all ranks have come to it, "
         r"but rank 1 \(pid \d+\) is stopped \(SIGSTOP\))",
         id="stopped",
@@ -275,7 +276,8 @@ LATE = [
     ),
     pytest.param(
         "if comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps()",
-        r"the ranks disagree: rank 0 is in allreduce\(mean\) 'bucket1' of step 7 .* and rank 1 is in allreduce\(mean\) 'other'",
+        r"the ranks disagree: (rank 0 is in allreduce\(mean\) 'bucket1' of step 7 .* and rank 1 is in allreduce\(mean\) 'other'"
+        r"|rank 1 is in allreduce\(mean\) 'other' .* and rank 2 is in allreduce\(mean\) 'bucket1' of step 7)",
         id="other-collective",
     ),
     pytest.param(
