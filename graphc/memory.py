@@ -73,7 +73,17 @@ class Memory:
     def total(self) -> int:
         """Bytes where the backend computes."""
         everything: dict[str, int] = asdict(self)
-        return sum(n for name, n in everything.items() if name not in ("host", "pinned", "context")) - self.host
+        return sum(n for name, n in everything.items() if name not in ("host", "pinned", "context"))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSide(Memory):
+    """The same of a backend that computes elsewhere than in the host's memory: what is offloaded is not in its total."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return Memory.total.fget(self) - self.host  # type: ignore[attr-defined,no-any-return]
 
 
 def memory_of(
@@ -111,7 +121,7 @@ def predicted(
     """
     guarded = any(is_update(node) for node in model.graph)
     plan = make_plan(model, shapes, planner, world_size=world_size, rank=rank, guarded=guarded)
-    known = memory_of_plan(plan)
+    known = memory_of_plan(plan, DeviceSide)
     state = State(model, rank, world_size, planner.memory)
     comm = Unconnected(rank, world_size) if world_size > 1 else None
     Executor(plan, state, planner, comm, host=host_backend(threads=1) if state.offloaded else None)
@@ -140,8 +150,8 @@ class Unconnected(NullCommunicator):
         return handle
 
 
-def memory_of_plan(plan: Plan) -> Memory:
-    """The same for a plan that is at hand."""
+def memory_of_plan(plan: Plan, result: type[Memory] = Memory) -> Memory:
+    """The same for a plan that is at hand; :class:`DeviceSide` where its backend computes on a device."""
     sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
     copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}
     counted: set[str] = set()
@@ -161,7 +171,7 @@ def memory_of_plan(plan: Plan) -> Memory:
     rest = {name: size for name, size in plan.buffers.items() if name not in counted}
     arena = rest.pop(ARENA, 0) + rest.pop(RESULTS, 0)
     feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
-    return Memory(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
+    return result(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
 
 
 def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.backend import PLANNERS, Planner
 from graphc.errors import DeviceMemoryError, GraphcError
 from graphc.ir.declare import SHARD, is_update
-from graphc.memory import Memory, has_recomputation, memory_of_plan, predicted
+from graphc.memory import DeviceSide, Memory, has_recomputation, memory_of_plan, predicted
 from graphc.phases import is_accumulation
 from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan
@@ -57,7 +57,7 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
     """``error`` with what the plan needs and what helps."""
     make = PLANNERS.get(backend)
     if make is None:
-        least = memory_of_plan(plan).total
+        least = memory_of_plan(plan, DeviceSide).total
         return DeviceMemoryError(
             error.wanted,
             error.available,
