@@ -18,7 +18,11 @@ LARGE = (
     "zfnet512",
     "bvlc_alexnet",
     "plain_onnxruntime[light_densenet121]",
-    "test_large_exported_models_step_alike_in_plain_onnxruntime[resnet50]",
+    "test_large_exported_models_step_alike_in_plain_onnxruntime",
+    "two_workers[light_densenet121]",
+    "stays_symbolic[light_shufflenet]",
+    "stays_symbolic[light_inception_v1]",
+    "plain_onnxruntime[light_inception_v2]",
 )
 """Models of 240 to 550 MB, and tests of over half a minute; they meet no op that the others lack."""
 
@@ -26,9 +30,12 @@ LARGE = (
 STRATEGIES = (
     "test_sharding", "test_any_world", "test_accumulate", "test_averaging", "test_parameter_server", "test_compress",
     "test_adasum", "test_local_sgd", "test_clip", "test_nonfinite", "test_sync_batchnorm", "test_attention", "test_trace",
-    "tests/data/test_training", "tests/data/test_torch_data", "test_parity", "test_recurrent",
+    "tests/data/test_training", "tests/data/test_torch_data", "test_parity", "test_recurrent", "test_workers",
+    "test_transforms_converge", "test_recompute", "test_mixed_precision", "test_rebatch", "frontends/test_torch",
+    "test_tcp", "test_nccl", "test_staged", "test_device_", "test_emulated", "backends/test_threads", "backends/test_nodes",
+    "backends/test_updates", "test_channels_last", "test_convolutions", "test_cupy_suite",
 )  # fmt: skip
-"""Files whose tests train on several workers or for many steps: of the full tier as a whole."""
+"""Files whose tests train on several workers or for many steps, or compile many kernels: of the full tier as a whole."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
