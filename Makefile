@@ -31,7 +31,7 @@ test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 c
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi and not large"
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "mpi and not faults"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "mpi and not faults and not large"
 
 test-large: $(STAMP)  ## the zoo models of hundreds of megabytes, and sweeps (4 minutes)
 	$(BIN)/python -m pytest -m large

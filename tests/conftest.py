@@ -23,8 +23,14 @@ LARGE = (
     "stays_symbolic[light_shufflenet]",
     "stays_symbolic[light_inception_v1]",
     "plain_onnxruntime[light_inception_v2]",
+    "test_the_same_bits_over_mpi",
+    "test_mpi_processes_do_what_threads_do",
+    "test_uneven_accumulation_over_mpi",
+    "test_mpi_workers_follow_one[transformer-small]",
+    "test_mpi_workers_follow_one[lenet]",
+    "test_replicas_are_bit_identical_after_fifty_steps[resnet18-small]",
 )
-"""Models of 240 to 550 MB, and tests of over half a minute; they meet no op that the others lack."""
+"""Models of 240 to 550 MB, which meet no op that the others lack, and over MPI what the full tier shows with threads."""
 
 
 STRATEGIES = (
