@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from graphc.ir.facts import dims, is_parameter, static_dims
 from graphc.layout import ARENA, RESULTS
 from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan, make_plan
-from graphc.runtime.communicator import Handle
+from graphc.runtime.communicator import Handle, Options
 from graphc.runtime.executor import Executor
 from graphc.runtime.queued import NullCommunicator
 from graphc.runtime.state import State
@@ -144,7 +144,7 @@ class Unconnected(NullCommunicator):
         super().__init__()
         self.rank, self.size = rank, size
 
-    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Any) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
         handle = Handle(lambda: None, options.get("kind", "allreduce"), op, tag, array.nbytes)
         handle.queued = True
         return handle

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from graphc.errors import UsageError, nearest
-from graphc.runtime.communicator import DTYPES, KINDS, REDUCTIONS, Kind
+from graphc.runtime.communicator import DTYPES, KINDS, REDUCTIONS, Kind, Options
 from graphc.runtime.reductions import Array, Parts, even_parts
 
 DEADLINE = "GRAPHC_DEADLINE"
@@ -34,20 +35,37 @@ def check_reduction(dtype: np.dtype[Any], elements: int, op: str, lengths: Seque
         raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {elements}")
 
 
-def check_collective(
-    array: Array, size: int, op: str, kind: Kind, parts: Parts | None, root: int, lengths: Sequence[int] | None
-) -> Parts:
-    """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit; returns the parts."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A collective whose arguments fit, with what was left out; see :class:`~graphc.runtime.communicator.Options`."""
+
+    op: str
+    kind: Kind
+    parts: Parts
+    root: int
+    lengths: Sequence[int] | None
+    overlap: bool
+
+    @property
+    def reduction(self) -> str:
+        """The reduction; empty where nothing is reduced."""
+        return self.op if self.kind in ("allreduce", "reduce_scatter") else ""
+
+
+def check_collective(array: Array, size: int, op: str, options: Options) -> Asked:
+    """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit; returns all of them."""
+    kind, parts, root = options.get("kind", "allreduce"), options.get("parts"), options.get("root", 0)
     if kind not in KINDS:
         raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
-    if kind in ("allreduce", "reduce_scatter"):
-        check_reduction(array.dtype, array.size, op, lengths)
+    division = even_parts(array.size, size) if parts is None else parts
+    asked = Asked(op, kind, division, root, options.get("lengths"), options.get("overlap", True))
+    if asked.reduction:
+        check_reduction(array.dtype, array.size, op, asked.lengths)
     if kind == "broadcast":
         check_root(root, size)
-    division = even_parts(array.size, size) if parts is None else parts
     if kind in ("reduce_scatter", "all_gather"):
         check_parts(division, array.size, size)
-    return division
+    return asked
 
 
 def check_parts(parts: Parts, elements: int, size: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 
 import numpy as np
 
@@ -24,6 +24,28 @@ T = TypeVar("T")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REDUCTIONS = ("sum", "mean", "min", "max", "prod", "tree", "adasum")
 DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64"))) | LOW
+
+
+class Options(TypedDict, total=False):
+    """What ``start`` and ``prepare`` take beside the array, its reduction and the tag.
+
+    Attributes:
+        kind: ``allreduce`` (unless another is named); ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]``
+            holds the reduction, and the other elements nothing of use; ``all_gather``: every rank gives that part of its array,
+            and all have the parts of all afterwards; ``broadcast``: all have the array of rank ``root`` afterwards.
+        parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
+        root: whose array a ``broadcast`` gives to all; 0.
+        lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
+            (padding may be a tensor of its own). None: one tensor.
+        overlap: begin at once, on another thread (that is so unless it is False); False where nothing is done before ``wait``,
+            which then does it all.
+    """
+
+    kind: Kind
+    parts: Parts | None
+    root: int
+    lengths: Sequence[int] | None
+    overlap: bool
 
 
 class Communicator(Protocol):
@@ -57,45 +79,17 @@ class Communicator(Protocol):
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors; ``lengths`` as in ``start``."""
 
-    def start(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
+    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
         """Begin a collective, in place. The array may not be touched until ``wait``. They run in the order of their start.
 
         :meth:`prepare` and :meth:`begin` in one.
 
         Args:
             op: the reduction of ``allreduce`` and ``reduce_scatter``.
-            kind: ``allreduce``; ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]`` holds the reduction,
-                and the other elements nothing of use; ``all_gather``: every rank gives that part of its array, and all have
-                the parts of all afterwards; ``broadcast``: all have the array of rank ``root`` afterwards.
-            parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
-            lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
-                (padding may be a tensor of its own). None: one tensor.
-            overlap: begin at once, on another thread; False where nothing is done before ``wait``, which then does it all.
+            options: see :class:`Options`.
         """
 
-    def prepare(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
         """Check a collective that will be begun, and waited for, again and again; arguments as for :meth:`start`."""
 
     def begin(self, handle: Handle) -> None:

@@ -20,19 +20,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard, Unpack
 
 from graphc.backend import Array, Memory, in_order
 from graphc.errors import WorldError
 from graphc.runtime.checks import check_collective, check_device_layout
-from graphc.runtime.communicator import Communicator, Handle, Kind
+from graphc.runtime.communicator import Communicator, Handle, Options
 from graphc.runtime.flight import Ring, dump
 from graphc.runtime.nccl_calls import plan_calls, takes
 from graphc.runtime.nccl_library import Library
 from graphc.runtime.nccl_progress import Counters, Progress
 from graphc.runtime.nccl_timeline import Timeline
-from graphc.runtime.reductions import Parts
 from graphc.runtime.staged import StagedCommunicator, lies_on_host
 
 LOOK = 0.1  # seconds between looks at what is under way
@@ -126,25 +125,13 @@ class NcclCommunicator(StagedCommunicator):
         finally:
             self.current = None
 
-    def prepare(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
-        division = check_collective(array, self.size, op, kind, parts, root, lengths)
-        if lies_on_host(array) or not takes(kind, op):
-            return super().prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+        asked = check_collective(array, self.size, op, options)
+        if lies_on_host(array) or not takes(asked.kind, op):
+            return super().prepare(array, op, tag, **options)
         check_device_layout(array)
-        reduces = kind in ("allreduce", "reduce_scatter")
-        handle = NcclHandle(lambda: None, kind, op if reduces else "", tag, array.nbytes, overlap=overlap)
-        calls = plan_calls(kind, op, array.dtype, array.size, division, root, self.rank)
+        handle = NcclHandle(lambda: None, asked.kind, asked.reduction, tag, array.nbytes, overlap=asked.overlap)
+        calls = plan_calls(asked.kind, op, array.dtype, array.size, asked.parts, asked.root, self.rank)
         self._bind(handle, self.link.bind(calls, int(array.data.ptr), int(self.gpu.communication.ptr)))  # type: ignore[attr-defined]
         return handle
 

@@ -8,11 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from graphc.errors import UsageError
-from graphc.runtime.checks import check_array, check_collective, check_layout, check_root, find_deadline
-from graphc.runtime.communicator import Handle, Kind
+from graphc.runtime.checks import Asked, check_array, check_collective, check_layout, check_root, find_deadline
+from graphc.runtime.communicator import Handle, Options
 from graphc.runtime.flight import Ring
 from graphc.runtime.reductions import Array, Parts
 from graphc.runtime.windows import Windows
@@ -98,37 +98,16 @@ class QueuedCommunicator(ABC):
         what = f"allreduce {tag}"
         self._blocking(Handle(lambda: self._reduce(array, op, what, lengths), "allreduce", op, tag, array.nbytes))
 
-    def start(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
-        handle = self.prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+        handle = self.prepare(array, op, tag, **options)
         self.begin(handle)
         return handle
 
-    def prepare(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
-        action = self._action(array, op, f"{kind} {tag}", kind, parts, root, lengths)
-        reduces = kind in ("allreduce", "reduce_scatter")
-        return Handle(action, kind, op if reduces else "", tag, array.nbytes, overlap=overlap)
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+        asked = check_collective(array, self.size, op, options)
+        check_layout(array)
+        action = self._action(array, asked, f"{asked.kind} {tag}")
+        return Handle(action, asked.kind, asked.reduction, tag, array.nbytes, overlap=asked.overlap)
 
     def begin(self, handle: Handle) -> None:
         if self._closed:
@@ -138,26 +117,16 @@ class QueuedCommunicator(ABC):
         if handle.overlap:
             self._wake_up()
 
-    def _action(
-        self,
-        array: Array,
-        op: str,
-        what: str,
-        kind: Kind,
-        parts: Parts | None,
-        root: int,
-        lengths: Sequence[int] | None,
-    ) -> Callable[[], None]:
-        """Check a collective and return what carries it out."""
-        division = check_collective(array, self.size, op, kind, parts, root, lengths)
-        check_layout(array)
-        if kind == "allreduce":
+    def _action(self, array: Array, asked: Asked, what: str) -> Callable[[], None]:
+        """What carries out a checked collective."""
+        parts, root, op, lengths = asked.parts, asked.root, asked.op, asked.lengths
+        if asked.kind == "allreduce":
             return self._bind_reduce(array, op, what, lengths)
-        if kind == "broadcast":
+        if asked.kind == "broadcast":
             return lambda: self._broadcast(array, root, what)
-        if kind == "all_gather":
-            return lambda: self._all_gather(array, what, division)
-        return lambda: self._reduce_scatter(array, op, what, division, lengths)
+        if asked.kind == "all_gather":
+            return lambda: self._all_gather(array, what, parts)
+        return lambda: self._reduce_scatter(array, op, what, parts, lengths)
 
     def wait(self, handle: Handle) -> None:
         while not handle.finished:

@@ -11,14 +11,14 @@ straight to the transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
 from graphc.backend import Memory, Run
-from graphc.runtime.checks import check_device_layout
-from graphc.runtime.communicator import Communicator, Handle, Kind
-from graphc.runtime.reductions import Array, Parts, even_parts
+from graphc.runtime.checks import check_collective, check_device_layout
+from graphc.runtime.communicator import Communicator, Handle, Kind, Options
+from graphc.runtime.reductions import Array, Parts
 from graphc.runtime.windows import Windows
 
 T = TypeVar("T")
@@ -85,42 +85,19 @@ class StagedCommunicator:
         else:
             self.wait(self.start(array, op, tag, lengths=lengths, overlap=False))
 
-    def start(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
-        handle = self.prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+        handle = self.prepare(array, op, tag, **options)
         self.begin(handle)
         return handle
 
-    def prepare(
-        self,
-        array: Array,
-        op: str = "sum",
-        tag: str = "",
-        *,
-        kind: Kind = "allreduce",
-        parts: Parts | None = None,
-        root: int = 0,
-        lengths: Sequence[int] | None = None,
-        overlap: bool = True,
-    ) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
         prepare = self.inner.prepare
         if lies_on_host(array):
-            return prepare(array, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
+            return prepare(array, op, tag, **options)
         check_device_layout(array)
         mirror = self._memory.pinned(array.nbytes).view(array.dtype)
-        inner = prepare(mirror, op, tag, kind=kind, parts=parts, root=root, lengths=lengths, overlap=overlap)
-        division = even_parts(array.size, self.size) if parts is None else parts
-        given, received = moved(kind, division, root, self.rank, array.size)
+        inner, asked = prepare(mirror, op, tag, **options), check_collective(array, self.size, op, options)
+        given, received = moved(asked.kind, asked.parts, asked.root, self.rank, array.size)
         copy = self._memory.bind_copy
         fetches = [copy(mirror[start:stop], array[start:stop]) for start, stop in given]
         returns = [copy(array[start:stop], mirror[start:stop]) for start, stop in received]
