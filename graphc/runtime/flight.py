@@ -1,6 +1,6 @@
 """The flight recorder: the last 256 collectives of every rank, in memory that outlives the rank.
 
-A ring of fixed entries, written in place: about half a microsecond a collective. Over MPI the rings lie on the notice board
+A ring of fixed entries, written in place: about a microsecond a collective. Over MPI the rings lie on the notice board
 (:mod:`graphc.runtime.board`), so that any worker of the machine, or the launcher, can read what a stopped or killed rank was
 doing. When a run fails they are written to files, which ``graphc show flight`` compares.
 """
@@ -14,7 +14,8 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ CODES = ("other", "allreduce", "reduce_scatter", "all_gather", "broadcast", "bar
 REDUCES = ("", "sum", "mean", "min", "max", "prod", "tree", "adasum")
 _CODE = {kind: code for code, kind in enumerate(CODES)}
 _REDUCE = {op: code for code, op in enumerate(REDUCES)}
-_ENTRY = struct.Struct("<qqqqddHBB76s")  # number, sequence, step, bytes, start, end, communicator, kind, op, tag
+_ENTRY = struct.Struct("<qqqqddHBBI72s")  # number, sequence, step, bytes, start, end, communicator, kind, op, trace, tag
+_PRIME, _FACTOR = 4_294_967_291, 1_000_003  # of the traces: a polynomial over the digests of the collectives
 _END = struct.Struct("<d")
 _END_OFFSET = struct.calcsize("<qqqqd")
 RING_SIZE = ENTRIES * _ENTRY.size
@@ -49,6 +51,8 @@ class Entry:
         nbytes: of this rank's array.
         start: ``time.monotonic()`` in seconds when the rank came to it.
         end: when it was done; None while it is not.
+        trace: checksum of this collective and all before it of the communicator, equal on all ranks that did the same; 0 where
+            not every collective was noted.
     """
 
     number: int
@@ -61,6 +65,7 @@ class Entry:
     nbytes: int
     start: float
     end: float | None
+    trace: int = 0
 
     @property
     def what(self) -> str:
@@ -80,6 +85,10 @@ class Entry:
         mine, its = (self.kind, self.op, self.tag, self.nbytes), (other.kind, other.op, other.tag, other.nbytes)
         return self.place == other.place and mine != its
 
+    def has_parted(self, other: Entry) -> bool:
+        """Whether ``other`` of another rank stands at the same place, and the two did not do the same until there."""
+        return self.place == other.place and 0 not in (self.trace, other.trace) and self.trace != other.trace
+
 
 class Ring:
     """The entries of one rank inside ``memory`` from ``offset``; several threads may write."""
@@ -89,20 +98,28 @@ class Ring:
         self._offset = offset
         self._count = 0
         self._lock = threading.Lock()
-        self._tags: dict[str, bytes] = {}
+        self._words: dict[tuple[str, str, str, int], tuple[int, int, bytes, int]] = {}
+        self._traces: dict[int, tuple[int, int]] = {}  # by communicator: sequence and trace of the newest
 
     def begin(self, communicator: int, sequence: int, step: int, kind: str, op: str, tag: str, nbytes: int, now: float) -> int:
         """Note the start of a collective; returns its place, for ``end``."""
-        name = self._tags.get(tag)
-        if name is None:
-            name = self._tags[tag] = tag.encode("utf-8", "replace")
-        code, reduce = _CODE.get(kind, 0), _REDUCE[op]
+        code, reduce, name, digest = self._words.get((kind, op, tag, nbytes)) or self._note(kind, op, tag, nbytes)
         with self._lock:
+            last, trace = self._traces.get(communicator, (0, 1))
+            trace = (trace * _FACTOR + digest) % _PRIME if trace and sequence == last + 1 else 0  # see Entry.trace
+            self._traces[communicator] = sequence, trace
             place = self._offset + self._count % ENTRIES * _ENTRY.size
             self._count += 1
-            values = self._count, sequence, step, nbytes, now, 0.0, communicator, code, reduce, name
+            values = self._count, sequence, step, nbytes, now, 0.0, communicator, code, reduce, trace, name
             _ENTRY.pack_into(self._memory, place, *values)
         return place
+
+    def _note(self, kind: str, op: str, tag: str, nbytes: int) -> tuple[int, int, bytes, int]:
+        """What is written of a collective each time."""
+        name = tag.encode("utf-8", "replace")
+        digest = 1 + zlib.crc32(repr((kind, op, tag, nbytes)).encode())
+        words = self._words[kind, op, tag, nbytes] = _CODE.get(kind, 0), _REDUCE[op], name, digest
+        return words
 
     def end(self, place: int, now: float) -> None:
         """Note the end of the collective at ``place``."""
@@ -113,10 +130,10 @@ class Ring:
         found = [entry for entry in map(self._read, range(ENTRIES)) if entry is not None]
         return sorted(found, key=lambda entry: entry.number)
 
-    def newest(self, count: int) -> list[Entry]:
-        """The last ``count`` entries that this object wrote, oldest first."""
-        found = [self.find(number) for number in range(max(1, self._count - count + 1), self._count + 1)]
-        return [entry for entry in found if entry is not None]
+    def newest(self, count: int) -> Iterator[Entry]:
+        """The last ``count`` entries that this object wrote, newest first."""
+        found = map(self.find, range(self._count, max(0, self._count - count), -1))
+        return (entry for entry in found if entry is not None)
 
     def find(self, number: int) -> Entry | None:
         """The entry of that number, while it is there."""
@@ -125,11 +142,11 @@ class Ring:
 
     def _read(self, index: int) -> Entry | None:
         values = _ENTRY.unpack_from(self._memory, self._offset + index * _ENTRY.size)
-        number, sequence, step, nbytes, start, end, communicator, kind, op, tag = values
+        number, sequence, step, nbytes, start, end, communicator, kind, op, trace, tag = values
         if not number or kind >= len(CODES) or op >= len(REDUCES):
             return None
         name = tag.rstrip(b"\0").decode("utf-8", "replace")
-        return Entry(number, communicator, sequence, step, CODES[kind], REDUCES[op], name, nbytes, start, end or None)
+        return Entry(number, communicator, sequence, step, CODES[kind], REDUCES[op], name, nbytes, start, end or None, trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,19 @@ def late(
     return f"{wanted.what} did not end {limit}, although all ranks have come to it: the transport is stuck"
 
 
-def disagree(rank: int, entry: Entry, other_rank: int, other: Entry) -> str:
-    """Words on two ranks that are in different collectives at one place of their sequence."""
+def disagreement(logs: Mapping[int, Sequence[Entry]]) -> str:
+    """Words on ranks that have not done the same collectives."""
+    entries = next(iter(logs.values()))
+    numbers = {entry.communicator for entry in entries}
+    found = filter(None, (_first_difference(logs, number) for number in sorted(numbers)))
+    return next((text for _, text in found), "the ranks disagree")
+
+
+def _disagree(rank: int, entry: Entry, other_rank: int, other: Entry) -> str:
     pairs = sorted(((rank, entry), (other_rank, other)), key=lambda pair: pair[0])
+    if not entry.contradicts(other):
+        ranks = join_ranks([number for number, _ in pairs])
+        return f"the ranks disagree: {ranks} did different collectives some time before {pairs[0][1].what}"
     first, second = (f"rank {number} is in {found.what}" for number, found in pairs)
     return f"the ranks disagree: {first} and {second}"
 
@@ -75,9 +85,9 @@ def compare(flights: Sequence[Flight]) -> list[str]:
     logs = {flight.rank: flight.entries for flight in flights}
     for communicator in sorted({entry.communicator for entries in logs.values() for entry in entries}):
         lasts = {rank: last_of(entries, communicator) for rank, entries in logs.items()}
-        disagreement = _first_difference(logs, communicator)
-        if disagreement:
-            lines.append(disagreement)
+        difference = _first_difference(logs, communicator)
+        if difference:
+            lines.append(f"#{difference[0]}: {difference[1]}")
             continue
         front = max((entry for entry in lasts.values() if entry is not None), key=lambda entry: entry.sequence)
         behind = [rank for rank, last in lasts.items() if last is None or last.sequence < front.sequence]
@@ -107,13 +117,14 @@ def _behind(rank: int, last: Entry | None, front: Entry, waiting: Sequence[int])
     return f"{behind}; the front is {goal}"
 
 
-def _first_difference(logs: Mapping[int, Sequence[Entry]], communicator: int) -> str | None:
+def _first_difference(logs: Mapping[int, Sequence[Entry]], communicator: int) -> tuple[int, str] | None:
+    """Its place in the sequence, and words on it."""
     first, *others = logs
     for wanted in logs[first]:
         if wanted.communicator != communicator:
             continue
         for other in others:
             found = counterpart(logs[other], wanted)
-            if found is not None and wanted.contradicts(found):
-                return f"#{wanted.sequence}: {disagree(first, wanted, other, found)}"
+            if found is not None and (wanted.contradicts(found) or wanted.has_parted(found)):
+                return wanted.sequence, _disagree(first, wanted, other, found)
     return None

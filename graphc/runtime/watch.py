@@ -45,7 +45,7 @@ KEEP_GOING = "GRAPHC_KEEP_GOING"
 BOARD_FILE = "board"
 POLL = 0.25  # seconds between looks at what has no process descriptor
 GRACE = 0.5  # seconds between the message and the end
-RECENT = 16  # collectives that are compared with those of the peers at every look
+RECENT = 64  # so many collectives a peer may be ahead or behind when what the ranks do is compared
 PATIENCE = 3.0  # seconds a collective may hang after a peer left in good order
 
 
@@ -226,15 +226,21 @@ class Watch:
 
     def _look_for_differences(self) -> None:
         """Collectives of one size pass even where the ranks mean different ones."""
+        for rank in self._peers:
+            if not self._differs(rank):
+                continue
+            time.sleep(0.001)  # what another process is just writing can be half there, but not for long
+            if self._differs(rank):
+                self._end(verdict.disagreement({rank: self.board.ring(rank).entries() for rank in (self.rank, rank)}))
+
+    def _differs(self, rank: int) -> bool:
+        """Whether the newest collective that ``rank`` has come to as well is another one there, or one before it was."""
+        ring = self.board.ring(rank)
         for entry in self.ring.newest(RECENT):
-            for rank in self._peers:
-                other = self.board.ring(rank).find(entry.number)
-                if other is None or not entry.contradicts(other):
-                    continue
-                time.sleep(0.001)  # what another process is just writing can be half there, but not for long
-                again = self.board.ring(rank).find(entry.number)
-                if again is not None and self.ring.find(entry.number) is not None and entry.contradicts(again):
-                    self._end(verdict.disagree(self.rank, entry, rank, again))
+            other = ring.find(entry.number)
+            if other is not None and entry.place == other.place:
+                return entry.contradicts(other) or entry.has_parted(other)
+        return False
 
     def logs(self) -> dict[int, list[Entry]]:
         """The flight logs of all ranks of this machine."""

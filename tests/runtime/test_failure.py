@@ -281,6 +281,12 @@ LATE = [
         id="other-collective",
     ),
     pytest.param(
+        # Thousands pass between two looks.
+        "buffer = buffer[:2]\nif comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps(10_000_000)",
+        r"the ranks disagree: (ranks 0, 1|ranks 1, 2) did different collectives some time before allreduce\(mean\) 'bucket\d'",
+        id="other-collective-long-ago",
+    ),
+    pytest.param(
         "comm.allreduce(np.ones(3 + comm.rank), 'sum', 'w')\nsteps()",
         r"the ranks disagree: rank 0 is in allreduce\(sum\) 'w' before the first step \(24 bytes\) and rank 1 is in "
         r"allreduce\(sum\) 'w' before the first step \(32 bytes\)"

@@ -31,7 +31,7 @@ def test_the_ring_keeps_the_last_256() -> None:
     assert entries[0].what == "allreduce(mean) 'bucket45' of step 44 (4096 bytes)"
     assert (entries[0].start, entries[0].end, entries[-1].end) == (45.0, 45.5, None)
     assert ring.find(44) is None
-    assert [entry.tag for entry in ring.newest(2)] == ["bucket299", "bucket300"]
+    assert [entry.tag for entry in ring.newest(2)] == ["bucket300", "bucket299"]
 
 
 def test_a_long_tag_is_cut_and_not_spilled() -> None:
@@ -98,6 +98,19 @@ def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFix
     expected = (
         "#3: the ranks disagree: rank 0 is in allreduce(mean) 'd' of step 2 (4096 bytes) and rank 1 is in allreduce(mean) 'c'"
     )
+    assert expected in capfd.readouterr().out
+
+
+def test_ranks_that_parted_before_what_the_logs_hold(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from graphc.runtime.flight import dump
+
+    rings = [Ring(), Ring()]
+    for rank, ring in enumerate(rings):
+        for sequence in range(1, 3 * ENTRIES):
+            record(ring, sequence, "other" if (rank, sequence) == (1, 8) else "b")
+    dump({rank: ring.entries() for rank, ring in enumerate(rings)}, 2, "parted", "")
+    assert main(["show", "flight", str(flight_logs / "graphc-flight-parted"), "--last", "0"]) == 0
+    expected = "the ranks disagree: ranks 0, 1 did different collectives some time before allreduce(mean) 'b' of step 511"
     assert expected in capfd.readouterr().out
 
 
