@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -48,12 +49,11 @@ def mesh(nodes: int) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
-def seconds(nodes: int) -> float:
-    """Processor time of the pass on ``nodes`` nodes: the least of three, for other programs disturb it.
+def seconds(nodes: int) -> Iterator[float]:
+    """Processor time of the pass on ``nodes`` nodes, three times, for other programs disturb it.
 
     Without the garbage collector, whose share grows with what other tests of the process have left alive.
     """
-    found = []
     for _ in range(3):
         model = mesh(nodes)
         gc.collect()
@@ -61,21 +61,21 @@ def seconds(nodes: int) -> float:
         try:
             start = time.process_time()
             autodiff(model, Context(), of=[model.graph.outputs[0].name or ""])
-            found.append(time.process_time() - start)
+            taken = time.process_time() - start
         finally:
             gc.enable()
         gradients = {v.metadata_props.get(GRADIENT_OF) for node in model.graph for v in node.outputs} - {None}
         assert gradients == set(model.graph.initializers)
-    return min(found)
+        yield taken
 
 
 @pytest.mark.full
 def test_ten_thousand_nodes_are_differentiated_in_under_three_seconds() -> None:
-    assert seconds(10_000) < LIMIT
+    assert any(taken < LIMIT for taken in seconds(10_000))
 
 
 @pytest.mark.full
 def test_the_effort_grows_in_proportion() -> None:
     """Twice the nodes take twice the time, give or take; four times would be the square."""
-    seconds(500)  # caches of schemas and inference
-    assert seconds(8_000) < 3 * seconds(4_000)
+    next(seconds(500))  # caches of schemas and inference
+    assert min(seconds(4_000)) < 3 * min(seconds(2_000))
