@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphc.steps import ALIGNMENT
+from graphc.device import ALIGNMENT
 
 
 class Arena:

@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run, host_backend
+from graphc.backend import Backend, host_backend
 from graphc.compiler import Program
+from graphc.device import Array, Run
 from graphc.errors import DeviceMemoryError, WorldError
 from graphc.feeding import check_arrays, check_names, key_of_shapes
 from graphc.ir.ops.losses import label_checks

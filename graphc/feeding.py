@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array
+from graphc.device import Array
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import dims
 

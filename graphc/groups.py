@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.device import ALIGNMENT
 from graphc.errors import ModelError
 from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update
 from graphc.ir.facts import describe, static_dims
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
-from graphc.steps import ALIGNMENT, UpdateGroup, shares
+from graphc.steps import UpdateGroup, shares
 
 
 def update_groups(graph: ir.Graph, world_size: int = 1, rank: int = 0) -> list[UpdateGroup]:

@@ -13,7 +13,8 @@ from typing import Unpack
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, PLANNERS, Array, Planner, host_backend
+from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend
+from graphc.device import Array
 from graphc.engine import make_backend, name_of
 from graphc.errors import UsageError
 from graphc.ir.declare import declaration_of, is_update

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array
 from graphc.data import Batch, share
+from graphc.device import Array
 from graphc.errors import UsageError
 from graphc.ir.facts import dims
 from graphc.phases import accumulation_steps, reduces_within, sums_by_tree

@@ -17,8 +17,8 @@ from typing import Any
 
 import graphc
 from graphc import frontends
-from graphc.backend import Array
 from graphc.data import Batch, Shards
+from graphc.device import Array
 from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.feeding import check_names, key_of_shapes
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED

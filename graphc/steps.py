@@ -11,9 +11,6 @@ import onnx_ir as ir
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.collectives import Kind
 
-ALIGNMENT = 64
-"""Bytes to which every slice of a flat buffer and of the arena is aligned: a cache line, and an AVX-512 register."""
-
 
 @dataclass(slots=True)
 class Slice:

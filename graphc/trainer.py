@@ -14,10 +14,10 @@ import numpy as np
 
 import graphc
 from graphc import frontends
-from graphc.backend import Array, Run
 from graphc.binding import Bindings
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
+from graphc.device import Array, Run
 from graphc.engine import make_backend
 from graphc.errors import (
     DeviceError,

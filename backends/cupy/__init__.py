@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, PLANNERS, Array, Fallback, Memory, PlannedMemory, Run
+from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
 from graphc.backends.cupy import nodes
 from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
@@ -26,6 +26,7 @@ from graphc.backends.cupy.report import LOG, fallbacks_of, warn
 from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.updates import bind_update, is_elementwise, join_updates
 from graphc.backends.cupy.values import is_expression
+from graphc.device import Array, Memory, Run
 from graphc.errors import UnsupportedOpError
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy.dnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.nodes import library
 from graphc.backends.cupy.views import shape_of
+from graphc.device import Array, Run
 from graphc.errors import GraphcError
 from graphc.ir.facts import describe
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, written

@@ -14,7 +14,6 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.arena import Arena
-from graphc.backend import Array, Run
 from graphc.backends.cupy.control import Control, bind
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
@@ -22,6 +21,7 @@ from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
 from graphc.backends.cupy.views import shape_of, size_of
+from graphc.device import Array, Run
 from graphc.ir.facts import constant
 
 

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from graphc.backend import Run
 from graphc.backends.cupy.memory import explain
+from graphc.device import Run
 from graphc.errors import GraphcError
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Run, in_order
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.nodes import FLOATS, library
 from graphc.backends.cupy.tables import ELEMENTS, Row, bind_table, block_shape, blocks_of, named, place_of
+from graphc.device import Array, Run, in_order
 
 AT_ONCE = 16
 """Bytes that a thread reads at once."""

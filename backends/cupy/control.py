@@ -16,10 +16,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.nodes import results
 from graphc.backends.cupy.views import shape_of
+from graphc.device import Array, Run
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, static_dims

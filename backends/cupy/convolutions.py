@@ -12,10 +12,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy.dnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.nodes import library
 from graphc.backends.cupy.views import shape_of
+from graphc.device import Array, Run
 from graphc.ir.ops.channels_last import PREFIX, last_order
 from graphc.ir.ops.convolution import Window
 

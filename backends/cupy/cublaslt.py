@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Run
 from graphc.backends.cupy.choices import Choices, file_name
 from graphc.backends.cupy.epilogues import by_rule, product_of
 from graphc.backends.cupy.nodes import library
 from graphc.backends.cupy.products import DOMAIN, TYPES, Call, Layout, Matrix, Product, call_of, is_product
+from graphc.device import ALIGNMENT, Run
 from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
-from graphc.steps import ALIGNMENT
 
 if TYPE_CHECKING:
     from graphc.backends.cupy.cuda import CudaDevice

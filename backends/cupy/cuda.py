@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Run
+from graphc.backend import BACKENDS
 from graphc.backends.cupy.capture import Recording, capture_graph
 from graphc.backends.cupy.cublaslt import Products
 from graphc.backends.cupy.device import Options
@@ -24,6 +24,7 @@ from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import CudaMemory, address
 from graphc.backends.cupy.nodes import Library, operands, results
 from graphc.backends.cupy.products import Product
+from graphc.device import Array, Run
 from graphc.errors import GraphcError
 from graphc.ir.facts import constant
 from graphc.runtime.nodes import segment_model

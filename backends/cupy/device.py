@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Memory, Run
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
+from graphc.device import Array, Memory, Run
 
 
 @dataclass(frozen=True, slots=True)

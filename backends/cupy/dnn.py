@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import onnx_ir as ir
 
-from graphc.backend import Run
 from graphc.backends.cupy.choices import Choices, file_name
+from graphc.device import Run
 from graphc.errors import GraphcError, MissingExtraError
 
 if TYPE_CHECKING:

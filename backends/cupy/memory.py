@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array, Event, Run
+from graphc.device import Array, Event, Run
 from graphc.drivers import LEAST_DRIVER
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 from graphc.runtime.world import device_index

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.source import Source
+from graphc.device import Array, Run
 from graphc.gradient import key_of
 from graphc.ir.bodies import bodies, captured
 from graphc.ir.facts import constant, static_dims

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import PASSED, Array, Event, Run
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.epilogues import by_rule
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
+from graphc.device import PASSED, Array, Event, Run
 
 CONTEXT = 640 << 20
 """Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round figure, to be measured."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy import prelude
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import address
+from graphc.device import Array, Run
 
 THREADS = 256
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Run
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.tables import Row, bind_table, place_of
 from graphc.backends.cupy.update_text import WIDTH, Call, NotElementwiseError, Program, skip_index, written
+from graphc.device import Array, Run
 from graphc.ir.declare import declaration_of, declared, is_update
 
 SLOTS = 40

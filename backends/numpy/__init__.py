@@ -13,13 +13,13 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphc.backend import BACKENDS, Array, HostMemory, Memory, Run, in_order
+from graphc.backend import BACKENDS
 from graphc.backends.numpy.operators import REPAIRED
+from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.infer import propagate
 from graphc.ir.recurrent import RECURRENT, expand_recurrent
-from graphc.steps import ALIGNMENT
 
 
 class NumpyBackend:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx.reference.op_run import OpRun
 
-from graphc.backend import Array
+from graphc.device import Array
 
 Values = Mapping[str, Any]
 

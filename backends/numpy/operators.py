@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-from graphc.backend import Array
 from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceInsert, SequenceMap
 from graphc.backends.numpy.sampling import DeformConv, GridSample
+from graphc.device import Array
 
 Ints = Sequence[int]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-from graphc.backend import Array
+from graphc.device import Array
 
 _CUBIC = -0.75
 

@@ -13,11 +13,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Array, Binding, HostMemory, Memory, Run, in_order, native_kernel
+from graphc.backend import BACKENDS, Binding, native_kernel
+from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
 from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
-from graphc.steps import ALIGNMENT
 
 try:
     import onnxruntime as ort

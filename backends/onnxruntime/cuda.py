@@ -18,9 +18,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from graphc.backend import BACKENDS, Array, Memory, Run, in_order
+from graphc.backend import BACKENDS
 from graphc.backends.onnxruntime import OnnxRuntimeBackend, element_type, make_session, session_options
 from graphc.backends.onnxruntime.packing import is_packed
+from graphc.device import Array, Memory, Run, in_order
 from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
 
 PROVIDER = "CUDAExecutionProvider"

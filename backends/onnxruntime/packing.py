@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from graphc.backend import Array
+from graphc.device import Array
 
 _BITS: dict[np.dtype[Any], int] = {
     np.dtype(ml_dtypes.int4): 4,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Memory, Run
+from graphc.device import Memory, Run
 from graphc.engine import make_backend
 from graphc.runtime.communicator import Communicator, Handle
 from graphc.runtime.nccl import NcclCommunicator

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import defaultdict
 
-from graphc.backend import Run
+from graphc.device import Run
 
 
 class StepTimer:

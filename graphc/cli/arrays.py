@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array
 from graphc.data.files import open_arrays
+from graphc.device import Array
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import describe_value, dims
 from graphc.ir.ops.losses import label_checks

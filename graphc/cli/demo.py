@@ -16,9 +16,9 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphc.backend import Array
     from graphc.cli.job import Job, Prepared
     from graphc.demo import Digits
+    from graphc.device import Array
 
 
 def command(

@@ -20,12 +20,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc import compiler, frontends, losses, optim
-from graphc.backend import Array
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.report import Reporter
 from graphc.compiler import Program
 from graphc.data import Shards, shard
+from graphc.device import Array
 from graphc.engine import backend_of
 from graphc.errors import GraphcError, ModelError, NonFiniteError, UsageError
 from graphc.ir.facts import dims

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphc.backend import Array
 from graphc.data.prefetch import prefetched
 from graphc.data.sources import ArraySource, Source, StreamSource, is_loader, source_of
+from graphc.device import Array
 from graphc.errors import DataError, FeedError, UsageError, nearest
 from graphc.runtime.world import find_world
 

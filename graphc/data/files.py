@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphc.backend import Array
+from graphc.device import Array
 from graphc.errors import FeedError, nearest
 
 MAPPED_FROM = 16 << 20

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graphc.backend import Array
 from graphc.data.files import open_arrays
+from graphc.device import Array
 from graphc.errors import DataError, FeedError, UsageError
 
 

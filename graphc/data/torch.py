@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from graphc.backend import Array
 from graphc.data.sources import Source, StreamSource, feeds_of
+from graphc.device import Array
 from graphc.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphc.backend import Array
+from graphc.device import Array
 from graphc.errors import MissingExtraError
 
 MODEL = Path(__file__).parent / "digits_cnn.onnx"

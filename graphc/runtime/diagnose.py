@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Memory, host_backend
+from graphc.backend import Backend, host_backend
+from graphc.device import Array, Memory
 from graphc.errors import DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Choice, Run, Variants, Waits, only_queues
+from graphc.backend import Backend
+from graphc.device import Array, Choice, Run, Variants, Waits, only_queues
 from graphc.ir.declare import SHARD
 from graphc.ir.names import LOSS_SCALE
 from graphc.layout import RESULTS

@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from graphc.backend import Array, Event, Memory
-from graphc.steps import ALIGNMENT
+from graphc.device import ALIGNMENT, Array, Event, Memory
 
 T = TypeVar("T")
 

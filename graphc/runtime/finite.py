@@ -10,7 +10,8 @@ import functools
 
 import numpy as np
 
-from graphc.backend import Array, Backend, Run, Waits, in_order
+from graphc.backend import Backend
+from graphc.device import Array, Run, Waits, in_order
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import is_float
 from graphc.runtime.communicator import Communicator

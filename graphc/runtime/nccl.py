@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard, Unpack
 
-from graphc.backend import Array, Memory, in_order
+from graphc.device import Array, Memory, in_order
 from graphc.errors import WorldError
 from graphc.runtime.checks import check_collective, check_device_layout
 from graphc.runtime.communicator import Communicator, Handle, Options

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from graphc.backend import Run, in_order
+from graphc.device import Run, in_order
 from graphc.runtime.nccl_calls import Call
 
 

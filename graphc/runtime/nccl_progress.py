@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array, Memory, Run
+from graphc.device import Array, Memory, Run
 from graphc.errors import UsageError
 from graphc.runtime.communicator import Handle
 from graphc.runtime.flight import Ring

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run
+from graphc.backend import Backend
+from graphc.device import Array, Run
 from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder

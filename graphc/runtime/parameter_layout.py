@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array
+from graphc.device import ALIGNMENT, Array
 from graphc.errors import UsageError, WorldError
 from graphc.ir.facts import state_updates, static_dims
 from graphc.roles import ServerOptions, nbytes, pulled, pushes, server_options, server_part
 from graphc.runtime.windows import CELL
-from graphc.steps import ALIGNMENT
 
 # Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
 VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED, HASH = 0, 1, 2, 3, 4, 5, 6, 7, 8

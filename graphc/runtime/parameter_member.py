@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run
+from graphc.backend import Backend
+from graphc.device import Array, Run
 from graphc.errors import NonFiniteError, WorldError
 from graphc.plan import Plan, make_plan
 from graphc.roles import Exchanging

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run
+from graphc.backend import Backend
+from graphc.device import Array, Run
 from graphc.errors import NonFiniteError, WorldError
 from graphc.ir.facts import static_dims
 from graphc.ir.names import LEARNING_RATE

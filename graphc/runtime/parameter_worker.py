@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Run, Waits
+from graphc.backend import Backend
+from graphc.device import Array, Run, Waits
 from graphc.errors import WorldError
 from graphc.ir.facts import is_float
 from graphc.runtime.communicator import Communicator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Memory
+from graphc.device import Array, Memory
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, static_dims
 from graphc.layout import ARENA, RESULTS

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import Array, Memory
+from graphc.device import Array, Memory
 
 ROOM = 512
 """Bytes of a scalar with the padding of a flat buffer: 64 bytes of the narrowest type of its group, of eight bytes each."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backend import HOST, Array, Memory
+from graphc.device import HOST, Array, Memory
 from graphc.errors import ModelError
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
-from graphc.backend import Memory, Run
+from graphc.device import Memory, Run
 from graphc.runtime.checks import check_collective, check_device_layout
 from graphc.runtime.communicator import Communicator, Handle, Kind, Options
 from graphc.runtime.reductions import Array, Parts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import HOST, Array, Memory
+from graphc.device import HOST, Array, Memory
 from graphc.errors import UsageError, nearest
 from graphc.groups import offloaded_buffers, update_groups
 from graphc.ir.declare import declaration_of

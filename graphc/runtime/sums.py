@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Backend, Choice, Run, in_order
+from graphc.backend import Backend
+from graphc.device import Array, Choice, Run, in_order
 from graphc.layout import ARENA, RESULTS
 from graphc.runtime.nodes import bind_op
 from graphc.runtime.places import Places

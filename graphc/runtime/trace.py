@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphc.backend import Run
+from graphc.device import Run
 from graphc.errors import UsageError
 from graphc.runtime.communicator import Communicator, Handle
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from graphc.backend import Array, Run, Waits, in_order
+from graphc.device import Array, Run, Waits, in_order
 from graphc.errors import ModelError
 from graphc.ir.names import STEP
 from graphc.runtime.communicator import Communicator

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from graphc.backend import Memory
+from graphc.device import Memory
 from graphc.errors import MissingExtraError, UsageError, WorldError
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.nccl import GpuMemory, NcclCommunicator, on_gpu

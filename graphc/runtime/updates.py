@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphc.backend import HOST, Array, Backend, Memory, Run, Waits, in_order
+from graphc.backend import Backend
+from graphc.device import HOST, Array, Memory, Run, Waits, in_order
 from graphc.ir.declare import declaration_of
 from graphc.runtime.nodes import bind_op
 from graphc.runtime.places import Places

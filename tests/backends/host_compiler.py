@@ -24,7 +24,7 @@ HEAD = """#include <math.h>
 template <class... A, std::size_t... I>
 static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
 """
-COMMAND = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC")
+COMMAND = ("g++", "-std=c++17", "-O0", "-ffp-contract=off", "-w", "-fPIC")
 CHECKS = ("-fsanitize=alignment,bounds", "-fno-strict-aliasing")
 """Where CUDA is emulated: its vector loads need addresses that the host does not ask for."""
 
@@ -91,19 +91,32 @@ def _library(path: Path) -> ctypes.PyDLL:
 
 
 def _compile(start: str, texts: Mapping[str, str], emulate: bool) -> Path:
-    parts = [start]
+    flags = (*COMMAND, *(CHECKS if emulate else ()))
+    parts = [f'#include "{_header(start, flags)}"']
     for name, text in texts.items():
         parts += _emulated(name, text) if emulate else _for_host(name, text)
         parts += [f"#undef {word}" for word in _macros(text)]
     text = "\n".join(parts)
     library = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     with tempfile.TemporaryDirectory(dir=folder()) as work:
-        source, between, made = (Path(work) / f"kernels.{ending}" for ending in ("cc", "o", "so"))
+        source, made = Path(work) / "kernels.cc", Path(work) / "kernels.so"
         source.write_text(text)
-        _run(*COMMAND, *(CHECKS if emulate else ()), "-c", "-o", str(between), str(source))
-        _run("g++", "-shared", "-o", str(made), str(between))
+        _run(*flags, "-shared", "-o", str(made), str(source))
         made.rename(library)
     return library
+
+
+@functools.cache
+def _header(text: str, flags: tuple[str, ...]) -> Path:
+    """What all libraries begin with, compiled once: that is most of what a small library takes."""
+    header = folder() / f"{hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:20]}.h"
+    compiled = header.with_suffix(".h.gch")
+    if not compiled.exists():
+        _write(header, text)
+        partial = compiled.with_suffix(f".{os.getpid()}")
+        _run(*flags, "-x", "c++-header", "-o", str(partial), str(header))
+        partial.rename(compiled)
+    return header
 
 
 def refused_by_cuda(texts: Mapping[str, str]) -> str:

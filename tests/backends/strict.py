@@ -98,7 +98,7 @@ class Event:
 
 
 class StrictMemory:
-    """Memory of the pretended device (see :class:`graphc.backend.Memory`).
+    """Memory of the pretended device (see :class:`graphc.device.Memory`).
 
     Attributes:
         allocations: the arrays handed out, oldest first.

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphc.backend import Choice, Variants
 from graphc.backends.cupy.capture import CaptureRefusedWarning, Recording
 from graphc.backends.cupy.memory import explain
+from graphc.device import Choice, Variants
 from graphc.errors import DeviceError, DeviceMemoryError
 
 Run = Callable[[], None]

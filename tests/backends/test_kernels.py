@@ -13,7 +13,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphc.backend import Binding, aligned_zeros, native_kernel
+from graphc.backend import Binding, native_kernel
+from graphc.device import aligned_zeros
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphc.backend import Memory
+from graphc.device import Memory
 from graphc.runtime.communicator import Communicator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphc.backend import HostMemory
+from graphc.device import HostMemory
 from graphc.runtime.feeds import Feeds
 from tests.backends.strict import StrictMemory
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphc.backend import HostMemory
+from graphc.device import HostMemory
 from graphc.errors import MissingExtraError, UsageError, WorldError
 from graphc.runtime.communicator import Handle
 from graphc.runtime.flight import Ring

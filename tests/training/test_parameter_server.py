@@ -15,9 +15,9 @@ import pytest
 
 import graphc
 from graphc import demo
-from graphc.backend import Run
 from graphc.bench.specs import SPECS
 from graphc.data import shard, share
+from graphc.device import Run
 from graphc.export import standard_model
 from graphc.roles import server_options
 from graphc.runtime.threads import run_threads

@@ -8,10 +8,11 @@ from typing import no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
+from graphc.device import Run
 
 GRAIN = 16384
 """Elements of a range worth handing to another thread."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.backend import Array
+from graphc.device import Array
 from graphc.ir.facts import static_dims
 
 

@@ -15,11 +15,12 @@ from typing import Any, no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.backends.onnxruntime.kernels.products import product
+from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
 

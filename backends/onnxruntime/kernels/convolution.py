@@ -13,10 +13,11 @@ from typing import no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Pool, Run, kernel
+from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
 from graphc.backends.onnxruntime.kernels.onednn import Convolution, Scratch, library
+from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
 
 _SCRATCH: weakref.WeakKeyDictionary[Pool, Scratch] = weakref.WeakKeyDictionary()

@@ -9,9 +9,10 @@ import math
 
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.onednn import Product, library
+from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 
 WORTH = 1 << 20

@@ -7,10 +7,11 @@ from typing import no_type_check
 
 import numpy as np
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
+from graphc.device import Array, Run
 
 
 def _by_position(array: Array, axis: int) -> Array:

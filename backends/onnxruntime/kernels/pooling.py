@@ -9,9 +9,10 @@ from typing import TypeAlias, no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.device import Array, Run
 from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.pooling import averaging_matrix

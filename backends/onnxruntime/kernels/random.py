@@ -8,9 +8,10 @@ from typing import no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import exact
+from graphc.device import Array, Run
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 GRAIN = 1024

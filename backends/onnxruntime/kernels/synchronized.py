@@ -10,10 +10,11 @@ from typing import no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.normalization import by_channel, grain_of
+from graphc.device import Run
 
 
 @kernel("onnxruntime", "graphc::BatchMoments")

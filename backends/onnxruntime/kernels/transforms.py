@@ -8,12 +8,12 @@ from typing import Any, no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Run, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.device import ALIGNMENT, Array, Run
 from graphc.ir.declare import OPS
 from graphc.ir.ops.transforms import DEPENDENT
-from graphc.steps import ALIGNMENT
 
 BLOCK = 16384
 """Elements that are summed at once. Blocks do not depend on the number of threads, so neither does the sum: replicas on

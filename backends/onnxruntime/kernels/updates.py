@@ -14,10 +14,11 @@ from typing import no_type_check
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Array, Binding, Pool, Run, kernel
+from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.transforms import widening
+from graphc.device import Array, Run
 from graphc.ir.declare import OPS
 
 GRAIN = 16384
