@@ -19,19 +19,13 @@ from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.engine import make_backend
-from graphc.errors import (
-    DeviceError,
-    FeedError,
-    GraphcError,
-    NonFiniteError,
-    UsageError,
-    WorldError,
-)
+from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
 from graphc.feeding import check_names
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
 from graphc.phases import sums_by_tree
+from graphc.progress import Callback
 from graphc.roles import server_options
 from graphc.runtime import checkpoint
 from graphc.runtime.agreement import check_programs
@@ -44,7 +38,6 @@ from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
 from graphc.runtime.world import find_world, threads_for
 
-Callback = Callable[[dict[str, Any]], None]
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 

@@ -236,15 +236,6 @@ class PretendMemory:
 
         return lambda: self.stream.queue(kernel)
 
-    def send(self, target: Any, source: Any, after: Any = None) -> Any:
-        raise NotImplementedError
-
-    def after(self, event: Any) -> None:
-        raise NotImplementedError
-
-    def mark(self) -> Any:
-        raise NotImplementedError
-
     def synchronize(self) -> None:
         self.stream.synchronize()
 
