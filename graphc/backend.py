@@ -195,7 +195,7 @@ class Backend(Abilities, Protocol):
         """Release threads and sessions."""
 
 
-BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends")
+BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends", apart=True)
 """Name → factory ``(*, threads: int, spin: bool) -> Backend``."""
 
 

@@ -19,11 +19,16 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A name → object table filled on first use by importing the modules of an entry-point group."""
+    """A name → object table filled on first use by importing the modules of an entry-point group.
 
-    def __init__(self, kind: str, group: str) -> None:
+    Args:
+        apart: each entry point has the name of what its module registers, so that one item costs only its own module.
+    """
+
+    def __init__(self, kind: str, group: str, *, apart: bool = False) -> None:
         self.kind = kind
         self.group = group
+        self._apart = apart
         self._items: dict[str, T] = {}
         self._origin: dict[str, str] = {}
         self._overrides: set[str] = set()
@@ -41,12 +46,24 @@ class Registry(Mapping[str, T], Generic[T]):
                 return
             self._loading = True
             try:
-                points = importlib.metadata.entry_points(group=self.group)
-                for name, module in sorted({(point.name, point.value.partition(":")[0]) for point in points}):
+                for name, module in self._points():
                     self._import(name, module)
                 self._loaded = True
             finally:
                 self._loading = False
+
+    def _load_one(self, name: str) -> None:
+        """Import the modules of the entry points ``name`` alone, where that is enough."""
+        if self._loaded or self._loading or not self._apart or name in self._items:
+            return
+        with self._lock:
+            for point, module in self._points():
+                if point == name:
+                    self._import(name, module)
+
+    def _points(self) -> list[tuple[str, str]]:
+        points = importlib.metadata.entry_points(group=self.group)
+        return sorted({(point.name, point.value.partition(":")[0]) for point in points})
 
     def _import(self, name: str, module: str) -> None:
         try:
@@ -75,7 +92,9 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._origin[name]
 
     def __getitem__(self, name: str) -> T:
-        self.load()
+        self._load_one(name)
+        if name not in self._items:
+            self.load()
         try:
             return self._items[name]
         except KeyError:

@@ -61,7 +61,7 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
         if node.op_type == "Loop" and _collect_by_scan(op, graph, node):
             changed = True
             continue
-        before = set(graph)
+        before = set(graph) if node.op_type in ("If", "Loop") else set()
         values = _decided_branch(op, node) if node.op_type == "If" else _unrolled(op, node)
         if values is not None:
             pending = [n for n in graph if n not in before and n.op_type != "Constant"] + pending

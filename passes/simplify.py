@@ -115,7 +115,7 @@ def _expression(node: ir.Node) -> Hashable | None:
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
             return None
         if attr.type == ir.AttributeType.TENSOR:
-            tensor = attr.as_tensor()
+            tensor = attr.value  # as_tensor() asks at length whether it is one
             if tensor.size > FOLD_LIMIT or tensor.dtype == ir.DataType.STRING:
                 return None
             attributes.append((name, tensor.dtype, tuple(tensor.shape), tensor.tobytes()))

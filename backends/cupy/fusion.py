@@ -8,19 +8,20 @@ over the same elements, shares an operand with it, and stands behind everything 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy import views
+from graphc.backends.cupy.alike import Reads
 from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import BLOCKS
 from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.reductions import REDUCTIONS, reduced_axes
-from graphc.backends.cupy.source import NotFusibleError, Source, Spec
+from graphc.backends.cupy.source import NotFusibleError, Spec
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.facts import constant, static_dims
 
@@ -111,7 +112,8 @@ class _Grouper:
     def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> None:
         self.graph = graph
         self.nodes = [n for n in graph if not _is_constant(n)]
-        self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n)}
+        self._reads = Reads()
+        self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n, self._reads)}
         self.aliases: dict[ir.Value, ir.Value] = {}
         self.memory: set[ir.Value] = set()
         self.costs: dict[ir.Value, tuple[frozenset[ir.Value], int]] = {}
@@ -200,10 +202,10 @@ class _Grouper:
             wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
         else:
             wanted = Kernel(shape_of(value), (), [], [value])
-        source = self._generate(wanted, len(self.launches))
-        if source is None:
+        found = self._operands(wanted, len(self.launches))
+        if found is None:
             raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
-        wanted.reads = set(source.operands[: source.reads])
+        wanted.reads = found
         first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
         for k in range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1):
             launch = self.launches[k]
@@ -228,16 +230,16 @@ class _Grouper:
             if not any(_size(v) >= least for v in shared):
                 return None
         both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
-        source = self._generate(both, at)
-        if source is None or len(source.operands) > OPERANDS:
+        reads = self._operands(both, at)
+        if reads is None or len(reads) + len(both.stores) > OPERANDS:
             return None
-        if axes and not (_walks_well(both) or Generator(both.spec, lambda v: v in source.operands[: source.reads]).divides()):
+        if axes and not (_walks_well(both) or Generator(both.spec, lambda v: v in reads).divides()):
             return None
-        both.reads = set(source.operands[: source.reads])
+        both.reads = reads
         return both
 
-    def _generate(self, kernel: Kernel, at: int) -> Source | None:
-        """The source of a kernel that would stand at position ``at``."""
+    def _operands(self, kernel: Kernel, at: int) -> set[ir.Value] | None:
+        """What a kernel that would stand at position ``at`` reads; None where it cannot be generated."""
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
@@ -246,10 +248,8 @@ class _Grouper:
             made = self.made.get(value)
             return made < at if made is not None else value.producer() is None or _is_constant(value.producer())
 
-        try:
-            return Generator(kernel.spec, in_memory).source()
-        except NotFusibleError:
-            return None
+        found = self._reads.of(kernel.spec, in_memory)
+        return None if found is None else set(found)
 
     # Clearing up ----------------------------------------------------------------------------------------------------------
 
@@ -275,9 +275,9 @@ class _Grouper:
         less = Kernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
         if not less.stores:
             return less
-        source = self._generate(less, at)
-        assert source is not None
-        less.reads = set(source.operands[: source.reads])
+        reads = self._operands(less, at)
+        assert reads is not None
+        less.reads = reads
         return less
 
     def _lighten(self) -> None:
@@ -297,11 +297,11 @@ class _Grouper:
         if sum(w for _, w in parts) > WORK or sum(_bytes_read(v, _size(value)) for v in extra) * 4 > _nbytes(value):
             return
         kernel.again.add(value)
-        source = self._generate(kernel, at)
-        if source is None or len(source.operands) > OPERANDS:
+        reads = self._operands(kernel, at)
+        if reads is None or len(reads) + len(kernel.stores) > OPERANDS:
             kernel.again.discard(value)
         else:
-            kernel.reads = set(source.operands[: source.reads])
+            kernel.reads = reads
 
 
 def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -330,8 +330,12 @@ def _walks_well(kernel: Kernel) -> bool:
     return kernel.spec.rows >= (BLOCKS // 2 if len(kernel.shape) - 1 in kernel.axes else BLOCKS * 256)
 
 
-def fusible(node: ir.Node) -> bool:
-    """Whether a fused kernel can compute the node's results from its operands in memory."""
+def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
+    """Whether a fused kernel can compute the node's results from its operands in memory.
+
+    Args:
+        reads: what is known of other kernels of the graph.
+    """
     if any(v is not None and static_dims(v) is None for v in (*node.inputs, *results(node))):
         return False
     if not any(_size(v) for v in results(node)) or len(results(node)) < len(node.outputs):
@@ -343,13 +347,11 @@ def fusible(node: ir.Node) -> bool:
         specs = [Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
     else:
         specs = [Spec(shape_of(out), (), (), (out,)) for out in node.outputs if _size(out)]
-    own = set(node.outputs)
+    own, known = set(node.outputs), reads or Reads()
     try:
-        for spec in specs:
-            Generator(spec, lambda v: v not in own).source()
-    except (NotFusibleError, KeyError, ZeroDivisionError):  # the last: an index into nothing
+        return all(known.of(spec, lambda v: v not in own) is not None for spec in specs)
+    except (KeyError, ZeroDivisionError):  # the last: an index into nothing
         return False
-    return True
 
 
 def _written(launch: Launch) -> Sequence[ir.Value]:
@@ -376,4 +378,4 @@ def _size(value: ir.Value) -> int:
 
 
 def _size_of(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    return math.prod(shape)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.indexing import Linear, Variable
@@ -32,11 +32,11 @@ class Spec:
 
     @property
     def rows(self) -> int:
-        return int(np.prod([d for k, d in enumerate(self.shape) if k not in self.axes], dtype=np.int64))
+        return math.prod([d for k, d in enumerate(self.shape) if k not in self.axes])
 
     @property
     def columns(self) -> int:
-        return int(np.prod([self.shape[k] for k in self.axes], dtype=np.int64))
+        return math.prod([self.shape[k] for k in self.axes])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy import expressions, lookups, views
@@ -323,7 +323,7 @@ class Values:
             groups = domain.merged()
             found, rest = [], counter
             for k, group in reversed(list(enumerate(groups))):
-                size = int(np.prod([v.size for v in group], dtype=np.int64))
+                size = math.prod([v.size for v in group])
                 name = target = group[-1].name
                 names.update((v, "0") for v in group[:-1])
                 if group[-1] == self.form.variable:

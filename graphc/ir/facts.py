@@ -59,7 +59,9 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
         producer = value.producer()
         if producer is None or producer.op_type != "Constant" or producer.domain != "":
             return None
-        tensor = ir.convenience.get_const_tensor(value)
+        held = producer.attributes.get("value")
+        known = held is not None and held.type == ir.AttributeType.TENSOR
+        tensor = held.value if held is not None and known else ir.convenience.get_const_tensor(value)
         if tensor is None:
             return None
     elif value.is_initializer() and (

@@ -105,7 +105,7 @@ def _key(
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
             return None
         if attr.type == ir.AttributeType.TENSOR:
-            tensor = attr.as_tensor()
+            tensor = attr.value  # as_tensor() asks at length whether it is one
             if tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
                 return None
             parts.append((name, tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()))
