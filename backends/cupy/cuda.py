@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +16,7 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS
 from graphc.backends.cupy.capture import Recording, capture_graph
+from graphc.backends.cupy.cubins import Cubins, folder_name, nvrtc_compiler
 from graphc.backends.cupy.cublaslt import Products
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.launch import Shape
@@ -25,7 +24,6 @@ from graphc.backends.cupy.memory import CudaMemory, address
 from graphc.backends.cupy.nodes import Library, operands, results
 from graphc.backends.cupy.products import Product
 from graphc.device import Array, Run
-from graphc.errors import GraphcError
 from graphc.ir.facts import constant
 from graphc.runtime.nodes import segment_model
 from graphc.steps import Step
@@ -65,32 +63,19 @@ class CudaDevice(CudaMemory):
     # Kernels ----------------------------------------------------------------------------------------------------------
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
-        """Compile what the cache does not hold, several kernels at once; NVRTC works outside the interpreter lock."""
-        major, minor = divmod(int(self.device.compute_capability), 10)
-        folder = cache_folder() / f"kernels-sm{major}{minor}"
-        folder.mkdir(parents=True, exist_ok=True)
-        missing = [name for name in texts if not (folder / f"{name}.cubin").exists()]
-        if missing:
-            with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-                list(pool.map(lambda name: self._compile(name, texts[name], folder, f"sm_{major}{minor}"), missing))
         found = {}
-        for name in texts:
+        for name, cubin in self._cubins.of(texts).items():
             module = self.cupy.cuda.function.Module()
-            module.load_file(str(folder / f"{name}.cubin"))
+            module.load(cubin)
             found[name] = module.get_function(name)
         return found
 
-    def _compile(self, name: str, text: str, folder: Path, architecture: str) -> None:
-        nvrtc = self.cupy.cuda.compiler.nvrtc
-        program = nvrtc.createProgram(text, f"{name}.cu", (), ())
-        options = (f"--gpu-architecture={architecture}", "--std=c++17", "--diag-suppress=177,128")
-        try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError as error:
-            raise GraphcError(f"a generated kernel does not compile: {nvrtc.getProgramLog(program)}") from error
-        partial = folder / f"{name}.{os.getpid()}.{time.monotonic_ns()}.tmp"
-        partial.write_bytes(nvrtc.getCUBIN(program))
-        partial.rename(folder / f"{name}.cubin")
+    @functools.cached_property
+    def _cubins(self) -> Cubins:
+        major, minor = divmod(int(self.device.compute_capability), 10)
+        architecture = f"sm_{major}{minor}"
+        folder = cache_folder() / folder_name(architecture, int(self.cupy.cuda.runtime.runtimeGetVersion()))
+        return Cubins(folder, lambda *text: nvrtc_compiler(self.cupy.cuda.compiler.nvrtc, architecture)(*text))
 
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         pointers = tuple(address(array) for array in arrays)

@@ -1,0 +1,84 @@
+"""Compiled kernels on disk: each text is compiled once for an architecture, a version of CUDA and the compiler's options.
+
+A kernel's name is a digest of its text, so a file that is there is right. NVRTC takes most of its time in parts that several
+threads run at once (its optimiser and assembler; only its front end, a fifth of the time, does one text after another).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from graphc.errors import GraphcError
+
+OPTIONS = ("--std=c++17", "--diag-suppress=177,128")
+
+
+class Cubins:
+    """The compiled kernels of one folder.
+
+    Args:
+        folder: made when it is first needed.
+        compile: (name, text) → the compiled kernel; called from several threads.
+    """
+
+    def __init__(self, folder: Path, compile: Callable[[str, str], bytes]) -> None:
+        self.folder = folder
+        self._compile = compile
+
+    def of(self, texts: Mapping[str, str]) -> dict[str, bytes]:
+        """Compiled kernels by name, those that the folder lacks compiled now; a disk that refuses them is warned about."""
+        found = {name: self._read(name) for name in texts}
+        missing = [name for name, held in found.items() if held is None]
+        if missing:
+            with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0)))) as pool:
+                found |= zip(missing, pool.map(lambda name: self._compile(name, texts[name]), missing), strict=True)
+            self._keep({name: found[name] or b"" for name in missing})
+        return {name: held for name, held in found.items() if held is not None}
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self.folder / f"{name}.cubin").read_bytes() or None
+        except OSError:
+            return None
+
+    def _keep(self, cubins: Mapping[str, bytes]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, cubin in cubins.items():
+                partial = self.folder / f"{name}.{os.getpid()}.{time.monotonic_ns()}.tmp"
+                partial.write_bytes(cubin)
+                partial.replace(self.folder / f"{name}.cubin")
+        except OSError as error:
+            warnings.warn(f"compiled kernels are not kept in {self.folder}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def folder_name(architecture: str, version: int) -> str:
+    """A folder for each architecture, version of CUDA, and set of options."""
+    return f"kernels-{architecture}-cuda{version}-{hashlib.sha256(' '.join(OPTIONS).encode()).hexdigest()[:8]}"
+
+
+def nvrtc_compiler(nvrtc: Any, architecture: str) -> Callable[[str, str], bytes]:
+    """What compiles a text with CuPy's binding of NVRTC, which gives up the interpreter lock meanwhile.
+
+    Raises:
+        GraphcError: the text does not compile.
+    """
+
+    def compile(name: str, text: str) -> bytes:
+        program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
+            return bytes(nvrtc.getCUBIN(program))
+        except nvrtc.NVRTCError as error:
+            raise GraphcError(f"a generated kernel does not compile: {nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    return compile

@@ -1,0 +1,62 @@
+"""Compiled kernels are kept on disk and found again, whatever the disk does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from graphc.backends.cupy import cubins
+from graphc.backends.cupy.cubins import Cubins, folder_name
+from graphc.errors import GraphcError
+
+
+def test_a_kernel_is_compiled_once_and_then_read(tmp_path: Path) -> None:
+    compiled: list[str] = []
+
+    def compile(name: str, text: str) -> bytes:
+        compiled.append(name)
+        return text.upper().encode()
+
+    texts = {"a": "one", "b": "two"}
+    for _ in range(2):  # the second process finds what the first has left
+        assert Cubins(tmp_path / "kernels", compile).of(texts) == {"a": b"ONE", "b": b"TWO"}
+    assert sorted(compiled) == ["a", "b"]
+    (tmp_path / "kernels" / "b.cubin").write_bytes(b"")  # what a full disk leaves
+    assert Cubins(tmp_path / "kernels", compile).of({**texts, "c": "three"}) == {"a": b"ONE", "b": b"TWO", "c": b"THREE"}
+    assert sorted(compiled[2:]) == ["b", "c"]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_kernels_are_compiled_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    together = threading.Barrier(2, timeout=30)
+
+    def compile(name: str, text: str) -> bytes:
+        together.wait()  # returns only while another thread compiles, too
+        return b"x"
+
+    assert len(Cubins(tmp_path, compile).of({"a": "", "b": ""})) == 2
+
+
+def test_a_disk_that_refuses_costs_the_next_start_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    kernels = Cubins(tmp_path / "file" / "kernels", lambda name, text: b"compiled")
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        assert kernels.of({"a": ""}) == {"a": b"compiled"}
+
+
+def test_a_text_that_does_not_compile_leaves_nothing_behind(tmp_path: Path) -> None:
+    def compile(name: str, text: str) -> bytes:
+        raise GraphcError("a generated kernel does not compile: line 3")
+
+    with pytest.raises(GraphcError, match="line 3"):
+        Cubins(tmp_path / "kernels", compile).of({"a": ""})
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_architecture_version_and_options_keep_their_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {folder_name("sm_90", 13000), folder_name("sm_100", 13000), folder_name("sm_90", 13010)}
+    monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "--use_fast_math"))
+    assert len(names | {folder_name("sm_90", 13000)}) == 4
