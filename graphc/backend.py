@@ -122,6 +122,9 @@ class Abilities(Protocol):
     rewrites: str
     """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
 
+    state_rewrites: str
+    """Passes that change which state a training graph keeps (:mod:`graphc.adapt`), before there is a plan; mostly none."""
+
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""
 
@@ -137,6 +140,7 @@ class StandardAbilities:
 
     alignment = ALIGNMENT
     rewrites = ""
+    state_rewrites = ""
 
     def prefers_native(self, node: ir.Node) -> bool:
         return False

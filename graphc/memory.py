@@ -13,6 +13,7 @@ from typing import Unpack
 import numpy as np
 import onnx_ir as ir
 
+from graphc.adapt import adapted
 from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend
 from graphc.device import Array
 from graphc.engine import make_backend, name_of
@@ -107,7 +108,7 @@ def memory_of(
         return predicted(model, shapes, PLANNERS[name_of(backend)](), world_size=world_size, rank=rank)
     engine = make_backend(backend, threads=1)
     try:
-        return memory_of_plan(make_plan(model, shapes, engine, world_size=world_size, rank=rank))
+        return memory_of_plan(make_plan(adapted(model, engine), shapes, engine, world_size=world_size, rank=rank))
     finally:
         engine.close()
 
@@ -120,6 +121,7 @@ def predicted(
     Args:
         planner: a new one.
     """
+    model = adapted(model, planner)
     guarded = any(is_update(node) for node in model.graph)
     plan = make_plan(model, shapes, planner, world_size=world_size, rank=rank, guarded=guarded)
     known = memory_of_plan(plan, DeviceSide)

@@ -107,7 +107,7 @@ class Exchanging:
 
     def __init__(self, backend: Abilities) -> None:
         self._abilities = backend
-        self.alignment, self.rewrites = backend.alignment, backend.rewrites
+        self.alignment, self.rewrites, self.state_rewrites = backend.alignment, backend.rewrites, backend.state_rewrites
 
     def prefers_native(self, node: ir.Node) -> bool:
         return (node.op_type == "Push" and node.domain == "graphc") or self._abilities.prefers_native(node)

@@ -14,6 +14,7 @@ import numpy as np
 
 import graphc
 from graphc import frontends
+from graphc.adapt import adapted
 from graphc.binding import Bindings
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
@@ -101,6 +102,7 @@ class Trainer:
             threads = 1  # kernels add up the parts of several threads in another order
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(program.model.graph)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
+        self.program = program = replace(program, model=adapted(program.model, self.backend))
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self._micro = micro_batches(program.model.graph, self.size)
         self.plans = Bindings(

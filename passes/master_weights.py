@@ -8,6 +8,9 @@ are sharded (ZeRO) that is not needed: ``W::bf16`` is state that every update wr
 update, and the float32 parameter, its **master**, is read by its own update alone, so that a worker keeps its part of it.
 Per parameter that is 2 + 2 + 12 bytes (Adam) of which the 12 are divided, instead of 4 + 4 + 8 with the 8 divided. On one
 worker the numbers are the same to the bit. A checkpoint holds masters only.
+
+A backend whose update kernel writes the copy in passing asks for the pass as well (``low_gradients=false``), so that no step
+casts a parameter. The graph has buckets then, and the flat array of a bucket is copied as a whole.
 """
 
 from __future__ import annotations
@@ -17,34 +20,68 @@ import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.names import GRADIENT_OF
+from graphc.ir.names import BUCKET, GRADIENT_OF
+from graphc.ir.operands import operand, put
 from graphc.ir.ops.updates import LOW
 from graphc.ir.state import add_initializer
 from graphc.passes._updates import trains, updates_of
 from graphc.pipeline import Context, graph_pass
 
+VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""What may stand between a parameter and its cast: it commutes with it."""
+
 SUFFIX = {ir.DataType.BFLOAT16: "bf16", ir.DataType.FLOAT16: "fp16"}
 
 
 @graph_pass("master_weights", requires=("mixed_precision", "optimizer"))
-def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True) -> bool:
+def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True, vectors: bool = True) -> bool:
     """Make a state of every parameter in the low type, where the computation reads it in that type.
 
     Args:
         low_gradients: whether gradients stay in the low type up to the update, and are reduced in it.
+        vectors: whether the copies of parameters of one dimension are read too. A library that adds a bias to a product in
+            float32 takes the master, and casts of vectors cost little.
     """
     graph, count = model.graph, 0
-    for update in [n for n in updates_of(graph) if trains(n)]:
-        parameter = update.inputs[0]
-        assert parameter is not None
-        casts = [n for n in parameter.consumers() if _lowers(n)]
-        if casts and parameter.dtype == ir.DataType.FLOAT:
-            _keep_copy(graph, update, parameter, casts)
-            count += 1
+    for updates in _together(graph):
+        casts = {update: _casts(graph, _parameter(update), vectors) for update in updates}
+        dtype = next((chain[-1].outputs[0].dtype for found in casts.values() for chain in found), None)
+        if dtype is not None and all(_may_be_copied(update) for update in updates):
+            for update in updates:
+                count += _keep_copy(graph, update, dtype, casts[update])
         if low_gradients:
-            _keep_low(graph, update)
+            for update in updates:
+                _keep_low(graph, update)
     ctx.note(f"master_weights: {count} parameters are read in a low type")
     return count > 0
+
+
+def _together(graph: ir.Graph) -> list[list[ir.Node]]:
+    """The updates of optimizers, those of a bucket together."""
+    found: dict[str | ir.Node, list[ir.Node]] = {}
+    for node in updates_of(graph):
+        if trains(node):
+            found.setdefault(node.attributes.get_string(BUCKET, "") or node, []).append(node)
+    return list(found.values())
+
+
+def _parameter(update: ir.Node) -> ir.Value:
+    found = update.inputs[0]
+    assert found is not None
+    return found
+
+
+def _casts(graph: ir.Graph, value: ir.Value, vectors: bool) -> list[list[ir.Node]]:
+    """The casts of a parameter to a low type, each behind the nodes that give it another shape or order first."""
+    if not vectors and value.is_initializer() and len(value.shape or ()) < 2:
+        return []
+    found = []
+    for node in dict.fromkeys(user for user, index in value.uses() if index == 0):
+        if node.graph is graph and _lowers(node):
+            found.append([node])
+        elif node.graph is graph and node.op_type in VIEWS and not node.domain:
+            found += [[node, *chain] for chain in _casts(graph, node.outputs[0], vectors)]
+    return found
 
 
 def _lowers(node: ir.Node) -> bool:
@@ -53,18 +90,42 @@ def _lowers(node: ir.Node) -> bool:
     )
 
 
-def _keep_copy(graph: ir.Graph, update: ir.Node, parameter: ir.Value, casts: list[ir.Node]) -> None:
-    """Replace the casts of a parameter by state that the update writes."""
-    dtype = casts[0].outputs[0].dtype
-    assert dtype is not None
+def _may_be_copied(update: ir.Node) -> bool:
+    """Whether the parameter is float32, and what the update makes of it stays: no average over workers changes it."""
+    return _parameter(update).dtype == ir.DataType.FLOAT and not update.outputs[0].uses()
+
+
+def _keep_copy(graph: ir.Graph, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
+    """Replace the casts of a parameter to ``dtype`` by state that is written behind its update; whether there were any."""
+    parameter = _parameter(update)
     assert parameter.const_value is not None
     name = f"{parameter.name}::{SUFFIX[dtype]}"
     copy = add_initializer(graph, name, np.asarray(parameter.const_value.numpy()).astype(dtype.numpy()))
-    for cast in (n for n in casts if n.outputs[0].dtype == dtype):
-        cast.outputs[0].replace_all_uses_with(copy)
-        graph.remove(cast, safe=True)
+    for chain in (c for c in casts if c[-1].outputs[0].dtype == dtype):
+        _read_copy(graph, copy, chain)
+    bucket = update.attributes.get_string(BUCKET, "")
+    attributes = {BUCKET: bucket} if bucket else {}
     op = Builder(graph, scope="update")
-    op.emit("Narrow", [copy, update.outputs[0]], domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}")
+    (following,) = op.emit(
+        "Narrow", [copy, update.outputs[0]], attributes, domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}"
+    )
+    skip, node = operand(update, "skip"), following.producer()
+    if skip is not None and node is not None:
+        put(node, "skip", skip)
+    return bool(casts)
+
+
+def _read_copy(graph: ir.Graph, copy: ir.Value, chain: list[ir.Node]) -> None:
+    """Do what stands between a parameter and its cast to the copy; what nobody else reads goes."""
+    *views, cast = chain
+    op, value = Builder(graph, before=cast, scope=cast.name or "copy"), copy
+    for view in views:
+        attributes = {name: attribute.value for name, attribute in view.attributes.items()}
+        (value,) = op.emit(view.op_type, [value, *view.inputs[1:]], attributes)
+    cast.outputs[0].replace_all_uses_with(value)
+    for node in reversed(chain):
+        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
 
 
 def _keep_low(graph: ir.Graph, update: ir.Node) -> None:

@@ -42,6 +42,7 @@ class CupyBackend:
     name = "cupy"
     alignment = ALIGNMENT
     rewrites = "flash_attention,layout"
+    state_rewrites = "master_weights{low_gradients=false,vectors=false}"
 
     def __init__(
         self,

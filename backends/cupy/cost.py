@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from graphc.adapt import adapted
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.bound import _offsets
 from graphc.backends.cupy.control import Control
@@ -29,11 +30,12 @@ from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.products import PRODUCT
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
 from graphc.backends.cupy.source import Access, Source
+from graphc.backends.cupy.updates import bind_update, is_elementwise, launches_of
 from graphc.backends.cupy.views import shape_of, size_of
-from graphc.plan import make_plan
+from graphc.device import Array
+from graphc.plan import Plan, make_plan
 from graphc.predict import PREDICTIONS, Cost, Prediction
 from graphc.runtime.nodes import segment_model
-from graphc.steps import UpdateGroup
 
 MEMORY = 4.27e12
 KERNELS = 0.9 * MEMORY
@@ -61,7 +63,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
     """The cost of a step of a training graph; nothing is allocated and no GPU is needed."""
     device = PlannedDevice()
     backend = CupyBackend(device=device)
-    plan = make_plan(model, shapes, backend)
+    plan = make_plan(adapted(model, backend), shapes, backend)
     costs: list[Cost] = []
     scratch = 0
     for step in plan.steps:
@@ -69,10 +71,9 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
             segment = compile_segment(segment_model(step), choose=device.pays, loose_gelu=device.options.loose_gelu)
             costs += [cost_of(call) for call in _calls(segment)]
             scratch = max(scratch, scratch_of(segment))
-        elif step.group is not None:
-            costs.append(_update(step.group))
-        elif step.kind == "kernel":
+        elif step.group is None and step.kind == "kernel":
             costs.append(_moved("kernels of nodes", step.name, [*step.inputs, *step.outputs]))
+    costs += _updates(plan, device)
     return Prediction("NVIDIA H200", costs, scratch)
 
 
@@ -219,10 +220,30 @@ def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
     return Cost("attention", name, START + seconds, moved, flops)
 
 
-def _update(group: UpdateGroup) -> Cost:
-    """One pass over the flat arrays: everything is read, and state is written."""
-    moved = sum(group.nbytes(index) for index in group.flat) + sum(group.nbytes(index) for index in group.states())
-    return Cost("updates", f"{group.nodes[0].op_type} {group.name}", max(LEAST, START + moved / KERNELS), moved)
+def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
+    """The launches of all updates, which follow each other: over flat arrays, as a trainer joins them."""
+    arrays: dict[str | ir.Value, Array] = {}
+
+    def array(value: ir.Value) -> Array:
+        group, index = plan.homes.get(value, (None, 0))
+        key = value if group is None else group.buffer(index)
+        if key not in arrays:
+            size = nbytes(value) if group is None else group.nbytes(index)
+            assert value.dtype is not None
+            arrays[key] = device.zeros(size).view(value.dtype.numpy())
+        return arrays[key]
+
+    updates = []
+    for group in (step.group for step in plan.steps if step.group is not None):
+        node = group.nodes[0]
+        if is_elementwise(node):
+            updates.append(bind_update(device, node, [None if v is None else array(v) for v in node.inputs]))
+        else:
+            yield _moved("updates", group.name, [v for n in group.nodes for v in (*n.inputs, *n.outputs) if v is not None])
+    for row in launches_of(updates):
+        moved = sum(update.traffic for update in row)
+        name = "+".join(call.op for call in row[0].program.calls)
+        yield Cost("updates", f"{name} x{len(row)}", max(LEAST, START + moved / KERNELS), moved)
 
 
 def _moved(centre: str, name: str, values: Sequence[ir.Value]) -> Cost:

@@ -134,6 +134,12 @@ class _Writer:
                 raise NotElementwiseError(f"{value.name} is no flat array of {dtype}")
             self.each.append(expressions.store(dtype, f"o{k}", self._texts[value]))
 
+    @property
+    def read(self) -> list[int]:
+        """The flat slots of which elements are read: not those of a result that replaces whatever was there."""
+        words = set(re.findall(r"\w+", " ".join(self.each)))
+        return [k for k, (_, flat) in enumerate(self.program.slots) if flat and f"i{k}" in words]
+
     def _node(self, node: ir.Node) -> None:
         if node.op_type == "Constant" and node.domain == "":
             return
@@ -194,8 +200,7 @@ def written(program: Program, *, device: bool) -> tuple[str, str]:
     writer = _Writer(program)
     writer.run()
     flat = {k: dtype for k, (dtype, is_flat) in enumerate(program.slots) if is_flat}
-    words = set(re.findall(r"\w+", " ".join(writer.each)))
-    read = [k for k in flat if f"i{k}" in words]
+    read = writer.read
     entry = len(program.slots) + 1
     lines = [
         "template <class T> struct alignas(sizeof(T) < 4 ? 4 * sizeof(T) : 16) Quad { T at[4]; };",
@@ -226,6 +231,13 @@ def written(program: Program, *, device: bool) -> tuple[str, str]:
     lines += [_placed(line, {k: f"x{k}[k]" for k in outputs}) for line in writer.each]
     lines += ["}", "}"]
     return named("\n".join(lines), device)
+
+
+def slots_read(program: Program) -> list[int]:
+    """The flat slots that the kernel reads."""
+    writer = _Writer(program)
+    writer.run()
+    return writer.read
 
 
 def _loaded(dtype: ir.DataType, slot: int, place: str) -> str:

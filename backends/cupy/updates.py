@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.tables import Row, bind_table, place_of
-from graphc.backends.cupy.update_text import WIDTH, Call, NotElementwiseError, Program, skip_index, written
+from graphc.backends.cupy.update_text import WIDTH, Call, NotElementwiseError, Program, skip_index, slots_read, written
 from graphc.device import Array, Run
 from graphc.ir.declare import declaration_of, declared, is_update
 
@@ -56,6 +56,12 @@ class Update:
         """(begin, end) in bytes of the arrays that change."""
         places = self.reads
         return [places[k] for k in self.program.written]
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the flat arrays that the kernel reads and writes."""
+        touched = [*slots_read(self.program), *self.program.written]
+        return sum(self.count * self.program.slots[k][0].itemsize for k in touched if self.program.slots[k][1])
 
 
 def is_elementwise(node: ir.Node) -> bool:
@@ -156,13 +162,14 @@ def join_updates(runs: Iterable[Run]) -> list[Run]:
         if isinstance(run, Update):
             row.append(run)
             continue
-        found += _launches(row)
+        found += bind_launches(launches_of(row))
         row = []
         found.append(run)
-    return [*found, *_launches(row)]
+    return [*found, *bind_launches(launches_of(row))]
 
 
-def _launches(updates: Sequence[Update]) -> list[Run]:
+def launches_of(updates: Sequence[Update]) -> list[list[Update]]:
+    """The updates of each launch, in order; those that become one kernel are one."""
     kernels: list[Update] = []
     for update in updates:
         k = _latest(kernels, update, lambda earlier, new: _fused(earlier, new) is not None)
@@ -179,7 +186,7 @@ def _launches(updates: Sequence[Update]) -> list[Run]:
             rows.append([kernel])
         else:
             rows[k].append(kernel)
-    return bind_launches(rows)
+    return rows
 
 
 def _latest(

@@ -27,7 +27,7 @@ class NumpyBackend:
 
     name = "numpy"
     alignment = ALIGNMENT
-    rewrites = ""
+    rewrites = state_rewrites = ""
 
     def __init__(self, *, threads: int = 1, spin: bool = False) -> None:
         del threads, spin

@@ -43,7 +43,7 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     alignment = ALIGNMENT
-    rewrites = ""
+    rewrites = state_rewrites = ""
 
     def __init__(self, *, threads: int, spin: bool = True) -> None:
         self.memory: Memory = HostMemory()

@@ -41,7 +41,7 @@ class DeviceBackend:
 
     name = "onnxruntime-cuda"
     alignment = 256
-    rewrites = ""
+    rewrites = state_rewrites = ""
 
     def __init__(
         self,
