@@ -61,7 +61,7 @@ class Update:
     def traffic(self) -> int:
         """Bytes of the flat arrays that the kernel reads and writes."""
         touched = [*slots_read(self.program), *self.program.written]
-        return sum(self.count * self.program.slots[k][0].itemsize for k in touched if self.program.slots[k][1])
+        return sum(self.count * int(self.program.slots[k][0].itemsize) for k in touched if self.program.slots[k][1])
 
 
 def is_elementwise(node: ir.Node) -> bool:
