@@ -84,7 +84,7 @@ class Bindings:
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The feeds of a plan as arrays of the types and with the labels that the graph asks for, or FeedError."""
-        return check_arrays(feeds, executor.inputs, self._labels)
+        return check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
 
     def on_host(self) -> Backend:
         """A backend of the host beside one that works elsewhere; made when it is first asked for."""

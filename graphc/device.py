@@ -118,6 +118,15 @@ class Memory(Protocol):
     def pinned(self, nbytes: int) -> Array:
         """Memory of the host, as a flat array of bytes, that transfers reach fastest."""
 
+    def adopt(self, array: object) -> Array | None:
+        """An array of whatever library that lies in this memory, as one of it, without a copy; None: the host's.
+
+        What the other library has queued for it is waited for by what is queued here from now on.
+
+        Raises:
+            ValueError: it lies on another device, or cannot be handed over.
+        """
+
     def copy(self, target: Array, source: Array) -> None:
         """Queue a copy between arrays of equal shape and type; either may be the host's, and may be reused afterwards."""
 
@@ -173,6 +182,9 @@ class HostMemory:
 
     def pinned(self, nbytes: int) -> Array:
         return aligned_zeros(nbytes)
+
+    def adopt(self, array: object) -> Array | None:
+        return None
 
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphc.data import Batch, share
 from graphc.device import Array
 from graphc.errors import UsageError
+from graphc.feeding import feed_shape
 from graphc.ir.facts import dims
 from graphc.phases import accumulation_steps, reduces_within, sums_by_tree
 from graphc.runtime.communicator import Communicator
@@ -114,12 +115,11 @@ class MicroBatches:
         found = dict(feeds)
         size = self._axis if isinstance(self._axis, int) else 1
         for name in self.batched:
-            array = np.asarray(feeds[name])
-            last = self._last.get(name)
-            if last is not None and np.shape(last)[1:] == array.shape[1:] and len(last) >= size:
-                found[name] = np.asarray(last)[-size:]
+            shape, last = feed_shape(feeds[name]), self._last.get(name)
+            if last is not None and feed_shape(last)[1:] == shape[1:] and len(last) >= size:
+                found[name] = last[-size:]
             else:
-                found[name] = np.zeros((size, *array.shape[1:]), array.dtype)
+                found[name] = np.zeros((size, *shape[1:]), self._types[name])
         return found
 
 

@@ -21,7 +21,7 @@ from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.engine import make_backend
 from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
-from graphc.feeding import check_names
+from graphc.feeding import check_names, feed_shape
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
@@ -284,7 +284,7 @@ class Trainer:
         self._place(MicroBatch({}, 0, live=True))
         for item in batches.epoch(0) if isinstance(batches, Shards) else batches:
             feeds = item.feeds if isinstance(item, Batch) else item
-            if all(np.ndim(array) and len(array) == 0 for array in feeds.values()):
+            if all(feed_shape(array)[:1] == (0,) for array in feeds.values()):
                 continue  # this worker has no sample of the last batch
             executor = self.plans.for_evaluation(feeds, self._hook())
             executor.run(self.plans.checked(executor, feeds))

@@ -26,6 +26,9 @@ ALIGNMENT = 256
 UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
 
+DLPACK_CUDA = (2, 13)
+"""``kDLCUDA`` and ``kDLCUDAManaged`` of dlpack.h."""
+
 STAGED = 64 << 10
 """Bytes of the host's ordinary memory that the driver takes over without a wait for the stream."""
 
@@ -182,6 +185,26 @@ class CudaMemory:
     def trim(self) -> None:
         """Give back what CuPy's pool holds and nobody uses: a graph needs memory that is not the pool's."""
         self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def adopt(self, array: Any) -> Array | None:
+        cupy = self.cupy
+        if isinstance(array, np.ndarray):
+            return None
+        with self.stream:  # DLPack lets the stream that is current wait for the giver's
+            if isinstance(array, cupy.ndarray):
+                self.stream.wait_event(cupy.cuda.Stream.null.record())
+                found = array
+            elif hasattr(array, "__dlpack_device__"):
+                if array.__dlpack_device__()[0] not in DLPACK_CUDA:
+                    return None
+                found = cupy.from_dlpack(array)
+            elif hasattr(array, "__cuda_array_interface__"):
+                found = cupy.asarray(array)
+            else:
+                return None
+        if found.device.id != self.device.id:
+            raise ValueError(f"it lies on GPU {found.device.id}, this worker computes on GPU {self.device.id}")
+        return found  # type: ignore[no-any-return]
 
     def copy(self, target: Any, source: Any) -> None:
         with device_errors():

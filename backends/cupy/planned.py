@@ -58,6 +58,9 @@ class PlannedDevice:
     def put(self, array: Array) -> Array:
         return self.zeros(array.nbytes).view(array.dtype).reshape(array.shape)
 
+    def adopt(self, array: object) -> Array | None:
+        return None
+
     def copy(self, target: Array, source: Array) -> None:
         """Nothing is there to be copied."""
 

@@ -3,6 +3,8 @@
     host array ─► pinned memory ─► staging on the device ─► input of the plan
                at once            beside what runs          queued, in front of the step
 
+    array on the device ─► (staging, where a step still runs ─►) input of the plan
+
 The pinned memory is filled again when its transfer has ended, and the transfer waits until the step before has taken the
 staged feeds over. So the caller may reuse its arrays as soon as they are staged, and the inputs stay as they are until the
 last node of a step has read them.
@@ -10,12 +12,12 @@ last node of a step has read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from graphc.device import ALIGNMENT, Array, Event, Memory
+from graphc.device import ALIGNMENT, Array, Event, Memory, Run
 
 T = TypeVar("T")
 
@@ -50,24 +52,36 @@ class Feeds:
 
         self.inputs = views(whole)
         self._staged: Mapping[str, Array] | None = None
-        self._sent: Event | None = None
+        self._sent: list[Event] = []
         self._taken: Event | None = None
         if memory.on_host:
             return
         self._staging, self._pinned = memory.zeros(total), memory.pinned(total)
-        self._here = views(self._pinned)
+        self._here, self._there = views(self._pinned), views(self._staging)
         self._take = memory.bind_copy(whole, self._staging)
+        self._takes: dict[str, Run] = {}
 
     def stage(self, feeds: Mapping[str, Array]) -> None:
         """Take feeds over for the :meth:`bring` that asks for them; their arrays may be changed afterwards."""
         if self._memory.on_host:
             return
-        if self._sent is not None:
-            self._sent.wait()
-        for name, array in self._here.items():
-            np.copyto(array, feeds[name])
-        self._sent = self._memory.send(self._staging, self._pinned, self._taken)
+        self._send(feeds)
+        for name, array in feeds.items():
+            if not isinstance(array, np.ndarray):
+                self._memory.copy(self._there[name], array)
         self._staged = feeds
+
+    def _send(self, feeds: Mapping[str, Array]) -> None:
+        """Let what lies in the host's memory travel, all of it at once where nothing else is fed."""
+        for event in self._sent:
+            event.wait()
+        names = _on_host(feeds)
+        for name in names:
+            np.copyto(self._here[name], feeds[name])
+        if len(names) == len(feeds):
+            self._sent = [self._memory.send(self._staging, self._pinned, self._taken)]
+        else:
+            self._sent = [self._memory.send(self._there[name], self._here[name], self._taken) for name in names]
 
     def bring(self, feeds: Mapping[str, Array]) -> None:
         """Let the inputs hold ``feeds``, which are staged now if these very feeds were not, behind everything queued before."""
@@ -75,13 +89,32 @@ class Feeds:
             for name, array in self.inputs.items():
                 np.copyto(array, feeds[name])
             return
+        staged = list(feeds)
         if self._staged is not feeds:
-            self.stage(feeds)
+            staged = _on_host(feeds)
+            self._send(feeds)
+            for name in feeds.keys() - set(staged):
+                self._memory.copy(self.inputs[name], feeds[name])
         self._staged = None
-        if self._sent is not None:
-            self._memory.after(self._sent)
+        for event in self._sent:
+            self._memory.after(event)
+        self._take_over(staged)
+
+    def _take_over(self, names: Sequence[str]) -> None:
+        """Queue the copies of what is staged to the inputs."""
+        if len(names) == len(self.inputs):
             self._take()
+        else:
+            for name in names:
+                if name not in self._takes:
+                    self._takes[name] = self._memory.bind_copy(self.inputs[name], self._there[name])
+                self._takes[name]()
+        if names:
             self._taken = self._memory.mark()
+
+
+def _on_host(feeds: Mapping[str, Array]) -> list[str]:
+    return [name for name, array in feeds.items() if isinstance(array, np.ndarray)]
 
 
 class Ahead(Generic[T]):

@@ -142,6 +142,11 @@ class StrictMemory:
         self._pinned.append(np.full(nbytes, GARBAGE, dtype=np.uint8))
         return self._pinned[-1]
 
+    def adopt(self, array: Any) -> DeviceArray | None:
+        if not isinstance(array, DeviceArray) and hasattr(array, "__dlpack_device__") and not isinstance(array, np.ndarray):
+            array = array.__dlpack__() if array.__dlpack_device__() == (2, 0) else None
+        return array if isinstance(array, DeviceArray) else None
+
     def copy(self, target: Any, source: Any) -> None:
         self._not_captured()
         assert target.shape == source.shape, f"a copy of {source.shape} to {target.shape}"

@@ -153,3 +153,38 @@ def test_a_step_of_one_worker_is_replayed_as_one_and_python_walks_through_none_o
         monkeypatch.setattr(BoundSegment, "__call__", lambda self: pytest.fail("a segment is launched call by call"))
         losses = [trainer.step({"input": x, "label": y})["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+class ForeignTensor:
+    """An array of another library on the pretended device, which hands it over by DLPack."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.shape, self.dtype, self.ndim = held.shape, held.dtype, held.ndim
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: Any) -> ForeignTensor:
+        return ForeignTensor(self.held[index])
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self) -> Any:
+        return self.held
+
+
+@pytest.mark.parametrize(("accumulate", "wrap"), [(1, lambda held: held), (2, ForeignTensor)], ids=["own", "foreign-in-parts"])
+def test_feeds_that_lie_on_the_device_train_as_those_of_the_host(
+    accumulate: int, wrap: Callable[[Any], Any], exported: Callable[[str], str], devices: list[HostDevice]
+) -> None:
+    def fitted(place: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, float]]:
+        with graphc.Trainer(compiled(exported("lenet"), "pretended", accumulate=accumulate), threads=1) as trainer:
+            feeds = [{"input": place(trainer, x), "label": place(trainer, y)} for x, y in BATCHES[:3]]
+            trainer.step(feeds[0])
+            return trainer.fit(feeds, epochs=2), trainer.evaluate(feeds)
+
+    here = fitted(lambda trainer, array: array)
+    there = fitted(lambda trainer, array: wrap(trainer.backend.memory.put(array)))
+    assert there == here, "the same numbers, bit by bit"

@@ -51,6 +51,25 @@ def test_twenty_steps_follow_the_cpu(name: str, precision: str | None, exported:
     np.testing.assert_allclose(losses["cupy"], losses["onnxruntime"], rtol=tolerance, atol=tolerance / 10)
 
 
+def test_feeds_of_other_libraries_are_taken_on_the_gpu(exported: Callable[[str], str]) -> None:
+    cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
+    kinds: dict[str, Callable[[Any], Any]] = {"numpy": lambda a: a, "cupy": cupy.asarray}
+    if torch.cuda.is_available():
+        kinds["torch"] = lambda a: torch.from_numpy(a).cuda()
+    program = graphc.compile(
+        exported("lenet"),
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.SGD(lr=0.05),
+        backend="cupy:deterministic",
+    )
+    losses: dict[str, Any] = {}
+    for kind, place in kinds.items():
+        with graphc.Trainer(program, threads=1) as trainer:
+            batches = [SPECS["lenet"].batch(8, seed) for seed in range(3)]
+            losses[kind] = [trainer.step({"input": place(x), "label": place(y)})["loss"] for x, y in batches]
+    assert all(found == losses["numpy"] for found in losses.values())
+
+
 @pytest.mark.parametrize("name", strategies.PROGRAMS)
 def test_two_workers_share_a_gpu(name: str) -> None:
     strategies.check_strategy(name, 1e-4)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from graphc.device import HostMemory
+from graphc.errors import FeedError
+from graphc.feeding import check_arrays
 from graphc.runtime.feeds import Feeds
 from tests.backends.strict import StrictMemory
 
@@ -56,3 +60,63 @@ def test_feeds_that_were_staged_and_never_asked_for_are_forgotten() -> None:
     feeds.stage({"x": np.full(2, 1, np.float32)})
     feeds.bring({"x": np.full(2, 2, np.float32)})
     np.testing.assert_array_equal(memory.fetch(feeds.inputs["x"]), [2, 2])
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("there", [("x",), ("label",), ("x", "label", "empty")], ids=str)
+def test_feeds_on_the_device_are_taken_where_they_lie_staged_or_not(there: tuple[str, ...], early: bool) -> None:
+    memory = StrictMemory()
+    memory.early = early
+    feeds = Feeds(memory, SPECS)
+    results = []
+    for number in range(8):
+        given: dict[str, Any] = {name: np.full(shape, number + 1, dtype) for name, (shape, dtype) in SPECS.items()}
+        for name in there:
+            held = memory.zeros(given[name].nbytes).view(given[name].dtype).reshape(given[name].shape)
+            memory.copy(held, given[name])
+            given[name] = held
+        if number % 3:
+            feeds.stage(given)
+        feeds.bring(given)
+        results.append({name: memory.zeros(a.nbytes).view(a.dtype).reshape(a.shape) for name, a in feeds.inputs.items()})
+        for name, array in results[-1].items():
+            memory.bind_copy(array, feeds.inputs[name])()
+        for name in SPECS.keys() - set(there):
+            given[name][:] = 0  # the host's arrays may be used again at once
+    for number, found in enumerate(results):
+        assert (memory.fetch(found["x"]) == number + 1).all()
+        assert (memory.fetch(found["label"]) == number + 1).all()
+
+
+def test_a_feed_that_cannot_be_taken_from_its_device_is_named() -> None:
+    class Tensor:
+        """What another library has on device ``kind``."""
+
+        shape, dtype = (3, 4), np.dtype(np.float32)
+
+        def __init__(self, kind: int) -> None:
+            self.kind = kind
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.kind, 0
+
+        def __dlpack__(self) -> Any:
+            raise BufferError("it is still needed for gradients")
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise TypeError("it does not lie in the host's memory")
+
+    memory = StrictMemory()
+    inputs = {"x": memory.zeros(48).view(np.float32).reshape(3, 4)}
+    for kind, message in (
+        (2, "'x' on a device cannot be taken: it is still needed"),
+        (10, "'x' does not lie in the memory of"),
+    ):
+        with pytest.raises(FeedError, match=message):
+            check_arrays({"x": Tensor(kind)}, inputs, {}, memory)  # type: ignore[dict-item]
+    with pytest.raises(FeedError, match="'x' does not lie in the memory of the host"):
+        check_arrays({"x": Tensor(2)}, {"x": np.zeros((3, 4), np.float32)}, {}, HostMemory())  # type: ignore[dict-item]
+    with pytest.raises(FeedError, match="'x' does not lie in one piece"):
+        check_arrays({"x": memory.zeros(96).view(np.float32).reshape(3, 8)[:, :4]}, inputs, {}, memory)
+    with pytest.raises(FeedError, match="'x' is float64, the model wants float32"):
+        check_arrays({"x": memory.zeros(96).view(np.float64).reshape(3, 4)}, inputs, {}, memory)
