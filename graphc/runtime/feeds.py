@@ -66,9 +66,8 @@ class Feeds:
         if self._memory.on_host:
             return
         self._send(feeds)
-        for name, array in feeds.items():
-            if not isinstance(array, np.ndarray):
-                self._memory.copy(self._there[name], array)
+        for name in feeds.keys() - set(_on_host(feeds)):
+            self._memory.copy(self._there[name], feeds[name])
         self._staged = feeds
 
     def _send(self, feeds: Mapping[str, Array]) -> None:
