@@ -121,7 +121,7 @@ class BoundSegment:
         arrays = [self._array(v) for v in call.source.operands]
         for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
             kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
-            count = call.parts * call.source.rows
+            count = call.parts * (call.source.totals or call.source.rows)
             arrays.append(self._memory[offset : offset + count * kind.itemsize].view(kind))
         return self._device.launch(self._kernels[call.name], arrays, call.shape)
 
@@ -189,9 +189,8 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
             if value not in placed:
                 offsets[value] = arena.take(_nbytes(value), last[value])
         if isinstance(call, KernelCall) and call.source.partials:
-            if call.shape.splits > 1:
-                sizes = [call.parts * call.source.rows * max(4, int(d.itemsize)) for d in call.source.partials]
-                partials[k] = tuple(arena.take(size, k + 1) for size in sizes)
+            if call.shape.splits > 1 or call.source.totals:
+                partials[k] = tuple(arena.take(size, k + 1) for size in call.source.partial_bytes(call.parts))
             else:
                 partials[k] = partials[k - 1]
         arena.free_after(k)

@@ -120,7 +120,7 @@ def traffic(source: Source, parts: int = 1) -> int:
     """
     if not source.traffic:
         return sum(nbytes(v) for v in source.operands)
-    total = sum(2 * parts * source.rows * max(4, int(dtype.itemsize)) for dtype in source.partials) // 2
+    total = sum(source.partial_bytes(parts))
     seen: dict[tuple[ir.Value, object], int] = {}
     for access in source.traffic:
         again = seen.get((access.value, access.offset), 0)

@@ -35,7 +35,7 @@ def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
     spec = generator.spec
     strided = bool(spec.axes) and not contiguous(spec)
     along = "columns" if spec.axes and not strided else "rows"
-    vector, variable = _vector(generator, source, along)
+    vector, variable = vector_of(generator, source, along)
     if not spec.axes or strided:
         return Form(vector, along, variable, strided)
     plain = Form(vector, along, variable)
@@ -53,7 +53,8 @@ def contiguous(spec: Spec) -> bool:
     return not spec.axes or len(spec.shape) - 1 in spec.axes
 
 
-def _vector(generator: Generator, source: Source, along: str) -> tuple[int, Variable | None]:
+def vector_of(generator: Generator, source: Source, along: str) -> tuple[int, Variable | None]:
+    """How many neighbours a thread takes at once, and the variable that they differ in."""
     variable, size = generator.innermost(along)
     if variable is None:
         return 1, None

@@ -114,16 +114,25 @@ class Generator(Values):
             return [*self._flush(), "if (LANE == 0) { EACH(v) {", "@lane@", *results, "} }"]
         return [*self._flush(), "if (LANE == 0) {", *results, "}"]
 
-    def _source(self, body: Sequence[str], stores: Stores, partials: tuple[ir.DataType, ...] = ()) -> Source:
+    def _source(
+        self,
+        body: Sequence[str],
+        stores: Stores,
+        partials: tuple[ir.DataType, ...] = (),
+        *,
+        before: Sequence[str] = (),
+        after: Sequence[str] = (),
+        totals: int = 0,
+    ) -> Source:
         parameters = [f"const {expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in self._operands.items()]
         parameters += [f"{expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in stores]
         parameters += [f"{compute_type(dtype)}* RESTRICT p{k}" for k, dtype in enumerate(partials)]
         walk = "ROW_CHUNK(row)" if self.form.strided else "FOR_ROW_CHUNKS(row)" if not self.spec.axes else "FOR_ROWS(row)"
-        lines = [f"KERNEL $name({', '.join(parameters)}) {{", walk + " {", "@rows@", *body, "}", "}"]
+        lines = [f"KERNEL $name({', '.join(parameters)}) {{", *before, walk + " {", "@rows@", *body, "}", *after, "}"]
         operands = (*self._operands, *(value for value, _ in stores))
         text = self._resolved("\n".join(lines))
         spec, traffic = self.spec, tuple(self._traffic)
-        return Source(text, operands, len(self._operands), spec.rows, spec.columns, partials, self.form, traffic)
+        return Source(text, operands, len(self._operands), spec.rows, spec.columns, partials, self.form, traffic, totals)
 
     def _levels(self) -> list[list[ir.Node]]:
         """Reductions by how many others of the kernel come before them."""

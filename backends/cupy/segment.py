@@ -13,6 +13,7 @@ from graphc.backends.cupy import forms, nodes
 from graphc.backends.cupy.casts import small_casts_first
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
+from graphc.backends.cupy.crossing import Crossed, cross, sources
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.fusion import SMALL, Kernel, Opaque, group
 from graphc.backends.cupy.generator import Generator
@@ -109,13 +110,15 @@ def compile_segment(
     small_casts_first(graph, SMALL)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
     calls: list[KernelCall | NodeCall | Control] = []
-    for launch in grouping.launches:
+    for launch in cross(grouping):
         if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
             models = body_models(launch.node)
             within = functools.partial(compile_segment, device=device, splits=splits, choose=choose, loose_gelu=loose_gelu)
             calls.append(Control(launch.node, tuple(map(within, models))) if models is not None else NodeCall(launch.node))
         elif isinstance(launch, Opaque):
             calls += _node_calls(launch.node, grouping.aliases, device)
+        elif isinstance(launch, Crossed):
+            calls += _crossed_calls(launch, grouping.memory, device)
         else:
             calls += _kernel_calls(launch, grouping.memory, device, splits)
     return Segment(graph, calls, grouping.aliases)
@@ -173,6 +176,16 @@ def _kernel_calls(
     return [
         _call(first, forms.shape_of_form(spec, first.form, parts), device, parts),
         _call(second, forms.parts_sum(spec.rows, parts), device, parts),
+    ]
+
+
+def _crossed_calls(launch: Crossed, memory: set[ir.Value], device: bool) -> list[KernelCall | NodeCall]:
+    first, second, shape = sources(launch, memory, wide=device)
+    name, text = render(first, shape, device=device)
+    parts = shape.blocks
+    return [
+        KernelCall(first, name, text, shape, parts),
+        _call(second, forms.parts_sum(launch.sums.spec.rows, parts), device, parts),
     ]
 
 

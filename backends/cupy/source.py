@@ -87,6 +87,7 @@ class Source:
         traffic: where it reads and writes memory.
         partials: element types of the partial totals, ``SPLITS`` × rows each, that stand behind the operands of both halves
             of a reduction whose columns several blocks share.
+        totals: how many totals each block leaves, where these are of its columns; else 0: one for each of its rows.
     """
 
     body: str
@@ -97,3 +98,8 @@ class Source:
     partials: tuple[ir.DataType, ...] = ()
     form: Form = Form()
     traffic: tuple[Access, ...] = ()
+    totals: int = 0
+
+    def partial_bytes(self, parts: int) -> list[int]:
+        """Bytes of each array of partial totals."""
+        return [parts * (self.totals or self.rows) * max(4, int(dtype.itemsize)) for dtype in self.partials]
