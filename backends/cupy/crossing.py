@@ -145,9 +145,10 @@ def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) ->
     held = frozenset(key for key, loops in plain.uses.items() if len(loops) > 1 and constant(key[0]) is None)
     if not held:
         return None
-    words = sum(stored_bytes(dtype_of(value)) for value, _ in held) + 4 * len(sums.reductions)
+    sizes = [max(4, stored_bytes(dtype_of(node.outputs[0]))) for node in sums.reductions]
+    words = sum(stored_bytes(dtype_of(value)) for value, _ in held) + sum(sizes)
     lanes = 1 if not wide else next((n for n in (WARP, 128, 256, 512) if _registers(spec, n, vector, words) <= REGISTERS), 0)
-    if not lanes or (wide and spec.columns * 4 > SHARED):
+    if not lanes or (wide and spec.columns * max(sizes) > SHARED):
         return None
     form = Form(vector, "columns", variable, held=held)
     shape = _shape(spec, lanes, _registers(spec, lanes, vector, words)) if wide else _host_shape(spec)
