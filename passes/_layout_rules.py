@@ -6,6 +6,7 @@ stays as it is and reads its operands in their own order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from graphc.gradient import key_of
 from graphc.ir.facts import constant, rank, static_dims
 from graphc.ir.ops.channels_last import PREFIX, last_order
+from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.normalization import EPSILON, batch_normalized
 from graphc.passes._layout_values import ELEMENTWISE, Arrangement, Order, in_order, inverse, size
 
@@ -22,6 +24,9 @@ Results: TypeAlias = "Sequence[tuple[ir.Value, Order] | None] | None"
 Rule: TypeAlias = Callable[[Arrangement, ir.Node], Results]
 
 RULES: dict[str, Rule] = {}
+
+TAPS, MOST_TAPS = "MaxPoolTaps", 16
+"""Elements of a window up to which a pool notes where its maximum is; it is computed element by element of the window."""
 
 
 def follow(walk: Arrangement, node: ir.Node) -> None:
@@ -292,28 +297,43 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 # Pooling --------------------------------------------------------------------------------------------------------------
 
 
-def _pool(walk: Arrangement, node: ir.Node, tensors: Sequence[ir.Value | None], *others: Any) -> Results:
-    """The op of the same name that has its channels last."""
+def _pool(walk: Arrangement, node: ir.Node, tensors: Sequence[ir.Value | None], *others: Any, name: str = "") -> Results:
+    """The op of the same or another ``name`` that has its channels last."""
+    name = name or node.op_type
     largest = max((v for v in tensors if v is not None), key=size)
     order = tuple(last_order(rank(largest)))
     if walk.vote(tensors) != order:
         return None
-    attributes = {name: value for name, value in _values(node).items() if name != "storage_order"}
+    attributes = {key: value for key, value in _values(node).items() if key != "storage_order"}
     operands = [walk.arranged(v, order) for v in tensors if v is not None]
-    return [(walk.op.emit(PREFIX + node.op_type, [*operands, *others], attributes, domain="graphc")[0], order)]
+    return [(walk.op.emit(PREFIX + name, [*operands, *others], attributes, domain="graphc")[0], order)]
 
 
 @rule("MaxPool", "AveragePool")
 def _plain_pool(walk: Arrangement, node: ir.Node) -> Results:
     if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
         return None
-    results = _pool(walk, node, node.inputs)
+    results = _pool(walk, node, node.inputs, name=TAPS if _notes_taps(node) else "")
     return None if results is None else [*results, *[None] * (len(node.outputs) - 1)]
+
+
+def _notes_taps(node: ir.Node) -> bool:
+    """Whether the gradient should be told where each maximum was, which is a fraction of the bytes of x and y."""
+    window = Window.of(_values(node), (static_dims(node.outputs[0]) or ())[2:])
+    if not 1 < math.prod(window.kernel) <= MOST_TAPS or set(window.dilations) != {1} or node.outputs[0].dtype is None:
+        return False
+    return any(user.op_type == "MaxPoolGrad" and index == 2 for user, index in node.outputs[0].uses())
 
 
 @rule("graphc::MaxPoolGrad")
 def _max_pool_gradient(walk: Arrangement, node: ir.Node) -> Results:
-    return _pool(walk, node, node.inputs)
+    held = walk.held(node.inputs[2])
+    made = held[0].producer() if held is not None else None
+    if made is None or made.op_type != PREFIX + TAPS:
+        return _pool(walk, node, node.inputs)
+    shape = static_dims(node.outputs[0]) or ()
+    others = made.outputs[1], [shape[axis] for axis in inverse(last_order(len(shape)))]
+    return _pool(walk, node, node.inputs[:1], *others, name=f"{TAPS}Grad")
 
 
 @rule("graphc::AveragePoolGrad")

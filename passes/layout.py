@@ -15,10 +15,13 @@ Shapes are static: the pass is one of those that a backend has run on its plans 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import onnx_ir as ir
 
 from graphc.ir.facts import static_dims
-from graphc.ir.ops.channels_last import last_order
+from graphc.ir.ops.channels_last import last_order, spread
 from graphc.ir.ops.convolution import Window
 from graphc.passes import _layout_rules
 from graphc.passes._axes import only_user
@@ -63,7 +66,7 @@ def _accepts(node: ir.Node) -> bool:
     return x is not None and x.dtype in DTYPES and x.shape is not None and len(x.shape) >= 3 and standard == (not node.domain)
 
 
-def _window(node: ir.Node, image: ir.Value, kernel: ir.Value) -> dict[str, object]:
+def _window(node: ir.Node, image: ir.Value, kernel: ir.Value) -> dict[str, Any]:
     """The attributes of a convolution over ``image`` with the padding written out."""
     attributes = {name: attr.value for name, attr in node.attributes.items()}
     window = Window.of(attributes, (static_dims(image) or ())[2:], (static_dims(kernel) or ())[2:])
@@ -107,9 +110,23 @@ def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
     assert dy is not None
     assert w is not None
     dx = node.outputs[0]
-    operands = walk.arranged(dy, _order(dy)), walk.arranged(w, _order(w)), _last_shape(dx)
-    walk.settle(node, [(walk.op.graphc.ChannelsLastConvGradInput(*operands, **_window(node, dx, w)), _order(dy))])
+    size, attributes = _last_shape(dx), _window(node, dx, w)
+    met, steps = _pixels_met(attributes, _last_shape(dy), size), attributes["strides"]
+    if met is not None:
+        attributes["strides"] = [1] * (len(size) - 2)
+    operands = walk.arranged(dy, _order(dy)), walk.arranged(w, _order(w)), met or size
+    found = walk.op.graphc.ChannelsLastConvGradInput(*operands, **attributes)
+    if met is not None:  # elsewhere dx is zero
+        axes = list(range(1, len(size) - 1))
+        found = walk.op.Slice(spread(walk.op, found, steps), [0] * len(axes), size[1:-1], axes)
+    walk.settle(node, [(found, _order(dy))])
     return True
+
+
+def _pixels_met(attributes: Mapping[str, Any], out: Sequence[int], size: Sequence[int]) -> list[int] | None:
+    """The sizes of the pixels of x that windows of one pixel meet, where they leave out others; else None."""
+    alone = set(attributes["kernel_shape"]) == {1} and not any(attributes["pads"])
+    return [*out[:-1], size[-1]] if alone and max(attributes["strides"]) > 1 else None
 
 
 def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:

@@ -53,6 +53,11 @@ class Convolution:
         return (*read, "b") if self.bias else read
 
     @property
+    def skips(self) -> bool:
+        """Whether windows of one pixel lie apart, so that most of x takes no part."""
+        return set(self.w.dims[2:]) == {1} and max(self.strides) > 1
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         forms = {"x": self.x, "dx": self.x, "w": self.w, "dw": self.w, "y": self.y, "dy": self.y}
         named = {name: forms[name] for name in self.operands if name != "b"}

@@ -24,7 +24,7 @@ from graphc.adapt import adapted
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.bound import _offsets
 from graphc.backends.cupy.control import Control
-from graphc.backends.cupy.convolutions import convolution_of
+from graphc.backends.cupy.convolutions import INPUT, convolution_of
 from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.products import PRODUCT
@@ -99,7 +99,8 @@ def cost_of(call: KernelCall | NodeCall) -> Cost:
 def _kernel(call: KernelCall) -> Cost:
     source = call.source
     nbytes = traffic(source, call.parts)
-    work = source.rows * max(1, source.columns) * _instructions(source)
+    columns = call.parts if _adds_partials(source) else max(1, source.columns)
+    work = source.rows * columns * _instructions(source)
     seconds, note = nbytes / KERNELS, ""
     if work / INSTRUCTIONS > seconds:
         seconds, note = work / INSTRUCTIONS, "bound by instructions"
@@ -116,17 +117,24 @@ def _kernel(call: KernelCall) -> Cost:
 def traffic(source: Source, parts: int = 1) -> int:
     """Bytes that a kernel moves between memory and its threads.
 
-    What several loops over the columns read counts once where the rows that are worked on stay in the cache.
+    What several loops over the columns read counts once where the rows that are worked on stay in the cache. So do places
+    in an array that one loop reads in the same order, as those of a window: neighbours find each other's in the cache.
     """
     if not source.traffic:
         return sum(nbytes(v) for v in source.operands)
     total = sum(source.partial_bytes(parts))
     seen: dict[tuple[ir.Value, object], int] = {}
+    walked: dict[tuple[ir.Value, int, tuple[str, ...]], int] = {}
     for access in source.traffic:
         again = seen.get((access.value, access.offset), 0)
         moved = _moved_by(access, source)
         if again and moved * min(1.0, 264 / max(1, source.rows)) < CACHED:
             moved //= 4  # from the cache
+        order = tuple(dict.fromkeys(variable.name for variable, _ in access.offset.variables()))
+        before = walked.get((access.value, access.loop, order), 0)
+        if before and not again:
+            moved = min(moved, max(0, nbytes(access.value) - before))
+        walked[access.value, access.loop, order] = before + moved
         seen[access.value, access.offset] = again + 1
         total += moved
     return total
@@ -154,6 +162,11 @@ def _moved_by(access: Access, source: Source) -> int:
     if not looped:  # elements far from each other
         return min(distinct * SECTOR, nbytes(access.value))
     return distinct * itemsize * (1 if near else 4)  # neighbours are found by other threads, in the cache as a rule
+
+
+def _adds_partials(source: Source) -> bool:
+    """Whether this is the second half of a divided sum, which adds up what the first leaves for each row."""
+    return "PARTS" in source.body
 
 
 def _instructions(source: Source) -> float:
@@ -201,6 +214,9 @@ def _product(node: ir.Node, name: str, moved: int) -> Cost:
 def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
     found = convolution_of(node)
     moved = sum(nbytes(v) for v in values)
+    if found.kind != INPUT and found.skips:  # the pixels between those that a window of one pixel meets are not read
+        x = values[0]
+        moved -= nbytes(x) - nbytes(x) * int(np.prod(found.y.dims[2:])) // int(np.prod(found.x.dims[2:]))
     channels, _, *positions = found.w.dims[1], *found.y.dims[1:]
     flops = 2 * found.y.dims[0] * int(np.prod(positions)) * int(np.prod(found.w.dims))
     rate = STEM if channels <= 4 else CONVOLUTIONS

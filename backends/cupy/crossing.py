@@ -16,9 +16,10 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import forms
 from graphc.backends.cupy.expressions import compute_type, stored_bytes
-from graphc.backends.cupy.fusion import SMALL, Grouping, Kernel, Launch
+from graphc.backends.cupy.fusion import Grouping
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.launch import WARP, Shape
+from graphc.backends.cupy.launches import SMALL, Kernel, Launch
 from graphc.backends.cupy.nodes import operands
 from graphc.backends.cupy.reductions import REDUCTIONS
 from graphc.backends.cupy.source import Form, NotFusibleError, Source, Spec

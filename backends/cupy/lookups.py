@@ -1,10 +1,12 @@
 """Expressions of a kernel that are more than arithmetic on the elements at one place: reads at computed places, random words.
 
 DropoutMask: the mask of element i is a function of i, the seed and the step, so that a dropout costs no memory
+MaxPoolTapsGrad: the few windows that an element is in are asked whether it was their maximum
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from graphc.backends.cupy import expressions
 from graphc.backends.cupy.indexing import Linear, Map, flatten
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.declare import declaration_of
+from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 if TYPE_CHECKING:
@@ -45,6 +48,26 @@ def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str
     kept = np.asarray(dropout_scale(values["ratio"]), out.dtype.numpy())
     zero = expressions.literal(out.dtype, 0)
     return f"((unsigned long long){word} < {threshold}ULL ? {zero} : {expressions.literal(out.dtype, kept)})"
+
+
+def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """Σ dy over the windows whose maximum is this element: at most ⌈kernel ÷ stride⌉ of them along each axis."""
+    declaration = declaration_of(node)
+    assert declaration is not None
+    batch, *places, channel = index
+    window = Window.of(declaration.attribute_values(node), shape_of(node.outputs[0])[1:-1])
+    assert window.begin is not None
+    axes = list(zip(places, window.begin, window.kernel, window.strides, strict=True))
+    terms = []
+    for back in itertools.product(*(range(-(-kernel // stride)) for _, _, kernel, stride in axes)):
+        at = [(place + begin) // stride + -k for (place, begin, _, stride), k in zip(axes, back, strict=True)]
+        taps = tuple((place + begin) % stride + stride * k for (place, begin, _, stride), k in zip(axes, back, strict=True))
+        when = [(o, 0, size) for o, size in zip(at, shape_of(node.inputs[0])[1:-1], strict=True)]
+        when += [(tap, 0, kernel) for tap, kernel in zip(taps, window.kernel, strict=True)]
+        inside = g.guarded(when, guard) or guard
+        slope, noted = (g.element(node.inputs[k], (batch, *at, channel), inside) for k in range(2))
+        terms.append(f"({noted} == {g.text(flatten(taps, window.kernel) + 1)} ? {slope} : 0)")  # what is not read is 0
+    return f"({' + '.join(terms)})"
 
 
 def bit_cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:

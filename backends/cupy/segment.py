@@ -15,10 +15,11 @@ from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
 from graphc.backends.cupy.crossing import Crossed, cross, sources
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
-from graphc.backends.cupy.fusion import SMALL, Kernel, Opaque, group
+from graphc.backends.cupy.fusion import group
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.kernels.scatter import omit_fills
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
+from graphc.backends.cupy.launches import SMALL, Kernel, Opaque
 from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.uses import sweep
 from graphc.backends.cupy.values import is_expression

@@ -47,12 +47,14 @@ class Access:
         offset: the element, by loop variables.
         inner: whether it is inside a loop over the columns; otherwise once a row.
         whole: whether elements come in vectors.
+        loop: number of the loop over the columns.
     """
 
     value: ir.Value
     offset: Linear
     inner: bool
     whole: bool
+    loop: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Values:
         self._traffic: list[Access] = []
         self._row = Scope()
         self._scope = self._row
+        self._uniform: set[str] = set()
         self._loop_number = 0
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
@@ -124,15 +125,15 @@ class Values:
         name = self._operands.setdefault(value, f"x{len(self._operands)}")
         dtype, offset = dtype_of(value), flatten(index, shape_of(value))
         scope, key = self._scope_of(index, guard), (value, offset)
-        inner, free = scope is not self._row, guard is None
+        inner, free, uniform = scope is not self._row, guard is None, guard is None or guard in self._uniform
         held = inner and free and key in self.form.held and (self.form.vector == 1 or self._is_whole(offset, scope))
-        whole = held or (free and self._is_whole(offset, scope))
+        whole = held or (uniform and self._is_whole(offset, scope))
         if inner and free:
             self.uses.setdefault(key, set()).add(self._loop_number)
         if not (held and key in self._held):
-            self._traffic.append(Access(value, offset, inner, whole))
+            self._traffic.append(Access(value, offset, inner, whole, self._loop_number))
         if whole:
-            return expressions.load(dtype, f"{self._pack(scope, value, name, offset, held)}.at[v]")
+            return expressions.load(dtype, f"{self._pack(scope, value, name, offset, held, guard)}.at[v]")
         text = expressions.load(dtype, f"{name}[{self._text(offset)}]")
         return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
 
@@ -157,8 +158,11 @@ class Values:
                 return False
         return found == 1 and offset.constant % form.vector == 0
 
-    def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool) -> str:
-        """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop."""
+    def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool, guard: str | None) -> str:
+        """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop.
+
+        Where ``guard`` forbids the load, it is zeros.
+        """
         kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
         load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
         if held:
@@ -168,7 +172,7 @@ class Values:
                 scope.heads.append(f"{self._held[key]}[k] = {load};")
             return f"{self._held[key]}[k]"
         name = self._name("q")
-        scope.heads.append(f"const {kind} {name} = {load};")
+        scope.heads.append(f"const {kind} {name} = {load if guard is None else f'{guard} ? {load} : {kind}()'};")
         return name
 
     def _total(self, node: ir.Node, index: Map) -> str:
@@ -185,16 +189,8 @@ class Values:
         dtype = dtype_of(value)
         result: list[tuple[str | None, str]] = []
         for piece in pieces:
-            tests = []
-            for linear, low, high in piece.when:
-                least, most = linear.bounds()
-                tests += [f"{self._text(linear)} >= {low}"] if least < low else []
-                tests += [f"{self._text(linear)} < {high}"] if most >= high else []
-            inside = guard
-            condition = None
-            if tests:
-                condition = self._condition(tests, [linear for linear, _, _ in piece.when], guard)
-                inside = condition
+            condition = self.guarded(piece.when, guard)
+            inside = condition or guard
             if piece.operand is None:
                 fill = node.inputs[piece.fill] if piece.fill is not None else None
                 text = literal(dtype, 0) if fill is None else self._pull(fill, (Linear(),) * len(shape_of(fill)), guard)
@@ -208,9 +204,33 @@ class Values:
             text = f"({condition} ? {part} : {text})"
         return text
 
-    def _condition(self, tests: Sequence[str], linears: Sequence[Linear], guard: str | None) -> str:
+    def guarded(self, when: Sequence[tuple[Linear, int, int]], guard: str | None) -> str | None:
+        """The name of the condition that low ≤ linear < high in each of ``when``; None where that is always so."""
+        tests, linears = [], []
+        for linear, low, high in when:
+            least, most = linear.bounds()
+            tests += [f"{self._text(linear)} >= {low}"] if least < low else []
+            tests += [f"{self._text(linear)} < {high}"] if most >= high else []
+            linears += [linear] if least < low or most >= high else []
+        if not tests:
+            return None
         scope = self._scope_of(tuple(linears), guard)
-        return self._define(scope, "b", "bool", " && ".join([*([guard] if guard else []), *tests]))
+        text = " && ".join([*([guard] if guard else []), *tests])
+        if not self._is_uniform(linears, guard):
+            return self._define(scope, "b", "bool", text)
+        name = self._name("b")
+        scope.heads.append(f"const bool {name} = {text};")
+        self._uniform.add(name)
+        if scope is not self._row:
+            self._inner.add(name)
+        return name
+
+    def _is_uniform(self, linears: Sequence[Linear], guard: str | None) -> bool:
+        """Whether a condition is the same for all elements of a vector, so that it may forbid the whole of a load."""
+        if self.form.variable is None or not (guard is None or guard in self._uniform):
+            return False
+        used = {v for linear in linears for v, _ in linear.variables()}
+        return self.form.variable not in used and used <= set(self._variables)
 
     def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
@@ -350,7 +370,7 @@ SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
     "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
     "Cast": Values.cast, "CastLike": Values.cast, "Trilu": Values.triangle, "OneHot": Values.one_hot,
     "EyeLike": Values.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
-    "graphc::DropoutMask": lookups.dropout_mask,
+    "graphc::DropoutMask": lookups.dropout_mask, "graphc::ChannelsLastMaxPoolTapsGrad": lookups.pooled_gradient,
 }  # fmt: skip
 
 

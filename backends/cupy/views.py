@@ -121,6 +121,8 @@ def _pad(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
     for k, axis in enumerate(axes):
         source[axis] = index[axis] + -pads[k]
         when.append((source[axis], 0, shape[axis]))
+        if shape[axis] == 1:
+            source[axis] = Linear()  # nothing else is inside
     fill = 2 if len(node.inputs) > 2 and node.inputs[2] is not None else None
     return [Piece(0, tuple(source), tuple(when)), Piece(None, fill=fill)]
 

@@ -181,6 +181,23 @@ def test_convolutions_of_double_precision_and_three_axes_have_kernels(device: An
         np.testing.assert_allclose(got, want.numpy(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("kernel", "strides", "pads"), [((3, 3), (2, 2), (1, 1)), ((2, 3), (3, 1), (0, 1))])
+def test_a_pool_that_notes_its_maxima_has_the_gradient_of_pytorch(kernel: Any, strides: Any, pads: Any, device: Any) -> None:
+    """Equal maxima in many windows, windows that overlap and that leave out elements, vectors of channels."""
+    torch = pytest.importorskip("torch")
+    x = torch.tensor(rng.integers(0, 3, (2, 8, 9, 8)).astype(np.float32), requires_grad=True)
+    y = torch.nn.functional.max_pool2d(x, kernel, strides, pads)
+    dy = torch.tensor(rng.standard_normal(y.shape).astype(np.float32))
+    y.backward(dy)
+    attributes = {"kernel_shape": list(kernel), "strides": list(strides), "pads": [*pads, *pads]}
+    x_last, dy_last = (np.ascontiguousarray(v.detach().numpy().transpose(0, 2, 3, 1)) for v in (x, dy))
+    got, taps = run_op(device, "graphc::ChannelsLastMaxPoolTaps", [x_last], attributes, n=2)
+    np.testing.assert_array_equal(got.transpose(0, 3, 1, 2), y.detach().numpy())
+    arrays = [dy_last, taps, np.array(x_last.shape)]
+    (got,) = run_op(device, "graphc::ChannelsLastMaxPoolTapsGrad", arrays, attributes, constants=[2])
+    np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: Any) -> None:
     torch = pytest.importorskip("torch")

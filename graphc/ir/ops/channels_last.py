@@ -4,6 +4,7 @@
     dx = graphc.ChannelsLastConvGradInput(dy, w, shape(x); attributes of Conv)
     dw = graphc.ChannelsLastConvGradWeight(x, dy, shape(w); attributes of Conv)
     y  = graphc.ChannelsLastMaxPool(x),  dx = graphc.ChannelsLastMaxPoolGrad(dy, x, y)
+    y, tap = graphc.ChannelsLastMaxPoolTaps(x),  dx = graphc.ChannelsLastMaxPoolTapsGrad(dy, tap, shape(x))
     y  = graphc.ChannelsLastAveragePool(x),  dx = graphc.ChannelsLastAveragePoolGrad(dy, shape(x))
 
 Tensors are N × spatial axes × C, weights M × kernel × C/group: the order of axes is the only difference from the ops whose
@@ -12,6 +13,8 @@ names stand behind ``ChannelsLast``, which the decompositions use between transp
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +24,19 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import InferFunction, Spec, declare, same_as
-from graphc.ir.facts import rank
+from graphc.ir.facts import rank, shape_of_result
 from graphc.ir.infer import infer_outputs
-from graphc.ir.ops.convolution import CONV, POOL, of_shape
+from graphc.ir.ops.convolution import CONV, POOL, Window, of_shape
 
 PREFIX = "ChannelsLast"
 
 ACTIVATIONS = ("", "relu")
+
+
+def static_dims_of(shape: ir.Shape | None) -> tuple[int, ...]:
+    """The sizes of a shape that is static."""
+    assert shape is not None
+    return shape.numpy()
 
 
 def last_order(count: int) -> list[int]:
@@ -112,6 +121,65 @@ def channels_last_max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Va
     return last(op, op.graphc.MaxPoolGrad(first(op, dy), first(op, x), first(op, y), **_given(attributes)))
 
 
+def _pooled_and_taps(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    ((dtype, shape),) = _as("MaxPool")(inputs, attributes)
+    return [(dtype, shape), (ir.DataType.UINT8, shape)]
+
+
+@declare("ChannelsLastMaxPoolTaps", inputs="x", outputs="y tap", infer=_pooled_and_taps, attributes=POOL)
+def channels_last_max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
+    """MaxPool, and the place of the first maximum in its window: 1 and up in row-major order, up to 255.
+
+    Elementwise ops over slices of x, so that a backend which fuses them computes x where it needs it. A NaN is the maximum,
+    but no place: dy goes to the greatest element in front of it. x has a static shape, and windows have no dilations.
+    """
+    (_, pooled), _ = _pooled_and_taps([x], attributes)
+    size, out = (static_dims_of(shape)[1:-1] for shape in (x.shape, pooled))
+    window = Window.of(attributes, size)
+    assert window.begin is not None
+    behind = [
+        max(0, (o - 1) * s + k - i - b)
+        for i, o, k, s, b in zip(size, out, window.kernel, window.strides, window.begin, strict=True)
+    ]
+    padded = op.Pad(x, [0, *window.begin, 0, 0, *behind, 0], op.scalar(-np.inf, x))
+    places, axes = [], list(range(1, 1 + len(size)))
+    for at in itertools.product(*map(range, window.kernel)):
+        end = [a + (o - 1) * s + 1 for a, o, s in zip(at, out, window.strides, strict=True)]
+        places.append(op.Slice(padded, list(at), end, axes, list(window.strides)))
+    best, tap = places[0], op.const(np.array(1, dtype=np.uint8))
+    for number, element in enumerate(places[1:], 2):
+        tap = op.Where(op.Greater(element, best), op.const(np.array(number, dtype=np.uint8)), tap)
+        best = op.Max(best, element)
+    return best, op.Expand(tap, op.shape(best))
+
+
+@declare("ChannelsLastMaxPoolTapsGrad", inputs="dy tap shape", outputs="dx", infer=of_shape(0, 2), attributes=POOL)
+def channels_last_max_pool_taps_grad(op: Builder, dy: ir.Value, tap: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
+    """Σ dy over the windows whose maximum was this element: the gradient of ChannelsLastMaxPoolTaps."""
+    size = static_dims_of(shape_of_result(shape))[1:-1]
+    window = Window.of(attributes, size)
+    assert window.begin is not None
+    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else dy
+    out, parts = static_dims_of(dy.shape)[1:-1], []
+    for number, at in enumerate(itertools.product(*map(range, window.kernel)), 1):
+        chosen = op.Where(op.Equal(tap, op.const(np.array(number, dtype=np.uint8))), wide, op.scalar(0, wide))
+        front = [a - b for a, b in zip(at, window.begin, strict=True)]
+        rest = [i - o * s - f for i, o, s, f in zip(size, out, window.strides, front, strict=True)]
+        parts.append(op.Pad(spread(op, chosen, window.strides), [0, *front, 0, 0, *rest, 0]))
+    return op.cast_like(functools.reduce(op.Add, parts), dy)
+
+
+def spread(op: Builder, value: ir.Value, steps: Sequence[int]) -> ir.Value:
+    """``value``, N × spatial axes × C, with zeros behind each pixel: ``steps`` times as large along each spatial axis.
+
+    Index arithmetic where ops are fused, so that nobody writes or reads the zeros.
+    """
+    batch, *small, channels = static_dims_of(value.shape)
+    apart = op.Reshape(value, [batch, *(n for few in small for n in (few, 1)), channels])
+    padded = op.Pad(apart, [0] * (2 * len(small) + 3) + [n for step in steps for n in (0, step - 1)] + [0])
+    return op.Reshape(padded, [batch, *(few * step for few, step in zip(small, steps, strict=True)), channels])  # type: ignore[no-any-return]
+
+
 _AVERAGE = {**POOL, "count_include_pad": 0}
 
 
@@ -132,4 +200,4 @@ def _given(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-__all__ = ["PREFIX", "last_order", "to_last"]
+__all__ = ["PREFIX", "last_order", "spread", "to_last"]
