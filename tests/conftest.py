@@ -33,6 +33,7 @@ LARGE = (
     "test_ten_steps_follow_pytorch[resnet18-smooth-sgd-momentum]",
     "in_float64_are_those_of_pytorch[resnet18-small-adam]",
     "test_a_transformer_follows_one_worker[2]",
+    "test_the_whole_benchmark_runs_at_tiny_sizes",
     "are_those_of_onnxruntime[transformer-small-1]",
     "are_those_of_onnxruntime[mlp-1]",
     "are_those_of_onnxruntime[lenet-1]",

@@ -1,27 +1,35 @@
 """``make gpu-bench``: training steps on a GPU beside PyTorch's, in one run; writes one JSON file.
 
-    python -m graphc.bench.gpu --output build/gpu_bench.json [--models gpt2,mlp-wide] [--rounds 3]
+    python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--dry]
 
-For every job: the ONNX file is exported, graphc trains from it (kernels uncached, then cached), PyTorch trains the module it
-was exported from (eager, torch.compile, torch.compile with CUDA graphs), and the two processes measure in turn. Then twenty
-steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch. The best of the rounds counts
-on both sides.
+For every job: graphc trains from the exported ONNX file (kernels uncached, then cached), PyTorch trains the module it was
+exported from (eager, torch.compile, torch.compile with CUDA graphs), and the two processes measure in turn. While PyTorch
+compiles, twenty steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch. The best of the
+rounds counts on both sides.
+
+What goes wrong is part of the result, which is written anew after every part of every job; no part waits beyond the whole
+run's time. With ``--dry`` all of it runs at tiny sizes on the host, in place of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from graphc.bench.gpu_processes import Clock, Worker, export_all, once
 from graphc.bench.gpu_specs import JOBS
+from graphc.errors import UsageError, nearest
 
 SMALL = {"gpt2": (2, 1), "bert": (2, 4), "resnet50": (0, 8), "mlp-wide": (0, 64)}
 """Layers (0: all) and batch of the copies that are compared step by step."""
@@ -32,189 +40,263 @@ FIRST_STEP, CACHED_STEP = 20.0, 3.0
 FLOAT32, BFLOAT16 = 1e-3, 2e-2
 """Relative difference of losses that is aimed at."""
 
+WORKER = ("-m", "graphc.bench.gpu_worker")
 
-def main() -> int:
-    """Measure what the command line asks for; without a GPU, say so and succeed."""
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure what the command line asks for; without a GPU, say so and succeed. 1: a part of a job failed."""
     parser = argparse.ArgumentParser(description="Training steps on a GPU beside PyTorch's.")
     parser.add_argument("--output", type=Path, default=Path("build/gpu_bench.json"))
-    parser.add_argument("--models", default=",".join(JOBS))
-    parser.add_argument("--files", type=Path, help="folder with NAME.onnx files, in place of an export by PyTorch")
+    parser.add_argument("--only", "--models", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
-    parser.add_argument("--backend", default="cupy")
-    parser.add_argument("--budget", type=float, default=560.0, help="seconds after which no further job is begun")
-    arguments = parser.parse_args()
-    reason = missing(arguments.backend)
-    result: dict[str, Any] = {"skipped": reason} if reason else run(arguments)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--backend", help="of graphc; by default cupy, with --dry auto")
+    parser.add_argument("--load", help="a module that every process imports first, which registers the backend, say")
+    parser.add_argument("--modes", help="of PyTorch: eager, compile, compile+graphs; by default all, with --dry eager; or none")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds after which nothing is waited for any more")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the host: tries out the benchmark, measures nothing")
+    arguments = parser.parse_args(given)
+    models = [model for model in arguments.only.split(",") if model]
+    for model in models:
+        if model not in JOBS:
+            print(UsageError(f"there is no job {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}"), file=sys.stderr)
+            return 2
+    arguments.backend = arguments.backend or ("auto" if arguments.dry else "cupy")
+    arguments.modes = arguments.modes or ("eager" if arguments.dry else "eager,compile,compile+graphs")
+    reason = "" if arguments.dry else missing(arguments.backend)
     if reason:
+        write(arguments.output, {"skipped": reason})
         print(f"gpu-bench is skipped: {reason}")
-    return 0
+        return 0
+    result = run(models, arguments)
+    return 1 if any(found.get("failed") for found in result["jobs"].values()) else 0
 
 
 def missing(backend: str) -> str:
-    """Why nothing can be measured here; empty: all is there."""
-    from graphc.backend import BACKENDS
-    from graphc.errors import GraphcError
-
+    """Why nothing can be measured here; empty: all is there. Asked in a process of its own, whose context ends with it."""
+    code = f"""
+import json
+from graphc.engine import make_backend
+from graphc.errors import GraphcError
+reason = ""
+try:
+    make_backend({backend!r}, threads=1).close()
+    import torch
+    if not torch.cuda.is_available():
+        reason = f"PyTorch {{torch.__version__}} sees no GPU"
+except GraphcError as error:
+    reason = str(error)
+except ImportError as error:
+    reason = f"PyTorch is not installed, which is measured beside graphc ({{error}})"
+print(json.dumps({{"reason": reason}}))
+"""
     try:
-        BACKENDS[backend](threads=1, spin=False).close()
-    except GraphcError as error:
+        return str(once(("-c", code), os.environ, Clock(120))["reason"])
+    except RuntimeError as error:
         return str(error)
-    try:
-        import torch
-    except ImportError:
-        return "PyTorch is not installed, which is measured beside graphc"
-    return "" if torch.cuda.is_available() else f"PyTorch {torch.__version__} sees no GPU"
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def write(path: Path, result: dict[str, Any]) -> None:
+    """The result so far, in place of the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a job that fails is reported and the others go on."""
-    started = time.perf_counter()
-    result: dict[str, Any] = {"machine": machine(), "jobs": {}}
+    clock = Clock(arguments.budget)
+    result: dict[str, Any] = {"machine": machine(), "dry": arguments.dry, "jobs": {}}
     with tempfile.TemporaryDirectory(prefix="graphc-gpu-bench-") as name:
-        for model in arguments.models.split(","):
-            if time.perf_counter() - started > arguments.budget:
-                result["jobs"][model] = {"skipped": "the time is spent"}
-                continue
-            try:
-                result["jobs"][model] = job(model, Path(name), arguments)
-            except (subprocess.SubprocessError, OSError, RuntimeError) as error:
-                result["jobs"][model] = {"failed": str(error)[-2000:]}
-            print(summary(model, result["jobs"][model]), flush=True)
-    result["seconds"] = time.perf_counter() - started
+        folder = Path(name)
+        wanted = dict.fromkeys((model, layers) for model in models for layers in (0, _layers(model, arguments)))
+        files = export_all(list(wanted), folder, tiny=arguments.dry, clock=clock)
+        for model in models:
+            found = result["jobs"][model] = {"failed": {}}
+            result["seconds"] = arguments.budget - clock.left()
+
+            def save() -> None:
+                write(arguments.output, result)
+
+            job = JobRun(model, arguments, clock, files, _caches(folder / f"cache-{model}"), found, save)
+            job.run()
+            print(summary(model, found), flush=True)
+    result["seconds"] = arguments.budget - clock.left()
+    write(arguments.output, result)
     return result
 
 
 def machine() -> dict[str, str]:
     """The GPU and its driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
     name, _, driver = (found[0] if found else "unknown, unknown").partition(", ")
     return {"gpu": name, "driver": driver}
 
 
-def job(model: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One job on both sides."""
-    path = _file(model, folder, arguments.files)
-    caches = _caches(folder / f"cache-{model}")
-    common = [model, "--seconds", str(arguments.seconds)]
-    ours = ["graphc", *common, "--file", str(path), "--backend", arguments.backend]
-    uncached = once(ours, caches)
-    with Worker(ours, caches) as graphc, Worker(["torch", *common], caches) as torch:
-        cached, peer = graphc.read(), torch.read()
-        rounds = [{**graphc.measure(), **torch.measure()} for _ in range(arguments.rounds)]
-    best = {mode: min(r[mode] for r in rounds) for mode in rounds[0]}
-    modes = [mode for mode in best if mode != "graphc"]
-    fastest = min(modes, key=lambda mode: best[mode]) if modes else ""
-    return {
-        "graphc_ms": best["graphc"],
-        "goal_ms": JOBS[model].goal_ms,
-        "pytorch": {mode: best[mode] for mode in modes} | {"version": peer["version"], "failed": peer["failed"]},
-        "best_pytorch": fastest,
-        "ratio": best[fastest] / best["graphc"] if fastest else None,
-        "rounds": rounds,
-        "first_step_s": {"uncached": uncached["first_step_s"], "cached": cached["first_step_s"], **peer["first_step_s"]},
-        "device_bytes": cached["device_bytes"],
-        "pytorch_peak_bytes": peer["peak_bytes"],
-        "parity": parity(model, folder, caches, arguments),
-    }
+@dataclass
+class JobRun:
+    """One job on both sides.
+
+    Attributes:
+        files: exported models by (job, layers), or why there is none.
+        found: the result, filled part by part.
+        save: called after every part.
+    """
+
+    model: str
+    arguments: argparse.Namespace
+    clock: Clock
+    files: dict[tuple[str, int], Path | str]
+    environment: dict[str, str]
+    found: dict[str, Any]
+    save: Callable[[], None]
+    rounds: list[dict[str, float]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Every part, whatever becomes of the others."""
+        self.found["goal_ms"] = JOBS[self.model].goal_ms
+        with ExitStack() as stack:
+            uncached = self._part("graphc, uncached", lambda: once(self._graphc(), self.environment, self.clock))
+            self._keep(uncached, "uncached")
+            graphc = self._begin(stack, "graphc", self._graphc)
+            torch = None
+            with ThreadPoolExecutor(1) as beside:  # PyTorch compiles meanwhile
+                parity = beside.submit(self._part, "parity", self._parity)
+                if self.arguments.modes != "none":
+                    torch = self._begin(stack, "torch", self._torch)
+                parity.result()
+            for _ in range(self.arguments.rounds):
+                self._part("rounds", lambda: self._round([w for w in (graphc, torch) if w is not None]))
+
+    def _part(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result of ``work``, or None and the reason under ``failed``."""
+        try:
+            return work() if self.clock.left() else self._fail(name, "the time is spent")
+        except Exception as error:
+            return self._fail(name, f"{type(error).__name__}: {error}")
+        finally:
+            self.save()
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.found["failed"][name] = reason
+
+    def _begin(self, stack: ExitStack, side: str, command: Callable[[], Sequence[str]]) -> Worker | None:
+        def begin() -> Worker:
+            worker = stack.enter_context(Worker(command(), self.environment, self.clock))
+            self._keep(worker.read(), "cached" if side == "graphc" else "torch")
+            if said := worker.said():
+                self.found.setdefault("said", {})[side] = said
+            return worker
+
+        worker: Worker | None = self._part(side, begin)
+        return worker
+
+    def _keep(self, told: dict[str, Any] | None, when: str) -> None:
+        """What a side told of its set-up."""
+        if told is None:
+            return
+        first = self.found.setdefault("first_step_s", {})
+        if when == "torch":
+            first.update(told["first_step_s"])
+            self.found["pytorch"] = {"version": told["version"], "peak_bytes": told["peak_bytes"]}
+            for mode, reason in told["failed"].items():
+                self._fail(f"PyTorch {mode}", reason)
+            return
+        first[when] = told["first_step_s"]
+        self.found.setdefault("shares_s", {})[when] = told["shares_s"]
+        for key in ("device_bytes", "calls", "not_captured"):
+            self.found[key] = told[key]
+
+    def _round(self, workers: Sequence[Worker]) -> None:
+        if workers:
+            self.rounds.append({mode: ms for worker in workers for mode, ms in worker.measure().items()})
+            self.found.update(best_of(self.rounds))
+
+    # Commands ---------------------------------------------------------------------------------------------------------
+
+    def _graphc(self) -> list[str]:
+        return [*WORKER, "graphc", self.model, *self._common(), "--file", self._file(0), "--backend", self.arguments.backend]
+
+    def _torch(self) -> list[str]:
+        return [*WORKER, "torch", self.model, *self._common(), "--modes", self.arguments.modes]
+
+    def _common(self) -> list[str]:
+        load = ["--load", self.arguments.load] if self.arguments.load else []
+        return ["--seconds", str(self.arguments.seconds), *load, *(["--tiny"] if self.arguments.dry else [])]
+
+    def _file(self, layers: int) -> str:
+        found = self.files[self.model, layers]
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return str(found)
+
+    # Parity -----------------------------------------------------------------------------------------------------------
+
+    def _parity(self) -> None:
+        """Largest relative difference of losses over twenty steps of a smaller copy; the four runs go at the same time."""
+        layers, batch = _layers(self.model, self.arguments), 0 if self.arguments.dry else SMALL[self.model][1]
+        own = ["--file", self._file(layers), "--backend"]
+        size = [self.model, *self._common(), "--layers", str(layers), "--batch", str(batch), "--precision"]
+        runs = {
+            "graphc fp32": ["losses-graphc", *size, "fp32", *own, self.arguments.backend],
+            "reference fp32": ["losses-graphc", *size, "fp32", *own, "numpy" if self.arguments.dry else "auto"],
+            "graphc bf16": ["losses-graphc", *size, "bf16", *own, self.arguments.backend],
+            "reference bf16": ["losses-torch", *size, "bf16"],
+        }
+        with ThreadPoolExecutor(len(runs)) as pool:
+            given = {
+                name: pool.submit(once, [*WORKER, *command], self.environment, self.clock) for name, command in runs.items()
+            }
+        for name, precision, goal in (("CPU backend", "fp32", FLOAT32), ("PyTorch", "bf16", BFLOAT16)):
+            sides = [self._part(f"parity, {s} {precision}", given[f"{s} {precision}"].result) for s in ("graphc", "reference")]
+            if all(side is not None for side in sides):
+                a, b = (side["losses"] for side in sides)
+                most = max(abs(x - y) / max(abs(y), 1e-6) for x, y in zip(a, b, strict=True))
+                line = {"largest": most, "goal": goal, "first": [a[0], b[0]], "last": [a[-1], b[-1]]}
+                self.found.setdefault("parity", {})[f"{precision} and {name}"] = line
 
 
-def parity(model: str, folder: Path, caches: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Largest relative difference of losses over twenty steps of a smaller copy."""
-    layers, batch = SMALL[model]
-    path = _file(model, folder, None, layers)
-    size = [model, "--layers", str(layers), "--batch", str(batch), "--precision"]
-    gpu = ["--file", str(path), "--backend", arguments.backend]
-    found = {}
-    for name, mine, other, goal in (
-        ("float32 and the CPU backend", ["fp32", *gpu], ["fp32", "--file", str(path), "--backend", "auto"], FLOAT32),
-        ("bfloat16 and PyTorch", ["bf16", *gpu], ["bf16"], BFLOAT16),
-    ):
-        a = once(["losses-graphc", *size, *mine], caches)["losses"]
-        b = once([f"losses-{'torch' if 'PyTorch' in name else 'graphc'}", *size, *other], caches)["losses"]
-        difference = max(abs(x - y) / max(abs(y), 1e-6) for x, y in zip(a, b, strict=True))
-        found[name] = {"largest": difference, "goal": goal, "first": [a[0], b[0]], "last": [a[-1], b[-1]]}
-    return found
+def best_of(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The least of every mode over the rounds, and graphc beside the fastest of PyTorch's."""
+    best = {mode: min(r[mode] for r in rounds if mode in r) for mode in dict.fromkeys(m for r in rounds for m in r)}
+    ours = best.pop("graphc", None)
+    fastest = min(best, key=lambda mode: best[mode], default="")
+    ratio = best[fastest] / ours if fastest and ours else None
+    return {"graphc_ms": ours, "pytorch_ms": best, "best_pytorch": fastest, "ratio": ratio, "rounds": list(rounds)}
 
 
 def summary(model: str, found: dict[str, Any]) -> str:
-    """One line a job."""
-    if "graphc_ms" not in found:
-        return f"{model}: {found.get('failed') or found.get('skipped')}"
-    peer = f"{found['best_pytorch']} {found['pytorch'][found['best_pytorch']]:.2f} ms" if found["best_pytorch"] else "none"
-    first = found["first_step_s"]
-    return (
-        f"{model}: {found['graphc_ms']:.2f} ms (goal {found['goal_ms']:g}), PyTorch {peer};"
-        f" first step {first['uncached']:.1f} s, cached {first['cached']:.1f} s; {found['device_bytes'] / 1e9:.1f} GB"
+    """One line a job, and one for each part that failed."""
+
+    def number(value: Any, form: str = ".2f") -> str:
+        return format(value, form) if isinstance(value, (int, float)) and math.isfinite(value) else "-"
+
+    peer = found.get("best_pytorch") or ""
+    first, used = found.get("first_step_s", {}), found.get("device_bytes")
+    line = (
+        f"{model}: {number(found.get('graphc_ms'))} ms (goal {found['goal_ms']:g}), "
+        f"PyTorch {peer} {number(found.get('pytorch_ms', {}).get(peer))} ms; "
+        f"first step {number(first.get('uncached'))} s (goal {FIRST_STEP:g}), cached {number(first.get('cached'))} s "
+        f"(goal {CACHED_STEP:g}); {number(used and used / 1e9)} GB"
     )
+    for name, parity in found.get("parity", {}).items():
+        line += f"; {name} {parity['largest']:.1e} (goal {parity['goal']:g})"
+    return "\n".join([line, *(f"  failed: {part}: {reason}" for part, reason in found["failed"].items())])
 
 
-class Worker:
-    """A process of :mod:`.gpu_worker` that measures when asked."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [*_module(), *command], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def read(self) -> dict[str, Any]:
-        """The next line that is a result.
-
-        Raises:
-            RuntimeError: the process ended before.
-        """
-        stream: IO[str] | None = self._process.stdout
-        assert stream is not None
-        for line in stream:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        raise RuntimeError(f"{' '.join(map(str, self._process.args))} ended with status {self._process.wait()}")  # type: ignore[arg-type]
-
-    def measure(self) -> dict[str, Any]:
-        """One measurement."""
-        stream = self._process.stdin
-        assert stream is not None
-        stream.write("go\n")
-        stream.flush()
-        return self.read()
-
-
-def once(command: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
-    """What a process says first, or at its end."""
-    with Worker(command, environment) as worker:
-        return worker.read()
-
-
-def _module() -> list[str]:
-    return [sys.executable, "-m", "graphc.bench.gpu_worker"]
+def _layers(model: str, arguments: argparse.Namespace) -> int:
+    """Layers of the copy that is compared."""
+    return 0 if arguments.dry else SMALL[model][0]
 
 
 def _caches(folder: Path) -> dict[str, str]:
     """The environment of a job: compiled kernels of both sides go into a new folder."""
     return {**os.environ, "GRAPHC_CACHE_DIR": str(folder / "graphc"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-
-
-def _file(model: str, folder: Path, files: Path | None, layers: int = 0) -> Path:
-    if files is not None and (files / f"{model}.onnx").exists():
-        return files / f"{model}.onnx"
-    path = folder / f"{model}-{layers}.onnx"
-    if not path.exists():
-        command = [sys.executable, "-m", "graphc.bench.gpu_models", model, str(path), "--layers", str(layers)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the export of {model} failed: {done.stderr[-1500:]}")
-    return path
 
 
 if __name__ == "__main__":

@@ -110,8 +110,9 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(JOBS))
     parser.add_argument("path")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has (transformers)")
+    parser.add_argument("--tiny", action="store_true", help="the job at a size that any machine runs in a moment")
     arguments = parser.parse_args()
-    job = JOBS[arguments.model]
+    job = JOBS[arguments.model].tiny() if arguments.tiny else JOBS[arguments.model]
     export(arguments.model, arguments.path, job.smaller(layers=arguments.layers if job.heads else 0))
 
 

@@ -61,6 +61,14 @@ class Job:
         """The same job with other sizes; 0 keeps what it has."""
         return replace(self, layers=layers or self.layers, batch=batch or self.batch)
 
+    def tiny(self) -> Job:
+        """The same kind of job at a size that any machine runs in a moment, to try out what surrounds it."""
+        if self.tokens:
+            return replace(self, batch=2, inputs=(16,), classes=48, tokens=48, layers=1, width=32, heads=2)
+        if len(self.inputs) == 3:
+            return replace(self, batch=2, inputs=(3, 32, 32), classes=8, width=8)
+        return replace(self, batch=4, inputs=(16,), width=32)
+
 
 ADAMW = "adamw:lr=3e-4,beta2=0.95,weight_decay=0.1"
 MOMENTUM = "sgd:lr=0.01,momentum=0.9"

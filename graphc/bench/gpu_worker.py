@@ -7,35 +7,43 @@ found, until its input ends. So two sides can take turns on one GPU, each with a
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from graphc.bench.gpu_specs import JOBS, Job
+from graphc.bench.gpu_specs import JOBS, Arrays, Job
 
 Step = Callable[[], Any]
 MODES = ("eager", "compile", "compile+graphs")
+SIDES = ("graphc", "torch", "losses-graphc", "losses-torch")
 
 
 def main() -> None:
     """Parse the command line, set up, and measure on request."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("graphc", "torch", "losses-graphc", "losses-torch"))
+    parser.add_argument("side", choices=SIDES)
     parser.add_argument("job", choices=sorted(JOBS))
     parser.add_argument("--file", help="the ONNX file of the model (graphc's side)")
     parser.add_argument("--backend", default="cupy")
+    parser.add_argument("--load", help="a module to import first, which registers the backend, say")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--precision", default="")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--modes", default=",".join(MODES), help="of PyTorch")
     arguments = parser.parse_args()
-    job = JOBS[arguments.job].smaller(layers=arguments.layers, batch=arguments.batch)
+    if arguments.load:
+        importlib.import_module(arguments.load)
+    job = JOBS[arguments.job].tiny() if arguments.tiny else JOBS[arguments.job]
+    job = job.smaller(layers=arguments.layers, batch=arguments.batch)
     precision = arguments.precision or job.precision
     if arguments.side == "losses-graphc":
         say({"losses": graphc_losses(job, arguments.file, arguments.backend, precision, arguments.steps)})
@@ -44,7 +52,7 @@ def main() -> None:
     elif arguments.side == "graphc":
         serve(*graphc_side(job, arguments.file, arguments.backend, precision), arguments.seconds)
     else:
-        serve(*torch_side(arguments.job, job, precision), arguments.seconds)
+        serve(*torch_side(arguments.job, job, precision, arguments.modes.split(",")), arguments.seconds)
 
 
 def say(result: dict[str, Any]) -> None:
@@ -79,38 +87,84 @@ def milliseconds(step: Step, wait: Step, seconds: float) -> float:
 # graphc ---------------------------------------------------------------------------------------------------------------
 
 
-def _trainer(job: Job, path: str, backend: str, precision: str) -> Any:
+def _program(job: Job, path: str, backend: str, precision: str) -> Any:
     import graphc
-    from graphc.backend import BACKENDS
+    from graphc.engine import backend_of
+    from graphc.errors import UsageError
 
     if precision == "tf32":
-        BACKENDS.register("cupy-tf32", functools.partial(BACKENDS[backend], tf32=True), origin=__name__)
-        backend = "cupy-tf32"
+        with contextlib.suppress(UsageError):  # one that knows nothing of TF32
+            backend_of(f"{backend}:tf32=true")
+            backend += ":tf32=true"
     options = {**job.options(), "precision": None if precision in ("tf32", "fp32") else precision}
-    return graphc.Trainer(graphc.compile(path, backend=backend, **options))
+    return graphc.compile(path, backend=backend, **options)
 
 
 def graphc_side(job: Job, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Step]:
-    """A trainer that has taken its first steps; the first run measures, the second is captured."""
-    from cupy.cuda import runtime
+    """A trainer that has taken its first steps; the first run measures, the second is captured.
 
-    free = runtime.memGetInfo()[0]
-    feeds = job.feeds()
-    start = time.perf_counter()
-    trainer = _trainer(job, path, backend, precision)
+    Feeds lie on the device, as PyTorch's do.
+    """
+    marks = [time.perf_counter()]
+
+    def passed() -> float:
+        marks.append(time.perf_counter())
+        return marks[-1] - marks[-2]
+
+    import graphc
+
+    free = free_bytes()
+    shares = {"import": passed()}
+    host = job.feeds()
+    passed()
+    program = _program(job, path, backend, precision)
+    shares["compile"] = passed()
+    trainer = graphc.Trainer(program)
+    shares["trainer"] = passed()
+    feeds = on_device(trainer.backend.memory, host)
     loss = trainer.step(feeds)["loss"]
-    first = time.perf_counter() - start
+    shares["step"] = passed()
     for _ in range(3):
         trainer.step(feeds)
-    used = free - runtime.memGetInfo()[0]
-    found = {"first_step_s": first, "device_bytes": used, "loss": loss}
+    after = free_bytes()
+    runs = [run for executor in trainer.plans.training.values() for run in executor.runs]
+    found = {
+        "first_step_s": shares["compile"] + shares["trainer"] + shares["step"],
+        "shares_s": shares,
+        "device_bytes": None if free is None or after is None else free - after,
+        "loss": loss,
+        "calls": len(runs),
+        "not_captured": [text for run in runs if (text := getattr(run, "refusal", None))],
+    }
     return found, {"graphc": lambda: trainer.step(feeds)}, lambda: None
+
+
+def free_bytes() -> int | None:
+    """Bytes free on the GPU, for which its context is made; None where there is none."""
+    try:
+        from cupy.cuda import runtime
+
+        return int(runtime.memGetInfo()[0])
+    except (ImportError, RuntimeError):
+        return None
+
+
+def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
+    """Copies in the memory of a backend."""
+    if memory.on_host:
+        return dict(arrays)
+    found = {name: memory.zeros(array.nbytes).view(array.dtype).reshape(array.shape) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        memory.copy(found[name], array)
+    return found
 
 
 def graphc_losses(job: Job, path: str, backend: str, precision: str, steps: int) -> list[float]:
     """The losses of the first steps on one batch."""
+    import graphc
+
     feeds = job.feeds()
-    with _trainer(job, path, backend, precision) as trainer:
+    with graphc.Trainer(_program(job, path, backend, precision)) as trainer:
         return [trainer.step(feeds)["loss"] for _ in range(steps)]
 
 
@@ -164,39 +218,49 @@ def _torch_optimizer(job: Job, module: Any, device: str) -> Any:
     return torch.optim.AdamW(module.parameters(), betas=betas, **options, fused=fused)
 
 
-def torch_side(name: str, job: Job, precision: str) -> tuple[dict[str, Any], dict[str, Step], Step]:
-    """Every mode, compiled and warm; each has its own copy of the module."""
+def _torch_device(precision: str) -> str:
+    """The device, with what PyTorch may do in float32 set as ``precision`` says."""
     import torch
 
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def torch_side(
+    name: str, job: Job, precision: str, modes: Sequence[str] = MODES
+) -> tuple[dict[str, Any], dict[str, Step], Step]:
+    """Every mode, compiled and warm; each has its own copy of the module."""
+    import torch
+
+    device = _torch_device(precision)
     torch.backends.cudnn.benchmark = True
+    cuda = torch.cuda if device == "cuda" else None
+    wait: Step = torch.cuda.synchronize if cuda else lambda: None
     found: dict[str, Any] = {"version": torch.__version__, "first_step_s": {}, "peak_bytes": {}, "failed": {}}
     steps: dict[str, Step] = {}
-    for mode in MODES:
-        torch.cuda.reset_peak_memory_stats()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    for mode in modes:
+        if cuda:
+            cuda.reset_peak_memory_stats()
+        before, start = cuda.memory_allocated() if cuda else 0, time.perf_counter()
         try:
-            step = _torch_step(name, job, precision, mode, "cuda")
+            step = _torch_step(name, job, precision, mode, device)
             found["loss"] = float(step())
             found["first_step_s"][mode] = time.perf_counter() - start
             for _ in range(4):
                 step()
-            torch.cuda.synchronize()
+            wait()
         except Exception as error:  # a mode that this version of PyTorch cannot run is left out and named
-            found["failed"][mode] = f"{type(error).__name__}: {str(error)[:200]}"
+            found["failed"][mode] = f"{type(error).__name__}: {str(error)[-300:]}"
             continue
-        found["peak_bytes"][mode] = torch.cuda.max_memory_allocated() - before
+        found["peak_bytes"][mode] = cuda.max_memory_allocated() - before if cuda else None
         steps[mode] = step
-    return found, steps, torch.cuda.synchronize
+    return found, steps, wait
 
 
 def torch_losses(name: str, job: Job, precision: str, steps: int) -> list[float]:
     """The losses of the first steps on one batch, by PyTorch eager."""
-    import torch
-
-    torch.set_float32_matmul_precision("highest")
-    step = _torch_step(name, job, precision, "eager", "cuda" if torch.cuda.is_available() else "cpu")
+    step = _torch_step(name, job, precision, "eager", _torch_device(precision))
     return [float(np.float32(float(step()))) for _ in range(steps)]
 
 

@@ -1,0 +1,129 @@
+"""The processes of ``make gpu-bench``: workers that answer in lines of JSON, each within a time, and exports of models."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+TAIL = 1500
+"""Characters of what a process wrote on its error stream that its failure is told with."""
+
+
+class Clock:
+    """The seconds that are left of a run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self, most: float = float("inf")) -> float:
+        """What is left, at most ``most``; never below zero."""
+        return max(0.0, min(most, self._end - time.monotonic()))
+
+
+class Worker:
+    """A process that prints a line of JSON when it is set up, and one for every line that it reads.
+
+    Args:
+        command: what follows the name of the Python interpreter.
+        clock: when it has run out, reading fails in place of waiting.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> None:
+        self.name, self._clock = " ".join(command[1:]), clock
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            if line.startswith("{"):
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def read(self, seconds: float = float("inf")) -> dict[str, Any]:
+        """The next line that is a result.
+
+        Raises:
+            RuntimeError: the process ended before, or the time.
+        """
+        try:
+            line = self._lines.get(timeout=min(self._clock.left(seconds), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            raise RuntimeError(f"{self.name} has not answered in its time; {self.said()}") from None
+        if line is None:
+            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; {self.said()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def said(self) -> str:
+        """The end of what it wrote on its error stream."""
+        self._errors.flush()
+        self._errors.seek(0)
+        return self._errors.read()[-TAIL:].strip()
+
+    def measure(self) -> dict[str, Any]:
+        """One measurement.
+
+        Raises:
+            RuntimeError: as for :meth:`read`.
+        """
+        stream = self._process.stdin
+        assert stream is not None
+        try:
+            stream.write("go\n")
+            stream.flush()
+        except OSError:
+            pass  # it has ended; reading tells how
+        return self.read()
+
+
+def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> dict[str, Any]:
+    """What a process says first."""
+    with Worker(command, environment, clock) as worker:
+        return worker.read()
+
+
+def export_all(
+    models: Sequence[tuple[str, int]], folder: Path, *, tiny: bool, clock: Clock
+) -> dict[tuple[str, int], Path | str]:
+    """The ONNX file of every (job, layers), several exported at once; where that failed, why."""
+
+    def export(wanted: tuple[str, int]) -> Path | str:
+        model, layers = wanted
+        path = folder / f"{model}-{layers}.onnx"
+        command = [sys.executable, "-m", "graphc.bench.gpu_models", model, str(path), "--layers", str(layers)]
+        try:
+            done = subprocess.run(
+                [*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True, check=False, timeout=clock.left()
+            )
+        except subprocess.TimeoutExpired:
+            return f"the export of {model} took too long"
+        return f"the export of {model} failed: {done.stderr[-TAIL:]}" if done.returncode else path
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(models, pool.map(export, models), strict=True))

@@ -1,0 +1,14 @@
+"""The backend ``pretended``, for processes of their own: a GPU made of kernels that the host's compiler builds."""
+
+from __future__ import annotations
+
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from tests.backends.host_kernels import HostDevice
+
+
+def _make(*, threads: int = 1, spin: bool = False, tf32: bool = False) -> CupyBackend:
+    return CupyBackend(device=HostDevice())
+
+
+BACKENDS.register("pretended", _make, origin=__name__)

@@ -1,0 +1,110 @@
+"""The script of ``make gpu-bench`` where there is no GPU: what it does when parts fail, and all of it at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphc.bench import gpu
+from graphc.bench.gpu_processes import Clock, Worker, once
+from graphc.bench.gpu_specs import JOBS
+
+ANSWERS = "print('loading'); print('{\"a\": 1}', flush=True); import sys; [print('{\"b\": 2}', flush=True) for _ in sys.stdin]"
+
+
+def test_a_worker_answers_in_json_among_whatever_it_prints() -> None:
+    with Worker(("-c", ANSWERS), os.environ, Clock(30)) as worker:
+        assert worker.read() == {"a": 1}
+        assert [worker.measure(), worker.measure()] == [{"b": 2}] * 2
+
+
+def test_a_worker_that_dies_is_told_with_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with status 1; .*ZeroDivisionError"):
+        once(("-c", "1 / 0"), os.environ, Clock(30))
+    with Worker(("-c", "print('{}'); import os; os._exit(3)"), os.environ, Clock(30)) as worker:
+        assert worker.read() == {}
+        with pytest.raises(RuntimeError, match="ended with status 3"):
+            worker.measure()
+
+
+def test_nobody_is_waited_for_when_the_time_is_spent() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="has not answered in its time"):
+        once(("-c", "import time; time.sleep(60)"), os.environ, Clock(0.3))
+    assert time.monotonic() - begin < 20
+
+
+def test_the_best_round_counts_for_every_mode_that_ran() -> None:
+    rounds = [{"graphc": 2.0, "eager": 5.0}, {"graphc": 3.0, "eager": 4.0, "compile": 8.0}]
+    found = gpu.best_of(rounds)
+    assert (found["graphc_ms"], found["pytorch_ms"], found["best_pytorch"]) == (2.0, {"eager": 4.0, "compile": 8.0}, "eager")
+    assert found["ratio"] == 2.0
+    assert gpu.best_of([{"eager": 1.0}])["ratio"] is None
+    assert gpu.best_of([{"graphc": 1.0}])["ratio"] is None
+
+
+def test_a_job_that_fails_leaves_the_others_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = tmp_path / "worker.py"
+    stand_in.write_text(
+        """
+import json, sys
+side, job, *rest = sys.argv[1:]
+if job == "bert" and side == "graphc": raise SystemExit("no kernel for it")
+found = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": [], "losses": [2.0, 1.0]}
+if side == "torch": found = {"version": "2", "first_step_s": {"eager": 9.0}, "peak_bytes": {}, "failed": {"compile": "no"}}
+print(json.dumps(found), flush=True)
+for _ in sys.stdin: print(json.dumps({"graphc": 2.0} if side == "graphc" else {"eager": 3.0}), flush=True)
+"""
+    )
+    monkeypatch.setattr(gpu, "WORKER", (str(stand_in),))
+    monkeypatch.setattr(
+        gpu, "export_all", lambda models, *_, **__: {m: "no exporter" if m[0] == "gpt2" else Path("m") for m in models}
+    )
+    written: list[Any] = []
+    monkeypatch.setattr(gpu, "write", lambda path, result: written.append(json.loads(json.dumps(result))))
+    assert gpu.main(["--dry", "--only", "gpt2,bert,mlp-wide", "--rounds", "2"]) == 1
+    jobs = written[-1]["jobs"]
+    assert "no exporter" in jobs["gpt2"]["failed"]["graphc, uncached"]
+    assert jobs["gpt2"]["pytorch_ms"] == {"eager": 3.0}
+    assert "no kernel for it" in jobs["bert"]["failed"]["graphc"]
+    assert jobs["bert"]["parity"]["bf16 and PyTorch"]["largest"] == 0.0
+    assert jobs["mlp-wide"]["failed"] == {"PyTorch compile": "no"}
+    assert (jobs["mlp-wide"]["ratio"], len(jobs["mlp-wide"]["rounds"]), jobs["mlp-wide"]["device_bytes"]) == (1.5, 2, 7)
+    assert any("mlp-wide" not in result["jobs"] for result in written), "every part is written when it is done"
+    assert "failed: graphc: RuntimeError" in capsys.readouterr().out
+
+
+def test_an_unknown_job_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--only", "resnet"]) == 2
+    assert "did you mean 'resnet50'" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_whole_benchmark_runs_at_tiny_sizes_on_the_pretended_device(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    command = ["--dry", "--load", "tests.backends.pretended", "--backend", "pretended", "--only", "mlp-wide", "--rounds", "2"]
+    assert gpu.main([*command, "--seconds", "0.02", "--output", str(target)]) == 0
+    found = json.loads(target.read_text())["jobs"]["mlp-wide"]
+    assert found["failed"] == {}
+    assert {"uncached", "cached", "eager"} == found["first_step_s"].keys()
+    assert found["calls"] == 1, "the step is one recording"
+    assert found["not_captured"] == []
+    for parity in found["parity"].values():
+        assert parity["largest"] <= parity["goal"]
+        assert parity["last"][0] < parity["first"][0], "it learns"
+
+
+def test_tiny_jobs_are_of_the_same_kind() -> None:
+    for job in JOBS.values():
+        tiny = job.tiny()
+        assert (tiny.optimizer, tiny.precision, tiny.per_token) == (job.optimizer, job.precision, job.per_token)
+        assert {name: list(array.shape) for name, array in tiny.feeds().items()} == tiny.shapes()
