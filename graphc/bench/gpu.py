@@ -113,7 +113,8 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
         wanted = dict.fromkeys((model, layers) for model in models for layers in (0, _layers(model, arguments)))
         files = export_all(list(wanted), folder, tiny=arguments.dry, clock=clock)
         for model in models:
-            found = result["jobs"][model] = {"failed": {}}
+            found: dict[str, Any] = {"failed": {}}
+            result["jobs"][model] = found
             result["seconds"] = arguments.budget - clock.left()
 
             def save() -> None:
