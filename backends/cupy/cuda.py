@@ -81,7 +81,7 @@ class CudaDevice(CudaMemory):
         pointers = tuple(address(array) for array in arrays)
         grid, block, stream = (shape.blocks, 1, 1), (shape.threads, 1, 1), self.stream
 
-        def run() -> None:
+        def run(held: Sequence[Array] = tuple(arrays)) -> None:  # whoever holds the launch holds its memory
             kernel(grid, block, pointers, stream=stream)
 
         return run
