@@ -60,6 +60,7 @@ class Feeds:
         self._here, self._there = views(self._pinned), views(self._staging)
         self._take = memory.bind_copy(whole, self._staging)
         self._takes: dict[str, Run] = {}
+        self._taken = memory.mark()  # the zeros are queued; a transfer beside the queue must not come before them
 
     def stage(self, feeds: Mapping[str, Array]) -> None:
         """Take feeds over for the :meth:`bring` that asks for them; their arrays may be changed afterwards."""

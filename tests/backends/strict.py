@@ -127,7 +127,12 @@ class StrictMemory:
         return self._new(nbytes, GARBAGE)
 
     def zeros(self, nbytes: int) -> DeviceArray:
-        return self._new(nbytes, 0)
+        """Bytes that are set to zero when their turn comes, behind what is queued, and not for whom does not wait for that."""
+        self._not_captured()
+        array = self._new(nbytes, GARBAGE)
+        held = host_of(array)
+        self._queue.append(lambda: held.fill(0))
+        return array
 
     def _new(self, nbytes: int, value: int) -> DeviceArray:
         if nbytes > self.available():
