@@ -21,6 +21,9 @@ ARENA, RESULTS = "arena", "results"
 
 Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
+ACCESS = 16
+"""Bytes of the widest access of a GPU: an array that begins elsewhere cannot be read in such pieces."""
+
 
 def lay_out(
     graph: ir.Graph,
@@ -232,15 +235,18 @@ def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: 
         where = [offset * transfer.dtype.itemsize for offset in offsets]
         blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
         return
-    offsets, position = [], 0
+    offsets, position, apart = [], 0, max(1, ACCESS // transfer.dtype.itemsize)
     for value in step.inputs:
+        size = int(np.prod(_shape(value), dtype=np.int64))
+        if size > 1:  # scalars pack densely: a padded buffer would send 64 bytes for each
+            position = -(-position // apart) * apart
         offsets.append(position)
-        # Scalars pack densely: a padded buffer would send 64 bytes for each.
-        position += int(np.prod(_shape(value), dtype=np.int64))
+        position += size
     unit = world_size if transfer.owner == "even" else 1
     transfer.elements = -(-position // unit) * unit
     transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
     transfer.lengths = _distances(offsets, transfer.elements)
+    _fill_gaps(transfer, offsets, step.inputs)
     where = [offset * transfer.dtype.itemsize for offset in offsets]
     blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
 

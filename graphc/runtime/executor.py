@@ -80,7 +80,7 @@ class Executor:
                 run = run.run  # nothing is recorded there
             if run is not None:
                 bound.append((wrap(step.kind, step.name, run) if wrap else run, step.once))
-        begin = [run for run in (self._transfers.bind_count(), self._bind_scale()) if run is not None]
+        begin = [run for run in (self._transfers.bind_count(), self._bind_scale(), places.bind_lent()) if run is not None]
         backend.settle()
         copies: list[Run] = []
         self._finish: Run | None = None
@@ -114,7 +114,7 @@ class Executor:
         if step.kind == "segment":
             return self._backend.bind_segment(
                 segment_model(step),
-                {v.name or "": array(v) for v in step.inputs},
+                {v.name or "": self.places.within_reach(v) for v in step.inputs},
                 {v.name or "": array(v) for v in step.outputs},
             )
         if step.kind == "kernel":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphc.device import Array, Memory
+from graphc.device import Array, Memory, Run, Waits
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, static_dims
 from graphc.layout import ARENA, RESULTS
@@ -31,6 +31,7 @@ class Places:
         self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
         self.inputs = self.feeds.inputs
         self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}
+        self._lent: dict[ir.Value, tuple[Array, Array]] = {}
         self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
@@ -53,6 +54,25 @@ class Places:
                 view = self._constant(value)
             self._views[value] = view
         return view
+
+    def within_reach(self, value: ir.Value) -> Array:
+        """Where the backend reads ``value``: of state that lies in the host's memory, a copy on the device."""
+        array = self.array(value)
+        if not value.is_initializer() or not self.state.is_offloaded(value.name or ""):
+            return array
+        if value not in self._lent:
+            self._lent[value] = self.new(array.shape, array.dtype), array
+        return self._lent[value][0]
+
+    def bind_lent(self) -> Run | None:
+        """What brings the copies of :meth:`within_reach` up to date; None: there are none."""
+        copy, lent = self.memory.copy, list(self._lent.values())
+
+        def run() -> None:
+            for here, there in lent:
+                copy(here, there)
+
+        return Waits(run) if lent else None
 
     def _view(self, place: Slice) -> Array:
         buffer = self.buffers[place.buffer]

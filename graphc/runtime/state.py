@@ -254,9 +254,13 @@ class State:
             return shard.shape, self.flat[shard.buffer].dtype
         return self.arrays[name].shape, self.arrays[name].dtype
 
+    def is_offloaded(self, name: str) -> bool:
+        """Whether state ``name`` lies in the host's memory while the graph runs elsewhere."""
+        return name in self._offloaded_names
+
     def _home(self, name: str) -> Memory:
         """Where state ``name`` lies."""
-        return HOST if name in self._offloaded_names else self.memory
+        return HOST if self.is_offloaded(name) else self.memory
 
     def _write(self, name: str, array: Array) -> None:
         shard, memory = self.shards.get(name), self._home(name)

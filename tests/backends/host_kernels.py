@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,12 @@ from graphc.steps import Step
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_cudnn import HostDnn
 from tests.backends.host_products import bind_product
-from tests.backends.strict import StrictMemory, host_of
+from tests.backends.strict import DeviceArray, StrictMemory, host_of
+
+
+def is_aligned(array: Any) -> bool:
+    """Whether an array begins where vectors of its elements may: they are of a size that divides its own, up to 16 bytes."""
+    return bool(array.ctypes.data % math.gcd(array.nbytes or 16, 16) == 0)
 
 
 class HostDevice(StrictMemory):
@@ -57,7 +63,9 @@ class HostDevice(StrictMemory):
 
     def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
         assert all(a.flags.c_contiguous for a in arrays)
+        assert all(isinstance(a, DeviceArray) for a in arrays), "a kernel cannot reach the host's memory"
         held = [host_of(a) for a in arrays]
+        assert all(is_aligned(a) for a in held), "a GPU cannot read an operand in vectors"
         pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
 
         def run(held: Any = held) -> None:  # the arrays live as long as the launch
@@ -75,6 +83,9 @@ class HostDevice(StrictMemory):
         return HostDnn(self)
 
     def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        assert all(a is None or isinstance(a, DeviceArray) for a in (*inputs, *outputs)), (
+            "a library cannot reach the host's memory"
+        )
         if library is not None and node.domain != DOMAIN:
             run = library.bind(self, node, inputs, outputs)
             return run if library.own else self.queued(run)  # launches queue themselves
@@ -114,7 +125,9 @@ class EmulatedDevice(HostDevice):
         return {name: (name, run) for name, run in compile_kernels(texts, emulate=True).items()}
 
     def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
+        assert all(isinstance(a, DeviceArray) for a in arrays), "a kernel cannot reach the host's memory"
         held = [host_of(a) for a in arrays]
+        assert all(is_aligned(a) for a in held), "a GPU cannot read an operand in vectors"
         pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
         name, function = kernel
 
