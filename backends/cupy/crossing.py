@@ -18,7 +18,7 @@ from graphc.backends.cupy import forms
 from graphc.backends.cupy.expressions import compute_type, stored_bytes
 from graphc.backends.cupy.fusion import Grouping
 from graphc.backends.cupy.generator import Generator
-from graphc.backends.cupy.launch import WARP, Shape
+from graphc.backends.cupy.launch import BLOCKS, WARP, Shape
 from graphc.backends.cupy.launches import SMALL, Kernel, Launch
 from graphc.backends.cupy.nodes import operands
 from graphc.backends.cupy.reductions import REDUCTIONS
@@ -83,7 +83,7 @@ def _elements(kernel: Kernel) -> int:
 
 
 def _goes_with(rows: Kernel, sums: Kernel) -> bool:
-    if rows.shape != sums.shape or not rows.axes or not forms.contiguous(rows.spec):
+    if rows.shape != sums.shape or not rows.axes or not forms.contiguous(rows.spec) or rows.spec.rows < BLOCKS // 2:
         return False
     wide = {k for k, size in enumerate(rows.shape) if size > 1}
     if set(rows.axes) & set(sums.axes) & wide or (set(rows.axes) | set(sums.axes)) & wide != wide:
