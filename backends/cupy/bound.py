@@ -171,22 +171,28 @@ def _bind_body(
 
 def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
     """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together."""
+
+    def base(value: ir.Value) -> ir.Value:
+        while value in segment.aliases:
+            value = segment.aliases[value]
+        return value
+
     reads: list[list[ir.Value]] = []
     writes: list[list[ir.Value]] = []
     for call in segment.calls:
         if not isinstance(call, KernelCall):
-            reads.append([segment.aliases.get(v, v) for v in operands(call.node) if v is not None])
-            writes.append(results(call.node))
+            reads.append([base(v) for v in operands(call.node) if v is not None])
+            writes.append([base(v) for v in results(call.node)])
         else:
-            reads.append([segment.aliases.get(v, v) for v in call.source.operands[: call.source.reads]])
-            writes.append(list(call.source.operands[call.source.reads :]))
+            reads.append([base(v) for v in call.source.operands[: call.source.reads]])
+            writes.append([base(v) for v in call.source.operands[call.source.reads :]])
     last = {v: k for k, values in enumerate(zip(reads, writes, strict=True)) for part in values for v in part}
     arena = Arena(ALIGNMENT)
     offsets: dict[ir.Value, int] = {}
     partials: dict[int, tuple[int, ...]] = {}
     for k, call in enumerate(segment.calls):
         for value in writes[k]:
-            if value not in placed:
+            if value not in placed and value not in offsets:
                 offsets[value] = arena.take(_nbytes(value), last[value])
         if isinstance(call, KernelCall) and call.source.partials:
             if call.shape.splits > 1 or call.source.totals:

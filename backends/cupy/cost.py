@@ -121,7 +121,7 @@ def traffic(source: Source, parts: int = 1) -> int:
     in an array that one loop reads in the same order, as those of a window: neighbours find each other's in the cache.
     """
     if not source.traffic:
-        return sum(nbytes(v) for v in source.operands)
+        return source.moved or sum(nbytes(v) for v in source.operands)
     total = sum(source.partial_bytes(parts))
     seen: dict[tuple[ir.Value, object], int] = {}
     walked: dict[tuple[ir.Value, int, tuple[str, ...]], int] = {}

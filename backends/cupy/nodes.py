@@ -50,6 +50,7 @@ class Launch:
         block: a whole block of threads works on a row and may use ``SHARED`` and ``SYNC``; loops step by ``THREADS``.
         lanes: threads that share a row; 0: what suits the columns.
         head: functions and types in front of the kernel.
+        moved: bytes that it moves, where it touches a part of its operands only; else 0.
     """
 
     body: str
@@ -61,6 +62,7 @@ class Launch:
     block: bool = False
     lanes: int = 0
     head: str = ""
+    moved: int = 0
 
     def source(self) -> Source:
         """As the source of a kernel, whose operands are the reads, the updates and the writes."""
@@ -68,7 +70,7 @@ class Launch:
         changed = [f"{_storage(v)}* {name}" for name, v in (*self.updates.items(), *self.writes.items())]
         text = f"{self.head}\nKERNEL $name({', '.join([*read, *changed])}) {{\nFOR_ROWS(row) {{\n{self.body}\n}}\n}}"
         values = (*self.reads.values(), *self.updates.values(), *self.writes.values())
-        return Source(text, values, len(self.reads) + len(self.updates), self.rows, self.columns)
+        return Source(text, values, len(self.reads) + len(self.updates), self.rows, self.columns, moved=self.moved)
 
 
 KernelRule: TypeAlias = Callable[[ir.Node], Sequence[Launch]]

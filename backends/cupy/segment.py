@@ -15,13 +15,13 @@ from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
 from graphc.backends.cupy.crossing import Crossed, cross, sources
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
-from graphc.backends.cupy.fusion import group
+from graphc.backends.cupy.fusion import group, in_place_of
 from graphc.backends.cupy.generator import Generator
-from graphc.backends.cupy.kernels.scatter import omit_fills
+from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.launches import SMALL, Kernel, Opaque
 from graphc.backends.cupy.source import Source
-from graphc.backends.cupy.uses import sweep
+from graphc.backends.cupy.uses import INTO, sweep
 from graphc.backends.cupy.values import is_expression
 from graphc.backends.cupy.views import size_of
 from graphc.ir.bodies import CONTROL
@@ -61,7 +61,7 @@ class Segment:
 
     Attributes:
         graph: the values that calls refer to.
-        aliases: value → the value of another shape whose memory it is.
+        aliases: value → the value whose memory it is: of another shape, or what becomes of it in place.
     """
 
     graph: ir.Graph
@@ -102,6 +102,7 @@ def compile_segment(
     take_apart(graph)
     propagate(graph)
     sweep(graph)
+    scatter_into_sums(graph)
     join_products(graph, choose, loose_gelu=loose_gelu)
     if decompose_graph(graph, lambda node: nodes.special(node) is not None or is_expression(node)):
         propagate(graph)
@@ -122,7 +123,8 @@ def compile_segment(
             calls += _crossed_calls(launch, grouping.memory, device)
         else:
             calls += _kernel_calls(launch, grouping.memory, device, splits)
-    return Segment(graph, calls, grouping.aliases)
+    in_place = {in_place_of(n.inputs[0]): n.outputs[0] for n in graph if INTO in n.meta and n.inputs[0] is not None}
+    return Segment(graph, calls, {**grouping.aliases, **in_place})
 
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:

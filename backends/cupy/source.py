@@ -90,6 +90,7 @@ class Source:
         partials: element types of the partial totals, ``SPLITS`` × rows each, that stand behind the operands of both halves
             of a reduction whose columns several blocks share.
         totals: how many totals each block leaves, where these are of its columns; else 0: one for each of its rows.
+        moved: bytes that move, where the kernel touches a part of its operands only; else 0.
     """
 
     body: str
@@ -101,6 +102,7 @@ class Source:
     form: Form = Form()
     traffic: tuple[Access, ...] = ()
     totals: int = 0
+    moved: int = 0
 
     def partial_bytes(self, parts: int) -> list[int]:
         """Bytes of each array of partial totals."""

@@ -14,6 +14,10 @@ MOVES = frozenset({*views.RESHAPES, "Transpose"})
 """Ops whose result holds every element of its operand once."""
 
 
+INTO = "graphc.into"
+"""Mark of a node that changes its first operand in place, whose memory is that of its result."""
+
+
 def sweep(graph: ir.Graph) -> None:
     """Remove the nodes whose results nobody reads."""
     for node in reversed(list(graph)):
@@ -79,9 +83,11 @@ def in_memory(value: ir.Value) -> ir.Value:
 
 
 def ends(value: ir.Value) -> bool:
-    """Whether the value only moves on to a result of the graph."""
+    """Whether the value only moves on to a result of the graph, or to what changes it in place."""
     while not value.is_graph_output():
         user = direct_user(value)
+        if user is not None and INTO in user.meta and user.inputs[0] is value:
+            return True
         if user is None or user.domain or user.op_type not in MOVES:
             return False
         value = user.outputs[0]

@@ -5,7 +5,10 @@
                            √n updates, then what goes on over the edge of a chunk
 
 The gradient of an embedding is the second: for 16,384 tokens into 50,257 × 768 it writes the zeros (154 MB), sorts 16,384
-indices by counting (some 50 µs), and reads every token's gradient once.
+indices by counting (some 50 µs), and reads every token's gradient once. Where it is added to another gradient of the same
+weights, it goes there, and there are no zeros:
+
+    Add(Cast(Product), ScatterND(0, i, g))   becomes   ScatterND(Product in float32, i, g), in place
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from graphc.backends.cupy.fusion import fusible
 from graphc.backends.cupy.kernels.sorting import sorted_order
 from graphc.backends.cupy.kernels.text import computed, dtype_of, given, load, store
 from graphc.backends.cupy.nodes import STORED, Launch, node_kernel, temporary
-from graphc.backends.cupy.views import shape_of, size_of
+from graphc.backends.cupy.uses import INTO, direct_user, stand_in
+from graphc.backends.cupy.views import RESHAPES, shape_of, size_of
 from graphc.ir.facts import constant
 
 LINES = 2048
@@ -58,12 +62,46 @@ def omit_fills(graph: ir.Graph) -> None:
                 node.replace_input_with(0, value)
 
 
-def _start(data: ir.Value, y: ir.Value) -> Launch:
-    """The launch that makes ``y`` what it is before the first update."""
+def scatter_into_sums(graph: ir.Graph) -> None:
+    """Let sums that are added to something else be added there, in its memory."""
+    for node in [n for n in graph if n.domain == "" and n.op_type == "ScatterND"]:
+        fill, y = fill_of(node.inputs[0]), node.outputs[0]
+        add = direct_user(y)
+        if node.attributes.get_string("reduction", "none") != "add" or fill is None or fill != 0 or fusible(node):
+            continue
+        if add is None or add.op_type != "Add" or add.domain:
+            continue
+        base = add.inputs[1] if add.inputs[0] is y else add.inputs[0]
+        if base is None or shape_of(base) != shape_of(y) or direct_user(base) is not add or not _is_free(base):
+            continue
+        node.replace_input_with(0, base)
+        stand_in(add.outputs[0], y)
+        graph.remove(add, safe=True)
+        node.meta[INTO] = True
+    graph.sort()
+
+
+def _is_free(value: ir.Value) -> bool:
+    """Whether what holds ``value`` in memory is computed here, and read as ``value`` only."""
+    producer = value.producer()
+    if producer is None or constant(value) is not None:
+        return False
+    if producer.domain or producer.op_type not in RESHAPES:
+        return True
+    source = producer.inputs[0]
+    return source is not None and direct_user(source) is producer and _is_free(source)
+
+
+def _start(node: ir.Node) -> list[Launch]:
+    """The launch that makes the result what it is before the first update."""
+    data, y = node.inputs[0], node.outputs[0]
+    assert data is not None
+    if INTO in node.meta:
+        return []
     fill = fill_of(data)
     if fill is not None:
-        return Launch(store(y, "y", "row", literal(dtype_of(y), fill)), {}, {"y": y}, size_of(y))
-    return Launch("y[row] = data[row];", {"data": data}, {"y": y}, size_of(y))
+        return [Launch(store(y, "y", "row", literal(dtype_of(y), fill)), {}, {"y": y}, size_of(y))]
+    return [Launch("y[row] = data[row];", {"data": data}, {"y": y}, size_of(y))]
 
 
 def _clamped(index: str, size: int) -> str:
@@ -90,16 +128,16 @@ def scatter_nd(node: ir.Node) -> Sequence[Launch]:
     shape, depth = shape_of(y), shape_of(indices)[-1]
     inner = int(np.prod(shape[depth:], dtype=np.int64))
     count = size_of(indices) // max(1, depth)
-    start = _start(data, y)
+    start = _start(node)
     if not size_of(updates):
-        return [start]
+        return start
     place = "0"
     for k in range(depth):
         part = f"(long long)indices[(INDEX)row * {depth} + {k}]"
         place = f"({place}) * {shape[k]} + {_clamped(part, shape[k])}"
     keys = temporary(ir.DataType.INT32, [count], f"{y.name}.places")
     find = Launch(f"places[row] = (int)({place});", {"indices": indices}, {"places": keys}, count)
-    return [start, find, *_apply(node, keys, updates, y, inner)]
+    return [*start, find, *_apply(node, keys, updates, y, inner)]
 
 
 @node_kernel("ScatterElements", dtypes=STORED, when=_not_fusible)
@@ -110,9 +148,9 @@ def scatter_elements(node: ir.Node) -> Sequence[Launch]:
     assert indices is not None
     assert updates is not None
     shape, axis = shape_of(y), node.attributes.get_int("axis", 0) % len(shape_of(y))
-    start = _start(data, y)
+    start = _start(node)
     if not size_of(updates):
-        return [start]
+        return start
     given_shape = shape_of(indices)
     each, lines = given_shape[axis], size_of(indices) // given_shape[axis]
     strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
@@ -121,8 +159,8 @@ def scatter_elements(node: ir.Node) -> Sequence[Launch]:
         part = _clamped("(long long)indices[row]", shape[axis])
         body = f"{_places(given_shape, strides, axis)}\nplaces[row] = (int)(base + {part} * {strides[axis]});"
         find = Launch(body, {"indices": indices}, {"places": keys}, size_of(indices))
-        return [start, find, *_apply(node, keys, updates, y, 1)]
-    return [start, _by_lines(node, indices, updates, y, axis, strides)]
+        return [*start, find, *_apply(node, keys, updates, y, 1)]
+    return [*start, _by_lines(node, indices, updates, y, axis, strides)]
 
 
 def _places(shape: Sequence[int], strides: Sequence[int], axis: int, *, lines: bool = False) -> str:
@@ -206,8 +244,9 @@ for (INDEX k = c + 1; k < {chunks} && places[order[(int)k * {chunk}]] == place; 
 total = {combine}::of(total, head[k * {inner} + column]);
 {put}"""
     reads = {"places": keys, "order": order}
+    flowing, edge = size_of(updates) * int(dtype_of(updates).itemsize), chunks * inner * 4
     return [
         *launches,
-        Launch(sums, {**reads, "updates": updates}, edges, chunks * inner, updates={"y": y}),
-        Launch(join, {**reads, **edges}, {}, chunks * inner, updates={"y": y}),
+        Launch(sums, {**reads, "updates": updates}, edges, chunks * inner, updates={"y": y}, moved=3 * flowing + 2 * edge),
+        Launch(join, {**reads, **edges}, {}, chunks * inner, updates={"y": y}, moved=4 * edge),
     ]
