@@ -242,7 +242,8 @@ class JobRun:
         """Largest relative difference of losses over twenty steps of a smaller copy; the four runs go at the same time."""
         layers, batch = _layers(self.model, self.arguments), 0 if self.arguments.dry else SMALL[self.model][1]
         own = ["--file", self._file(layers), "--backend"]
-        size = [self.model, *self._common(), "--layers", str(layers), "--batch", str(batch), "--precision"]
+        steps = "5" if self.arguments.dry else "20"
+        size = [self.model, *self._common(), "--steps", steps, "--layers", str(layers), "--batch", str(batch), "--precision"]
         runs = {
             "graphc fp32": ["losses-graphc", *size, "fp32", *own, self.arguments.backend],
             "reference fp32": ["losses-graphc", *size, "fp32", *own, "numpy" if self.arguments.dry else "auto"],

@@ -66,7 +66,7 @@ class Job:
         if self.tokens:
             return replace(self, batch=2, inputs=(16,), classes=48, tokens=48, layers=1, width=32, heads=2)
         if len(self.inputs) == 3:
-            return replace(self, batch=2, inputs=(3, 32, 32), classes=8, width=8)
+            return replace(self, batch=4, inputs=(3, 64, 64), classes=8, layers=18, width=4)
         return replace(self, batch=4, inputs=(16,), width=32)
 
 

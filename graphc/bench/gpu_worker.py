@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from graphc.bench.gpu_specs import JOBS, Arrays, Job
 
 Step = Callable[[], Any]
@@ -160,25 +158,29 @@ def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def graphc_losses(job: Job, path: str, backend: str, precision: str, steps: int) -> list[float]:
-    """The losses of the first steps on one batch."""
+    """The losses of the first steps, each on a batch of its own: on one batch they would soon be nought."""
     import graphc
 
-    feeds = job.feeds()
     with graphc.Trainer(_program(job, path, backend, precision)) as trainer:
-        return [trainer.step(feeds)["loss"] for _ in range(steps)]
+        return [trainer.step(job.feeds(seed))["loss"] for seed in range(steps)]
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
 
 
-def _torch_step(name: str, job: Job, precision: str, mode: str, device: str) -> Step:
-    """One training step of the module: fused optimizer, autocast to bfloat16, channels last for pictures."""
+def _torch_step(name: str, job: Job, precision: str, mode: str, device: str, feeds: dict[str, Any] | None = None) -> Step:
+    """One training step of the module: fused optimizer, autocast to bfloat16, channels last for pictures.
+
+    Args:
+        feeds: filled with the tensors that a step reads.
+    """
     import torch
 
     from graphc.bench.gpu_models import build
 
     module = build(name, job).to(device).train()
-    feeds = {key: torch.from_numpy(value).to(device) for key, value in job.feeds().items()}
+    feeds = {} if feeds is None else feeds
+    feeds.update((key, _tensor(value).to(device)) for key, value in job.feeds().items())
     if len(job.inputs) == 3:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         feeds["input"] = feeds["input"].to(memory_format=torch.channels_last)
@@ -259,9 +261,21 @@ def torch_side(
 
 
 def torch_losses(name: str, job: Job, precision: str, steps: int) -> list[float]:
-    """The losses of the first steps on one batch, by PyTorch eager."""
-    step = _torch_step(name, job, precision, "eager", _torch_device(precision))
-    return [float(np.float32(float(step()))) for _ in range(steps)]
+    """The losses of the same steps by PyTorch eager."""
+    feeds: dict[str, Any] = {}
+    step = _torch_step(name, job, precision, "eager", _torch_device(precision), feeds)
+    losses = []
+    for seed in range(steps):
+        for key, value in job.feeds(seed).items():
+            feeds[key].copy_(_tensor(value))
+        losses.append(float(step()))
+    return losses
+
+
+def _tensor(array: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
 
 
 if __name__ == "__main__":
