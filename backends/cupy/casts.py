@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.products import TYPES, is_product
+from graphc.backends.cupy.products import DOMAIN, TYPES, is_product
 from graphc.backends.cupy.uses import MOVES, direct_user, drop, in_memory, stand_in
 from graphc.backends.cupy.views import size_of
 from graphc.ir.builder import Builder
@@ -43,6 +43,19 @@ def small_casts_first(graph: ir.Graph, size: int) -> None:
     if chosen and rest is not None:
         graph.remove(chosen)
         graph.insert_before(rest, chosen)
+
+
+def small_casts_last(graph: ir.Graph, size: int) -> None:
+    """Casts of a library's results of up to ``size`` elements that nobody here reads, gradients of biases say, behind all."""
+    chosen = [
+        node
+        for node in graph
+        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if node.outputs[0].is_graph_output() and not node.outputs[0].uses() and size_of(node.outputs[0]) <= size
+        if (producer := node.inputs[0].producer()) is not None and producer.domain == DOMAIN
+    ]
+    graph.remove(chosen)
+    graph.extend(chosen)
 
 
 def views_before_casts(graph: ir.Graph, op: Builder) -> None:

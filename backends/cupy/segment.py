@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy import forms, nodes
-from graphc.backends.cupy.casts import small_casts_first
+from graphc.backends.cupy.casts import small_casts_first, small_casts_last
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
 from graphc.backends.cupy.crossing import Crossed, cross, sources
@@ -110,6 +110,7 @@ def compile_segment(
     omit_fills(graph)
     sweep(graph)
     small_casts_first(graph, SMALL)
+    small_casts_last(graph, SMALL)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
     calls: list[KernelCall | NodeCall | Control] = []
     for launch in cross(grouping):

@@ -273,3 +273,18 @@ def test_products_tell_the_library_the_right_layouts(text: str) -> None:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     results, _ = run_segment(model, feeds, HostDevice())
     np.testing.assert_allclose(results["y"], session.run(None, feeds)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_small_gradients_of_biases_are_widened_together_behind_all_products() -> None:
+    body = """(bfloat16[256,256] dy, bfloat16[256,256] w1, bfloat16[256,256] w2, bfloat16[256,256] z1, bfloat16[256,256] z2)
+      => (bfloat16[256,256] d2, float[256] b1, float[256] b2) {
+      zero = Constant<value_ints=[0]>()
+      g1 = MatMul(dy, w1)  d1 = graphc.GeluGrad<approximate="tanh">(g1, z1)  s1 = ReduceSum<keepdims=0>(d1, zero)
+      b1 = Cast<to=1>(s1)
+      g2 = MatMul(d1, w2)  d2 = graphc.GeluGrad<approximate="tanh">(g2, z2)  s2 = ReduceSum<keepdims=0>(d2, zero)
+      b2 = Cast<to=1>(s2)
+    }"""
+    calls = compile_segment(onnx.parser.parse_model(HEAD + body)).calls
+    assert [type(call).__name__ for call in calls] == ["NodeCall", "NodeCall", "KernelCall"]
+    assert isinstance(calls[2], KernelCall)
+    assert [v.name for v in calls[2].source.operands[calls[2].source.reads :]] == ["b1", "b2"]
