@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.updates import Update, launches_of
+from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
@@ -83,6 +85,27 @@ def test_no_weight_is_cast_and_no_bit_changes() -> None:
     assert all((state[name] == before[name]).all() for name in state), "masters and moments"
     reference, _, _ = run("onnxruntime")
     np.testing.assert_allclose(losses, reference, rtol=2e-3)
+
+
+@pytest.mark.large
+def test_an_exported_transformer_reads_its_weights_transposed_from_the_copies(exported: Callable[[str], str]) -> None:
+    """Its linear layers hold Transpose(W), its embedding is read in float32."""
+    batches = [dict(zip(("input", "label"), SPECS["transformer-small"].batch(4, k), strict=True)) for k in range(3)]
+    found = {}
+    for backend in ("pretended", "casting", "onnxruntime"):
+        program = graphc.compile(
+            exported("transformer-small"),
+            loss=graphc.losses.SoftmaxCrossEntropy(),
+            optimizer=graphc.optim.parse(ADAM),
+            backend=backend,
+            precision="bf16",
+        )
+        with graphc.Trainer(program, threads=1) as trainer:
+            losses = [trainer.step(feeds)["loss"] for feeds in batches]
+            found[backend] = losses, trainer.state_sha256()
+            assert casts_of_weights(trainer) == [] or backend != "pretended"
+    assert found["pretended"] == found["casting"]
+    np.testing.assert_allclose(found["pretended"][0], found["onnxruntime"][0], rtol=2e-2)
 
 
 def test_the_update_kernel_writes_the_copies() -> None:
