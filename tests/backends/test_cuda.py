@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from graphc.backends.cupy.cuda import CudaDevice
+from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import check_versions
 from graphc.engine import make_backend
 from graphc.errors import GraphcError, MissingExtraError
@@ -15,8 +20,6 @@ from tests.conftest import has_gpu
 
 @pytest.fixture(scope="module")
 def device() -> object:
-    from graphc.backends.cupy.cuda import CudaDevice
-
     return CudaDevice(0)
 
 
@@ -33,6 +36,28 @@ def test_loss_and_gradients_of_networks_are_those_of_the_cpu(
     name: str, splits: int | None, device: object, tmp_path: Path
 ) -> None:
     check_network(name, device, splits, tmp_path, tolerance=2e-3)  # products in TF32
+
+
+class Allocated:
+    """What a launch sees of an array of CuPy's; the pool has its memory back when it is gone."""
+
+    def __init__(self) -> None:
+        self.data = SimpleNamespace(ptr=4096)
+
+
+def test_a_launch_keeps_the_memory_that_it_reads_for_as_long_as_somebody_has_it() -> None:
+    launched: list[Any] = []
+    array = Allocated()
+    held = weakref.ref(array)
+    stream = SimpleNamespace(stream="compute")
+    launch: Any = CudaDevice.launch
+    run = launch(stream, lambda *call, stream: launched.append((call, stream)), [array], Shape(32, 1, 1, 1, 5))
+    del array
+    assert held() is not None
+    run()
+    assert launched == [(((5, 1, 1), (32, 1, 1), (4096,)), "compute")]
+    del run
+    assert held() is None
 
 
 def test_a_machine_without_gpu_is_told_what_is_missing() -> None:
