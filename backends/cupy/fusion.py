@@ -32,6 +32,7 @@ from graphc.backends.cupy.launches import (
     nbytes_of,
     written,
 )
+from graphc.backends.cupy.masks import UNPACKED, packs
 from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.reductions import REDUCTIONS, reduced_axes
 from graphc.backends.cupy.source import NotFusibleError, Spec
@@ -45,7 +46,7 @@ LOOK_BACK = 12
 SPREAD = 6
 """Operations that are worth a place in memory where each element would repeat them."""
 
-LOOK_AROUND = frozenset({"ChannelsLastMaxPoolTapsGrad"})
+LOOK_AROUND = frozenset({"ChannelsLastMaxPoolTapsGrad", UNPACKED})
 """Ops of which each element reads several of its operands', which had better lie in memory than be computed so often."""
 
 
@@ -162,7 +163,7 @@ class _Grouper(Launches):
             assert axes is not None
             wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
         else:
-            wanted = Kernel(shape_of(value), (), [], [value])
+            wanted = Kernel(_walked(value), (), [], [value])
         found = self.reads_of(wanted, len(self.launches))
         if found is None:
             raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
@@ -201,6 +202,12 @@ class _Grouper(Launches):
             return None
         both.reads = reads
         return both
+
+
+def _walked(value: ir.Value) -> tuple[int, ...]:
+    """The elements that a kernel walks over to write ``value``: its own, or those whose bits it holds."""
+    (source, *_) = value.producer().inputs if packs(value) else (value,)  # type: ignore[union-attr]
+    return shape_of(source)
 
 
 def _readers(value: ir.Value) -> list[ir.Node]:
@@ -261,7 +268,7 @@ def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
             return False
         specs = [Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
     else:
-        specs = [Spec(shape_of(out), (), (), (out,)) for out in node.outputs if size_of(out)]
+        specs = [Spec(_walked(out), (), (), (out,)) for out in node.outputs if size_of(out)]
     own, known = set(node.outputs), reads or Reads()
     try:
         return all(known.of(spec, lambda v: v not in own) is not None for spec in specs)

@@ -20,8 +20,9 @@ import onnx_ir as ir
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.expressions import compute_type
 from graphc.backends.cupy.indexing import Variable, flatten, unflatten
+from graphc.backends.cupy.masks import BITS, packs
 from graphc.backends.cupy.reductions import REDUCTIONS
-from graphc.backends.cupy.source import Access, Form, Source, Spec
+from graphc.backends.cupy.source import Access, Form, NotFusibleError, Source, Spec
 from graphc.backends.cupy.values import Scope, Values, dtype_of
 from graphc.backends.cupy.views import shape_of, size_of
 
@@ -248,12 +249,30 @@ class Generator(Values):
 
     def _written(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
         """The statement that stores an element; in ``scope`` whole vectors may be stored behind their last element."""
+        if packs(value):
+            return self._written_bit(value, name, offset, scope)
         result = self._pull(value, unflatten(offset, shape_of(value)), None, root=True)
         whole = scope is not None and self._is_whole(offset, scope)
-        self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole))
+        self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
         if not whole or scope is None:
             return expressions.store(dtype_of(value), f"{name}[{self._text(offset)}]", result)
         pack = self._name("w")
         scope.heads.append(f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR> {pack};")
         scope.tails.append(f"store_pack<VECTOR>({name} + {self._text(offset, base=True)}, {pack});")
         return expressions.store(dtype_of(value), f"{pack}.at[v]", result)
+
+    def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
+        """The statement that adds the bit of an element to a byte, which is stored behind the last of its vector."""
+        (mask,) = value.producer().inputs  # type: ignore[union-attr]
+        assert mask is not None
+        bit = self._pull(mask, unflatten(offset, shape_of(mask)), None)
+        whole = scope is not None and self._is_whole(offset, scope)
+        self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
+        if self.form.variable is None:  # a look at what the kernel reads and writes, before its vectors are chosen
+            return expressions.store(ir.DataType.UINT8, f"{name}[({self._text(offset)}) / {BITS}]", bit)
+        if not whole or scope is None or self.form.vector != BITS:
+            raise NotFusibleError(f"bits of {mask.name} in vectors of {self.form.vector}")
+        byte = self._name("w")
+        scope.heads.append(f"unsigned char {byte} = 0;")
+        scope.tails.append(f"{name}[({self._text(offset, base=True)}) / {BITS}] = {byte};")
+        return f"{byte} |= (unsigned char)(({bit} ? 1 : 0) << v);"

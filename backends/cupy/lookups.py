@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.indexing import Linear, Map, flatten
+from graphc.backends.cupy.masks import BITS
 from graphc.backends.cupy.views import shape_of
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.convolution import Window
@@ -68,6 +69,17 @@ def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> 
         slope, noted = (g.element(node.inputs[k], (batch, *at, channel), inside) for k in range(2))
         terms.append(f"({noted} == {g.text(flatten(taps, window.kernel) + 1)} ? {slope} : 0)")  # what is not read is 0
     return f"({' + '.join(terms)})"
+
+
+def unpacked(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """An element of a mask that is held as bits; of the mask itself where this kernel makes the bits."""
+    (bits,), (*outer, last) = node.inputs, index
+    assert bits is not None
+    producer = bits.producer()
+    if producer is not None and not g.is_read(bits):
+        return g.element(producer.inputs[0], index, guard)
+    byte = g.element(bits, (*outer, last // BITS), guard)
+    return f"((({byte} >> ({g.text(last % BITS)})) & 1) != 0)"
 
 
 def bit_cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:

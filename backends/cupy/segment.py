@@ -20,6 +20,7 @@ from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.launches import SMALL, Kernel, Opaque
+from graphc.backends.cupy.masks import pack_masks
 from graphc.backends.cupy.source import Source
 from graphc.backends.cupy.uses import INTO, sweep
 from graphc.backends.cupy.values import is_expression
@@ -111,6 +112,7 @@ def compile_segment(
     sweep(graph)
     small_casts_first(graph, SMALL)
     small_casts_last(graph, SMALL)
+    pack_masks(graph, SMALL)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
     calls: list[KernelCall | NodeCall | Control] = []
     for launch in cross(grouping):

@@ -11,11 +11,13 @@ import onnx_ir as ir
 
 from graphc.backends.cupy import expressions, lookups, views
 from graphc.backends.cupy.expressions import compute_type, literal
-from graphc.backends.cupy.indexing import Domain, Linear, Map, Variable, flatten
+from graphc.backends.cupy.indexing import Domain, Linear, Map, Quotient, Variable, flatten
+from graphc.backends.cupy.masks import UNPACKED
 from graphc.backends.cupy.reductions import REDUCTIONS
 from graphc.backends.cupy.source import Access, Form, NotFusibleError, Spec
 from graphc.backends.cupy.views import integers, shape_of
 from graphc.gradient import key_of
+from graphc.ir import DOMAIN
 from graphc.ir.facts import constant
 
 
@@ -134,6 +136,10 @@ class Values:
             self._traffic.append(Access(value, offset, inner, whole, self._loop_number))
         if whole:
             return expressions.load(dtype, f"{self._pack(scope, value, name, offset, held, guard)}.at[v]")
+        if free and inner and self._is_same(offset):
+            only = self._name("q")
+            scope.heads.append(f"const {expressions.STORAGE[dtype]} {only} = {name}[{self._text(offset, base=True)}];")
+            return expressions.load(dtype, only)
         text = expressions.load(dtype, f"{name}[{self._text(offset)}]")
         return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
 
@@ -157,6 +163,19 @@ class Values:
             elif coefficient % form.vector or any(v == form.variable for v, _ in Linear.of(term).variables()):
                 return False
         return found == 1 and offset.constant % form.vector == 0
+
+    def _is_same(self, offset: Linear) -> bool:
+        """Whether all elements of a vector read one place: their index counts in quotients by multiples of its length only."""
+        form = self.form
+        if form.variable is None or any(v not in self._variables for v, _ in offset.variables()):
+            return False
+        for term, _ in offset.terms:
+            if form.variable in {v for v, _ in Linear.of(term).variables()}:
+                if not isinstance(term, Quotient) or term.by % form.vector or term.of.constant % form.vector:
+                    return False
+                if any(c % form.vector for t, c in term.of.terms if t != form.variable):
+                    return False
+        return True
 
     def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool, guard: str | None) -> str:
         """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop.
@@ -235,6 +254,10 @@ class Values:
     def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
         return self._pull(value, index, guard)
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
+        return self._in_memory(value)
 
     def text(self, linear: Linear) -> str:
         """``linear`` as part of the kernel's text."""
@@ -371,6 +394,7 @@ SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
     "Cast": Values.cast, "CastLike": Values.cast, "Trilu": Values.triangle, "OneHot": Values.one_hot,
     "EyeLike": Values.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
     "graphc::DropoutMask": lookups.dropout_mask, "graphc::ChannelsLastMaxPoolTapsGrad": lookups.pooled_gradient,
+    key_of(DOMAIN, UNPACKED): lookups.unpacked,
 }  # fmt: skip
 
 

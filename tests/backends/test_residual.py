@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy import CupyBackend, segment
 from graphc.backends.cupy.cost import cost_of
+from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.segment import KernelCall, NodeCall, compile_segment
+from graphc.ir.facts import static_dims
+from graphc.plan import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 from tests.backends.test_cost import HEAD, passes
 from tests.passes.test_layout import Residual
@@ -60,6 +64,14 @@ PLAIN = f"""({SHAPE} x, float[256] mx, float[256] ix, float[256] s, float[256] b
   gz = graphc.ReluGrad(g, yx){gradient("x")}
 }}"""
 
+IDENTITY = f"""({SHAPE} x, {SHAPE} k, float[256] s, float[256] b, {SHAPE} d, bfloat16[256,1,1,256] w)
+  => ({SHAPE} z, {SHAPE} dx, {SHAPE} gz, float[256] dsx, float[256] dbx) {{
+  {CONSTANTS}{normalised("x")}
+  r = Relu(k)  sum = Add(yx, r)  z = Relu(sum)
+  e = graphc.ChannelsLastConv<kernel_shape=[1,1]>(z, w)
+  g = Add(d, e)  gz = graphc.ReluGrad(g, z){gradient("x")}
+}}"""
+
 STRIDED = """(bfloat16[8,8,8,64] dy, bfloat16[32,1,1,64] w, bfloat16[8,16,16,32] x)
   => (bfloat16[64,1,1,32] dw, bfloat16[8,8,8,64] y) {
   s = Constant<value_ints=[64,1,1,32]>()
@@ -72,6 +84,15 @@ STRIDED = """(bfloat16[8,8,8,64] dy, bfloat16[32,1,1,64] w, bfloat16[8,16,16,32]
 def test_two_normalisations_that_meet_share_the_passes_of_their_gradient() -> None:
     """Statistics; x, k, d, e read, z and the sum's gradient written beside the sums; that, x and k read, dx and dk written."""
     assert passes(JOINED, "x") == pytest.approx(2 + 6 + 5, abs=0.35)
+
+
+def test_the_gradient_of_a_residual_sum_reads_bits_in_place_of_the_sum() -> None:
+    """Statistics; x and k read, z and its signs written; signs, d, e and x read, gz written; gz and x read, dx written."""
+    model = ir.from_proto(onnx.parser.parse_model(HEAD + IDENTITY))
+    shapes = {v.name or "": list(static_dims(v) or ()) for v in model.graph.inputs}
+    calls = compile_segment(ir.to_proto(prepare(model, shapes, CupyBackend(device=PlannedDevice())))).calls
+    moved = sum(cost_of(call).nbytes for call in calls if isinstance(call, KernelCall))
+    assert moved / (COUNT * 256 * 2) == pytest.approx(1 + 3 + 3 + 1 + 3 + 2 / 16, abs=0.25)
 
 
 def test_the_rectified_gradient_of_one_normalisation_is_never_written() -> None:
@@ -107,8 +128,8 @@ def test_the_joined_gradient_is_that_of_pytorch(emulated: bool) -> None:
     text = SMALL_JOINED.replace("bfloat16", "float").replace("Cast<to=16>", "Cast<to=1>")
     arrays = {n: rng.standard_normal((3, 6, 5, 16)).astype(np.float32) for n in "xkde"}
     feeds = {**arrays, "s": rng.random(16, np.float32) + 0.5, "b": rng.standard_normal(16).astype(np.float32)}
-    found, segment = run_segment(onnx.parser.parse_model(HEAD + text), feeds, EmulatedDevice() if emulated else HostDevice())
-    assert not segment.fallbacks
+    found, made = run_segment(onnx.parser.parse_model(HEAD + text), feeds, EmulatedDevice() if emulated else HostDevice())
+    assert not made.fallbacks
     of = {n: torch.tensor(a.transpose(0, 3, 1, 2), requires_grad=True) for n, a in arrays.items()}
     pairs = [[torch.tensor(feeds[n], requires_grad=True) for n in "sb"] for _ in range(2)]
     parts = [torch.nn.functional.batch_norm(of[n], None, None, *p, training=True) for n, p in zip("xk", pairs, strict=True)]
@@ -120,6 +141,40 @@ def test_the_joined_gradient_is_that_of_pytorch(emulated: bool) -> None:
     for names, pair in zip((("dsx", "dbx"), ("dsk", "dbk")), pairs, strict=True):
         for name, parameter in zip(names, pair, strict=True):
             np.testing.assert_allclose(found[name], parameter.grad.numpy(), atol=1e-4, err_msg=name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("emulated", [False, True], ids=["host", "cuda"])
+def test_masks_of_bits_are_the_signs_of_the_sum(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by a kernel of its own shape and by one that also sums over positions; read by both kinds."""
+    monkeypatch.setattr(segment, "SMALL", 0)
+    rng = np.random.default_rng(0)
+    text = """(float[3,6,5,16] x, float[3,6,5,16] k, float[16,1,1,16] w)
+      => (float[3,6,5,16] e, float[3,16] p, float[3,6,5,16] d, float[16] t) {
+      axes = Constant<value_ints=[1,2]>()  rest = Constant<value_ints=[0,1,2]>()
+      r = Relu(k)  sum = Add(x, r)  z = Relu(sum)  e = graphc.ChannelsLastConv<kernel_shape=[1,1]>(z, w)
+      next = Add(e, z)  last = Relu(next)  p = ReduceMean<keepdims=0>(last, axes)
+      f = graphc.ChannelsLastConv<kernel_shape=[1,1]>(last, w)
+      g = graphc.ReluGrad(f, last)  h = Add(g, e)  d = graphc.ReluGrad(h, z)  t = ReduceSum<keepdims=0>(d, rest)
+    }"""
+    feeds = {n: rng.standard_normal((3, 6, 5, 16)).astype(np.float32) for n in "xk"}
+    feeds["w"] = rng.standard_normal((16, 1, 1, 16)).astype(np.float32)
+    found, made = run_segment(onnx.parser.parse_model(HEAD + text), feeds, EmulatedDevice() if emulated else HostDevice())
+    held = {v.name for call in made.calls if isinstance(call, KernelCall) for v in call.source.operands}
+    assert {"z.bits", "last.bits"} <= held
+    w = feeds["w"][:, 0, 0].T
+    z = np.maximum(feeds["x"] + np.maximum(feeds["k"], 0), 0)
+    last = np.maximum(z @ w + z, 0)
+    d = (((last @ w) * (last > 0)) + z @ w) * (z > 0)
+    for name, value in {"e": z @ w, "p": last.mean((1, 2)), "d": d, "t": d.sum((0, 1, 2))}.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_a_sum_and_its_gradient_in_one_kernel_need_no_bits() -> None:
+    text = f"""({SHAPE} x, {SHAPE} k, {SHAPE} g) => ({SHAPE} z, {SHAPE} d) {{
+      r = Relu(k)  sum = Add(x, r)  z = Relu(sum)  d = graphc.ReluGrad(g, z)
+    }}"""
+    assert passes(text, "x") == 5
 
 
 def trained(device: HostDevice, steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float], Any]:
