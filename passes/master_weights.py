@@ -43,12 +43,13 @@ def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True,
             float32 takes the master, and casts of vectors cost little.
     """
     graph, count = model.graph, 0
+    op = Builder(graph)
     for updates in _together(graph):
         casts = {update: _casts(graph, _parameter(update), vectors) for update in updates}
         dtype = next((chain[-1].outputs[0].dtype for found in casts.values() for chain in found), None)
         if dtype is not None and all(_may_be_copied(update) for update in updates):
             for update in updates:
-                count += _keep_copy(graph, update, dtype, casts[update])
+                count += _keep_copy(op, update, dtype, casts[update])
         if low_gradients:
             for update in updates:
                 _keep_low(graph, update)
@@ -95,17 +96,17 @@ def _may_be_copied(update: ir.Node) -> bool:
     return _parameter(update).dtype == ir.DataType.FLOAT and not update.outputs[0].uses()
 
 
-def _keep_copy(graph: ir.Graph, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
+def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
     """Replace the casts of a parameter to ``dtype`` by state that is written behind its update; whether there were any."""
     parameter = _parameter(update)
     assert parameter.const_value is not None
     name = f"{parameter.name}::{SUFFIX[dtype]}"
-    copy = add_initializer(graph, name, np.asarray(parameter.const_value.numpy()).astype(dtype.numpy()))
+    copy = add_initializer(op.graph, name, np.asarray(parameter.const_value.numpy()).astype(dtype.numpy()))
     for chain in (c for c in casts if c[-1].outputs[0].dtype == dtype):
-        _read_copy(graph, copy, chain)
+        _read_copy(op, copy, chain)
     bucket = update.attributes.get_string(BUCKET, "")
     attributes = {BUCKET: bucket} if bucket else {}
-    op = Builder(graph, scope="update")
+    op.before, op.scope = None, "update"
     (following,) = op.emit(
         "Narrow", [copy, update.outputs[0]], attributes, domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}"
     )
@@ -115,17 +116,17 @@ def _keep_copy(graph: ir.Graph, update: ir.Node, dtype: ir.DataType, casts: list
     return bool(casts)
 
 
-def _read_copy(graph: ir.Graph, copy: ir.Value, chain: list[ir.Node]) -> None:
+def _read_copy(op: Builder, copy: ir.Value, chain: list[ir.Node]) -> None:
     """Do what stands between a parameter and its cast to the copy; what nobody else reads goes."""
     *views, cast = chain
-    op, value = Builder(graph, before=cast, scope=cast.name or "copy"), copy
+    op.before, op.scope, value = cast, cast.name or "copy", copy
     for view in views:
         attributes = {name: attribute.value for name, attribute in view.attributes.items()}
         (value,) = op.emit(view.op_type, [value, *view.inputs[1:]], attributes)
     cast.outputs[0].replace_all_uses_with(value)
     for node in reversed(chain):
         if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-            graph.remove(node, safe=True)
+            op.graph.remove(node, safe=True)
 
 
 def _keep_low(graph: ir.Graph, update: ir.Node) -> None:

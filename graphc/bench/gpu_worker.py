@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphc.bench.gpu_specs import JOBS, Arrays, Job
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--precision", default="")
+    parser.add_argument("--optimizer", default="")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--modes", default=",".join(MODES), help="of PyTorch")
@@ -42,6 +44,7 @@ def main() -> None:
         importlib.import_module(arguments.load)
     job = JOBS[arguments.job].tiny() if arguments.tiny else JOBS[arguments.job]
     job = job.smaller(layers=arguments.layers, batch=arguments.batch)
+    job = replace(job, optimizer=arguments.optimizer or job.optimizer)
     precision = arguments.precision or job.precision
     if arguments.side == "losses-graphc":
         say({"losses": graphc_losses(job, arguments.file, arguments.backend, precision, arguments.steps)})

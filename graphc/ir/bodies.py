@@ -25,6 +25,8 @@ Types = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
 def bodies(node: ir.Node) -> Iterator[ir.Graph]:
     """The subgraphs that are attributes of ``node``."""
+    if not node.attributes:
+        return
     for attr in node.attributes.values():
         if attr.is_ref():
             continue
