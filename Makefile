@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test test-large quick gpu-test gpu-bench faults lint type bench clean
+.PHONY: help setup demo test test-large quick gpu-test gpu-emulated gpu-bench faults lint type bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -44,6 +44,11 @@ faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI proce
 
 gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); skipped without one
 	$(BIN)/python -m pytest -m gpu -rs
+
+gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
+	$(BIN)/python tests/hostcuda/build.py tests/backends/test_cuda.py tests/backends/test_cuda_execution.py \
+	  tests/backends/test_products.py tests/backends/test_updates.py tests/backends/test_gpu_training.py \
+	  tests/runtime/test_gpu_collectives.py -k "not beside_the_compute_stream"
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

@@ -281,9 +281,10 @@ LATE = [
         id="other-collective",
     ),
     pytest.param(
-        # Thousands pass between two looks.
         "buffer = buffer[:2]\nif comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps(10_000_000)",
-        r"the ranks disagree: (ranks 0, 1|ranks 1, 2) did different collectives some time before allreduce\(mean\) 'bucket\d'",
+        # Thousands pass between two looks, but where workers wait for a processor it can be few.
+        r"the ranks disagree: ((ranks 0, 1|ranks 1, 2) did different collectives some time before allreduce\(mean\) 'bucket\d'"
+        r"|rank \d is in allreduce\(mean\) '(bucket1|other)' of step \d \(8 bytes\) and rank)",
         id="other-collective-long-ago",
     ),
     pytest.param(
