@@ -172,7 +172,26 @@ class Passed:
 PASSED: Event = Passed()
 
 
-class HostMemory:
+class Unqueued:
+    """What a :class:`Memory` is where nothing is ever queued, nor handed over by other libraries."""
+
+    def adopt(self, array: object) -> Array | None:
+        return None
+
+    def after(self, event: Event) -> None:
+        """Whatever was to be waited for has passed."""
+
+    def mark(self) -> Event:
+        return PASSED
+
+    def available(self) -> int | None:
+        return None
+
+    def synchronize(self) -> None:
+        """Everything has run."""
+
+
+class HostMemory(Unqueued):
     """The memory of the host, where numpy does at once what is asked."""
 
     on_host = True
@@ -182,9 +201,6 @@ class HostMemory:
 
     def pinned(self, nbytes: int) -> Array:
         return aligned_zeros(nbytes)
-
-    def adopt(self, array: object) -> Array | None:
-        return None
 
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
@@ -201,18 +217,6 @@ class HostMemory:
     def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
         np.copyto(target, source)
         return PASSED
-
-    def after(self, event: Event) -> None:
-        """Whatever was to be waited for has passed."""
-
-    def mark(self) -> Event:
-        return PASSED
-
-    def available(self) -> int | None:
-        return None
-
-    def synchronize(self) -> None:
-        """Nothing is ever queued."""
 
 
 HOST: Memory = HostMemory()

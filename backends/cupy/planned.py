@@ -19,13 +19,13 @@ from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
-from graphc.device import PASSED, Array, Event, Run
+from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20
 """Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round figure, to be measured."""
 
 
-class PlannedDevice:
+class PlannedDevice(Unqueued):
     """Counts what a GPU would be asked for.
 
     Attributes:
@@ -58,9 +58,6 @@ class PlannedDevice:
     def put(self, array: Array) -> Array:
         return self.zeros(array.nbytes).view(array.dtype).reshape(array.shape)
 
-    def adopt(self, array: object) -> Array | None:
-        return None
-
     def copy(self, target: Array, source: Array) -> None:
         """Nothing is there to be copied."""
 
@@ -75,18 +72,6 @@ class PlannedDevice:
 
     def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
         return PASSED
-
-    def after(self, event: Event) -> None:
-        """It never comes to that."""
-
-    def mark(self) -> Event:
-        return PASSED
-
-    def available(self) -> int | None:
-        return None
-
-    def synchronize(self) -> None:
-        """Nothing is ever queued."""
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
         self.kernels |= texts.keys()
