@@ -114,18 +114,27 @@ def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: 
 
     Which of them break a rule (rounding to TF32, sums in half precision, other results in every run) shows when they are built.
     """
-    notes = cudnn.numerical_note
-    barred = [notes.REDUCED_PRECISION_REDUCTION]
-    if deterministic:
-        barred.append(notes.NONDETERMINISTIC)
-    if not tf32 and any(t.dtype == ir.DataType.FLOAT for t in description.tensors.values()):
-        barred += [notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS]
     try:
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     except cudnn.cudnnGraphNotSupportedError:
         return []
-    graph.deselect_numeric_notes(barred)
+    notes = cudnn.numerical_note
+    graph.deselect_numeric_notes([getattr(notes, name) for name in barred(description, deterministic=deterministic, tf32=tf32)])
     return [k for k in range(graph.get_execution_plan_count()) if graph.get_plan_name_at_index(k).startswith("eng")]
+
+
+def barred(description: Description, *, deterministic: bool, tf32: bool) -> list[str]:
+    """What no plan for ``description`` may do, by the names in ``cudnn.numerical_note``.
+
+    Only operands of float32 could be rounded to TF32: what else is of that type, such as the numbers that attention saves for
+    its gradient, says nothing about the products.
+    """
+    found = ["REDUCED_PRECISION_REDUCTION"]
+    if deterministic:
+        found.append("NONDETERMINISTIC")
+    if not tf32 and description.tensors[description.operands[0]].dtype == ir.DataType.FLOAT:
+        found += ["TENSOR_CORE", "DOWN_CONVERT_INPUTS"]
+    return found
 
 
 def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE) -> Iterator[int]:

@@ -14,14 +14,16 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend, nodes
-from graphc.backends.cupy.attention import Attention
+from graphc.backends.cupy.attention import Attention, attention_of
+from graphc.backends.cupy.convolutions import convolution_of
+from graphc.backends.cupy.dnn import barred
 from graphc.backends.cupy.segment import NodeCall
 from graphc.bench.specs import SPECS
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph
 from graphc.pipeline import Context, run
 from tests.backends.host_kernels import HostDevice, run_segment
-from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds
+from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds, convolutions
 
 
 def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float) -> None:
@@ -55,6 +57,19 @@ def test_a_plan_holds_attention_in_half_precision_only() -> None:
     feeds, names = attention_feeds(ATTENTIONS["packed"], np.float32)
     model = attention(ATTENTIONS["packed"], feeds, names)
     assert all(nodes.special(n) is None for n in model.graph if n.op_type.startswith("Scaled"))
+
+
+def test_numbers_saved_in_float32_do_not_keep_attention_off_tensor_cores() -> None:
+    """Every plan of cuDNN's for attention is on tensor cores; without TF32 only convolutions of float32 must not be."""
+    feeds, names = attention_feeds(ATTENTIONS["numbers"], np.float16)
+    model = attention(ATTENTIONS["numbers"], feeds, names)
+    run(model, "flash_attention", Context())
+    calls = [attention_of(n).call for n in model.graph if n.op_type.startswith("Scaled")]
+    assert [t.dtype for t in calls[0].tensors.values()].count(ir.DataType.FLOAT) == 2
+    assert all(barred(call, deterministic=True, tf32=False) == barred(call, deterministic=True, tf32=True) for call in calls)
+    for node in convolutions("plain", True).graph:
+        if "Conv" in node.op_type:
+            assert "TENSOR_CORE" in barred(convolution_of(node), deterministic=False, tf32=False)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
