@@ -147,13 +147,18 @@ def _mask_form(mask: ir.Value) -> Tensor:
 def _takes(node: ir.Node) -> bool:
     """Whether the library has a plan: heads are whole vectors of 16 bytes, one after another, and each row saves a number.
 
+    It has none for the gradient of one query and one key.
     That it saves more can still change, as long as nobody else looks at it: the ``flash_attention`` pass sees to it.
     """
     shift, saved = int(node.op_type.endswith("Grad")), _saved(node)
+    lengths = set()
     for value, axes in zip(node.inputs[shift : shift + 3], operand_axes(node.attributes["layout"].as_string()), strict=False):
         size = shape_of(value)[-1]
+        lengths.add(shape_of(value)[axes.index("t")] if "t" in axes else 1)
         if not axes.endswith("d") or size % 8 or size > LARGEST_HEAD or 0 in shape_of(value):
             return False
+    if lengths == {1}:
+        return False
     if node.attributes.get_string("saves", "probabilities") == "logsumexp":
         return True
     own = saved is not None and not saved.is_graph_output()

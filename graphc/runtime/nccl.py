@@ -154,21 +154,30 @@ class NcclCommunicator(StagedCommunicator):
             super().begin(handle)
             return
         self._raise_failure()
-        handle.check_idle()
-        self._captured = self._captured or bool(self.gpu.stream.is_capturing())
+        captured = self._is_captured()
+        if not captured:
+            handle.check_idle()
         try:
             handle.start()
         except Exception as error:
             raise WorldError(f"{handle.what} failed on rank {self.rank}: {error}") from error
-        handle.finished = False
+        handle.finished = handle.finished and captured
 
     def wait(self, handle: Handle) -> None:
         if not isinstance(handle, NcclHandle):
             super().wait(handle)
             return
-        if not handle.finished:
+        if self._is_captured():
+            handle.join()
+        elif not handle.finished:
             handle.finished = True
             handle.join()
+
+    def _is_captured(self) -> bool:
+        """Whether work is only noted for a graph: then nothing begins or ends now, and the graph may yet be refused."""
+        captured = bool(self.gpu.stream.is_capturing())
+        self._captured = self._captured or captured
+        return captured
 
     def check(self) -> None:
         self._raise_failure()

@@ -53,6 +53,13 @@ def test_cudnn_is_told_the_right_attention(name: str) -> None:
     check_attention(name, HostDevice(), ir.DataType.FLOAT16, 3e-3)
 
 
+def test_one_query_and_one_key_are_not_left_to_cudnn() -> None:
+    for length in (1, 2):
+        feeds = {name: np.zeros((2, 4, length, 8), np.float16) for name in "qkv"}
+        model = attention({"layout": "bhtd,bhtd,bhtd->bhtd"}, feeds, list("qkv"))
+        assert [nodes.special(n) is None for n in model.graph if n.op_type.startswith("Scaled")] == [length == 1] * 2
+
+
 def test_a_plan_holds_attention_in_half_precision_only() -> None:
     feeds, names = attention_feeds(ATTENTIONS["packed"], np.float32)
     model = attention(ATTENTIONS["packed"], feeds, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,13 @@ def one_rank(memory: Any, library: Any, record: Record) -> None:
         comm.check()
         assert (memory.fetch(result) == 1).all()
         assert int(comm._counters.seen[1]) == before + times
+    first, second = record([memory.bind_fill(array, 2), begin]), record([wait, memory.bind_copy(result, array)])
+    with warnings.catch_warnings(action="ignore"):  # a capture cannot end between the two
+        for times in range(6, 10):
+            first()
+            second()
+            assert (memory.fetch(result) == 2).all()
+            assert int(comm._counters.seen[1]) == before + times, "what follows did not wait"
     time.sleep(0.3)
     assert comm.ring.entries()[-1].tag == "replayed"
     assert comm.ring.entries()[-1].end is not None
