@@ -163,7 +163,8 @@ class CudaMemory:
 
     def _allocate(self, make: Callable[..., Any], nbytes: int) -> Array:
         try:
-            return make(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
+            with self.device, self.stream:  # of several memories in a process, that of the newest is current
+                return make(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
         except self.cupy.cuda.memory.OutOfMemoryError as error:
             raise DeviceMemoryError(nbytes, self.available()) from error
 
@@ -227,11 +228,20 @@ class CudaMemory:
     def bind_fill(self, target: Any, value: float) -> Run:
         pattern = np.array([value], target.dtype).view(np.uint8)
         if not (pattern == pattern[0]).all():
-            return lambda: target.fill(value)
+            return self._bind_pattern(target, value)
         fill, byte, stream = self._runtime.memsetAsync, int(pattern[0]), self.stream.ptr
 
         def run() -> None:
             fill(target.data.ptr, byte, target.nbytes, stream)
+
+        return run
+
+    def _bind_pattern(self, target: Any, value: float) -> Run:
+        stream = self.stream
+
+        def run() -> None:
+            with stream:
+                target.fill(value)
 
         return run
 

@@ -54,6 +54,23 @@ def test_captured_steps_are_those_launched_one_by_one_bit_for_bit(
         np.testing.assert_array_equal(captured[1][key], value, err_msg=key)
 
 
+def test_trainers_in_one_process_keep_to_their_streams() -> None:
+    """What the first one allocates and fills, once there is a second, comes in the order of its own work."""
+    from graphc.backends.cupy.cuda import CudaDevice
+
+    first, second = CudaDevice(0), CudaDevice(0)
+    flat = first.zeros(4096).view(np.float32)
+    first.copy(flat, np.full(1024, 2, np.float32))
+    result = first.zeros(4096).view(np.float32)
+    row = first.record([first.bind_fill(flat, 3), first.bind_copy(result, flat), first.bind_fill(flat, 0.5)])
+    for _ in range(3):
+        row()
+        assert (first.fetch(result) == 3).all()
+        second.synchronize()
+        assert (first.fetch(flat) == 0.5).all()
+        assert (first.fetch(result) == 3).all()
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_twenty_steps_follow_the_cpu(name: str, exported: Callable[[str], str]) -> None:
     feeds = batch(name)
