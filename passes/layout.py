@@ -25,6 +25,7 @@ from graphc.ir.ops.channels_last import last_order, spread
 from graphc.ir.ops.convolution import Window
 from graphc.passes import _layout_rules
 from graphc.passes._axes import only_user
+from graphc.passes._layout_blocks import Blocks
 from graphc.passes._layout_values import Arrangement
 from graphc.passes.identities import filled
 from graphc.passes.simplify import dead_code_elimination
@@ -83,15 +84,18 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     assert w is not None
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     attributes = _window(node, x, w)
-    xs, ws = walk.arranged(x, _order(x)), walk.arranged(w, _order(w))
-    extra = _missing_channels(x, node, least)
+    blocks = Blocks.of(x, node.outputs[0], attributes)
+    if blocks is None:
+        extra = _missing_channels(x, node, least)
+        xs, ws = (_padded(walk, walk.arranged(v, _order(v)), extra) for v in (x, w))
+    else:
+        attributes = blocks.attributes
+        xs, ws = blocks.image(walk.op, x), blocks.weight(walk.op, w)
     follower = only_user(node.outputs[0])
     rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
     if _is_zero(bias) and not rectified:
         bias = None  # exporters write zeros; without them libraries have a wider choice
-    y = walk.op.graphc.ChannelsLastConv(
-        _padded(walk, xs, extra), _padded(walk, ws, extra), bias, activation="relu" if rectified else "", **attributes
-    )
+    y = walk.op.graphc.ChannelsLastConv(xs, ws, bias, activation="relu" if rectified else "", **attributes)
     if rectified and follower is not None:
         walk.settle(follower, [(y, _order(x))])
     walk.settle(node, [(y, _order(x))])
@@ -134,10 +138,18 @@ def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
     assert x is not None
     assert dy is not None
     op, dw = walk.op, node.outputs[0]
+    attributes = _window(node, x, dw)
+    blocks = Blocks.of(x, dy, attributes)
+    if blocks is not None:
+        shape = [(static_dims(dw) or ())[0], *blocks.kernel, blocks.wide]
+        operands = blocks.image(op, x), walk.arranged(dy, _order(dy))
+        found = blocks.scattered(op, op.graphc.ChannelsLastConvGradWeight(*operands, shape, **blocks.attributes))
+        walk.settle(node, [(found, tuple(range(len(shape))))])
+        return True
     extra, shape = _missing_channels(x, node, least), _last_shape(dw)
     xs = _padded(walk, walk.arranged(x, _order(x)), extra)
     wide = [*shape[:-1], shape[-1] + extra]
-    found = op.graphc.ChannelsLastConvGradWeight(xs, walk.arranged(dy, _order(dy)), wide, **_window(node, x, dw))
+    found = op.graphc.ChannelsLastConvGradWeight(xs, walk.arranged(dy, _order(dy)), wide, **attributes)
     if extra:
         found = op.Slice(found, [0], [shape[-1]], [len(shape) - 1])
     walk.settle(node, [(found, _order(x))])

@@ -6,7 +6,8 @@ Every figure was measured on one H200 (driver 580, CUDA 13.0) or is marked as as
     launch           2.5 µs at least, and 1 µs to start and drain (assumed): inside a CUDA graph
     instructions     132 multiprocessors · 128 lanes · 1.7 GHz (the chip's), for kernels that compute more than they read
     products, bf16   605 TFLOP/s as GPT-2's layers, 716 as its head; TF32 320 and float32 50 (assumed)
-    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 53 TFLOP/s for the stem of three channels padded to four
+    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 53 TFLOP/s for an image of three channels padded to four;
+                     150 (assumed: a third of what was measured for 64 channels) for less than 64, as an image in blocks has
     attention        forward 286 TFLOP/s, backward 229, counting half of a causal one: cuDNN, 16·12·1024·64
     host fallbacks   20 GB/s to the host and back (assumed)
 """
@@ -45,7 +46,7 @@ PRODUCTS = {ir.DataType.BFLOAT16: 605e12, ir.DataType.FLOAT16: 605e12, ir.DataTy
 WIDE, WIDE_PRODUCTS = 16384, 716e12
 """Rows or columns of a half-precision product from which the second rate holds."""
 
-CONVOLUTIONS, CONVOLUTION_MEMORY, STEM = 600e12, 3.2e12, 53e12
+CONVOLUTIONS, CONVOLUTION_MEMORY, NARROW, STEM = 600e12, 3.2e12, 150e12, 53e12
 ATTENTION, ATTENTION_GRADIENT = 286e12, 229e12
 HOST = 20e9
 
@@ -219,7 +220,7 @@ def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
         moved -= nbytes(x) - nbytes(x) * int(np.prod(found.y.dims[2:])) // int(np.prod(found.x.dims[2:]))
     channels, _, *positions = found.w.dims[1], *found.y.dims[1:]
     flops = 2 * found.y.dims[0] * int(np.prod(positions)) * int(np.prod(found.w.dims))
-    rate = STEM if channels <= 4 else CONVOLUTIONS
+    rate = STEM if channels <= 4 else NARROW if channels < 64 else CONVOLUTIONS
     return Cost("convolutions", name, START + max(flops / rate, moved / CONVOLUTION_MEMORY), moved, flops)
 
 

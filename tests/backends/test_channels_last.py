@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 
 import graphc
 from graphc.backend import BACKENDS
@@ -101,6 +102,55 @@ def test_training_with_channels_last_follows_onnxruntime(
     assert all(t.strides[1] == 1 for call in calls for t in (call.x, call.w, call.y))
     assert all(call.x.dims[1] >= 4 for call in calls)
     assert not any(call.bias for call in calls), "the zeros that the exporter writes are left out"
+
+
+class Small(torch.nn.Module):
+    """An image's convolution as ResNet-50 begins with, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Conv2d(3, 8, 7, 2, 3), torch.nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.stem(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_an_image_is_convolved_in_blocks_and_its_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in bfloat16 follow PyTorch's in float32, weight by weight; the library gets 16 channels and steps of one pixel."""
+    torch.manual_seed(0)
+    module, device = Small(), HostDevice()
+    monkeypatch.setitem(BACKENDS._items, "on host", lambda **_: CupyBackend(device=device))
+    rng = np.random.default_rng(0)
+    x, label = rng.standard_normal((4, 3, 18, 21)).astype(np.float32), rng.integers(0, 5, 4)
+    program = graphc.compile(
+        module,
+        example_inputs=(torch.from_numpy(x),),
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.SGD(lr=0.5),
+        precision="bf16",
+        backend="on host",
+    )
+    feed = next(v.name for v in program.model.graph.inputs if v.name != "label")
+    before = {name: value.detach().numpy().copy() for name, value in module.named_parameters()}
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(2):
+            trainer.step({feed: x, "label": label})
+        after = trainer.state.snapshot()
+    calls = [call for call in device.dnn.calls if isinstance(call, Convolution)]
+    assert [(c.kind, c.x.dims[1], c.w.dims[1:], c.strides) for c in calls] == [
+        ("Conv", 16, (16, 4, 4), (1, 1)),
+        ("ConvGradWeight", 16, (16, 4, 4), (1, 1)),
+    ]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(label)).backward()
+        optimizer.step()
+    for name, value in module.named_parameters():
+        moved, expected = after[name] - before[name], value.detach().numpy() - before[name]
+        np.testing.assert_allclose(moved, expected, rtol=0, atol=2e-2 * float(np.abs(expected).max()), err_msg=name)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphc
-from graphc.backend import StandardAbilities
+from graphc.backend import BACKENDS, StandardAbilities
 from graphc.bench.specs import SPECS
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
@@ -221,6 +221,96 @@ def test_single_convolutions_compute_the_same(name: str) -> None:
     found = results(model, feeds)
     for key, value in expected.items():
         np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+BLOCKED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "ResNet-50": ((2, 3, 20, 22), (5, 3, 7, 7), {"strides": [2, 2], "pads": [3, 3, 3, 3]}),
+    "odd sizes": ((2, 3, 11, 9), (4, 3, 3, 3), {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    "same": ((1, 2, 8, 7), (4, 2, 3, 4), {"strides": [2, 2], "auto_pad": "SAME_LOWER"}),
+    "patches": ((2, 3, 11, 10), (4, 3, 4, 4), {"strides": [4, 4]}),
+    "AlexNet": ((1, 4, 27, 25), (3, 4, 11, 11), {"strides": [4, 4], "pads": [2, 2, 2, 2]}),
+    "along one axis": ((2, 1, 8, 9), (5, 1, 3, 5), {"strides": [1, 2], "pads": [0, 1, 2, 0]}),
+    "sound": ((2, 1, 30), (6, 1, 10), {"strides": [4], "pads": [3, 4]}),
+    "video": ((1, 3, 5, 6, 7), (4, 3, 3, 3, 2), {"strides": [1, 2, 2], "pads": [1, 1, 0, 1, 1, 1]}),
+}
+"""Strided convolutions over few channels: x, w and attributes."""
+
+
+def blocked(name: str, dtype: ir.DataType) -> tuple[ir.Model, dict[str, Any]]:
+    """y = Relu(Conv(x, w, b)) and the gradient of w for an adjoint, over whole numbers: no sum is rounded in half precision."""
+    x_shape, w_shape, attributes = BLOCKED[name]
+    rng = np.random.default_rng(0)
+    model, _ = new_model({})
+    op = Builder(model.graph)
+
+    def given(name: str, shape: tuple[int, ...]) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+        model.graph.inputs.append(value)
+        feeds[name] = rng.integers(-1, 2, shape).astype(dtype.numpy())
+        return value
+
+    feeds: dict[str, Any] = {}
+    x, w, b = given("x", x_shape), given("w", w_shape), given("b", w_shape[:1])
+    y = op.Conv(x, w, b, **attributes)
+    dy = given("dy", tuple(int(d) for d in y.shape.dims))
+    for key, value in {"y": op.Relu(y), "dw": op.graphc.ConvGradWeight(x, dy, list(w_shape), **attributes)}.items():
+        value.name = key
+        model.graph.outputs.append(value)
+    return model, feeds
+
+
+def of_pytorch(name: str, feeds: dict[str, Any]) -> dict[str, Any]:
+    """The same in float32."""
+    attributes = BLOCKED[name][2]
+    x, w, b, dy = (torch.from_numpy(feeds[key].astype(np.float32)) for key in ("x", "w", "b", "dy"))
+    count, strides = x.dim() - 2, attributes["strides"]
+    pads = attributes.get("pads", [0] * (2 * count))
+    if "auto_pad" in attributes:
+        sides = zip(x.shape[2:], w.shape[2:], strides, strict=True)
+        totals = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in sides]
+        pads = [t - t // 2 for t in totals] + [t // 2 for t in totals]
+    around = [side for axis in reversed(range(count)) for side in (pads[axis], pads[count + axis])]
+    convolution = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}[count]
+    w.requires_grad_()
+    y = convolution(nn.functional.pad(x, around), w, b, strides)
+    (dw,) = torch.autograd.grad(y, w, dy)
+    return {"y": torch.relu(y).detach().numpy(), "dw": dw.numpy()}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_strided_convolutions_of_few_channels_are_computed_over_blocks(name: str) -> None:
+    model, feeds = blocked(name, ir.DataType.FLOAT16)
+    run(model, "layout", Context())
+    taken = [n for n in model.graph if n.op_type.startswith("ChannelsLastConv")]
+    assert [n.op_type for n in taken] == ["ChannelsLastConv", "ChannelsLastConvGradWeight"]
+    assert all(set(n.attributes["strides"].as_ints()) == {1} and not any(n.attributes["pads"].as_ints()) for n in taken)
+    assert all(n.inputs[0].shape[-1] % 8 == 0 for n in taken), "16 bytes of channels"
+    decompose_graph(model.graph, lambda node: False)
+    found = BACKENDS["numpy"](threads=1).run_whole(ir.to_proto(model), feeds)
+    for key, value in of_pytorch(name, feeds).items():
+        assert float(np.abs(value).max()) < 2048, "a whole number of half precision"
+        np.testing.assert_array_equal(found[key].astype(np.float32), value, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"group": 3}, {"dilations": [2, 2]}, {"strides": [1, 1]}, {"dtype": ir.DataType.FLOAT}, {"kernel": 1}, {"channels": 6}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_convolutions_are_not_cut_into_blocks(change: dict[str, Any]) -> None:
+    """Groups, dilation, steps of one pixel, single precision, windows that skip pixels, and channels enough."""
+    attributes = dict(change)
+    channels, kernel = attributes.pop("channels", 3), attributes.pop("kernel", 3)
+    dtype = attributes.pop("dtype", ir.DataType.FLOAT16)
+    model, _ = new_model({})
+    shapes = ((1, channels, 12, 12), (6, channels // attributes.get("group", 1), kernel, kernel))
+    given = [ir.Value(name=n, type=ir.TensorType(dtype), shape=ir.Shape(list(s))) for n, s in zip("xw", shapes, strict=True)]
+    model.graph.inputs.extend(given)
+    y = Builder(model.graph).Conv(*given, **{"strides": [2, 2], **attributes})
+    model.graph.outputs.append(y)
+    run(model, "layout", Context())
+    (found,) = [n for n in model.graph if n.op_type == "ChannelsLastConv"]
+    assert list(found.attributes["strides"].as_ints()) == attributes.get("strides", [2, 2])
 
 
 @pytest.mark.large
