@@ -87,7 +87,8 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     blocks = Blocks.of(x, node.outputs[0], attributes)
     if blocks is None:
         extra = _missing_channels(x, node, least)
-        xs, ws = (_padded(walk, walk.arranged(v, _order(v)), extra) for v in (x, w))
+        xs, ws = walk.arranged(x, _order(x)), walk.arranged(w, _order(w))
+        xs, ws = _padded(walk, xs, extra), _padded(walk, ws, extra)
     else:
         attributes = blocks.attributes
         xs, ws = blocks.image(walk.op, x), blocks.weight(walk.op, w)

@@ -320,6 +320,7 @@ def test_resnet50_turns_only_its_input(exported: Callable[[str], str]) -> None:
     )
     shapes = {"input": (256, *SPECS["resnet50"].inputs), "label": (256,)}
     model = prepare(program.model, shapes, Holding("layout"))
-    assert len(turned(model)) == 1
+    large = [n.inputs[0] for n in model.graph if n.op_type == "Transpose" and np.prod(n.inputs[0].shape.numpy()) > 2**22]
+    assert [tuple(v.shape) for v in large] == [(256, 4, 115, 2, 115, 2)], "the image in blocks"
     turns = [n for n in model.graph if n.op_type == "Transpose"]
     assert len(turns) == 1 + 17 + 17, "16 kernels of 3 x 3 and the stem, and their gradients; 1 x 1 needs none"
