@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.choices import Choices, file_name
 from graphc.backends.cupy.epilogues import by_rule, product_of
 from graphc.backends.cupy.nodes import library
-from graphc.backends.cupy.products import DOMAIN, TYPES, Call, Layout, Matrix, Product, call_of, is_product
+from graphc.backends.cupy.products import DOMAIN, HALVES, TYPES, Call, Layout, Matrix, Product, call_of, is_product
 from graphc.device import ALIGNMENT, Run
 from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
 
@@ -115,7 +115,8 @@ class Products:
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         """Whether ``joined`` takes less time than ``apart`` and a kernel that moves ``saved`` bytes."""
         if self._deterministic:  # times differ from run to run, and who adds up a bias gradient in which order is not said
-            return by_rule(joined, apart, saved) and not any(p.bias_gradient for p in joined)
+            allowed = by_rule(joined, apart, saved) and not any(p.bias_gradient for p in joined)
+            return allowed and all(self.seconds(p) < math.inf for p in joined)
         kernel = saved / BYTES_PER_SECOND + LAUNCH if saved else 0.0
         return sum(map(self.seconds, joined)) <= 1.02 * sum(map(self.seconds, apart)) + kernel
 
@@ -141,7 +142,7 @@ class Products:
     def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:
         """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
         plan = Plan(self._lt, self._compute, product, NOWHERE, self._tf32)
-        proposals = self._proposals(plan, aligned)
+        proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
         best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
         if not proposals:
             return best
@@ -153,20 +154,24 @@ class Products:
             return {"algorithm": proposals[0].tolist(), "seconds": product.flops / product.rounds / FLOPS_PER_SECOND}
         plan = Plan(self._lt, self._compute, product, pointers, self._tf32)
         for algorithm in proposals:
-            spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
+            try:
+                spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
+            except self._lt.cuBLASLtError:  # what is proposed need not run
+                continue
             if not best["algorithm"] or spent < best["seconds"]:
                 best = {"algorithm": algorithm.tolist(), "seconds": spent}
         del memory
         self._device.cupy.get_default_memory_pool().free_all_blocks()
         return best
 
-    def _proposals(self, plan: Plan, aligned: Sequence[int]) -> list[Any]:
+    def _proposals(self, plan: Plan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
+        """Algorithms; ``exact``: where several blocks share a sum, they leave their parts in the type in which it is taken."""
         lt = self._lt
         preference = lt.matmul_preference_create()
         names = lt.MatmulPreferenceAttribute
         values = {names.MAX_WORKSPACE_BYTES: WORKSPACE}
         values.update(zip([names[f"MIN_ALIGNMENT_{x}_BYTES"] for x in "ABCD"], aligned, strict=True))
-        if self._deterministic:
+        if exact:
             values[names.REDUCTION_SCHEME_MASK] = COMPUTE_TYPE
         for attribute, value in values.items():
             held = np.array([value], dtype=lt.get_matmul_preference_attribute_dtype(int(attribute)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -359,3 +360,30 @@ def test_large_products_on_the_gpu_repeat_their_bits_and_keep_what_was_measured(
     assert "relu" in held
     run_segment(model, feeds, gpu(Options()))
     assert path.read_text() == held, "nothing is measured twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_sums_of_half_precision_are_taken_in_float32_to_the_end(kind: str, gpu: Callable[[Options], Any]) -> None:
+    """However many blocks share them: 4096.5 would be rounded where a part of a sum is left in half precision."""
+    dtype = np.dtype(getattr(ml_dtypes, kind, np.float16))
+    text = f"({kind}[16,32768] a, {kind}[32768,16] b) => ({kind}[16,16] y) {{ y = MatMul(a, b) }}"
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
+    b = np.zeros((32768, 16), dtype)
+    b[0], b[1], b[-1] = 4096, 0.5, -4096
+    results, _ = run_segment(model, {"a": np.ones((16, 32768), dtype), "b": b}, gpu(Options()))
+    assert (results["y"] == 0.5).all()
+
+
+@pytest.mark.gpu
+def test_what_the_library_lacks_is_no_epilogue_in_runs_that_repeat_their_bits(gpu: Callable[[Options], Any]) -> None:
+    """Three columns of float32 do not begin at 16 bytes; whatever the library makes of that, the results are right."""
+    text = "(float[64,160] a, float[160,3] b, float[3] c) => (float[64,3] y)"
+    text += ' { z0 = MatMul(a, b)  z = Add(z0, c)  y = Gelu <approximate="tanh"> (z) }'
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("a", (64, 160)), ("b", (160, 3)), ("c", 3))}
+    results, _ = run_segment(model, feeds, gpu(Options(deterministic=True)))
+    z = feeds["a"].astype(np.float64) @ feeds["b"] + feeds["c"]
+    expected = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    np.testing.assert_allclose(results["y"], expected, rtol=0, atol=1e-4)

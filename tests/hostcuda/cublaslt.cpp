@@ -66,7 +66,7 @@ static void write(char* at, int type, int64_t k, double x) {
   }
 }
 struct Call {
-  Layout a, b, c, d; bool ta, tb; int epilogue, scale, bias_type; int64_t aux_ld; char *bias, *aux; int64_t m, n, k;
+  Layout a, b, c, d; bool ta, tb; int epilogue, scale, bias_type; int64_t aux_ld; char *bias, *aux; int64_t m, n, k; bool rounds;
 };
 // What the library checks before it looks for an algorithm.
 static int describe(Call& x, const Attributes* desc, const Attributes* a, const Attributes* b, const Attributes* c, const Attributes* d) {
@@ -89,6 +89,7 @@ static int describe(Call& x, const Attributes* desc, const Attributes* a, const 
     if (!x.aux || x.aux_ld < x.m || x.aux_ld % (relu ? 128 : 8)) return refuse(INVALID, "aux pointer or leading dimension");
     if ((size_t)x.aux % 16) return refuse(INVALID, "aux alignment");
   }
+  if (e & ~(1 | 2 | 4)) for (Layout* l : {&x.a, &x.b, &x.c, &x.d}) if (l->ld * size_of(l->type) % 16) return refuse(UNSUPPORTED, "an epilogue, and columns that do not begin at 16 bytes");
   if (x.d.batch > 1 && (e & 128)) return refuse(INVALID, "aux of a batch needs a stride");
   return OK;
 }
@@ -96,8 +97,9 @@ LT int cublasLtMatmulAlgoGetHeuristic(void*, Attributes* desc, Attributes* a, At
                                       char* results, int* found) {
   Call x; *found = 0;
   if (int status = describe(x, desc, a, b, c, d)) return status;
-  for (int k = 0; k < 3 && k < asked; ++k, ++*found) {
-    uint64_t algo[8] = {77u + k, 0, 0, 0, 0, preference->get<uint64_t>(1, 0), 0, 0};
+  bool rounds = preference->get<uint32_t>(3, 7) & 4;  // parts of sums in the type of the result
+  for (int k = 0; k < 4 && k < asked; ++k, ++*found) {
+    uint64_t algo[8] = {77u + k, 0, 0, 0, 0, preference->get<uint64_t>(1, 0), rounds, 0};
     for (int j = 0; j < 4; ++j) algo[1 + j] = preference->get<uint32_t>(5 + j, 256);
     memset(results + 96 * k, 0, 96);
     memcpy(results + 96 * k, algo, 64);
@@ -125,7 +127,10 @@ static void multiply(const Call& x, double alpha, double beta, const char* A, co
       for (int64_t i = 0; i < m; ++i) {
         double v = 0;
         const double *p = &a[i * k], *q = &b[j * k];
-        for (int64_t l = 0; l < k; ++l) v += p[l] * q[l];
+        for (int64_t l = 0; l < k; ++l) {
+          v += p[l] * q[l];
+          if (x.rounds && l == k / 2) { char part[8]; write(part, x.d.type, 0, v); v = read(part, x.d.type, 0); }
+        }
         v *= alpha;
         if (beta) v += beta * read(ct, x.c.type, i + j * x.c.ld);
         if (e & 4) v += read(x.bias, x.bias_type, i);
@@ -150,7 +155,9 @@ LT int cublasLtMatmul(void*, Attributes* desc, const void* alpha, const char* A,
                       Attributes* c, char* D, Attributes* d, const uint64_t* algo, void* workspace, size_t bytes, cudaStream_t stream) {
   Call x;
   if (int status = describe(x, desc, a, b, c, d)) return status;
-  if (!algo || algo[0] < 77 || algo[0] > 79) return refuse(INVALID, "algorithm");
+  if (!algo || algo[0] < 77 || algo[0] > 80) return refuse(INVALID, "algorithm");
+  if (algo[0] == 80) return UNSUPPORTED;  // a proposal need not run
+  x.rounds = algo[6];
   if (kind_of(workspace, bytes) != 2 || (size_t)workspace % 256) return refuse(INVALID, "workspace");
   double factor = x.scale == 1 ? *(double*)alpha : *(float*)alpha, share = x.scale == 1 ? *(double*)beta : *(float*)beta;
   {
