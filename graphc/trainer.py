@@ -119,7 +119,7 @@ class Trainer:
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.scalars:
             self.state.scalars.set(SEED, seed)
-        check_programs(self.comm, program)
+        check_programs(self.comm, program, self.backend.name)
         self._broadcast()
         if self._trace is not None:
             self._trace.watch(self.comm)

@@ -13,12 +13,18 @@ import graphc
 from graphc.compiler import Program
 from graphc.errors import WorldError
 from graphc.frontends import files_of
-from graphc.ir.facts import dims
+from graphc.ir.declare import SHARD
+from graphc.ir.facts import dims, is_float, state_updates
+from graphc.roles import server_options
 from graphc.runtime.communicator import Communicator
+from graphc.runtime.state import averaged_states, local_states
 
 
-def check_programs(communicator: Communicator, program: Program) -> None:
+def check_programs(communicator: Communicator, program: Program, backend: str) -> None:
     """Check that all ranks run one version of graphc on one model file with one pipeline; every rank calls it.
+
+    Args:
+        backend: what this rank computes on.
 
     Raises:
         WorldError: on every rank, naming the first thing that differs and two ranks that differ in it.
@@ -26,13 +32,39 @@ def check_programs(communicator: Communicator, program: Program) -> None:
     if communicator.size == 1:
         return
     path, digest = _model_file(program.original)
-    everyone = communicator.allgather_object((graphc.__version__, path, digest))
-    _compare("versions of graphc", [version for version, _, _ in everyone], [version for version, _, _ in everyone])
-    shown = [f"{path} (sha256 {digest[:12]}…)" for _, path, digest in everyone]
-    digests = [digest for _, _, digest in everyone]
+    everyone = communicator.allgather_object((graphc.__version__, path, digest, backend))
+    versions, _, digests, backends = zip(*everyone, strict=True)
+    _compare("versions of graphc", versions, versions)
     if all(digests):  # models made in memory have no file; their graphs are compared below
-        _compare("model files", digests, shown)
-    agree(communicator, _signature(program), "program")
+        _compare("model files", digests, [f"{path} (sha256 {digest[:12]}…)" for _, path, digest, _ in everyone])
+    other = next((rank for rank, name in enumerate(backends) if name != backends[0]), None)
+    if other is None:
+        agree(communicator, _signature(program), "program")
+        return
+    mixed = f"rank 0 computes on {backends[0]!r} and rank {other} on {backends[other]!r}"
+    try:
+        agree(communicator, _signature(program), "program")
+    except WorldError as error:
+        raise WorldError(f"{mixed}, which keep other state for it, as copies in low precision are: {error}") from error
+    shared = updated_by_all(program.model.graph)
+    if shared:
+        raise WorldError(
+            f"{mixed}, which round otherwise: their copies of {shared!r}, which every rank updates, would drift apart. Give"
+            " all workers one backend, or let each value be updated by one of them: strategy='zero:stage=1' or"
+            " 'central_storage'"
+        )
+
+
+def updated_by_all(graph: ir.Graph) -> str:
+    """Some float state that every rank updates for itself, and that has to be equal on all of them; "" where there is none."""
+    if server_options(graph) is not None:
+        return ""
+    apart = {*averaged_states(graph), *local_states(graph)}
+    for node, state, _ in state_updates(graph):
+        shared = is_float(state) and not node.attributes.get_string(SHARD, "")
+        if shared and (state.name or "") not in apart:
+            return state.name or ""
+    return ""
 
 
 def _compare(what: str, values: Sequence[str], shown: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ class QueuedCommunicator(ABC):
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
         asked = check_collective(array, self.size, op, options)
         check_layout(array)
-        action = self._action(array, asked, f"{asked.kind} {tag}")
+        action = self._action(array, asked, f"{asked.kind} {tag}".rstrip())
         return Handle(action, asked.kind, asked.reduction, tag, array.nbytes, overlap=asked.overlap)
 
     def begin(self, handle: Handle) -> None:

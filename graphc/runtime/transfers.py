@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from graphc.device import Array, Run, Waits, in_order
+from graphc.device import Array, Choice, Run, Waits, in_order
 from graphc.errors import ModelError
 from graphc.ir.names import STEP
 from graphc.runtime.communicator import Communicator
@@ -25,6 +25,8 @@ class Transfers:
         self._prepared: dict[str, Any] = {}
         self._sparse: dict[str, SparseSum] = {}
         self._done = 0
+        self._ahead: set[str] = set()  # tags of what only queues, in steps that are known before they begin
+        self._picks: dict[tuple[float, ...], Callable[[], int]] = {}
 
     def bind(self, step: Step, index: int) -> Run:
         """``step`` is step ``index`` of the plan."""
@@ -39,24 +41,24 @@ class Transfers:
         part = flat[slice(*transfer.parts[plan.rank])] if transfer.parts else flat[:0]
         if step.kind == "wait":
             sink = self._places.buffers[transfer.sink].view(transfer.dtype) if transfer.sink else None
-            return self._bind_wait(transfer, memory.bind_copy(sink, part) if sink is not None else None)
+            return self._bind_wait(transfer, index, [memory.bind_copy(sink, part)] if sink is not None else [])
         before = [memory.bind_fill(flat[slice(*gap)], 0) for gap in transfer.gaps]
         if transfer.source:
             before.append(memory.bind_copy(part, self._places.buffers[transfer.source].view(transfer.dtype)))
         return self._bind_start(step, index, flat, before)
 
-    def _bind_wait(self, transfer: Transfer, after: Run | None) -> Run:
+    def _bind_wait(self, transfer: Transfer, index: int, after: list[Run]) -> Run:
         handles, comm, tag, prepared = self._handles, self._comm, transfer.tag, self._prepared[transfer.tag]
         assert comm is not None
-        if prepared.queued and not _is_conditional(transfer):
-            return in_order([functools.partial(comm.wait, prepared), *([after] if after is not None else [])])
+        if tag in self._ahead:
+            return self._queued(transfer, index, after, [functools.partial(comm.wait, prepared), *after])
 
         def wait() -> None:
             handle = handles.pop(tag, None)
             if handle is not None:
                 comm.wait(handle)
-            if after is not None:
-                after()
+            for run in after:
+                run()
 
         return Waits(wait)
 
@@ -72,8 +74,9 @@ class Transfers:
             reduce, kind = transfer.reduce or "sum", transfer.kind
             handle = comm.prepare(flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root, overlap=overlap)
         self._prepared[tag] = handle
-        if handle.queued and not _is_conditional(transfer):
-            return in_order([*before, functools.partial(comm.begin, handle)])
+        if handle.queued and self._known_ahead(transfer, index):
+            self._ahead.add(tag)
+            return self._queued(transfer, index, before, [*before, functools.partial(comm.begin, handle)])
         skipped = self._skips(transfer, index)
 
         def start() -> None:
@@ -84,6 +87,16 @@ class Transfers:
                 comm.begin(handle)
 
         return Waits(start)
+
+    def _queued(self, transfer: Transfer, index: int, without: list[Run], whole: list[Run]) -> Run:
+        """``whole``, which only queues, or ``without`` in the steps that leave the collective out."""
+        if not _is_conditional(transfer):
+            return in_order(whole)
+        key = (transfer.every, transfer.since, transfer.first, transfer.last)
+        if key not in self._picks:  # shared by all that run in the same steps, so that they are one choice
+            skipped = self._skips(transfer, index)
+            self._picks[key] = lambda: int(not skipped())
+        return Choice([in_order(without), in_order(whole)], self._picks[key])
 
     def _overlaps(self, step: Step, index: int) -> bool:
         """Whether anything is computed between the start of a collective, which is step ``index``, and its wait."""
@@ -138,9 +151,7 @@ class Transfers:
         if STEP not in state.arrays:
             raise ModelError(f"{transfer} runs in some steps only, but the graph does not count steps in {STEP!r}")
         every, since, first, last = transfer.every, transfer.since, transfer.first, transfer.last or math.inf
-        plan = self._places.plan
-        counted = any(s.group is not None and _counts_steps(s.group) for s in plan.steps[:index])
-        number = self._number(counted)
+        number = self._number(transfer, index)
 
         def skipped() -> bool:
             now = number()
@@ -148,16 +159,28 @@ class Transfers:
 
         return skipped
 
-    def _number(self, counted: bool) -> Callable[[], int]:
-        """The number of the present step, 1 for the first; ``counted``: the graph has counted it at this point."""
+    def _number(self, transfer: Transfer, index: int) -> Callable[[], int]:
+        """The number of the present step, 1 for the first."""
         places = self._places
         done, memory = places.state.arrays[STEP], places.memory
         if memory.on_host:
+            counted = self._counted(index)
             return lambda: int(done) + (not counted)
-        skips = any(group.nodes[0].op_type in ("Tally", "LossScale") for group in places.plan.groups)
-        if counted and skips:  # a step that was skipped has not been counted
+        if not self._known_ahead(transfer, index):
             return lambda: int(memory.fetch(done))
         return lambda: self._done + 1
+
+    def _known_ahead(self, transfer: Transfer, index: int) -> bool:
+        """Whether the host knows before a step on a device if it holds the collective, which is step ``index`` of the plan.
+
+        A step that is skipped has not been counted, which only the device knows by then.
+        """
+        skips = any(group.nodes[0].op_type in ("Tally", "LossScale") for group in self._places.plan.groups)
+        return not (_is_conditional(transfer) and skips and self._counted(index))
+
+    def _counted(self, index: int) -> bool:
+        """Whether the graph has counted the present step before step ``index`` of the plan."""
+        return any(s.group is not None and _counts_steps(s.group) for s in self._places.plan.steps[:index])
 
 
 def _is_conditional(transfer: Transfer) -> bool:

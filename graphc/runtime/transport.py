@@ -87,12 +87,12 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
         raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
     if comm.size == 1 or isinstance(comm, StagedCommunicator):  # the caller has chosen
         return comm
-    if memory.on_host:
-        _check_host(comm.transport, wanted)
-        return comm
     library = find_library() if on_gpu(memory) and wanted in ("auto", "nccl") else None
     device = device_name(memory) if on_gpu(memory) else None
     offers = comm.allgather_object(Offer(device, library.name if library is not None else None, wanted))
+    if memory.on_host:  # another worker's arrays may lie on a device all the same
+        _check_host(comm.transport, wanted)
+        return comm
     choice, remark = choose(comm.transport, offers)
     if remark and comm.rank == 0:
         warnings.warn(remark, StagedWarning, stacklevel=2)

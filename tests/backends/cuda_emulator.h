@@ -40,8 +40,8 @@ static void (*body)(void**);
 static void** arguments;
 static char message[200];
 
-// Saves what a callee has to keep, and goes on with the other stack.
-__attribute__((naked, noinline)) static void change(void** from, void* to) {
+// Saves what a callee has to keep, and goes on with the other stack. Anything in memory may be another after it.
+__attribute__((naked, noipa)) static void change(void** from, void* to) {
   asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi); movq %rsi, %rsp;"
       "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
 }

@@ -7,6 +7,7 @@ CuPy's source, with ours. Everything lies in ``build/hostcuda``; what is there a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -34,6 +35,9 @@ PACKAGES = (
 )
 HIDDEN = {"nvidia/cu13/lib": ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13"), "nvidia/nccl/lib": ("libnccl.so.2",)}
 """Where the packages look for libraries first → what we put there."""
+
+KERNELS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-strict-aliasing")
+"""How kernels are compiled: rounded as written, and with the alignment that a GPU asks for."""
 
 CONSTANTS = {
     "CUPY_CUDA_VERSION": 13000,
@@ -128,7 +132,7 @@ def build(packages: Path) -> None:
     for path in (p for p in sources if p.suffix != ".h"):
         objects.append(MADE / f"{path.stem}.o")
         compiler = ("gcc",) if path.suffix == ".c" else ("g++", "-std=c++17")
-        fast = ("-O3", "-ffast-math") if path.stem == "cublaslt" else ("-O1", "-g")
+        fast = ("-O3", "-ffast-math", "-march=native") if path.stem == "cublaslt" else ("-O1", "-g")
         run(*compiler, *fast, "-fPIC", "-w", f"-I{include}", "-c", "-o", objects[-1], path)
     run("g++", "-shared", "-o", library, *objects, "-lpthread", "-ldl", "-lrt")
     (module,) = (packages / "cupy_backends" / "cuda" / "api").glob("runtime.*.so")
@@ -143,24 +147,41 @@ def build(packages: Path) -> None:
             (packages / folder / name).symlink_to(library)
 
 
+def kernel_header(include: Path) -> tuple[str, Path]:
+    """The compiler's flags for kernels, whose header is compiled once, and the folder of what they and the header made."""
+    texts = [(ROOT / "tests" / "backends" / "cuda_emulator.h").read_text(), (SOURCES / "kernel.h").read_text()]
+    digest = hashlib.sha256("".join((*KERNELS, *texts)).encode()).hexdigest()[:12]
+    folder = MADE / "cache" / digest
+    flags = (*KERNELS, f"-I{folder}", f"-I{include}")
+    if not (folder / "kernel.h.gch").exists():
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        (folder / "kernels").mkdir(parents=True)
+        for name, text in zip(("cuda_emulator.h", "kernel.h"), texts, strict=True):
+            (folder / name).write_text(text)
+        run("g++", *flags, "-x", "c++-header", "-o", folder / "kernel.h.gch", folder / "kernel.h")
+    return " ".join(flags), folder
+
+
 def main() -> None:
-    """Build what is missing, then run ``pytest -m gpu`` with the arguments given."""
+    """Build what is missing, then run pytest with the arguments given over the tests of a GPU."""
     MADE.mkdir(parents=True, exist_ok=True)
     packages = install()
     build(packages)
+    flags, folder = kernel_header(packages / "nvidia" / "cu13" / "include")
     if len(sys.argv) == 1:
         return
     changes = {
         "LD_LIBRARY_PATH": f"{MADE / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "PYTHONPATH": str(ROOT),
-        "HOSTCUDA_EMULATOR": str(ROOT / "tests" / "backends" / "cuda_emulator.h"),
-        "HOSTCUDA_INCLUDE": str(packages / "nvidia" / "cu13" / "include"),
-        "CUPY_CACHE_DIR": str(MADE / "cache" / "cupy"),
-        "GRAPHC_CACHE_DIR": str(MADE / "cache" / "graphc"),
+        "HOSTCUDA_FLAGS": flags,
+        "HOSTCUDA_KERNELS": str(folder / "kernels"),
+        "CUPY_CACHE_DIR": str(folder / "cupy"),
+        "GRAPHC_CACHE_DIR": str(folder / "graphc"),
         "OMP_NUM_THREADS": "1",
     }
     python = str(MADE / "env" / "bin" / "python")
-    os.execve(python, [python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *sys.argv[1:]], {**os.environ, **changes})
+    command = [python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "tests.hostcuda.tier", *sys.argv[1:]]
+    os.execve(python, command, {**os.environ, **changes})
 
 
 if __name__ == "__main__":

@@ -445,26 +445,11 @@ EXPORT CUresult cuOccupancyMaxPotentialBlockSize(int* grid, int* block, CUfuncti
 
 // NVRTC ------------------------------------------------------------------------------------------------------------------------
 struct Program { std::string text, log, cubin, name; std::vector<std::pair<std::string, std::string>> headers; };
+static std::string setting(const char* name) { const char* s = getenv(name); return s ? s : ""; }
 static std::string read_file(const std::string& path) { std::ifstream in(path, std::ios::binary); std::stringstream s; s << in.rdbuf(); return s.str(); }
 static void replace(std::string& text, const std::string& old, const std::string& with) {
   for (size_t at = 0; (at = text.find(old, at)) != std::string::npos; at += with.size()) text.replace(at, old.size(), with);
 }
-static const char* HEAD = R"(
-static inline void __threadfence_system() {}
-static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-)";
-static const char* TAIL = R"(
-#include <tuple>
-namespace hostcuda {
-template <class... A> struct Kernel { typedef void (*type)(A...); };
-template <class... A, size_t... I> static void* pack(void (*)(A...), void** p, std::index_sequence<I...>) {
-  return new std::tuple<std::decay_t<A>...>(*(std::decay_t<A>*)p[I]...); }
-template <class... A> static void* pack(void (*f)(A...), void** p) { return pack(f, p, std::index_sequence_for<A...>()); }
-template <class... A> static int check(void (*)(A...), int* pointers) {
-  int is[] = {std::is_pointer<A>::value..., 0}; if (pointers) memcpy(pointers, is, sizeof is); return sizeof...(A); }
-template <class... A> static void apply(void (*f)(A...), void** a) { std::apply(f, *(std::tuple<std::decay_t<A>...>*)(void*)a); }
-}
-)";
 EXPORT const char* nvrtcGetErrorString(int e) { return e == 6 ? "NVRTC_ERROR_COMPILATION" : e ? "NVRTC_ERROR" : "NVRTC_SUCCESS"; }
 EXPORT int nvrtcVersion(int* major, int* minor) { *major = 13, *minor = 0; return 0; }
 EXPORT int nvrtcGetNumSupportedArchs(int* n) { *n = 2; return 0; }
@@ -482,9 +467,7 @@ static int command(const std::string& line, std::string& log) {
   return pclose(pipe);
 }
 EXPORT int nvrtcCompileProgram(Program* p, int count, const char* const* options) {
-  char folder[] = "/tmp/hostcuda-XXXXXX";
-  if (!mkdtemp(folder)) return 1;
-  std::string dir = folder, text = p->text, flags, known[] = {"-I", "-D", "--include-path", "--define-macro", "-std", "--std", "--gpu-architecture", "-arch", "--diag", "-diag", "-default-device", "--device-as-default", "-ftz", "--ftz", "--use_fast_math", "-fmad", "--fmad", "-lineinfo", "-dopt", "--split-compile"};
+  std::string text = p->text, flags, known[] = {"-I", "-D", "--include-path", "--define-macro", "-std", "--std", "--gpu-architecture", "-arch", "--diag", "-diag", "-default-device", "--device-as-default", "-ftz", "--ftz", "--use_fast_math", "-fmad", "--fmad", "-lineinfo", "-dopt", "--split-compile"};
   for (int k = 0; k < count; ++k) {
     std::string o = options[k];
     if (std::none_of(std::begin(known), std::end(known), [&](const std::string& s) { return o.rfind(s, 0) == 0; })) { p->log = "nvrtc: error: unrecognized option " + o; return 5; }
@@ -498,25 +481,36 @@ EXPORT int nvrtcCompileProgram(Program* p, int count, const char* const* options
     std::regex r(pattern);
     for (std::sregex_iterator at(plain.begin(), plain.end(), r), end; at != end; ++at) names.insert((*at)[1]);
   }
-  std::ofstream out(dir + "/kernel.cc");
+  std::string source = "#include \"kernel.h\"\n#line 1 \"" + p->name + "\"\n" + plain + "\n";
   bool of_cupy = plain.find("#include <cupy/") != std::string::npos;
-  if (of_cupy) out << "#include <cuda_runtime.h>\n#undef __shared__\n#undef __constant__\n#undef __launch_bounds__\n#define uint2 emulated_uint2\n#define uint4 emulated_uint4\n#define rsqrt emulated_rsqrt\n#define rsqrtf emulated_rsqrtf\n";
-  out << "#include \"" << (getenv("HOSTCUDA_EMULATOR") ? getenv("HOSTCUDA_EMULATOR") : "cuda_emulator.h") << "\"\n" << HEAD;
-  if (of_cupy) out << "#undef uint2\n#undef uint4\n#undef rsqrt\n#undef rsqrtf\n";
-  out << "#line 1 \"" << p->name << "\"\n" << plain << TAIL;
+  if (of_cupy) source = "#include <cuda_runtime.h>\n#undef __shared__\n#undef __constant__\n#undef __launch_bounds__\n" + source;
   for (auto& n : names)
-    out << "static void body_" << n << "(void** a) { hostcuda::apply(" << n << ", a); }\n"
-        << "extern \"C\" void* pack_" << n << "(void** p) { return hostcuda::pack(" << n << ", p); }\n"
-        << "extern \"C\" int check_" << n << "(void**, int* q) { return hostcuda::check(" << n << ", q); }\n"
-        << "extern \"C\" const char* run_" << n << "(void* a, long long blocks, int threads, int order) { return emulated::run(body_" << n << ", (void**)a, blocks, threads, order); }\n";
-  out.close();
-  for (auto& h : p->headers) { std::ofstream header(dir + "/" + h.first); header << h.second; }
-  std::string include = getenv("HOSTCUDA_INCLUDE") ? getenv("HOSTCUDA_INCLUDE") : "/usr/local/cuda/include";
-  int status = command("g++ -std=c++17 -O0 -w -fPIC -ffp-contract=off -fsanitize=alignment,bounds -fno-strict-aliasing -shared -I" + dir + " -I" + include + flags + " -o " + dir + "/kernel.so " + dir + "/kernel.cc", p->log);
-  if (!status) p->cubin = read_file(dir + "/kernel.so") + '\0';
-  note("COMPILED %s: %d %s", names.empty() ? p->name.c_str() : names.begin()->c_str(), status, status ? p->log.substr(0, 1500).c_str() : "");
+    source += "static void body_" + n + "(void** a) { hostcuda::apply(" + n + ", a); }\n"
+              "extern \"C\" void* pack_" + n + "(void** p) { return hostcuda::pack(" + n + ", p); }\n"
+              "extern \"C\" int check_" + n + "(void**, int* q) { return hostcuda::check(" + n + ", q); }\n"
+              "extern \"C\" const char* run_" + n + "(void* a, long long blocks, int threads, int order) { return emulated::run(body_" + n + ", (void**)a, blocks, threads, order); }\n";
+  std::string everything = source + flags;
+  for (auto& h : p->headers) everything += h.first + h.second;
+  char kept[64];
+  snprintf(kept, sizeof kept, "/%016zx%016zx.so", std::hash<std::string>()(everything), std::hash<std::string>()(everything + "once more"));
+  const std::string cache = setting("HOSTCUDA_KERNELS") + kept, first = names.empty() ? p->name : *names.begin();
+  p->cubin = read_file(cache);
+  if (!p->cubin.empty()) { p->cubin += '\0'; note("KEPT %s", first.c_str()); return 0; }
+  char folder[] = "/tmp/hostcuda-XXXXXX";
+  if (!mkdtemp(folder)) return 1;
+  const std::string dir = folder;
+  std::ofstream(dir + "/kernel.cc") << source;
+  for (auto& h : p->headers) std::ofstream(dir + "/" + h.first) << h.second;
+  int status = command("g++ " + setting("HOSTCUDA_FLAGS") + flags + " -shared -I" + dir + " -o " + dir + "/kernel.so " + dir + "/kernel.cc", p->log);
+  if (!status) {
+    p->cubin = read_file(dir + "/kernel.so") + '\0';
+    std::string partial = cache + "." + std::to_string(getpid()) + (dir.c_str() + 14);
+    std::ofstream(partial, std::ios::binary).write(p->cubin.data(), p->cubin.size() - 1);
+    rename(partial.c_str(), cache.c_str());
+  }
+  note("COMPILED %s: %d %s", first.c_str(), status, status ? p->log.substr(0, 1500).c_str() : "");
   std::string ignored;
-  if (!getenv("HOSTCUDA_KEEP")) command("rm -r " + dir, ignored);
+  command("rm -r " + dir, ignored);
   return status ? 6 : 0;
 }
 static const char PTX[] = "// made up on the host\n";  // CuPy reads the compiler's version there

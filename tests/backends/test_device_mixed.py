@@ -1,0 +1,57 @@
+"""Worlds in which one worker has a device and the other has none."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from graphc.backend import BACKENDS
+from graphc.backends.cupy import CupyBackend
+from graphc.errors import WorldError
+from graphc.runtime.threads import run_threads
+from tests.backends.host_kernels import HostDevice
+from tests.backends.test_device_strategies import ADAM, DEVICE, follow, train
+from tests.training import small
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+]
+
+WORLDS = [(DEVICE, "onnxruntime"), ("onnxruntime", DEVICE)]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS._items, DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+
+
+def mixed(backends: tuple[str, ...], **options: Any) -> list[dict[str, Any]]:
+    programs = [small.compiled(ADAM, backend=backend, **options) for backend in backends]
+    return run_threads(2, lambda comm: train(comm, programs[comm.rank]))
+
+
+@pytest.mark.parametrize("backends", WORLDS, ids=str)
+def test_replicas_that_would_drift_apart_are_refused(backends: tuple[str, ...]) -> None:
+    with pytest.raises(WorldError, match=r"rank 0 computes on '\w+' and rank 1 on '\w+'.*copies of 'w1'.*'zero:stage=1'"):
+        mixed(backends)
+
+
+@pytest.mark.parametrize("backends", WORLDS, ids=str)
+def test_state_of_low_precision_that_differs_is_refused(backends: tuple[str, ...]) -> None:
+    with pytest.raises(
+        WorldError, match=r"rank 0 computes on '\w+' and rank 1 on '\w+', which keep other state .*low precision"
+    ):
+        mixed(backends, precision="bf16")
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=1", "zero:stage=3", "central_storage", "local_sgd:every=2"])
+def test_what_one_worker_updates_for_all_stays_equal(strategy: str) -> None:
+    hosts = run_threads(2, lambda comm: train(comm, small.compiled(ADAM, backend="onnxruntime", strategy=strategy)))
+    found = mixed(WORLDS[0], strategy=strategy)
+    assert found[0]["hash"] == found[1]["hash"]
+    for rank in range(2):
+        follow(found[rank], hosts[rank])
