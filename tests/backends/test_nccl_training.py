@@ -102,7 +102,9 @@ def test_training_follows_onnxruntime(strategy: str, pretended: str, exported: C
             found.prepare = watched
         part = slice(comm.rank * 4, comm.rank * 4 + 4)
         with graphc.Trainer(program, comm=found, threads=1) as trainer:
-            losses = [trainer.step({"input": x[part], "label": y[part]})["loss"] for _ in range(9 if "local" in strategy else 4)]
+            losses = [
+                trainer.step({"input": x[part], "label": y[part]})["loss"] for _ in range(9 if "local" in strategy else 4)
+            ]
             if backend == pretended and strategy != "adasum":  # that passes through the host
                 (executor,) = trainer.plans.training.values()
                 called = [run for run in executor.runs if not isinstance(run, Recording | Variants)]
