@@ -55,8 +55,8 @@ class Pointers:
     aux: int
 
 
-NOWHERE = Pointers(*[1 << 20] * 6)
-"""Addresses for questions that read nothing: aligned as memory is."""
+NOWHERE = 1 << 20
+"""An address for questions that read nothing: aligned as memory is."""
 
 
 @library("Gemm", "MatMul", f"{DOMAIN}::Product", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
@@ -141,13 +141,16 @@ class Products:
 
     def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:
         """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
-        plan = Plan(self._lt, self._compute, product, NOWHERE, self._tf32)
+        nowhere = Pointers(
+            *[NOWHERE] * 4, NOWHERE + aligned[4], NOWHERE + aligned[5]
+        )  # of the last two it looks at the address
+        plan = Plan(self._lt, self._compute, product, nowhere, self._tf32)
         proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
         best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
         if not proposals:
             return best
         try:
-            memory, pointers = (None, NOWHERE) if self._deterministic else self._noise(product)
+            memory, pointers = (None, nowhere) if self._deterministic else self._noise(product)
         except DeviceMemoryError:
             memory = None
         if memory is None:
@@ -170,7 +173,7 @@ class Products:
         preference = lt.matmul_preference_create()
         names = lt.MatmulPreferenceAttribute
         values = {names.MAX_WORKSPACE_BYTES: WORKSPACE}
-        values.update(zip([names[f"MIN_ALIGNMENT_{x}_BYTES"] for x in "ABCD"], aligned, strict=True))
+        values.update(zip([names[f"MIN_ALIGNMENT_{x}_BYTES"] for x in "ABCD"], aligned[:4], strict=True))
         if exact:
             values[names.REDUCTION_SCHEME_MASK] = COMPUTE_TYPE
         for attribute, value in values.items():
@@ -303,15 +306,16 @@ def compute_type(compute: Any, dtype: ir.DataType, tf32: bool) -> Any:
     return compute.COMPUTE_32F_FAST_TF32 if dtype == ir.DataType.FLOAT and tf32 else compute.COMPUTE_32F
 
 
-def alignments(p: Product, at: Pointers | None) -> tuple[int, int, int, int]:
-    """Bytes to which the library's A, B, C and D are aligned; without pointers, as values in planned memory are."""
+def alignments(p: Product, at: Pointers | None) -> tuple[int, ...]:
+    """Bytes to which the library's A, B, C, D, bias and aux are aligned; without pointers, as values in planned memory are."""
     found = []
     for name, m, dtype in (("b", p.b, p.dtype), ("a", p.a, p.dtype), ("c", p.c, p.result), ("d", p.d, p.result)):
         size = int(dtype.itemsize)
         matrix = p.d if m is None else m
         base = 0 if at is None else getattr(at, name if m is not None else "d")
         found.append(math.gcd(ALIGNMENT, base, matrix.offset * size, matrix.round_step * size))
-    return found[0], found[1], found[2], found[3]
+    vectors = (0, 0) if at is None else (at.bias, at.aux)
+    return *found, *(math.gcd(ALIGNMENT, base) for base in vectors)
 
 
 def _extent(m: Matrix, p: Product) -> int:

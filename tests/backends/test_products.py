@@ -387,3 +387,20 @@ def test_what_the_library_lacks_is_no_epilogue_in_runs_that_repeat_their_bits(gp
     z = feeds["a"].astype(np.float64) @ feeds["b"] + feeds["c"]
     expected = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
     np.testing.assert_allclose(results["y"], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_bias_may_begin_anywhere(gpu: Callable[[Options], Any]) -> None:
+    """As a slice that a loop walks over does: the library would read 16 bytes at once where it is told nothing."""
+    text = "(float[16,16] a, float[16,16] b, float[16] c) => (float[16,16] y) { z = MatMul(a, b)  y = Add(z, c) }"
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
+    device = gpu(Options())
+    (call,) = compile_segment(model, choose=lambda *_: True).calls
+    assert isinstance(call, NodeCall)
+    rng = np.random.default_rng(0)
+    a, b, held = (rng.standard_normal(s).astype(np.float32) for s in ((16, 16), (16, 16), 20))
+    given = [device.put(x) for x in (a, b, held)]
+    for start in (0, 1, 2, 4):
+        y = device.zeros(1024).view(np.float32).reshape(16, 16)
+        device.library(Products).bind(call.node, [*given[:2], None, given[2][start : start + 16]], [y])()
+        np.testing.assert_allclose(device.fetch(y), a @ b + held[start : start + 16], rtol=0, atol=1e-5)

@@ -99,7 +99,7 @@ LT int cublasLtMatmulAlgoGetHeuristic(void*, Attributes* desc, Attributes* a, At
   if (int status = describe(x, desc, a, b, c, d)) return status;
   bool rounds = preference->get<uint32_t>(3, 7) & 4;  // parts of sums in the type of the result
   for (int k = 0; k < 4 && k < asked; ++k, ++*found) {
-    uint64_t algo[8] = {77u + k, 0, 0, 0, 0, preference->get<uint64_t>(1, 0), rounds, 0};
+    uint64_t algo[8] = {77u + k, 0, 0, 0, 0, preference->get<uint64_t>(1, 0), rounds, ((size_t)x.bias | (size_t)x.aux | 16) & 31};
     for (int j = 0; j < 4; ++j) algo[1 + j] = preference->get<uint32_t>(5 + j, 256);
     memset(results + 96 * k, 0, 96);
     memcpy(results + 96 * k, algo, 64);
@@ -168,5 +168,6 @@ LT int cublasLtMatmul(void*, Attributes* desc, const void* alpha, const char* A,
   }
   const char* at[] = {A, B, C, D};
   for (int k = 0; k < 4; ++k) if ((size_t)at[k] % algo[1 + k]) return refuse(INVALID, "an operand is not aligned as the algorithm was told");
+  if (((size_t)x.bias | (size_t)x.aux) % (algo[7] & -algo[7])) return refuse(INVALID, "bias or aux is not aligned as the algorithm was told");
   return host::push(stream, [=] { multiply(x, factor, share, A, B, C, D); }) ? 13 : OK;
 }
