@@ -52,6 +52,10 @@ BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataT
 """Whole numbers of less than a byte, each in a byte of its own, as numpy holds them."""
 
 
+EXACT = ("bfloat_load(", "bfloat_round(")
+"""What an expression begins with whose value is a bfloat."""
+
+
 def compute_type(dtype: ir.DataType) -> str:
     """The C type in which values of ``dtype`` are computed."""
     if dtype in HALVES or dtype in SMALL:

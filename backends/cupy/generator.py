@@ -211,7 +211,10 @@ class Generator(Values):
                 if node in online:
                     continue
                 if node in maxima:
-                    lines.append(f"add_exponential({maxima[node]}, {total}, {self._pull(node.inputs[0], self._index, None)});")
+                    held = self._name("e")
+                    self._scope.heads.append(f"float {held}[VECTOR];")
+                    self._scope.tails.append(f"add_exponentials<VECTOR>({maxima[node]}, {total}, {held});")
+                    lines.append(f"{held}[v] = {self._pull(node.inputs[0], self._index, None)};")
                     continue
                 each = rule.each(self._pull(node.inputs[0], self._index, None), dtype)
                 lines.append(f"{total} = {rule.combine}::of({total}, {each});")
@@ -255,11 +258,17 @@ class Generator(Values):
         whole = scope is not None and self._is_whole(offset, scope)
         self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
         if not whole or scope is None:
-            return expressions.store(dtype_of(value), f"{name}[{self._text(offset)}]", result)
+            return self._stored(value, f"{name}[{self._text(offset)}]", result)
         pack = self._name("w")
         scope.heads.append(f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR> {pack};")
         scope.tails.append(f"store_pack<VECTOR>({name} + {self._text(offset, base=True)}, {pack});")
-        return expressions.store(dtype_of(value), f"{pack}.at[v]", result)
+        return self._stored(value, f"{pack}.at[v]", result)
+
+    def _stored(self, value: ir.Value, place: str, result: str) -> str:
+        """The statement that writes ``result``; a bfloat that was rounded before loses nothing but zeros."""
+        if dtype_of(value) == ir.DataType.BFLOAT16 and result in self._exact:
+            return f"{place} = bfloat_exact({result});"
+        return expressions.store(dtype_of(value), place, result)
 
     def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
         """The statement that adds the bit of an element to a byte, which is stored behind the last of its vector."""

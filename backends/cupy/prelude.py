@@ -9,10 +9,19 @@ the device.
 from __future__ import annotations
 
 COMMON = r"""
+#define NAN_VALUE bits_to_float(0x7FC00000u)
+#define INFINITY_VALUE bits_to_float(0x7F800000u)
 constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;
 typedef unsigned short half_bits;
 typedef struct { unsigned short bits; } bfloat_bits;
 static DEVICE inline float bfloat_load(bfloat_bits x) { return bits_to_float((unsigned int)x.bits << 16); }
+#ifdef HAS_BFLOAT
+static DEVICE inline bfloat_bits bfloat_store(float x) {
+  bfloat_bits y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+#else
 static DEVICE inline bfloat_bits bfloat_store(float x) {
   unsigned int bits = float_to_bits(x);
   bfloat_bits y;
@@ -20,16 +29,33 @@ static DEVICE inline bfloat_bits bfloat_store(float x) {
   else y.bits = (unsigned short)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
   return y;
 }
+#endif
+// Of a number that is a bfloat already.
+static DEVICE inline bfloat_bits bfloat_exact(float x) {
+  bfloat_bits y;
+  y.bits = (unsigned short)(float_to_bits(x) >> 16);
+  return y;
+}
 static DEVICE inline float bfloat_round(float x) { return bfloat_load(bfloat_store(x)); }
 static DEVICE inline float half_round(float x) { return half_load(half_store(x)); }
 static DEVICE inline long long clamp_index(long long index, long long size) {
   return index < 0 ? 0 : index >= size ? size - 1 : index;
 }
+// The place that a class has, counted from the end where it is negative; -1 where there is none.
+static DEVICE inline INDEX class_index(long long index, long long size) {
+  const long long place = index < 0 ? index + size : index;
+  return place >= 0 && place < size ? (INDEX)place : (INDEX)-1;
+}
 static DEVICE inline INDEX lesser(INDEX a, INDEX b) { return a < b ? a : b; }
-// Σ exp(x − most) while the maximum grows; what one thread has is brought to the maximum of all.
-static DEVICE inline void add_exponential(float& sum, float& most, float x) {
-  if (x > most) { sum = sum * FAST_EXP(most - x) + 1.0f; most = x; }
-  else sum += x == most ? 1.0f : FAST_EXP(x - most);
+// Σ exp(x − most) while the maximum grows: once a vector the sum is brought to the new one. What each thread has is brought to
+// the maximum of all at the end. Where nothing but −∞ has been met, the sum is 0.
+template <int N> static DEVICE inline void add_exponentials(float& sum, float& most, const float (&x)[N]) {
+  float more = most;
+  UNROLL for (int v = 0; v < N; ++v) more = fmaxf(more, x[v]);
+  const float base = more == -INFINITY_VALUE ? 0.0f : more;
+  sum *= FAST_EXP(most - base);
+  UNROLL for (int v = 0; v < N; ++v) sum += FAST_EXP(x[v] - base);
+  most = more;
 }
 static DEVICE inline float rescaled(float sum, float own, float most) { return own == most ? sum : sum * FAST_EXP(own - most); }
 #define ACROSS (THREADS / LANES)
@@ -51,15 +77,24 @@ static DEVICE inline float rescaled(float sum, float own, float most) { return o
 #define ROW_CHUNK(r) const INDEX r = lesser(((INDEX)(BLOCK / SPLITS) * ACROSS + THREAD % ACROSS) * VECTOR, ROWS - VECTOR);
 #define EACH(v) UNROLL for (int v = 0; v < VECTOR; ++v)
 template <class T, int N> struct Pack { T at[N]; };
-#define NAN_VALUE bits_to_float(0x7FC00000u)
-#define INFINITY_VALUE bits_to_float(0x7F800000u)
 """
 
 CUDA = (
     r"""
 #define DEVICE __device__
 #define RESTRICT __restrict__
-#define FAST_EXP __expf
+#define FAST_EXP fast_exp
+#if __CUDA_ARCH__ >= 800
+#define HAS_BFLOAT
+#endif
+// What is smaller than normal numbers becomes 0: __expf takes three instructions more to keep it.
+static __device__ inline float fast_exp(float x) {
+#ifdef __CUDA_ARCH__
+  float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f)); return y;
+#else
+  return __expf(x);
+#endif
+}
 #define UNROLL _Pragma("unroll")
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
 #define BLOCK ((long long)blockIdx.x)

@@ -71,6 +71,8 @@ class Values:
         self._row = Scope()
         self._scope = self._row
         self._uniform: set[str] = set()
+        self._exact: set[str] = set()
+        self._varying: set[str] = set()
         self._loop_number = 0
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
@@ -102,6 +104,8 @@ class Values:
             return text
         scope = self._scope_of(index, guard)
         scope.known[key] = name = self._define(scope, "t", compute_type(dtype_of(value)), text)
+        if text.startswith(expressions.EXACT):
+            self._exact.add(name)
         return name
 
     def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
@@ -111,10 +115,26 @@ class Values:
             scope.heads.append(f"{kind} {name}[VECTOR];")
             scope.lines.append(f"{name}[v] = {text};")
             return f"{name}[v]"
-        scope.lines.append(f"const {kind} {name} = {text};")
+        if self._varies(text):
+            self._varying.add(name)
+            scope.lines.append(f"const {kind} {name} = {text};")
+        else:
+            scope.heads.append(f"const {kind} {name} = {text};")
         if scope is not self._row:
             self._inner.add(name)
         return name
+
+    def _varies(self, text: str) -> bool:
+        """Whether elements of one vector differ in ``text``; the compiler does not find out what is equal for all of them."""
+        words = re.findall(r"\w+", text)
+        if self.form.variable is None or "v" in words or not self._varying.isdisjoint(words):
+            return True
+        for number in re.findall(r"@(\d+)@", text):
+            linear, base = self._linears[int(number)]
+            for variable, _ in linear.variables():
+                if variable.name in self._varying or (variable == self.form.variable and not base):
+                    return True
+        return False
 
     def _scope_of(self, index: Map, guard: str | None) -> Scope:
         """Where a value with this index is computed: once a row unless it depends on the column."""
@@ -151,10 +171,9 @@ class Values:
         form = self.form
         if form.variable is None:
             return False
-        settled = (
-            set() if scope is self._row or form.strided else {v for v, _ in offset.variables() if v.name not in self._inner}
-        )
-        if any(v not in settled and v not in self._variables for v, _ in offset.variables()):
+        found_out = {v for v, _ in offset.variables()}.difference(self._variables)
+        unsettled = self._varying if scope is self._row else self._inner
+        if any(form.strided or v.name in unsettled for v in found_out):
             return False
         found = 0
         for term, coefficient in offset.terms:
@@ -323,8 +342,12 @@ class Values:
         axis = node.attributes.get_int("axis", -1) % len(index)
         place = self._pull(node.inputs[0], (*index[:axis], *index[axis + 1 :]), guard)
         off, on = (self._pull(values, (Linear.of(k),), guard) for k in range(2))
-        wrapped = f"({place} < 0 ? {place} + {depth[0]} : {place})"
-        return f"({wrapped} == {self._text(index[axis])} ? {on} : {off})"
+        chosen = self._class((*index[:axis], *index[axis + 1 :]), place, depth[0], guard)
+        return f"({chosen} == {self._text(index[axis])} ? {on} : {off})"
+
+    def _class(self, at: Map, index: str, size: int, guard: str | None) -> str:
+        """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
+        return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
 
     def diagonal(self, node: ir.Node, index: Map, guard: str | None) -> str:
         shift, dtype = node.attributes.get_int("k", 0), dtype_of(node.outputs[0])
@@ -341,9 +364,9 @@ class Values:
             raise NotFusibleError("ScatterElements of several elements a row")
         at = (*index[:axis], Linear(), *index[axis + 1 :])
         place, old, new = (self._pull(v, i, guard) for v, i in ((indices, at), (data, index), (updates, at)))
-        wrapped = f"({place} < 0 ? {place} + {shape_of(data)[axis]} : {place})"
+        chosen = self._class(at, place, shape_of(data)[axis], guard)
         changed = f"({old} + {new})" if reduction == "add" else new
-        return f"({wrapped} == {self._text(index[axis])} ? {changed} : {old})"
+        return f"({chosen} == {self._text(index[axis])} ? {changed} : {old})"
 
     # Text -------------------------------------------------------------------------------------------------------------
 

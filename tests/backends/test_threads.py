@@ -122,7 +122,7 @@ FORMS: dict[str, Callable[[KernelCall], bool]] = {
     "elements": lambda call: call.source.form.vector == 8,
     "short rows": lambda call: call.shape.lanes <= 8,
     "rows of a warp": lambda call: call.shape.lanes == 32 and bool(call.source.form.held),
-    "long rows": lambda call: "add_exponential(" in call.source.body,
+    "long rows": lambda call: "add_exponentials<" in call.source.body,
     "columns": lambda call: call.source.form.strided and call.source.form.vector == 8 and call.shape.splits > 1,
     "packed heads": lambda call: "load_pack" in call.source.body and call.source.form.strided,
 }
