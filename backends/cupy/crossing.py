@@ -149,7 +149,11 @@ def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) ->
     sizes = [max(4, stored_bytes(dtype_of(node.outputs[0]))) for node in sums.reductions]
     words = sum(stored_bytes(dtype_of(value)) for value, _ in held) + sum(sizes)
     lanes = 1 if not wide else next((n for n in (WARP, 128, 256, 512) if _registers(spec, n, vector, words) <= REGISTERS), 0)
-    if not lanes or (wide and spec.columns * max(sizes) > SHARED):
+    together = sum(
+        {compute_type(dtype_of(node.outputs[0])): size for node, size in zip(sums.reductions, sizes, strict=True)}.values()
+    )
+    each = -(-spec.columns // (max(1, lanes) * vector)) * vector
+    if not lanes or (wide and (spec.columns * together > SHARED or each > forms.UNROLLED)):
         return None
     form = Form(vector, "columns", variable, held=held)
     shape = _shape(spec, lanes, _registers(spec, lanes, vector, words)) if wide else _host_shape(spec)

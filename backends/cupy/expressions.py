@@ -52,6 +52,10 @@ BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataT
 """Whole numbers of less than a byte, each in a byte of its own, as numpy holds them."""
 
 
+NARROW = dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16), "int")
+NARROW[ir.DataType.UINT32] = "long long"
+"""Whole numbers to which a float comes by way of wider ones, so that what is too large or negative keeps its low bits."""
+
 EXACT = ("bfloat_load(", "bfloat_round(")
 """What an expression begins with whose value is a bfloat."""
 
@@ -171,12 +175,12 @@ def _mod(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     if dtype.is_floating_point():
         call = f"{_f('fmod', dtype)}({a[0]}, {a[1]})"
         return call if fmod else f"floor_mod({a[0]}, {a[1]})"
-    return f"({a[0]} % {a[1]})" if fmod else f"floor_mod({a[0]}, {a[1]})"
+    return f"({a[0]} % {a[1]})" if fmod else f"floor_mod<{compute_type(dtype)}>({a[0]}, {a[1]})"
 
 
 def _pow(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    if not dtype.is_floating_point():
-        return f"(({compute_type(dtype)})pow((double){a[0]}, (double){a[1]}))"
+    if not dtype.is_floating_point():  # pow of a GPU may be off by its last bit, so that 5³ becomes 124
+        return f"whole_power<{compute_type(dtype)}>({a[0]}, {a[1]})"
     exponent = a[1].strip("()").rstrip("f")
     try:
         power = float(exponent)
@@ -314,4 +318,6 @@ def cast(source: ir.DataType, target: ir.DataType, value: str, node: ir.Node) ->
         return f"{SMALL[target]}::round((float){value}, {saturate})"
     if target in BITS:
         return wrapped(target, f"(int){value}")
+    if source.is_floating_point() and target in NARROW:  # as on CPUs; CUDA's own conversion ends at 0 and the greatest
+        value = f"({NARROW[target]}){value}"
     return f"(({compute_type(target)}){value})"

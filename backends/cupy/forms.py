@@ -11,7 +11,9 @@ from graphc.backends.cupy.expressions import stored_bytes
 from graphc.backends.cupy.generator import Generator
 from graphc.backends.cupy.indexing import Variable
 from graphc.backends.cupy.launch import BLOCKS, WARP, Shape, spread
+from graphc.backends.cupy.masks import BITS, packs
 from graphc.backends.cupy.source import Form, Source, Spec
+from graphc.backends.cupy.views import size_of
 from graphc.ir.facts import constant
 
 WIDEST = 16
@@ -24,6 +26,12 @@ EACH = 32
 
 HELD = 64
 """Registers that may hold operands from one loop to the next."""
+
+FULL = 40
+"""The same in a block of 1024 threads, each of which has 64 registers in all."""
+
+UNROLLED = 64
+"""Elements of a row up to which a thread's loop over them is unrolled (:mod:`.prelude`): what it holds then has registers."""
 
 
 def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
@@ -42,8 +50,9 @@ def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
     repeated = [key for key, loops in generator.uses.items() if len(loops) > 1 and constant(key[0]) is None]
     lanes = rows_of(spec, vector, held=True).lanes if wide else 1
     chunks = -(-spec.columns // (lanes * vector))
-    registers = sum(-(-chunks * vector * (stored_bytes(value.dtype) if value.dtype else 4) // 4) for value, _ in repeated)
-    if not repeated or registers > (HELD if wide else 1 << 12):
+    registers = chunks * sum(-(-vector * stored_bytes(value.dtype) // 4) for value, _ in repeated if value.dtype)
+    most = FULL if lanes == 1024 else HELD
+    if not repeated or registers > (most if wide else 1 << 12) or (wide and chunks * vector > UNROLLED):
         return plain
     return Form(vector, along, variable, held=frozenset(repeated))
 
@@ -58,14 +67,13 @@ def vector_of(generator: Generator, source: Source, along: str) -> tuple[int, Va
     variable, size = generator.innermost(along)
     if variable is None:
         return 1, None
-    widths = [
-        stored_bytes(access.value.dtype)
-        for access in source.traffic
-        if access.value.dtype is not None and dict(access.offset.terms).get(variable) == 1
-    ]
+    taken = [access.value for access in source.traffic if dict(access.offset.terms).get(variable) == 1]
+    widths = [stored_bytes(value.dtype) for value in taken if value.dtype is not None]
     vector = min(WIDEST // min(widths), 2 * WIDEST // max(widths)) if widths else 1
     vector = min(8, vector)
-    while size % vector:
+    # An array may begin at any multiple of its own size, as what a Scan slices off does.
+    sizes = (size, *(size_of(value) * (BITS if packs(value) else 1) for value in taken))
+    while any(each % vector for each in sizes):
         vector //= 2
     return (vector, variable) if vector > 1 else (1, None)
 

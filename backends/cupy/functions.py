@@ -106,7 +106,21 @@ template <class TO, class FROM> static DEVICE inline TO same_bits(FROM x) {
 }
 """
 
-FUNCTIONS = {"philox_word": PHILOX, "same_bits": BITS}
+POWER = r"""
+// base to a whole power, modulo the size of T; to a negative one 0, but for 1 and -1.
+template <class T> static DEVICE inline T power_of_whole(T base, long long exponent) {
+  if (exponent < 0) return base == 1 ? (T)1 : base == (T)-1 ? (T)(exponent % 2 ? -1 : 1) : (T)0;
+  unsigned long long result = 1, factor = (unsigned long long)base;
+  for (; exponent; exponent >>= 1, factor *= factor) if (exponent & 1) result *= factor;
+  return (T)result;
+}
+template <class T, class E> static DEVICE inline T whole_power(T base, E exponent) {
+  const long long whole = (long long)exponent;
+  return (E)whole == exponent ? power_of_whole<T>(base, whole) : (T)pow((double)base, (double)exponent);
+}
+"""
+
+FUNCTIONS = {"philox_word": PHILOX, "same_bits": BITS, "whole_power": POWER}
 SMALL_NAMES = ("e4m3fn", "e5m2", "e2m1", "e8m0")
 
 

@@ -133,7 +133,9 @@ class Generator(Values):
         operands = (*self._operands, *(value for value, _ in stores))
         text = self._resolved("\n".join(lines))
         spec, traffic = self.spec, tuple(self._traffic)
-        return Source(text, operands, len(self._operands), spec.rows, spec.columns, partials, self.form, traffic, totals)
+        reach = max((abs(bound) for linear, _ in self._linears for bound in linear.bounds()), default=0)
+        reads, rows, columns = len(self._operands), spec.rows, spec.columns
+        return Source(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
 
     def _levels(self) -> list[list[ir.Node]]:
         """Reductions by how many others of the kernel come before them."""

@@ -70,7 +70,7 @@ def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: 
 def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
     """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
     largest = max((size_of(v) for v in source.operands), default=1)
-    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest) >= 2**31 - 2**20
+    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest, source.reach) >= 2**31 - 2**20
     form = source.form
     constants = {
         "INDEX": "long long" if wide else "int",

@@ -11,7 +11,7 @@ from __future__ import annotations
 COMMON = r"""
 #define NAN_VALUE bits_to_float(0x7FC00000u)
 #define INFINITY_VALUE bits_to_float(0x7F800000u)
-constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;
+constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;  // 64: forms.UNROLLED
 typedef unsigned short half_bits;
 typedef struct { unsigned short bits; } bfloat_bits;
 static DEVICE inline float bfloat_load(bfloat_bits x) { return bits_to_float((unsigned int)x.bits << 16); }

@@ -91,6 +91,7 @@ class Source:
             of a reduction whose columns several blocks share.
         totals: how many totals each block leaves, where these are of its columns; else 0: one for each of its rows.
         moved: bytes that move, where the kernel touches a part of its operands only; else 0.
+        reach: the greatest index that the kernel computes, which may be one of a value that is not in memory.
     """
 
     body: str
@@ -103,6 +104,7 @@ class Source:
     traffic: tuple[Access, ...] = ()
     totals: int = 0
     moved: int = 0
+    reach: int = 0
 
     def partial_bytes(self, parts: int) -> list[int]:
         """Bytes of each array of partial totals."""

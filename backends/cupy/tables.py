@@ -58,6 +58,8 @@ def bind_table(device: Device, kernel: Any, rows: Sequence[Row], more: Sequence[
     """A launch of ``kernel(table, chunks, *more)``."""
     table = np.array([[*map(place_of, row.arrays), row.count] for row in rows], dtype=np.int64)
     chunks = [(k, part) for k, row in enumerate(rows) for part in range(-(-row.count // ELEMENTS))]
+    if not chunks:
+        return Launched(_nothing, tuple(rows))  # no grid may be empty
     held = [device.put(table.reshape(-1)), device.put(np.array(chunks, dtype=np.int32).reshape(-1))]
     return Launched(device.launch(kernel, [*held, *more], block_shape(device, len(chunks))), tuple(rows))
 
@@ -76,3 +78,7 @@ def named(body: str, device: bool) -> tuple[str, str]:
     text = head + (prelude.CUDA if device else prelude.HOST) + body
     name = "t" + hashlib.sha256(text.encode()).hexdigest()[:16]
     return name, text.replace("$name", name) + "\n"
+
+
+def _nothing() -> None:
+    """What there is to do for arrays without elements."""

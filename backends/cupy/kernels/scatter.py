@@ -34,6 +34,8 @@ LINES = 2048
 BUSY = 1 << 18
 """Threads that keep a device busy: chunks are as long as leaves so many, but for a factor of two around √n."""
 
+MOST = 1 << 31
+
 COMBINE: Mapping[str, str] = {"add": "Sum", "mul": "Prod", "max": "Maximum", "min": "Minimum"}
 
 
@@ -118,7 +120,13 @@ def _not_fusible(node: ir.Node) -> bool:
     return not fusible(node)
 
 
-@node_kernel("ScatterND", dtypes=STORED, when=_not_fusible)
+def _is_counted(node: ir.Node) -> bool:
+    """Whether the slices of the result have numbers of 32 bits, by which updates are sorted."""
+    depth = shape_of(node.inputs[1])[-1]
+    return _not_fusible(node) and math.prod(shape_of(node.outputs[0])[:depth]) < MOST
+
+
+@node_kernel("ScatterND", dtypes=STORED, when=_is_counted)
 def scatter_nd(node: ir.Node) -> Sequence[Launch]:
     """Slices of y at index tuples are replaced by, or combined with, slices of the updates."""
     data, indices, updates, y = *node.inputs[:3], node.outputs[0]
@@ -154,7 +162,8 @@ def scatter_elements(node: ir.Node) -> Sequence[Launch]:
     given_shape = shape_of(indices)
     each, lines = given_shape[axis], size_of(indices) // given_shape[axis]
     strides = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
-    if lines < LINES and each > 64 and node.attributes.get_string("reduction", "none") != "none":
+    few = lines < LINES and each > 64 and size_of(y) < MOST
+    if few and node.attributes.get_string("reduction", "none") != "none":
         keys = temporary(ir.DataType.INT32, [size_of(indices)], f"{y.name}.places")
         part = _clamped("(long long)indices[row]", shape[axis])
         body = f"{_places(given_shape, strides, axis)}\nplaces[row] = (int)(base + {part} * {strides[axis]});"

@@ -196,7 +196,8 @@ def _by_network(
     """Each row as pairs (value in the order of whole numbers, position), sorted by a bitonic network."""
     padded = max(TILE, 1 << (n - 1).bit_length())
     value = load(x, "x", f"(INDEX)({element.format('i')})")
-    whole = f"float_to_bits((float){value} + 0.0f)" if dtype_of(x).is_floating_point() else f"(unsigned int)(int){value}"
+    bits = f"({value} != {value} ? 0x7fc00000u : float_to_bits((float){value} + 0.0f))"
+    whole = bits if dtype_of(x).is_floating_point() else f"(unsigned int)(int){value}"
     fold = "key = (key >> 31) ? key ^ 0x7fffffffu : key;" if dtype_of(x).is_floating_point() else ""
     fill = f"""const INDEX r = row / {padded}, i = row % {padded};
 long long pair = 0x7fffffffffffffffLL;
