@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphc.registry import Registry
+
+if TYPE_CHECKING:
+    from graphc.backend import Backend
+    from graphc.runtime.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,25 @@ class Prediction:
         return sorted(sums, key=lambda cost: -cost.seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One call of a plan.
+
+    Attributes:
+        cost: what it should take.
+        seconds: what it took.
+    """
+
+    cost: Cost
+    seconds: float
+
+
 Predict = Callable[[ir.Model, Mapping[str, Sequence[int]]], Prediction]
 
 PREDICTIONS: Registry[Predict] = Registry("prediction", "graphc.predictions")
 """Backend → prediction of a training graph as a pipeline leaves it, for feeds of these shapes."""
+
+Timer = Callable[["Backend", "Executor", Callable[[], Any]], list[Timed]]
+
+TIMERS: Registry[Timer] = Registry("timer", "graphc.timers", apart=True)
+"""Backend → (itself, executor, what runs a step and waits) → the calls of the step, each measured; none where it cannot."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.results import Results
+
 # PyTorch is an oracle here; one thread keeps it from fighting with the code under test on small machines.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -80,18 +82,42 @@ STRATEGIES = (
 """Files whose tests train on several workers or for many steps, or compile many kernels: of the full tier as a whole."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", metavar="FILE", help="write what became of the tests to this JSON file, after every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(Path(config.getoption("--results"))))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of large models are of a tier of their own; tests of the GPU are skipped where there is none."""
+    """Tests of large models are of a tier of their own; tests of the GPU and of MPI are skipped where there is none."""
     for item in items:
         if any(name in item.nodeid for name in LARGE):
             item.add_marker(pytest.mark.large)
         if any(name in item.nodeid for name in STRATEGIES):
             item.add_marker(pytest.mark.full)
-    if not any(item.get_closest_marker("gpu") for item in items) or has_gpu():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and the gpu extra"))
+    for marker, there, reason in (
+        ("gpu", has_gpu, "needs an NVIDIA GPU and the gpu extra"),
+        ("mpi", has_mpi, "needs mpiexec, which the mpi extra brings"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not there():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def has_mpi() -> bool:
+    """Whether processes can be started that meet by MPI."""
+    from graphc.errors import MissingExtraError
+    from graphc.runtime.launch import find_mpiexec
+
+    try:
+        find_mpiexec()
+    except MissingExtraError:
+        return False
+    return True
 
 
 def has_gpu() -> bool:

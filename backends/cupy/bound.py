@@ -102,6 +102,10 @@ class BoundSegment:
         """Whether a run only queues work."""
         return self.segment.queued
 
+    def calls(self) -> list[tuple[KernelCall | NodeCall | Control, Run]]:
+        """Every call and what runs it, once the segment is bound."""
+        return list(zip(self.segment.calls, self._runs, strict=True))
+
     def __call__(self) -> None:
         if not self._runs:
             self._scratch.settle()

@@ -36,11 +36,12 @@ class Recording:
         capture: see :data:`Capture`; None: this device has no such thing.
 
     Attributes:
+        runs: what it queues.
         refusal: why the capture was refused.
     """
 
     def __init__(self, runs: Sequence[Run], capture: Capture | None) -> None:
-        self._runs, self._capture = tuple(runs), capture
+        self.runs, self._capture = tuple(runs), capture
         self._calls = 0
         self._replay: Run | None = None
         self.refusal: str | None = None
@@ -56,7 +57,7 @@ class Recording:
                 if self._replay is not None:
                     self._replay()
                     return
-            for run in self._runs:
+            for run in self.runs:
                 run()
         except (GraphcError, ValueError, TypeError, ArithmeticError):
             raise
@@ -65,7 +66,7 @@ class Recording:
 
     def _captured(self, capture: Capture) -> Run | None:
         try:
-            return capture(self._runs)
+            return capture(self.runs)
         except Exception as error:
             self.refusal = f"{type(error).__name__}: {error}"
             warnings.warn(f"a step is not captured as a graph: {self.refusal}", CaptureRefusedWarning, stacklevel=4)

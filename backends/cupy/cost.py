@@ -31,7 +31,7 @@ from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.products import PRODUCT
 from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
 from graphc.backends.cupy.source import Access, Source
-from graphc.backends.cupy.updates import bind_update, is_elementwise, launches_of
+from graphc.backends.cupy.updates import bind_update, is_elementwise, launches_of, name_of
 from graphc.backends.cupy.views import shape_of, size_of
 from graphc.device import Array
 from graphc.plan import Plan, make_plan
@@ -87,9 +87,22 @@ def _calls(segment: Segment) -> Iterator[KernelCall | NodeCall]:
     """The calls of a segment; of both branches of an If the first stands for either."""
     for call in segment.calls:
         if isinstance(call, Control):
-            yield from itertools.chain.from_iterable(itertools.repeat(list(_calls(call.bodies[0])), call.iterations))
+            yield from _calls_of(call)
         else:
             yield call
+
+
+def _calls_of(control: Control) -> Iterator[KernelCall | NodeCall]:
+    return itertools.chain.from_iterable(itertools.repeat(list(_calls(control.bodies[0])), control.iterations))
+
+
+def call_cost(call: KernelCall | NodeCall | Control) -> Cost:
+    """The cost of one call of a segment, of a loop or a branch as a whole."""
+    if not isinstance(call, Control):
+        return cost_of(call)
+    costs = [cost_of(inner) for inner in _calls_of(call)]
+    name = f"{call.node.op_type} {call.node.outputs[0].name}"
+    return Cost("control", name, sum(c.seconds for c in costs), sum(c.nbytes for c in costs), sum(c.flops for c in costs))
 
 
 def cost_of(call: KernelCall | NodeCall) -> Cost:
@@ -258,9 +271,12 @@ def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
         else:
             yield _moved("updates", group.name, [v for n in group.nodes for v in (*n.inputs, *n.outputs) if v is not None])
     for row in launches_of(updates):
-        moved = sum(update.traffic for update in row)
-        name = "+".join(call.op for call in row[0].program.calls)
-        yield Cost("updates", f"{name} x{len(row)}", max(LEAST, START + moved / KERNELS), moved)
+        yield update_cost(name_of(row[0]), len(row), sum(update.traffic for update in row))
+
+
+def update_cost(name: str, rows: int, moved: int) -> Cost:
+    """The cost of one launch of updates of ``rows`` buffers."""
+    return Cost("updates", f"{name} x{rows}", max(LEAST, START + moved / KERNELS), moved)
 
 
 def _moved(centre: str, name: str, values: Sequence[ir.Value]) -> Cost:

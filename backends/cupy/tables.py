@@ -35,10 +35,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
-    """A bound launch, with the arrays behind its table."""
+    """A bound launch, with the arrays behind its table.
+
+    Attributes:
+        name: of what it computes.
+        traffic: bytes that it moves, where that is known.
+    """
 
     run: Run
     rows: tuple[Row, ...]
+    name: str = ""
+    traffic: int = 0
 
     def __call__(self) -> None:
         self.run()
@@ -54,7 +61,7 @@ def blocks_of(rows: Sequence[Row]) -> int:
     return sum(-(-row.count // ELEMENTS) for row in rows)
 
 
-def bind_table(device: Device, kernel: Any, rows: Sequence[Row], more: Sequence[Array] = ()) -> Run:
+def bind_table(device: Device, kernel: Any, rows: Sequence[Row], more: Sequence[Array] = ()) -> Launched:
     """A launch of ``kernel(table, chunks, *more)``."""
     table = np.array([[*map(place_of, row.arrays), row.count] for row in rows], dtype=np.int64)
     chunks = [(k, part) for k, row in enumerate(rows) for part in range(-(-row.count // ELEMENTS))]

@@ -266,7 +266,15 @@ def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
     texts = [_written(row[0].program, device.writes_cuda) for row in rows]
     kernels = device.compile(dict(texts))
     tables = [[Row(update.arrays, update.count) for update in row] for row in rows]
-    return [bind_table(device, kernels[name], table) for (name, _), table in zip(texts, tables, strict=True)]
+    return [
+        replace(bind_table(device, kernels[name], table), name=name_of(row[0]), traffic=sum(update.traffic for update in row))
+        for (name, _), table, row in zip(texts, tables, rows, strict=True)
+    ]
+
+
+def name_of(update: Update) -> str:
+    """The ops that one kernel computes."""
+    return "+".join(call.op for call in update.program.calls)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,11 +1,11 @@
 """``make gpu-bench``: training steps on a GPU beside PyTorch's, in one run; writes one JSON file.
 
-    python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--dry]
+    python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--kernels 12] [--dry]
 
 For every job: graphc trains from the exported ONNX file (kernels uncached, then cached), PyTorch trains the module it was
 exported from (eager, torch.compile, torch.compile with CUDA graphs), and the two processes measure in turn. While PyTorch
 compiles, twenty steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch. The best of the
-rounds counts on both sides.
+rounds counts on both sides. At last every call of graphc's step is measured by itself, beside what the cost model says of it.
 
 What goes wrong is part of the result, which is written anew after every part of every job; no part waits beyond the whole
 run's time. With ``--dry`` all of it runs at tiny sizes on the host, in place of a GPU.
@@ -29,6 +29,7 @@ from typing import Any
 
 from graphc.bench.gpu_processes import Clock, Worker, export_all, once
 from graphc.bench.gpu_specs import JOBS
+from graphc.bench.kernel_table import markdown
 from graphc.errors import UsageError, nearest
 
 SMALL = {"gpt2": (2, 1), "bert": (2, 4), "resnet50": (0, 8), "mlp-wide": (0, 64)}
@@ -55,6 +56,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", "--models", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--kernels", type=int, default=12, help="calls of each step to print, measured; 0: measure none")
     parser.add_argument("--backend", help="of graphc; by default cupy, with --dry auto")
     parser.add_argument("--load", help="a module that every process imports first, which registers the backend, say")
     parser.add_argument("--modes", help="of PyTorch: eager, compile, compile+graphs; by default all, with --dry eager; or none")
@@ -128,6 +130,8 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
             job = JobRun(model, arguments, clock, files, _caches(folder / f"cache-{model}"), found, save)
             job.run()
             print(summary(model, found), flush=True)
+            if found.get("kernels"):
+                print(markdown(found["kernels"], arguments.kernels), flush=True)
     result["seconds"] = arguments.budget - clock.left()
     write(arguments.output, result)
     return result
@@ -178,6 +182,8 @@ class JobRun:
                 parity.result()
             for _ in range(self.arguments.rounds):
                 self._part("rounds", lambda: self._round([w for w in (graphc, torch) if w is not None]))
+            if graphc is not None and self.arguments.kernels:
+                self._part("kernels", lambda: self.found.update(graphc.measure("kernels")))
 
     def _part(self, name: str, work: Callable[[], Any]) -> Any:
         """The result of ``work``, or None and the reason under ``failed``."""

@@ -86,8 +86,8 @@ class Worker:
         self._errors.seek(0)
         return self._errors.read()[-TAIL:].strip()
 
-    def measure(self) -> dict[str, Any]:
-        """One measurement.
+    def measure(self, what: str = "go") -> dict[str, Any]:
+        """One measurement; see :func:`.gpu_worker.serve` for what can be asked for.
 
         Raises:
             RuntimeError: as for :meth:`read`.
@@ -95,7 +95,7 @@ class Worker:
         stream = self._process.stdin
         assert stream is not None
         try:
-            stream.write("go\n")
+            stream.write(f"{what}\n")
             stream.flush()
         except OSError:
             pass  # it has ended; reading tells how

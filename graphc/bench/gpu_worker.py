@@ -1,7 +1,8 @@
 """One side of ``make gpu-bench`` in a process of its own: ``python -m graphc.bench.gpu_worker graphc|torch JOB …``.
 
 It sets up, prints a JSON line with what the set-up took, then measures once for every line that it reads and prints what it
-found, until its input ends. So two sides can take turns on one GPU, each with a process that imports only its own libraries.
+found, until its input ends; for the line ``kernels`` graphc's side measures every call of its step. So two sides can take
+turns on one GPU, each with a process that imports only its own libraries.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from graphc.bench.gpu_specs import JOBS, Arrays, Job
+from graphc.bench.kernel_table import Row, rows
+from graphc.predict import TIMERS
 
 Step = Callable[[], Any]
+Answers = dict[str, Callable[[], dict[str, Any]]]
 MODES = ("eager", "compile", "compile+graphs")
 SIDES = ("graphc", "torch", "losses-graphc", "losses-torch")
 
@@ -51,7 +55,8 @@ def main() -> None:
     elif arguments.side == "losses-torch":
         say({"losses": torch_losses(arguments.job, job, precision, arguments.steps)})
     elif arguments.side == "graphc":
-        serve(*graphc_side(job, arguments.file, arguments.backend, precision), arguments.seconds)
+        found, steps, answers = graphc_side(job, arguments.file, arguments.backend, precision)
+        serve(found, steps, _nothing, arguments.seconds, answers)
     else:
         serve(*torch_side(arguments.job, job, precision, arguments.modes.split(",")), arguments.seconds)
 
@@ -61,11 +66,12 @@ def say(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
-def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: float) -> None:
-    """Report the set-up, then the milliseconds of a step in every mode, as often as a line comes in."""
+def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: float, answers: Answers | None = None) -> None:
+    """Report the set-up, then answer every line that comes in: with the milliseconds of a step in every mode, as a rule."""
     say(found)
-    for _ in sys.stdin:
-        say({name: milliseconds(step, wait, seconds) for name, step in steps.items()})
+    for line in sys.stdin:
+        answer = (answers or {}).get(line.strip())
+        say(answer() if answer else {name: milliseconds(step, wait, seconds) for name, step in steps.items()})
 
 
 def milliseconds(step: Step, wait: Step, seconds: float) -> float:
@@ -101,7 +107,7 @@ def _program(job: Job, path: str, backend: str, precision: str) -> Any:
     return graphc.compile(path, backend=backend, **options)
 
 
-def graphc_side(job: Job, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Step]:
+def graphc_side(job: Job, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
     """A trainer that has taken its first steps; the first run measures, the second is captured.
 
     Feeds lie on the device, as PyTorch's do.
@@ -137,7 +143,14 @@ def graphc_side(job: Job, path: str, backend: str, precision: str) -> tuple[dict
         "calls": len(runs),
         "not_captured": [text for run in runs if (text := getattr(run, "refusal", None))],
     }
-    return found, {"graphc": lambda: trainer.step(feeds)}, lambda: None
+    return found, {"graphc": lambda: trainer.step(feeds)}, {"kernels": lambda: {"kernels": kernels(trainer, feeds)}}
+
+
+def kernels(trainer: Any, feeds: dict[str, Any]) -> list[Row]:
+    """Every call of a step, measured and predicted; none where the backend cannot measure them."""
+    timer = TIMERS.get(trainer.backend.name)
+    (executor,) = trainer.plans.training.values()
+    return rows(timer(trainer.backend, executor, lambda: trainer.step(feeds))) if timer else []
 
 
 def free_bytes() -> int | None:
@@ -273,6 +286,10 @@ def torch_losses(name: str, job: Job, precision: str, steps: int) -> list[float]
             feeds[key].copy_(_tensor(value))
         losses.append(float(step()))
     return losses
+
+
+def _nothing() -> None:
+    """Every step waits for its own results."""
 
 
 def _tensor(array: Any) -> Any:

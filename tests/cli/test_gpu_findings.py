@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,7 +20,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> N
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(str(folder))
+    graphc = Path(importlib.metadata.distribution("graphc")._path)  # type: ignore[attr-defined]
+    (folder / graphc.name).symlink_to(graphc)
+    monkeypatch.setattr(sys, "path", [str(folder)])
 
 
 def test_the_extra_is_read_from_the_package_itself() -> None:

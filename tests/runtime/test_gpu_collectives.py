@@ -49,9 +49,9 @@ def on_one_gpu(comm: Communicator) -> Any:
     return collectives(comm, memory)
 
 
-@pytest.mark.mpi
-def test_two_workers_on_one_gpu() -> None:
-    for name, device, host in map_ranks(2, on_one_gpu, timeout=200):
+@pytest.mark.parametrize("start", [pytest.param(map_ranks, marks=pytest.mark.mpi), map_tcp])
+def test_two_workers_on_one_gpu(start: Any) -> None:
+    for name, device, host in start(2, on_one_gpu, timeout=200):
         assert name == "StagedCommunicator"
         assert device == host
 
@@ -61,8 +61,7 @@ def each_its_own(comm: Communicator) -> Any:
 
 
 @several
-@pytest.mark.mpi
-@pytest.mark.parametrize("start", [map_ranks, map_tcp])
+@pytest.mark.parametrize("start", [pytest.param(map_ranks, marks=pytest.mark.mpi), map_tcp])
 def test_a_gpu_each(start: Any) -> None:
     results = start(2, each_its_own, timeout=200)
     for name, device, _ in results:

@@ -1,0 +1,71 @@
+"""Measured calls of a step beside what the cost model says: equal calls as one row, those that lose most first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphc.predict import Timed
+
+Row = dict[str, Any]
+
+
+def rows(calls: Sequence[Timed]) -> list[Row]:
+    """One row for all calls of a kind, bytes and operations, by microseconds beyond the prediction.
+
+    A row has ``centre``, ``name`` (of its first call), ``calls``, and for all of them together ``measured_us``,
+    ``predicted_us``, ``excess_us``, ``bytes`` and ``flops``; ``ratio`` is measured over predicted, None without a prediction.
+    """
+    found: dict[tuple[Any, ...], list[Timed]] = {}
+    for timed in calls:
+        cost = timed.cost
+        found.setdefault((cost.centre, cost.name.partition(" ")[0], cost.nbytes, cost.flops, cost.seconds), []).append(timed)
+    return sorted((_row(same) for same in found.values()), key=lambda row: -row["excess_us"])
+
+
+def centres(table: Sequence[Row]) -> list[Row]:
+    """The sums of :func:`rows` by cost centre, the dearest first."""
+    found: dict[str, list[Row]] = {}
+    for row in table:
+        found.setdefault(row["centre"], []).append(row)
+    sums = [_sum(centre, "", members) for centre, members in found.items()]
+    return sorted(sums, key=lambda row: -row["measured_us"])
+
+
+def markdown(table: Sequence[Row], most: int) -> str:
+    """The sums, and the ``most`` rows that lose most."""
+    head = "| µs | predicted | ratio | calls | TB/s | TFLOP/s | centre | call |\n|---:|---:|---:|---:|---:|---:|---|---|"
+    sums = centres(table)
+    lines = [_line(row) for row in (_sum("all", "", sums), *sums, *table[:most])] if sums else []
+    return "\n".join([head, *lines])
+
+
+def _row(same: Sequence[Timed]) -> Row:
+    each: list[Row] = [
+        {
+            "calls": 1,
+            "measured_us": timed.seconds * 1e6,
+            "predicted_us": timed.cost.seconds * 1e6,
+            "bytes": timed.cost.nbytes,
+            "flops": timed.cost.flops,
+        }
+        for timed in same
+    ]
+    cost = same[0].cost
+    return _sum(cost.centre, cost.name + (f" ({cost.note})" if cost.note else ""), each)
+
+
+def _sum(centre: str, name: str, members: Sequence[Mapping[str, Any]]) -> Row:
+    total = {key: sum(m[key] for m in members) for key in ("calls", "measured_us", "predicted_us", "bytes", "flops")}
+    measured, predicted = total["measured_us"], total["predicted_us"]
+    ratio = measured / predicted if predicted else None
+    return {"centre": centre, "name": name, **total, "excess_us": measured - predicted, "ratio": ratio}
+
+
+def _line(row: Row) -> str:
+    us = row["measured_us"]
+    ratio = f"{row['ratio']:.2f}" if row["ratio"] is not None else ""
+    memory = f"{row['bytes'] / us / 1e6:.2f}" if us and row["bytes"] else ""
+    rate = f"{row['flops'] / us / 1e6:.0f}" if us and row["flops"] else ""
+    cells = (f"{us:.1f}", f"{row['predicted_us']:.1f}", ratio, row["calls"], memory, rate, row["centre"], row["name"])
+    return f"| {' | '.join(map(str, cells))} |"
