@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <utility>
 
 #define __global__
@@ -195,6 +196,11 @@ static inline unsigned long long __umul64hi(unsigned long long a, unsigned long 
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned int)x) : 32; }
 static inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline long long clock64() {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
 #define __expf expf
 #define __logf logf
 #define __sinf sinf
