@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ class Products:
                 f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'"
             ) from error
         self._lt, self._compute = cublasLt, cublas.ComputeType
-        self._device, options = device, device.options
+        self._device, options = weakref.proxy(device), device.options  # which holds this object
         self._tf32, self._deterministic = options.tf32, options.deterministic
         self._handle = cublasLt.create()
         self._workspace: Any = device.zeros(WORKSPACE)

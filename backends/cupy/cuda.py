@@ -75,7 +75,7 @@ class CudaDevice(CudaMemory):
         major, minor = divmod(int(self.device.compute_capability), 10)
         architecture = f"sm_{major}{minor}"
         folder = cache_folder() / folder_name(architecture, int(self.cupy.cuda.runtime.runtimeGetVersion()))
-        return Cubins(folder, lambda *text: nvrtc_compiler(self.cupy.cuda.compiler.nvrtc, architecture)(*text))
+        return Cubins(folder, nvrtc_compiler(self.cupy.cuda.compiler.nvrtc, architecture))
 
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         pointers = tuple(address(array) for array in arrays)

@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ class Dnn:
                 f"the cupy backend needs cudnn-frontend ({error}); run: pip install 'graphc[gpu]'"
             ) from error
         self._cudnn: Any = cudnn
-        self._device, self._tf32 = device, device.options.tf32
+        self._device, self._tf32 = weakref.proxy(device), device.options.tf32  # it holds this object
         self.deterministic = device.options.deterministic
         self._handle = cudnn.create_handle()
         cudnn.set_stream(handle=self._handle, stream=device.stream.ptr)

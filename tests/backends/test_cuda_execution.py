@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -71,6 +72,19 @@ def test_trainers_in_one_process_keep_to_their_streams() -> None:
         assert (first.fetch(result) == 3).all()
 
 
+def test_a_trainer_that_is_gone_leaves_no_memory_behind(exported: Callable[[str], str], pool: Any) -> None:
+    """At once, not when Python comes to look for cycles: the next one asks what is free before it allocates."""
+    program, feeds = compiled(exported("mlp")), batch("mlp")
+    gc.collect()
+    before = pool.used_bytes()
+    gc.disable()
+    try:
+        trained(program, feeds, 3)
+        assert pool.used_bytes() == before
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_twenty_steps_follow_the_cpu(name: str, exported: Callable[[str], str]) -> None:
     feeds = batch(name)
@@ -82,8 +96,6 @@ def test_twenty_steps_follow_the_cpu(name: str, exported: Callable[[str], str]) 
 @pytest.fixture
 def pool() -> Iterator[Any]:
     """CuPy's pool, empty before the test and without a limit after it."""
-    import gc
-
     import cupy
 
     gc.collect()
