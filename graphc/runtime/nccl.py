@@ -91,6 +91,7 @@ class NcclCommunicator(StagedCommunicator):
         self.failure = ""
         self._told = threading.Event()
         self._captured = self._aborted = False
+        self._asking = threading.Lock()
         watch = getattr(inner, "watch", None)
         if watch is not None:
             watch.add(self)
@@ -215,13 +216,18 @@ class NcclCommunicator(StagedCommunicator):
         self.gpu.device.use()
         while not self._done.wait(LOOK):
             self.current = self._progress.look(self.step, time.monotonic())
-            try:
-                error = self.link.error()
-            except Exception as raised:  # NCCL cannot even say what is wrong
-                error = str(raised)
+            error = self._async_error()
             if error:
                 self._fail(error)
                 return
+
+    def _async_error(self) -> str:
+        """What NCCL has met meanwhile; it is not asked about a link that it has begun to take apart."""
+        with self._asking:
+            try:
+                return "" if self._aborted else self.link.error()
+            except Exception as raised:  # NCCL cannot even say what is wrong
+                return str(raised)
 
     def _fail(self, error: str) -> None:
         """NCCL has met an error: set the GPU free, so that the program comes to a call that raises it, or end the process."""
@@ -238,5 +244,6 @@ class NcclCommunicator(StagedCommunicator):
 
     def _set_free(self) -> None:
         """Abort on another thread: kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
-        self._aborted = True
+        with self._asking:
+            self._aborted = True
         threading.Thread(target=self.link.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()

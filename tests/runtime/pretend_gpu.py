@@ -289,11 +289,12 @@ class PretendLink:
 
     Attributes:
         fault: what NCCL has met behind the back of its callers.
+        misused: whether it was asked for that when it was no more.
     """
 
     def __init__(self, nccl: PretendNccl, rank: int) -> None:
         self.nccl, self.rank = nccl, rank
-        self.fault, self.aborted = "", False
+        self.fault, self.aborted, self.misused = "", False, False
         self.waiting: tuple[Sequence[Call], Any] | None = None
 
     def bind(self, calls: Sequence[Call], address: int, stream: int) -> Callable[[], None]:
@@ -325,6 +326,7 @@ class PretendLink:
                 nccl.changed.wait()
 
     def error(self) -> str:
+        self.misused = self.misused or self.aborted
         return self.fault
 
     def abort(self) -> None:

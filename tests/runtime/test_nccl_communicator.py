@@ -14,6 +14,7 @@ from graphc.errors import UsageError, WorldError
 from graphc.runtime import nccl
 from graphc.runtime.communicator import Communicator, Handle
 from graphc.runtime.nccl import NcclCommunicator, on_gpu
+from graphc.runtime.queued import NullCommunicator
 from graphc.runtime.threads import ThreadCommunicator, run_threads
 from graphc.runtime.transport import device_name
 from tests.backends.strict import StrictMemory, host_of
@@ -218,6 +219,16 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
     with pytest.raises(WorldError, match=r"rank 0 stopped: NCCL failed .before the first step. on rank 0: unhandled"):
         on_gpus(2, work)
     assert ended == [1]
+
+
+def test_nothing_is_asked_about_a_link_that_was_aborted() -> None:
+    """NCCL gives its memory back."""
+    comm = NcclCommunicator(NullCommunicator(), PretendMemory(0), PretendNccl(1))  # type: ignore[arg-type]
+    comm.abort("enough")
+    time.sleep(3 * nccl.LOOK)
+    assert comm.link.aborted
+    assert not comm.link.misused
+    comm.close()
 
 
 def test_one_rank() -> None:
