@@ -7,7 +7,7 @@ It runs in front of ``autodiff``, so the casts are differentiated with everythin
 master copy), its gradient comes back through the cast in float32, and no update knows of any of it. The rule is that of
 PyTorch's autocast: products run low, what adds up or exponentiates runs in float32, and every other op follows its
 operands: low where all that depend on the model's inputs are low, float32 otherwise. BatchNormalization follows what it
-normalises; its statistics and parameters are float32.
+normalises; its statistics and parameters are float32. A dropout multiplies in float32 and rounds the product.
 
 float16 has a narrow range, so there the loss that is differentiated is scaled (see :mod:`graphc.ir.ops.precision`); the
 pass ``loss_scaling``, after ``allreduce``, takes the factor out again and adapts it.
@@ -104,10 +104,13 @@ class _Rewriter:
                 continue
             low = self.runs_low(node)
             count += low
-            self.convert(node, self.low if low else ir.DataType.FLOAT)
+            rounded = low and _is_dropout(node)
+            self.convert(node, self.low if low and not rounded else ir.DataType.FLOAT)
             # A mask is drawn, whatever it is multiplied with: it takes the type of the values it drops.
             if node.op_type != "DropoutMask" and any(v in self.depends for v in (*node.inputs, *captured(node))):
                 self.depends.update(node.outputs)
+            if rounded:
+                self.narrow(node)
         self.widen_outputs()
         return count
 
@@ -186,6 +189,14 @@ class _Rewriter:
                 self.depends.add(known)
         return known
 
+    def narrow(self, node: ir.Node) -> None:
+        """Let the readers of what the node computes in float32 take it in the low type."""
+        out = node.outputs[0]
+        readers = list(out.uses())
+        low = self.cast(out, self.low, _next(self.graph, node))
+        for reader, index in readers:
+            reader.replace_input_with(index, low)
+
     def widen_outputs(self) -> None:
         """A result keeps the type and the name that its reader expects."""
         for k, value in enumerate(list(self.graph.outputs)):
@@ -205,6 +216,12 @@ def _is_attention(node: ir.Node) -> bool:
 def _is_batch_normalization(node: ir.Node) -> bool:
     """Of a training graph: what it normalises may be low, its statistics and parameters are float32."""
     return node.domain == DOMAIN and node.op_type == "BatchNormalizationTraining"
+
+
+def _is_dropout(node: ir.Node) -> bool:
+    """x · mask. In the low type 1 ÷ (1 − ratio) would be rounded, and with it every mean: so the product is, not the factor."""
+    made = [v.producer() for v in node.inputs if v is not None]
+    return node.op_type == "Mul" and not node.domain and any(n is not None and n.op_type == "DropoutMask" for n in made)
 
 
 def _schema(node: ir.Node) -> onnx.defs.OpSchema | None:

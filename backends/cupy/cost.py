@@ -56,6 +56,9 @@ SECTOR = 32
 CACHED = 25 << 20
 """Bytes that stay in the second-level cache from one loop over the columns to the next."""
 
+RANDOM = {"philox_words": 60 / 4, "philox_word": 75}
+"""Instructions for a random word: one of a block of four, in which multiplications count twice, or one by itself."""
+
 COSTLY = {r"\b(?:exp|log)f?\(": 12, r"\btanhf\(": 24, r"\berff\(": 24, r" / ": 9, r"sqrtf?\(": 8, r"add_exponential": 7}
 """Instructions of what is more than one (by reading what the compiler makes of it)."""
 
@@ -185,7 +188,9 @@ def _adds_partials(source: Source) -> bool:
 
 def _instructions(source: Source) -> float:
     """Instructions for one element, roughly; what is equal for all of a vector is computed once."""
-    form, total = source.form, 0.0
+    form = source.form
+    drawn = set(re.findall(r"(philox_words?)\b(.*?)\)[;, ]", source.body))  # equal ones are drawn once
+    total = float(sum(RANDOM[name] for name, _ in drawn))
     varying = {form.variable.name} if form.variable is not None else set()
     for line in source.body.splitlines():
         found = re.match(r"const \w+ (\w+) = (.*);|(s\d+)(?:\[v\])? = (.*);|(add_exponential.*)", line)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 PHILOX = r"""
-// Word `element` of the stream with this key: Philox4x32-10 over (element / 4, step), as graphc.ir.ops.random defines it.
-static DEVICE inline unsigned int philox_word(unsigned long long element, long long step, long long seed, unsigned int tag) {
-  const unsigned long long block = element / 4, moment = (unsigned long long)step;
+// Words 4 · block … 4 · block + 3 of the stream with this key: Philox4x32-10, as graphc.ir.ops.random defines it.
+static DEVICE inline Pack<unsigned int, 4> philox_block(
+    unsigned long long block, long long step, long long seed, unsigned int tag) {
+  const unsigned long long moment = (unsigned long long)step;
   unsigned int c0 = (unsigned int)block, c1 = (unsigned int)(block >> 32);
   unsigned int c2 = (unsigned int)moment, c3 = (unsigned int)(moment >> 32);
   unsigned int k0 = (unsigned int)((unsigned long long)seed ^ ((unsigned long long)seed >> 32)), k1 = tag;
-  for (int round = 0; round < 10; ++round) {
+  UNROLL for (int round = 0; round < 10; ++round) {
     const unsigned long long first = 0xD2511F53ULL * c0, second = 0xCD9E8D57ULL * c2;
     c0 = (unsigned int)(second >> 32) ^ c1 ^ k0;
     c2 = (unsigned int)(first >> 32) ^ c3 ^ k1;
@@ -18,8 +19,23 @@ static DEVICE inline unsigned int philox_word(unsigned long long element, long l
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
+  return {{c0, c1, c2, c3}};
+}
+static DEVICE inline unsigned int philox_word(unsigned long long element, long long step, long long seed, unsigned int tag) {
+  const Pack<unsigned int, 4> words = philox_block(element / 4, step, seed, tag);
   const int word = (int)(element & 3);
-  return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
+  return word == 0 ? words.at[0] : word == 1 ? words.at[1] : word == 2 ? words.at[2] : words.at[3];
+}
+// The words of N elements, of which the first has a number that 4 divides.
+template <int N>
+static DEVICE inline Pack<unsigned int, N> philox_words(
+    unsigned long long element, long long step, long long seed, unsigned int tag) {
+  Pack<unsigned int, N> words;
+  UNROLL for (int k = 0; k < N / 4; ++k) {
+    const Pack<unsigned int, 4> block = philox_block(element / 4 + k, step, seed, tag);
+    UNROLL for (int word = 0; word < 4; ++word) words.at[4 * k + word] = block.at[word];
+  }
+  return words;
 }
 """
 

@@ -34,6 +34,7 @@ COSTLY = {
     "Sin": 9,
     "Cos": 9,
     "ChannelsLastMaxPoolTapsGrad": 16,
+    "DropoutMask": 16,
 }
 """Operations that take several instructions."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,9 @@ from graphc.ir.ops.random import dropout_scale, dropout_threshold
 if TYPE_CHECKING:
     from graphc.backends.cupy.values import Values
 
+WORDS = 4
+"""What one block of Philox gives."""
+
 
 def gather_nd(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element of the slice that an index tuple names."""
@@ -36,19 +40,37 @@ def gather_nd(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
-    """0 where the Philox word of the element is below the threshold, else 1 ÷ (1 − ratio)."""
+    """0 where the Philox word of the element is below the threshold, else 1 ÷ (1 − ratio).
+
+    Philox gives words by fours. A vector of neighbours asks for all of theirs at once; an element by itself throws three away.
+    """
     declaration = declaration_of(node)
     assert declaration is not None
     values, out = declaration.attribute_values(node), node.outputs[0]
     assert out.dtype is not None
-    seed, step, offset = (g.element(node.inputs[k], (), guard) for k in (1, 2, 3))
     each = int(np.prod(shape_of(out)[1:], dtype=np.int64))
     threshold, tag = dropout_threshold(values["ratio"]), zlib.crc32(values["tag"].encode())
-    number = f"(unsigned long long)({offset} * {each}LL + (long long){g.text(flatten(index, shape_of(out)))})"
-    word = f"philox_word({number}, {step}, {seed}, {tag}u)"
-    kept = np.asarray(dropout_scale(values["ratio"]), out.dtype.numpy())
-    zero = expressions.literal(out.dtype, 0)
-    return f"((unsigned long long){word} < {threshold}ULL ? {zero} : {expressions.literal(out.dtype, kept)})"
+    place = flatten(index, shape_of(out))
+
+    def drawn(function: str, first: str, scalars: Sequence[str]) -> str:
+        seed, step, offset = scalars
+        return f"{function}((unsigned long long)({offset} * {each}LL + (long long){first}), {step}, {seed}, {tag}u)"
+
+    plain = [g.scalar(v) for v in node.inputs[1:4]]
+    known = [text for text in plain if text is not None]
+    words = None
+    if len(known) == len(plain) and each % WORDS == 0:
+        words = g.of_vector(
+            "Pack<unsigned int, VECTOR>", place, index, guard, WORDS, lambda first: drawn("philox_words<VECTOR>", first, known)
+        )
+    if words is not None:
+        word = f"{words}.at[v]"
+    else:
+        word = drawn("philox_word", g.text(place), [g.element(v, (), guard) for v in node.inputs[1:4]])
+    kept, zero = np.asarray(dropout_scale(values["ratio"]), out.dtype.numpy()), expressions.literal(out.dtype, 0)
+    if threshold > 0xFFFFFFFF:
+        return zero
+    return f"({word} < {threshold}u ? {zero} : {expressions.literal(out.dtype, kept)})"
 
 
 def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:

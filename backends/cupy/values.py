@@ -274,6 +274,34 @@ class Values:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
         return self._pull(value, index, guard)
 
+    def scalar(self, value: ir.Value | None) -> str | None:
+        """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
+        assert value is not None
+        known, producer = constant(value), value.producer()
+        if known is not None:
+            return literal(dtype_of(value), known.reshape(-1)[0])
+        if self._in_memory(value):
+            self._traffic.append(Access(value, Linear(), False, False, self._loop_number))
+            return f"{self._operands.setdefault(value, f'x{len(self._operands)}')}[0]"
+        if producer is None or producer.domain or producer.op_type not in (*views.RESHAPES, "Mul"):
+            return None
+        factors = [self.scalar(v) for v in producer.inputs[: 2 if producer.op_type == "Mul" else 1]]
+        return None if None in factors else f"({' * '.join(factor for factor in factors if factor)})"
+
+    def of_vector(
+        self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
+    ) -> str | None:
+        """The name of a ``kind`` that holds something for all elements of a vector, made once from the number of the first.
+
+        None where a vector does not hold neighbours, the first of which has a number that ``multiple`` divides.
+        """
+        scope = self._scope_of(index, guard)
+        if self.form.vector % multiple or not self._is_whole(offset, scope):
+            return None
+        name = self._name("q")
+        scope.heads.append(f"const {kind} {name} = {text(self._text(offset, base=True))};")
+        return name
+
     def is_read(self, value: ir.Value) -> bool:
         """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
         return self._in_memory(value)

@@ -7,6 +7,7 @@ one place, rows that several threads share, networks of more than one tile.
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from graphc.backend import BACKENDS, COVERAGE, PLANNERS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.control import Control
 from graphc.backends.cupy.kernels import sorting
-from graphc.backends.cupy.segment import NodeCall, compile_segment
+from graphc.backends.cupy.segment import KernelCall, NodeCall, compile_segment
 from graphc.inference import run_model
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
@@ -240,6 +241,34 @@ def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device:
     words = philox_words(offset * 7, 42, seed=seed, step=step, tag="drop").reshape(shape)
     want = np.where(words < dropout_threshold(0.3), 0, dropout_scale(0.3)).astype(np.float32)
     assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(6, 48), (3, 2, 20), (5, 9)], ids=str)
+def test_masks_are_the_same_wherever_a_kernel_draws_them(shape: tuple[int, ...], device: Any) -> None:
+    """By fours for vectors of neighbours, one by one for other orders: element by element, along rows, across rows, turned."""
+    seed, step, offset = 2**40 + 3, 11, 6
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
+    given = {"x": (ir.DataType.FLOAT, shape), **dict.fromkeys(("seed", "step", "offset"), (ir.DataType.INT64, ()))}
+    for name, (dtype, dims) in given.items():
+        graph.inputs.append(ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims)))
+    op = Builder(graph)
+    x, *scalars = graph.inputs
+    scalars[2] = op.Mul(scalars[2], np.array(2))  # as for a value with two rows a sample
+    y = op.Mul(x, op.graphc.DropoutMask(op.const(list(shape)), *scalars, ratio=0.4, tag="a"))
+    results = [y, op.ReduceSum(y, [-1], keepdims=0), op.ReduceSum(y, [0], keepdims=0), op.Transpose(y)]
+    for k, value in enumerate(results):
+        value.name = f"y{k}"
+        graph.outputs.append(value)
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    feeds = {"x": values, "seed": np.array(seed), "step": np.array(step), "offset": np.array(offset)}
+    found, segment = run_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), feeds, device)
+    texts = "".join(call.source.body for call in segment.calls if isinstance(call, KernelCall))
+    assert ("philox_words" in texts) == (math.prod(shape[1:]) % 4 == 0)
+    words = philox_words(2 * offset * math.prod(shape[1:]), values.size, seed=seed, step=step, tag="a").reshape(shape)
+    want = np.where(words < dropout_threshold(0.4), 0, np.float32(dropout_scale(0.4))) * values
+    for key, value in zip(found, (want, want.sum(-1), want.sum(0), want.T), strict=True):
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
 def test_a_dropout_and_what_surrounds_it_are_one_kernel() -> None:
