@@ -59,7 +59,16 @@ CACHED = 25 << 20
 RANDOM = {"philox_words": 60 / 4, "philox_word": 75}
 """Instructions for a random word: one of a block of four, in which multiplications count twice, or one by itself."""
 
-COSTLY = {r"\b(?:exp|log)f?\(": 12, r"\btanhf\(": 24, r"\berff\(": 24, r" / ": 9, r"sqrtf?\(": 8, r"add_exponential": 7}
+COSTLY = {
+    r"gelu_slope\(": 34,
+    r"gelu_tanh_slope\(": 30,
+    r"\b(?:exp|log)f?\(": 12,
+    r"\btanhf\(": 24,
+    r"\berff\(": 24,
+    r" / ": 9,
+    r"sqrtf?\(": 8,
+    r"add_exponential": 7,
+}
 """Instructions of what is more than one (by reading what the compiler makes of it)."""
 
 

@@ -136,7 +136,26 @@ template <class T, class E> static DEVICE inline T whole_power(T base, E exponen
 }
 """
 
-FUNCTIONS = {"philox_word": PHILOX, "same_bits": BITS, "whole_power": POWER}
+GELU = r"""
+// Φ(x) + x·φ(x), the slope of x·Φ(x).
+static DEVICE inline float gelu_slope(float x) {
+  return 0.5f + 0.5f * erff(x * 0.707106781f) + x * (0.398942280f * exp2f(x * x * -0.721347520f));
+}
+static DEVICE inline double gelu_slope(double x) {
+  return 0.5 + 0.5 * erf(x * 0.70710678118654752) + x * (0.39894228040143268 * exp(x * x * -0.5));
+}
+// s + x·s·(1 - s)·2u' with s = (1 + tanh u) / 2 = 1 / (1 + exp -2u) and u = √(2/π)(x + 0.044715x³).
+static DEVICE inline float gelu_tanh_slope(float x) {
+  const float square = x * x, s = 1.0f / (1.0f + expf(x * (-1.59576912f - 0.0713548163f * square)));
+  return s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * square);
+}
+static DEVICE inline double gelu_tanh_slope(double x) {
+  const double square = x * x, s = 1.0 / (1.0 + exp(x * (-1.5957691216057308 - 0.07135481627260025 * square)));
+  return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * square);
+}
+"""
+
+FUNCTIONS = {"philox_word": PHILOX, "gelu_": GELU, "same_bits": BITS, "whole_power": POWER}
 SMALL_NAMES = ("e4m3fn", "e5m2", "e2m1", "e8m0")
 
 

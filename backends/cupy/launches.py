@@ -26,6 +26,7 @@ COSTLY = {
     "Erf": 8,
     "Tanh": 8,
     "Gelu": 12,
+    "GeluGrad": 16,
     "Log": 4,
     "Sigmoid": 6,
     "Div": 4,

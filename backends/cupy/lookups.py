@@ -1,6 +1,7 @@
 """Expressions of a kernel that are more than arithmetic on the elements at one place: reads at computed places, random words.
 
 DropoutMask: the mask of element i is a function of i, the seed and the step, so that a dropout costs no memory
+GeluGrad: the slope in one function, which shares what its terms have in common
 MaxPoolTapsGrad: the few windows that an element is in are asked whether it was their maximum
 """
 
@@ -17,8 +18,9 @@ import onnx_ir as ir
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.indexing import Linear, Map, flatten
 from graphc.backends.cupy.masks import BITS
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.cupy.views import RESHAPES, shape_of
 from graphc.ir.declare import declaration_of
+from graphc.ir.facts import constant
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
@@ -56,7 +58,7 @@ def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str
         seed, step, offset = scalars
         return f"{function}((unsigned long long)({offset} * {each}LL + (long long){first}), {step}, {seed}, {tag}u)"
 
-    plain = [g.scalar(v) for v in node.inputs[1:4]]
+    plain = [_scalar(g, v) for v in node.inputs[1:4]]
     known = [text for text in plain if text is not None]
     words = None
     if len(known) == len(plain) and each % WORDS == 0:
@@ -71,6 +73,20 @@ def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str
     if threshold > 0xFFFFFFFF:
         return zero
     return f"({word} < {threshold}u ? {zero} : {expressions.literal(out.dtype, kept)})"
+
+
+def _scalar(g: Values, value: ir.Value | None) -> str | None:
+    """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
+    assert value is not None
+    known, node = constant(value), value.producer()
+    if known is not None:
+        return expressions.literal(ir.DataType.INT64, known.reshape(-1)[0])
+    if g.is_read(value):
+        return g.number(value)
+    if node is None or node.domain or node.op_type not in (*RESHAPES, "Mul"):
+        return None
+    factors = [_scalar(g, v) for v in node.inputs[: 2 if node.op_type == "Mul" else 1]]
+    return None if None in factors else f"({' * '.join(factor for factor in factors if factor)})"
 
 
 def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
@@ -91,6 +107,32 @@ def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> 
         slope, noted = (g.element(node.inputs[k], (batch, *at, channel), inside) for k in range(2))
         terms.append(f"({noted} == {g.text(flatten(taps, window.kernel) + 1)} ? {slope} : 0)")  # what is not read is 0
     return f"({' + '.join(terms)})"
+
+
+def triangle(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """Trilu: elements on one side of a diagonal, zero elsewhere."""
+    given, dtype = node.inputs[1] if len(node.inputs) > 1 else None, node.outputs[0].dtype
+    assert dtype is not None
+    shift = "0" if given is None else g.element(given, (Linear(),) * len(shape_of(given)), guard)
+    sign = ">=" if node.attributes.get_int("upper", 1) else "<="
+    row, column = g.text(index[-2]), g.text(index[-1])
+    value = g.element(node.inputs[0], index, guard)
+    return f"({column} {sign} {row} + {shift} ? {value} : {expressions.literal(dtype, 0)})"
+
+
+def diagonal(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """EyeLike."""
+    shift, dtype = node.attributes.get_int("k", 0), node.outputs[0].dtype
+    assert dtype is not None
+    one, zero = expressions.literal(dtype, 1), expressions.literal(dtype, 0)
+    return f"({g.text(index[1])} == {g.text(index[0])} + {shift} ? {one} : {zero})"
+
+
+def gelu_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """dy · Gelu'(x), with constants that the type of x does not round."""
+    slope = "gelu_tanh_slope" if node.attributes.get_string("approximate", "none") == "tanh" else "gelu_slope"
+    dy, x = (g.element(v, index, guard) for v in node.inputs)
+    return f"({dy} * {slope}({x}))"
 
 
 def unpacked(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:

@@ -274,19 +274,10 @@ class Values:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
         return self._pull(value, index, guard)
 
-    def scalar(self, value: ir.Value | None) -> str | None:
-        """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
-        assert value is not None
-        known, producer = constant(value), value.producer()
-        if known is not None:
-            return literal(dtype_of(value), known.reshape(-1)[0])
-        if self._in_memory(value):
-            self._traffic.append(Access(value, Linear(), False, False, self._loop_number))
-            return f"{self._operands.setdefault(value, f'x{len(self._operands)}')}[0]"
-        if producer is None or producer.domain or producer.op_type not in (*views.RESHAPES, "Mul"):
-            return None
-        factors = [self.scalar(v) for v in producer.inputs[: 2 if producer.op_type == "Mul" else 1]]
-        return None if None in factors else f"({' * '.join(factor for factor in factors if factor)})"
+    def number(self, value: ir.Value) -> str:
+        """The only element of a value in memory, as text for any place in the kernel."""
+        self._traffic.append(Access(value, Linear(), False, False, self._loop_number))
+        return f"{self._operands.setdefault(value, f'x{len(self._operands)}')}[0]"
 
     def of_vector(
         self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
@@ -354,15 +345,6 @@ class Values:
         source = node.inputs[0]
         return expressions.cast(dtype_of(source), dtype_of(node.outputs[0]), self._pull(source, index, guard), node)
 
-    def triangle(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        """Trilu: elements on one side of a diagonal, zero elsewhere."""
-        given = node.inputs[1] if len(node.inputs) > 1 else None
-        shift = "0" if given is None else self._pull(given, (Linear(),) * len(shape_of(given)), guard)
-        sign = ">=" if node.attributes.get_int("upper", 1) else "<="
-        row, column = self._text(index[-2]), self._text(index[-1])
-        value = self._pull(node.inputs[0], index, guard)
-        return f"({column} {sign} {row} + {shift} ? {value} : {literal(dtype_of(node.outputs[0]), 0)})"
-
     def one_hot(self, node: ir.Node, index: Map, guard: str | None) -> str:
         depth, values = integers(node, 1), node.inputs[2]
         if depth is None:
@@ -376,11 +358,6 @@ class Values:
     def _class(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
         return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
-
-    def diagonal(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        shift, dtype = node.attributes.get_int("k", 0), dtype_of(node.outputs[0])
-        one, zero = literal(dtype, 1), literal(dtype, 0)
-        return f"({self._text(index[1])} == {self._text(index[0])} + {shift} ? {one} : {zero})"
 
     def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
         """ScatterElements of one element a row: everywhere else the element of input 0."""
@@ -442,10 +419,10 @@ class Values:
 
 SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
     "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
-    "Cast": Values.cast, "CastLike": Values.cast, "Trilu": Values.triangle, "OneHot": Values.one_hot,
-    "EyeLike": Values.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
-    "graphc::DropoutMask": lookups.dropout_mask, "graphc::ChannelsLastMaxPoolTapsGrad": lookups.pooled_gradient,
-    key_of(DOMAIN, UNPACKED): lookups.unpacked,
+    "Cast": Values.cast, "CastLike": Values.cast, "Trilu": lookups.triangle, "OneHot": Values.one_hot,
+    "EyeLike": lookups.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
+    "graphc::GeluGrad": lookups.gelu_gradient, "graphc::DropoutMask": lookups.dropout_mask,
+    "graphc::ChannelsLastMaxPoolTapsGrad": lookups.pooled_gradient, key_of(DOMAIN, UNPACKED): lookups.unpacked,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -227,6 +228,25 @@ def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: Any) -> N
         options = {**attributes, "count_include_pad": padded}
         (got,) = run_op(device, "graphc::ChannelsLastAveragePoolGrad", [last[0], shape[[0, 2, 3, 1]]], options, constants=(1,))
         np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
+
+
+# Activations -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_slope_of_gelu_is_that_of_pytorch(approximate: str, dtype: Any, device: Any) -> None:
+    """In half precision only the result is rounded: near its zero the slope shows every constant that is."""
+    torch = pytest.importorskip("torch")
+    x = np.linspace(-12, 12, 4096).astype(dtype)
+    dy = np.linspace(0.5, 2, 4096).astype(dtype)
+    (got,) = run_op(device, "graphc::GeluGrad", [dy, x], {"approximate": approximate})
+    at = torch.from_numpy(x.astype(np.float64)).requires_grad_()
+    torch.nn.functional.gelu(at, approximate=approximate).backward(torch.from_numpy(dy.astype(np.float64)))
+    tolerance = {"float32": (2e-6, 2e-6), "float64": (1e-12, 1e-13)}.get(np.dtype(dtype).name, (2.0**-8, 2e-5))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(np.float64), at.grad.numpy(), rtol=tolerance[0], atol=tolerance[1])
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------
