@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.backend import Backend, host_backend
 from graphc.compiler import Program
 from graphc.device import Array, Run
-from graphc.errors import DeviceMemoryError, WorldError
+from graphc.errors import DeviceMemoryError, UsageError, WorldError
 from graphc.feeding import check_arrays, check_names, key_of_shapes
 from graphc.ir.ops.losses import label_checks
 from graphc.plan import Plan, make_plan
@@ -59,6 +59,7 @@ class Bindings:
         self._collectives: list[str] | None = None
         self._available = backend.memory.available() or 0
         self.state = self._make_state()
+        self._left = backend.memory.available() or 0
 
     def for_training(self, feeds: Mapping[str, Array], wrap: Wrap | None = None) -> Executor:
         """The plan of the training graph for the shapes of ``feeds``; ``wrap`` as for :class:`Executor`.
@@ -103,7 +104,7 @@ class Bindings:
         except DeviceMemoryError as error:
             from graphc.shortage import explain_state
 
-            raise explain_state(self._program.model, self._available) from error
+            raise explain_state(self._program.model, self._available, self._backend.name, self._remade) from error
 
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
         shapes, rank, size = check_names(feeds, model.graph), self._comm.rank, self._comm.size
@@ -112,14 +113,20 @@ class Bindings:
         if model is self._program.model:
             self._compare_collectives(plan)
         comm = self._comm if size > 1 else None
+        taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
         host = self.on_host() if self.state.offloaded else None  # runs updates whose state lies there
         try:
             return Executor(plan, self.state, self._backend, comm, host=host, check=self.check, wrap=wrap)
         except DeviceMemoryError as error:
             from graphc.shortage import Case, explain
 
-            case = Case(model, shapes, self._batched, size, rank, self._available)
+            case = Case(model, shapes, self._batched, size, rank, self._available - max(0, taken), self._remade)
             raise explain(case, plan, self._backend.name, error) from error
+
+    def _remade(self, **options: object) -> ir.Model:
+        if self._program.again is None:
+            raise UsageError("the program has a pipeline of its own")
+        return self._program.again(**options).model
 
     def _compare_collectives(self, plan: Plan) -> None:
         if self._collectives is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ ModelSource = Any
 IMPORT_PASSES = ("legalize", "rebatch", "initialize")
 """Passes that prepare the model itself; what follows them makes it a training graph."""
 
+ONCE = ("model", "passes", "example_inputs", "dump_dir", "after")
+"""Arguments of :func:`compile` that do not belong to a program."""
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -42,6 +46,8 @@ class Program:
         pipeline: the passes that made ``model``, as text.
         log: what the passes reported.
         imports: the first of those passes, which prepared the model itself.
+        again: :func:`compile` of the same model with the same options but for those that it is called with; None: the program
+            has a pipeline of its own.
     """
 
     model: ir.Model
@@ -52,6 +58,7 @@ class Program:
     pipeline: str = ""
     log: list[str] = field(default_factory=list)
     imports: tuple[Step, ...] = ()
+    again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
 
 
 def training_pipeline(
@@ -182,10 +189,11 @@ def compile(
     Raises:
         GraphcError: with the pass, the node and what to do.
     """
+    options = {name: value for name, value in locals().items() if name not in ONCE}
     original = frontends.load(model, example_inputs=example_inputs)
     if example_inputs is not None:
         held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
-        freeze = [*(freeze or ()), *held]
+        freeze = options["freeze"] = [*(freeze or ()), *held]
     if passes is not None:
         steps = parse(passes) if isinstance(passes, str) else list(passes)
     else:
@@ -216,7 +224,8 @@ def compile(
     if not any(is_update(node) for node in working.graph):
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
     text = ",".join(str(s) for s in steps)
-    return Program(working, inference, original, mesh, backend, text, ctx.log, tuple(steps[:cut]))
+    again = functools.partial(compile, original, **options) if passes is None else None
+    return Program(working, inference, original, mesh, backend, text, ctx.log, tuple(steps[:cut]), again)
 
 
 def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:

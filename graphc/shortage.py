@@ -12,16 +12,24 @@ from dataclasses import asdict, dataclass
 
 import onnx_ir as ir
 
+from graphc.adapt import adapted
 from graphc.backend import PLANNERS, Planner
 from graphc.errors import DeviceMemoryError, GraphcError
 from graphc.ir.declare import SHARD, is_update
-from graphc.memory import DeviceSide, Memory, has_recomputation, memory_of_plan, predicted
+from graphc.memory import DeviceSide, has_recomputation, memory_of_plan, predicted
 from graphc.phases import is_accumulation
-from graphc.pipeline import PASSES, Context
 from graphc.plan import Plan
+from graphc.runtime.state import State
 
 NAMES = {"scratch": "values inside segments", "workspace": "libraries", "bound": "constants and temporaries"}
 """What the kinds of memory are called that do not say it themselves."""
+
+TRIES = 8
+"""Batches that are tried at most: to plan one takes seconds."""
+
+
+Remade = Callable[..., ir.Model]
+"""Options of ``compile`` → the training graph with these in place of its own; GraphcError where they exclude others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +37,12 @@ class Case:
     """What did not fit.
 
     Attributes:
-        model: the training graph.
-        shapes: of the feeds of one plan.
+        model: the graph: of training, or of evaluation.
+        shapes: of the feeds of one plan: of a micro-batch where a step has several.
         batched: the feeds whose first axis is the batch.
         world_size, rank: of the worker.
         available: bytes that were free before any of it was allocated.
+        again: the program with other options; None: there is no telling how it was made.
     """
 
     model: ir.Model
@@ -42,15 +51,32 @@ class Case:
     world_size: int
     rank: int
     available: int
+    again: Remade | None = None
 
-    def memory(self, planner: Planner, model: ir.Model | None = None, batch: int | None = None) -> Memory:
-        """The memory of the plan, of another graph, or for another batch."""
+    def memory(
+        self, planner: Planner, model: ir.Model | None = None, batch: int | None = None, world_size: int | None = None
+    ) -> int:
+        """Bytes on the device for the plan, for another graph, another batch, or another number of workers."""
         shapes = {n: [batch, *s[1:]] if batch is not None and n in self.batched else s for n, s in self.shapes.items()}
-        return predicted(model or self.model, shapes, planner, world_size=self.world_size, rank=self.rank)
+        size = world_size or self.world_size
+        return predicted(model or self.model, shapes, planner, world_size=size, rank=min(self.rank, size - 1)).total
 
     @property
     def batch(self) -> int:
         return int(self.shapes[self.batched[0]][0]) if self.batched else 1
+
+    @property
+    def trains(self) -> bool:
+        return any(is_update(node) for node in self.model.graph)
+
+    def remade(self, **options: object) -> ir.Model | None:
+        """The training graph with other options; None where that cannot be."""
+        if self.again is None or not self.trains:
+            return None
+        try:
+            return self.again(**options)
+        except GraphcError:
+            return None
 
 
 def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> DeviceMemoryError:
@@ -64,29 +90,68 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
             f"the GPU's memory is too small: the plan needs at least {size(least)}, {size(case.available)} are available;"
             " a smaller batch, accumulate or recompute need less",
         )
-    now = case.memory(make())
+    now = predicted(case.model, case.shapes, make(), world_size=case.world_size, rank=case.rank)
     parts = {k: v for k, v in asdict(now).items() if k not in ("host", "pinned", "context") and v > 0}
     largest = sorted(parts, key=lambda k: -parts[k])[:3]
     detail = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {parts[name] / 2**20:,.1f} MiB" for name in largest)
-    hints = [hint for find in (_smaller_batch, _recompute, _zero) for hint in find(case, now, make)]
-    helps = "; ".join(hints) if hints else "nothing that graphc knows of: take a larger GPU"
+    hints = [hint for find in (_smaller_batch, _recompute, _zero) for hint in find(case, now.total, make)]
+    enough, short = ("; ".join(text for text, fits in hints if fits is wanted) for wanted in (True, False))
+    helps = f" What helps: {enough}." if enough else ""
+    helps += f" Not enough by itself: {short}." if short else ""
     return DeviceMemoryError(
         now.total,
         case.available,
         f"the GPU's memory is too small: the plan needs {size(now.total)} ({detail}), {size(case.available)} are available."
-        f" What helps: {helps}",
+        + (helps or " Nothing that graphc knows of helps: take a larger GPU"),
     )
 
 
-def explain_state(model: ir.Model, available: int) -> DeviceMemoryError:
-    """Parameters and optimizer state alone do not fit."""
+def explain_state(model: ir.Model, available: int, backend: str, again: Remade | None = None) -> DeviceMemoryError:
+    """Parameters and optimizer state alone do not fit.
+
+    Args:
+        model: the training graph.
+        again: see :class:`Case`.
+    """
+    make = PLANNERS.get(backend)
     held = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    helps = ["more workers with strategy='zero:stage=3'", "offload=true, which keeps optimizer state on the host"]
+    if make is not None:
+        held = _held(model, make(), 1)
+        case = Case(model, {}, (), 1, 0, available, again)
+        helps = list(filter(None, (_zero_state(case, make), _offload(case, make))))
     return DeviceMemoryError(
         held,
         available,
         f"the GPU's memory is too small: parameters and optimizer state take {size(held)}, {size(available)} are available."
-        " What helps: more workers with strategy='zero:stage=3', or offload=true, which keeps optimizer state on the host",
+        + (f" What helps: {'; '.join(helps)}" if helps else " Nothing that graphc knows of helps: take a larger GPU"),
     )
+
+
+def _held(model: ir.Model, planner: Planner, workers: int) -> int:
+    """Bytes of the state on the device of one worker, and of the largest tensor of which it has a part, while that is whole."""
+    state = State(adapted(model, planner), 0, workers, planner.memory)
+    for name in sorted(state.shards, key=lambda name: -state.initial(name).nbytes)[:1]:
+        planner.memory.zeros(state.initial(name).nbytes)
+    return planner.memory.allocated
+
+
+def _zero_state(case: Case, make: Callable[[], Planner]) -> str:
+    model = case.remade(strategy="zero:stage=3", mesh=None)
+    for workers in (2, 4, 8, 16, 32, 64) if model is not None else ():
+        assert model is not None
+        held = _held(model, make(), workers)
+        if held <= case.available:
+            return f"strategy='zero:stage=3' keeps {size(held)} on each of {workers} workers"
+    return ""
+
+
+def _offload(case: Case, make: Callable[[], Planner]) -> str:
+    model = case.remade(strategy="zero:stage=1,offload=true")
+    held = None if model is None else _held(model, make(), 1)
+    if held is None or held > case.available:
+        return ""
+    return f"strategy='zero:stage=1,offload=true' keeps {size(held)} on the GPU, and optimizer state on the host"
 
 
 def size(nbytes: int) -> str:
@@ -94,54 +159,75 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB ({nbytes:,} bytes)" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB ({nbytes:,} bytes)"
 
 
-def _verdict(case: Case, total: int) -> str:
-    return f"needs {size(total)}" + ("" if total <= case.available else ", which is still too much")
+Hints = Iterator[tuple[str, bool]]
+"""What might help with the bytes that it needs, and whether these are there."""
 
 
-def _smaller_batch(case: Case, now: Memory, make: Callable[[], Planner]) -> Iterator[str]:
-    """The largest batch that fits, of a line through two batches, tried and lowered until it does."""
-    if case.batch < 2:
+def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
+    """The largest batch that was found to fit, and the micro-batches that a step of the same batch can be cut into."""
+    found = {case.batch: now}
+    fits = _largest(case, found, make)
+    if fits is None:
         return
-    half = case.batch // 2
-    try:
-        at_half = case.memory(make(), batch=half).total
-    except GraphcError:
-        return  # the graph is for one batch only
-    slope = (now.total - at_half) / (case.batch - half)
-    fits = min(case.batch - 1, math.floor(half + (case.available - at_half) / slope)) if slope > 0 else 0
-    while fits >= 1 and (total := case.memory(make(), batch=fits).total) > case.available:
-        fits = min(fits - 1, int(fits * 0.95))
-    if fits < 1:
-        yield f"no smaller batch fits by itself ({half} samples need {size(at_half)})"
+    done = next((node.attributes["steps"].as_int() for node in case.model.graph if is_accumulation(node)), 1)
+    kind = "micro-batch" if done > 1 else "batch"
+    if not fits:
+        least = min(found)
+        yield f"a {kind} of {least} needs {size(found[least])}", False
         return
-    yield f"a batch of {fits} on each worker in place of {case.batch} {_verdict(case, total)}"
-    if not any(is_accumulation(node) for node in case.model.graph):
-        steps = next(k for k in range(2, case.batch + 1) if -(-case.batch // k) <= fits)
-        yield f"accumulate={steps} does that without changing the step"
+    yield f"a {kind} of {fits} on each worker in place of {case.batch} needs {size(found[fits])}", True
+    whole = case.batch * done
+    for part in sorted({max(1, fits // divisor) for divisor in (1, 2, 4)}, reverse=True):  # sums take memory, too
+        steps = next(k for k in range(1, whole + 1) if whole % k == 0 and whole // k <= part)
+        remade = case.remade(accumulate=steps)
+        total = None if remade is None else case.memory(make(), remade, batch=whole // steps)
+        if total is not None and total <= case.available:
+            yield f"accumulate={steps} does that without changing the step, in {size(total)}", True
+            return
 
 
-def _recompute(case: Case, now: Memory, make: Callable[[], Planner]) -> Iterator[str]:
-    if has_recomputation(case.model):
-        return
-    copy = case.model.clone()
-    try:
-        PASSES["recompute"].function(copy, Context(), mode="all", batch=case.batch)
-        found = case.memory(make(), copy)
-    except GraphcError:
-        return
-    if found.total < 0.98 * now.total:
-        yield f"recompute='all' {_verdict(case, found.total)}"
+def _largest(case: Case, found: dict[int, int], make: Callable[[], Planner]) -> int | None:
+    """The largest batch that fits, of a line through those that are known, tried and corrected; 0: none. ``found`` grows.
+
+    None: the graph is for one batch only.
+    """
+    fits, least = 0, case.batch  # the largest that fits, and the smallest that does not
+    guess = case.batch // 2
+    for _ in range(TRIES):
+        if least - fits <= 1:
+            break
+        try:
+            found[guess] = case.memory(make(), batch=guess)
+        except GraphcError:
+            return None
+        if found[guess] <= case.available:
+            fits = guess
+        else:
+            least = guess
+        low, high = (fits, least) if fits else sorted(found)[:2]
+        slope = (found[high] - found[low]) / (high - low)
+        wanted = math.floor(low + (case.available - found[low]) / slope) if slope > 0 else 0
+        guess = min(max(wanted, fits + 1), least - 1)
+    return fits
 
 
-def _zero(case: Case, now: Memory, make: Callable[[], Planner]) -> Iterator[str]:
-    """By formula: what is divided among N workers leaves a part of 1/N on each."""
+def _recompute(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
+    text = f"all,batch={case.batch}"
+    remade = None if has_recomputation(case.model) else case.remade(recompute=text)
+    if remade is not None and (total := case.memory(make(), remade)) < 0.98 * now:
+        yield f"recompute={text!r} needs {size(total)}", total <= case.available
+
+
+def _zero(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
+    """The first stage that fits, or the last."""
     if any(node.attributes.get_string(SHARD, "") for node in case.model.graph if is_update(node)):
         return
     workers = max(case.world_size, 2)
-    divided = {1: now.optimizer + now.masters, 2: now.optimizer + now.masters + now.gradients}
-    for stage, part in divided.items():
-        total = now.total - part + part // workers
-        if total <= case.available or stage == 2:
-            if part > 0.02 * now.total:
-                yield f"strategy='zero:stage={stage}' on {workers} workers {_verdict(case, total)}"
+    for stage in (1, 2, 3):
+        remade = case.remade(strategy=f"zero:stage={stage}", mesh=None)
+        if remade is None:
+            return
+        total = case.memory(make(), remade, world_size=workers)
+        if total <= case.available or (stage == 3 and total < 0.98 * now):
+            yield f"strategy='zero:stage={stage}' on {workers} workers needs {size(total)} on each", total <= case.available
             return

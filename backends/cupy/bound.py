@@ -14,12 +14,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.arena import Arena
+from graphc.backends.cupy.calls import Call, KernelCall, NodeCall, reads, writes
 from graphc.backends.cupy.control import Control, bind
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
 from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.nodes import operands, results
-from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
+from graphc.backends.cupy.segment import Segment
 from graphc.backends.cupy.views import shape_of, size_of
 from graphc.device import Array, Run
 from graphc.ir.facts import constant
@@ -112,7 +113,7 @@ class BoundSegment:
         for run in self._runs:
             run()
 
-    def _bind(self, index: int, call: KernelCall | NodeCall | Control) -> Run:
+    def _bind(self, index: int, call: Call) -> Run:
         if isinstance(call, Control):
             inner = Scratch(self._device)
             run = bind(call, self._device, self._array, functools.partial(_bind_body, self._device, inner))
@@ -181,21 +182,12 @@ def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, in
             value = segment.aliases[value]
         return value
 
-    reads: list[list[ir.Value]] = []
-    writes: list[list[ir.Value]] = []
-    for call in segment.calls:
-        if not isinstance(call, KernelCall):
-            reads.append([base(v) for v in operands(call.node) if v is not None])
-            writes.append([base(v) for v in results(call.node)])
-        else:
-            reads.append([base(v) for v in call.source.operands[: call.source.reads]])
-            writes.append([base(v) for v in call.source.operands[call.source.reads :]])
-    last = {v: k for k, values in enumerate(zip(reads, writes, strict=True)) for part in values for v in part}
+    last = {base(v): k for k, call in enumerate(segment.calls) for v in (*reads(call), *writes(call))}
     arena = Arena(ALIGNMENT)
     offsets: dict[ir.Value, int] = {}
     partials: dict[int, tuple[int, ...]] = {}
     for k, call in enumerate(segment.calls):
-        for value in writes[k]:
+        for value in map(base, writes(call)):
             if value not in placed and value not in offsets:
                 offsets[value] = arena.take(_nbytes(value), last[value])
         if isinstance(call, KernelCall) and call.source.partials:

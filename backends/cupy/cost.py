@@ -24,12 +24,13 @@ import onnx_ir as ir
 from graphc.adapt import adapted
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.bound import _offsets
+from graphc.backends.cupy.calls import KernelCall, NodeCall
 from graphc.backends.cupy.control import Control
 from graphc.backends.cupy.convolutions import INPUT, convolution_of
 from graphc.backends.cupy.epilogues import product_of
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.products import PRODUCT
-from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
+from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.backends.cupy.source import Access, Source
 from graphc.backends.cupy.updates import bind_update, is_elementwise, launches_of, name_of
 from graphc.backends.cupy.views import shape_of, size_of

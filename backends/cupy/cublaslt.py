@@ -6,7 +6,6 @@ on disk by what the product is; so is the time, by which an epilogue is weighed 
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -82,7 +81,6 @@ class Products:
         self._handle = cublasLt.create()
         self._workspace: Any = device.zeros(WORKSPACE)
         self._choices = Choices(None if self._deterministic else self._file())
-        self._scalars: list[Any] = []
 
     def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
         """A closure that queues the product; everything is described here.
@@ -102,12 +100,9 @@ class Products:
             raise GraphcError(f"cuBLASLt has no algorithm for {node.name}: {product.text()}")
         algorithm = np.array(chosen["algorithm"], dtype=np.uint64)
         calls = [(*plan.arguments(self._handle, k), *self._tail(algorithm)) for k in range(product.rounds)]
-        self._scalars.append((plan, algorithm))  # read by the library at every call
         matmul = self._lt.matmul
-        if len(calls) == 1:
-            return functools.partial(matmul, *calls[0])
 
-        def run() -> None:
+        def run(held: tuple[Plan, Any] = (plan, algorithm)) -> None:  # the library reads them at every call
             for call in calls:
                 matmul(*call)
 

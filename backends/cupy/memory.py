@@ -9,6 +9,7 @@ A copy from pinned memory only queues; one from the host's ordinary memory retur
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -153,7 +154,8 @@ class CudaMemory:
         self.communication = make(non_blocking=True)
         self.stream.use()
         self._runtime = self.cupy.cuda.runtime
-        self._pinned: list[tuple[int, int]] = []
+        self._pinned: dict[int, int] = {}
+        self.trim()
 
     def zeros(self, nbytes: int) -> Array:
         return self._allocate(self.cupy.zeros, nbytes)
@@ -169,9 +171,11 @@ class CudaMemory:
             raise DeviceMemoryError(nbytes, self.available()) from error
 
     def pinned(self, nbytes: int) -> Array:
-        held = self.cupy.cuda.PinnedMemoryPointer(self.cupy.cuda.PinnedMemory(max(nbytes, 1)), 0)
-        self._pinned.append((held.ptr, held.ptr + max(nbytes, 1)))
-        found = np.frombuffer(held, dtype=np.uint8, count=nbytes)
+        memory = self.cupy.cuda.PinnedMemory(max(nbytes, 1))
+        start = int(memory.ptr)
+        self._pinned[start] = start + max(nbytes, 1)
+        weakref.finalize(memory, self._pinned.pop, start).atexit = False
+        found = np.frombuffer(self.cupy.cuda.PinnedMemoryPointer(memory, 0), dtype=np.uint8, count=nbytes)
         found[:] = 0
         return found
 
@@ -184,7 +188,10 @@ class CudaMemory:
         return free + int(pool.free_bytes())
 
     def trim(self) -> None:
-        """Give back what CuPy's pool holds and nobody uses: a graph needs memory that is not the pool's."""
+        """Give back what CuPy's pool holds and nobody uses: a graph needs memory that is not the pool's.
+
+        The pool keeps apart what each stream has freed, so that what an earlier worker of this process left is of no use.
+        """
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def adopt(self, array: Any) -> Array | None:
@@ -296,7 +303,7 @@ class CudaMemory:
 
     def _is_pinned(self, array: Array) -> bool:
         start = array.ctypes.data
-        return any(low <= start < high for low, high in self._pinned)
+        return any(low <= start < high for low, high in list(self._pinned.items()))
 
 
 @contextmanager

@@ -151,6 +151,15 @@ template <int N, class T> static __device__ inline Pack<T, N> load_pack(const T*
   for (int k = 0; k < count; ++k) both.words[k] = __ldg(reinterpret_cast<const Word*>(place) + k);
   return both.pack;
 }
+// Of an array that the kernel writes over.
+template <int N, class T> static __device__ inline Pack<T, N> load_changing(const T* place) {
+  typedef typename Words<sizeof(T) * N % 16 == 0 ? 16 : sizeof(T) * N % 8 == 0 ? 8 : sizeof(T) * N>::type Word;
+  const int count = sizeof(T) * N / sizeof(Word);
+  union { Word words[count]; Pack<T, N> pack; } both;
+#pragma unroll
+  for (int k = 0; k < count; ++k) both.words[k] = reinterpret_cast<const Word*>(place)[k];
+  return both.pack;
+}
 template <int N, class T> static __device__ inline void store_pack(T* place, const Pack<T, N>& pack) {
   typedef typename Words<sizeof(T) * N % 16 == 0 ? 16 : sizeof(T) * N % 8 == 0 ? 8 : sizeof(T) * N>::type Word;
   const int count = sizeof(T) * N / sizeof(Word);
@@ -213,6 +222,7 @@ template <int N, class T> static inline Pack<T, N> load_pack(const T* place) {
   memcpy(&pack, place, sizeof(pack));
   return pack;
 }
+template <int N, class T> static inline Pack<T, N> load_changing(const T* place) { return load_pack<N>(place); }
 template <int N, class T> static inline void store_pack(T* place, const Pack<T, N>& pack) {
   memcpy(place, &pack, sizeof(pack));
 }

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy import forms, nodes
+from graphc.backends.cupy.calls import Call, KernelCall, NodeCall
 from graphc.backends.cupy.casts import small_casts_first, small_casts_last
 from graphc.backends.cupy.composites import take_apart
 from graphc.backends.cupy.control import Control, body_models
@@ -17,6 +18,7 @@ from graphc.backends.cupy.crossing import Crossed, cross, sources
 from graphc.backends.cupy.epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.fusion import group, in_place_of
 from graphc.backends.cupy.generator import Generator
+from graphc.backends.cupy.inplace import overwrite
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.launch import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.launches import SMALL, Kernel, Opaque
@@ -31,32 +33,6 @@ from graphc.ir.infer import propagate
 
 
 @dataclass(frozen=True, slots=True)
-class KernelCall:
-    """A generated kernel, or a launch of a node's own.
-
-    Attributes:
-        source: its operands, and the partial totals it shares with the call before or after it.
-        name, text: what is compiled.
-        shape: how it is launched.
-        parts: partial totals of each row; 1 where nothing is shared.
-    """
-
-    source: Source
-    name: str
-    text: str
-    shape: Shape
-    parts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCall:
-    """A node that a library runs, or, where there is none, the host."""
-
-    node: ir.Node
-    library: nodes.Library | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """The calls of a segment, in order.
 
@@ -66,7 +42,7 @@ class Segment:
     """
 
     graph: ir.Graph
-    calls: list[KernelCall | NodeCall | Control]
+    calls: list[Call]
     aliases: dict[ir.Value, ir.Value]
 
     @property
@@ -114,7 +90,7 @@ def compile_segment(
     small_casts_last(graph, SMALL)
     pack_masks(graph, SMALL)
     grouping = group(graph, lambda node: nodes.special(node) is not None)
-    calls: list[KernelCall | NodeCall | Control] = []
+    calls: list[Call] = []
     for launch in cross(grouping):
         if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
             models = body_models(launch.node)
@@ -127,7 +103,7 @@ def compile_segment(
         else:
             calls += _kernel_calls(launch, grouping.memory, device, splits)
     in_place = {in_place_of(n.inputs[0]): n.outputs[0] for n in graph if INTO in n.meta and n.inputs[0] is not None}
-    return Segment(graph, calls, {**grouping.aliases, **in_place})
+    return Segment(graph, *overwrite(graph, calls, {**grouping.aliases, **in_place}, device=device))
 
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:

@@ -74,6 +74,7 @@ class Values:
         self._exact: set[str] = set()
         self._varying: set[str] = set()
         self._loop_number = 0
+        self._here: dict[tuple[ir.Value | None, int], Linear] = {}
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
@@ -138,7 +139,7 @@ class Values:
 
     def _scope_of(self, index: Map, guard: str | None) -> Scope:
         """Where a value with this index is computed: once a row unless it depends on the column."""
-        names = {v.name for part in index for v, _ in part.variables()}
+        names = {v.name for part in (*index, *self._here.values()) for v, _ in part.variables()}
         if guard is not None:
             names.add(guard)
         return self._row if names.isdisjoint(self._inner) else self._scope
@@ -334,7 +335,8 @@ class Values:
         shape, places = shape_of(data), shape_of(indices)
         axis = node.attributes.get_int("axis", 0) % len(shape)
         at = index if node.op_type == "GatherElements" else index[axis : axis + len(places)]
-        chosen = self.place(indices, at, shape[axis], guard)
+        here = self._here.get((indices, axis)) if node.op_type == "GatherElements" else None
+        chosen = self.place(indices, at, shape[axis], guard) if here is None else here
         if node.op_type == "GatherElements":
             source = (*index[:axis], chosen, *index[axis + 1 :])
         else:
@@ -359,6 +361,22 @@ class Values:
         """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
         return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
 
+    def _scattered_here(
+        self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
+    ) -> str:
+        """An update, for the one element that takes it: what it gathers by the same indices is the element in its own place.
+
+        Other elements compute something that they do not take, so nothing of it may be known by name behind it.
+        """
+        before = [(scope, dict(scope.known)) for scope in (self._row, self._scope)]
+        self._here[key] = here
+        try:
+            return self._pull(updates, at, guard)
+        finally:
+            del self._here[key]
+            for scope, known in before:
+                scope.known = known
+
     def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
         """ScatterElements of one element a row: everywhere else the element of input 0."""
         data, indices, updates = node.inputs
@@ -368,7 +386,8 @@ class Values:
         if shape_of(indices) != wanted or reduction not in ("none", "add"):
             raise NotFusibleError("ScatterElements of several elements a row")
         at = (*index[:axis], Linear(), *index[axis + 1 :])
-        place, old, new = (self._pull(v, i, guard) for v, i in ((indices, at), (data, index), (updates, at)))
+        place, old = self._pull(indices, at, guard), self._pull(data, index, guard)
+        new = self._scattered_here(updates, at, (indices, axis), index[axis], guard)
         chosen = self._class(at, place, shape_of(data)[axis], guard)
         changed = f"({old} + {new})" if reduction == "add" else new
         return f"({chosen} == {self._text(index[axis])} ? {changed} : {old})"

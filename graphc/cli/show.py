@@ -46,6 +46,7 @@ def plan(
 ) -> None:
     """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
     from graphc import frontends
+    from graphc.adapt import adapted
     from graphc.cli.inspect import is_training_graph
     from graphc.errors import UsageError
     from graphc.grid import flights, grid
@@ -61,6 +62,7 @@ def plan(
     size = workers or Mesh.parse(loaded.metadata_props.get(MESH, "data=1")).size
     shapes = {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in loaded.graph.inputs}
     engine = _engine(backend)
+    loaded, guarded = adapted(loaded, engine), not engine.memory.on_host  # as a trainer does
     if server_options(loaded.graph) is not None:
         try:
             _show_roles(role_plans(loaded, shapes, engine), form)
@@ -68,11 +70,12 @@ def plan(
             engine.close()
         return
     try:
-        found = make_plan(loaded, shapes, engine, world_size=size)
+        found = make_plan(loaded, shapes, engine, world_size=size, guarded=guarded)
         host = _on_host(found, engine)
         plans = [found] * size
         if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have one plan
-            plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=r) for r in range(1, size)]
+            ranks = range(1, size)
+            plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=rank, guarded=guarded) for rank in ranks]
     finally:
         engine.close()
     if form is Format.text:

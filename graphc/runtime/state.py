@@ -293,6 +293,7 @@ class State:
                 memory.copy(whole, self._first(name, values))
             comm.broadcast(whole.reshape(-1), 0)
             self._write(name, whole)
+            del whole  # before there is another
         self._written()
 
     def _first(self, name: str, values: Mapping[str, Array] | None) -> Array:

@@ -15,9 +15,9 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend, nodes
 from graphc.backends.cupy.attention import Attention, attention_of
+from graphc.backends.cupy.calls import NodeCall
 from graphc.backends.cupy.convolutions import convolution_of
 from graphc.backends.cupy.dnn import barred
-from graphc.backends.cupy.segment import NodeCall
 from graphc.bench.specs import SPECS
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.segment import NodeCall
+from graphc.backends.cupy.calls import NodeCall
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.simplify import simplify_graph
 from tests.backends.host_kernels import HostDevice, run_segment

@@ -12,8 +12,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from graphc.backends.cupy.calls import KernelCall
 from graphc.backends.cupy.cost import cost_of, nbytes, traffic
-from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.backends.cupy.segment import compile_segment
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
 from graphc.errors import UsageError

@@ -12,8 +12,9 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from graphc.backends.cupy.calls import KernelCall
 from graphc.backends.cupy.cost import nbytes, traffic
-from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.backends.cupy.segment import compile_segment
 from graphc.ir.facts import static_dims
 from graphc.plan import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment

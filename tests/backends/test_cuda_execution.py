@@ -220,3 +220,35 @@ def test_a_step_is_one_graph(exported: Callable[[str], str]) -> None:
         assert isinstance(recording, Recording)
         assert recording.refusal is None
         assert recording._replay is not None
+
+
+def test_what_is_bound_is_free_again_when_it_is_gone(exported: Callable[[str], str], pool: Any) -> None:
+    import gc
+
+    import cupy
+
+    from graphc.backends.cupy.cublaslt import Plan
+
+    def used() -> tuple[int, int]:
+        """Bytes of the device that are taken, and descriptions of products."""
+        gc.collect()
+        pool.free_all_blocks()
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return total - free, sum(type(thing) is Plan for thing in gc.get_objects())
+
+    program, feeds = compiled(exported("mlp"), precision="bf16"), batch("mlp")
+    found = []
+    for rebound in (50, 1, 1):
+        with graphc.Trainer(program, threads=1) as trainer:
+            for _ in range(rebound):
+                trainer.plans.training.clear()
+                trainer.step(feeds)
+                found.append(used())
+            trainer.step(feeds)  # recorded as a graph
+        del trainer
+        found.append(used())
+    (first, plans), (last, _), (closed, none) = found[1], found[49], found[50]
+    assert found[49][1] == plans > 0
+    assert none == found[-1][1] == 0
+    assert last - first < 1 << 20, "the driver's own bookkeeping aside"
+    assert found[-1][0] - closed < 1 << 20

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -25,6 +27,7 @@ from graphc.errors import DeviceMemoryError
 from graphc.memory import feed_shapes, memory_of, predicted
 from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
+from tests.backends.strict import DeviceArray
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -107,44 +110,163 @@ def test_each_of_two_workers_allocates_what_was_predicted_for_it(
         assert predicted(program.model, feed_shapes(program.model, 4), planner, world_size=2, rank=rank).total == asked[rank]
 
 
+class Bare(HostDevice):
+    """A device of ``limit`` bytes to which plans are bound as to a GPU, though nothing runs."""
+
+    writes_cuda = True
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self._taken = limit, set[str]()
+        self._live: list[tuple[weakref.ref[Any], int]] = []
+
+    def available(self) -> int:
+        return self.limit - sum(nbytes for array, nbytes in self._live if array() is not None)
+
+    def empty(self, nbytes: int) -> DeviceArray:
+        if rounded(nbytes) > self.available():
+            raise DeviceMemoryError(nbytes, self.available())
+        raw = np.empty(nbytes + 256, dtype=np.uint8)
+        self._live.append((weakref.ref(raw), rounded(nbytes)))
+        start = -raw.ctypes.data % 256
+        return DeviceArray(raw[start : start + nbytes])
+
+    zeros = empty
+
+    def copy(self, target: Any, source: Any) -> None:
+        """What the arrays hold does not matter."""
+
+    def bind_copy(self, target: Any, source: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def compile(self, texts: Any) -> Any:
+        return dict.fromkeys(texts)
+
+    def launch(self, kernel: Any, arrays: Any, shape: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        return by_rule(joined, apart, saved)
+
+    def node(self, node: ir.Node, library: Library | None, inputs: Any, outputs: Any) -> Callable[[], None]:
+        if library is not None and library.workspace is not None and library.workspace[0] not in self._taken:
+            self._taken.add(library.workspace[0])
+            self.empty(library.workspace[1])
+        own = library is not None and library.own
+        return library.bind(self, node, inputs, outputs) if own else lambda: None  # type: ignore[union-attr,arg-type]
+
+
+def rounded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // UNIT) * UNIT
+
+
+def feeds_of(program: graphc.Program, batch: int) -> dict[str, Any]:
+    graph = program.model.graph
+    return {v.name: np.zeros(feed_shapes(program.model, batch)[v.name], v.dtype.numpy()) for v in graph.inputs}  # type: ignore[union-attr,index,misc]
+
+
+def bind(program: graphc.Program, batch: int, limit: int, monkeypatch: pytest.MonkeyPatch, workers: int = 1) -> None:
+    """Bind the training plan for ``batch`` samples to devices of ``limit`` bytes; 0: the state alone."""
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Bare(limit)))
+
+    def worker(comm: Any) -> None:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            if batch:
+                trainer.plans.for_training(feeds_of(program, batch))
+
+    if workers == 1:
+        worker(None)
+    else:
+        run_threads(workers, worker)
+
+
+CLAIM = r"""(?x) (?: a\ batch\ of\ (?P<batch>\d+)\ on\ each\ worker\ in\ place\ of\ \d+ | accumulate=(?P<steps>\d+)
+    | recompute='(?P<recompute>[^']+)' | strategy='(?P<strategy>[^']+)' (?:\ on\ (?P<workers>\d+)\ workers)? )
+    [^;.(]*? \d[\d.,]*\ [MG]iB\ \((?P<bytes>[\d,]+)\ bytes\) (?: \ on\ each\ of\ (?P<each>\d+)\ workers )?"""
+"""What the message says helps, and with how many bytes."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "optimizer", "precision", "count", "part", "wanted"),
+    [
+        ("mlp", "adamw:lr=1e-3", "bf16", 1024, 0.8, {"batch", "steps"}),
+        ("transformer", "sgd:lr=0.1", None, 16, 0.8, {"batch", "steps", "recompute"}),
+        ("mlp", "adam:lr=1e-3", None, 2, 0.9, {"strategy"}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*pass through host memory")
+def test_whoever_takes_the_advice_has_enough_memory(
+    name: str,
+    optimizer: str,
+    precision: str | None,
+    count: int,
+    part: float,
+    wanted: set[str],
+    exported: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = compiled(exported(name), optimizer, backend="pretended", precision=precision)
+    needed = predicted(program.model, feed_shapes(program.model, count), CupyPlanner())
+    total = needed.total
+    bind(program, count, total, monkeypatch)
+    limit = needed.workspace + int((total - needed.workspace) * part) // UNIT * UNIT
+    with pytest.raises(DeviceMemoryError) as caught:
+        bind(program, count, limit, monkeypatch)
+    message = str(caught.value)
+    assert f"needs {total / 2**20:.1f} MiB ({total:,} bytes)" in message
+    assert f"{limit:,} bytes) are available" in message
+    helps, _, short = message.partition("What helps: ")[2].partition("Not enough by itself: ")
+    found: set[str] = set()
+    for claim in re.finditer(CLAIM, helps):
+        needs, given = int(claim["bytes"].replace(",", "")), {k: v for k, v in claim.groupdict().items() if v is not None}
+        assert needs <= limit
+        found |= given.keys() - {"workers", "bytes", "each"}
+        options: dict[str, Any] = {k: given[k] for k in ("recompute", "strategy") if k in given}
+        if "steps" in given:
+            options["accumulate"] = int(given["steps"])
+        batch = int(given.get("batch", count)) // options.get("accumulate", 1)
+        assert program.again is not None
+        bind(program.again(**options), batch, needs, monkeypatch, int(given.get("workers", 1)))
+        if "batch" in given:
+            with pytest.raises(DeviceMemoryError):
+                bind(program, batch + 2, limit, monkeypatch)
+    assert found == wanted, message
+    assert all(int(claim["bytes"].replace(",", "")) > limit for claim in re.finditer(CLAIM, short))
+
+
 @pytest.mark.full
 @needs_compiler
-def test_a_plan_that_does_not_fit_says_what_it_needs_and_what_helps_before_anything_runs(
-    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = compiled(exported("transformer-small"), optimizer="sgd:lr=0.1,momentum=0.9", backend="pretended")
-    shapes = feed_shapes(program.model, 64)
-    total = predicted(program.model, shapes, CupyPlanner()).total
-    device = Equipped()
-    device.limit = (total + predicted(program.model, feed_shapes(program.model, 32), CupyPlanner()).total) // 2
+def test_a_plan_that_does_not_fit_changes_nothing(exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program, device = compiled(exported("lenet"), backend="pretended"), Equipped()
     monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
-    x, y = SPECS["transformer-small"].batch(64)
     with graphc.Trainer(program, threads=1) as trainer:
         before = trainer.state.snapshot()
-        with pytest.raises(DeviceMemoryError) as caught:
-            trainer.step({"input": x, "label": y})
+        device.limit = sum(rounded(array.nbytes) for array in device.allocations) + (305 << 20)
+        with pytest.raises(DeviceMemoryError, match=r"a batch of \d+ on each worker in place of 512"):
+            trainer.step(dict(zip(("input", "label"), SPECS["lenet"].batch(512), strict=True)))
         after = trainer.state.snapshot()
-    assert all((before[name] == after[name]).all() for name in before)
-    message = str(caught.value)
-    assert f"{total:,}" in message, "predicted"
-    assert f"{device.limit:,}" in message, "available"
-    fits = int(re.search(r"a batch of (\d+) on each worker in place of 64", message)[1])
-    assert 1 <= fits < 64
-    assert predicted(program.model, feed_shapes(program.model, fits), CupyPlanner()).total <= device.limit
-    assert predicted(program.model, feed_shapes(program.model, fits + 2), CupyPlanner()).total > device.limit
-    steps = int(re.search(r"accumulate=(\d+)", message)[1])
-    assert -(-64 // steps) <= fits
-    assert "recompute='all' needs" in message
+        assert all((before[name] == after[name]).all() for name in before)
+        assert np.isfinite(trainer.step(dict(zip(("input", "label"), SPECS["lenet"].batch(4), strict=True)))["loss"])
 
 
+@pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
     exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = HostDevice()
-    device.limit = 100_000
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
-    with pytest.raises(DeviceMemoryError, match=r"parameters and optimizer state take .*100,000 bytes.*zero:stage=3.*offload"):
-        graphc.Trainer(compiled(exported("lenet"), backend="pretended"), threads=1)
+    program = compiled(exported("mlp"), backend="pretended")
+    with pytest.raises(DeviceMemoryError) as caught:
+        bind(program, 0, 3 << 20, monkeypatch)
+    message = str(caught.value)
+    assert "parameters and optimizer state take" in message
+    assert "3.0 MiB (3,145,728 bytes) are available" in message
+    claims = list(re.finditer(CLAIM, message))
+    assert {claim["strategy"] for claim in claims} == {"zero:stage=3", "zero:stage=1,offload=true"}
+    for claim in claims:
+        needs, workers = int(claim["bytes"].replace(",", "")), int(claim["each"] or 1)
+        assert needs <= 3 << 20
+        assert program.again is not None
+        bind(program.again(strategy=claim["strategy"]), 0, needs, monkeypatch, workers)
 
 
 def test_inspect_predicts_the_memory_of_a_gpu_on_a_machine_without_one(

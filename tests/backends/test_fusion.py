@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphc
+from graphc.backends.cupy.calls import KernelCall
 from graphc.backends.cupy.indexing import Linear, Variable, flatten, unflatten
-from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.backends.cupy.segment import compile_segment
 from graphc.bench.models import export
 from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update

@@ -11,7 +11,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.backends.cupy.calls import KernelCall
+from graphc.backends.cupy.segment import compile_segment
 from graphc.backends.cupy.tables import bind_table
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 

@@ -23,9 +23,10 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS, COVERAGE, PLANNERS
 from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.calls import KernelCall, NodeCall
 from graphc.backends.cupy.control import Control
 from graphc.backends.cupy.kernels import sorting
-from graphc.backends.cupy.segment import KernelCall, NodeCall, compile_segment
+from graphc.backends.cupy.segment import compile_segment
 from graphc.inference import run_model
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder

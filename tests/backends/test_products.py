@@ -22,12 +22,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 import graphc
 from graphc.backends.cupy import CupyBackend, choices
+from graphc.backends.cupy.calls import KernelCall, NodeCall
 from graphc.backends.cupy.choices import Choices
 from graphc.backends.cupy.cublaslt import Products
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.epilogues import by_rule, product_of
 from graphc.backends.cupy.products import DOMAIN, Product, call_of
-from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment, compile_segment
+from graphc.backends.cupy.segment import Segment, compile_segment
 from graphc.ir.declare import is_update
 from graphc.plan import prepare
 from tests.backends.host_kernels import HostDevice, run_segment

@@ -15,9 +15,10 @@ import torch
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend, segment
+from graphc.backends.cupy.calls import KernelCall, NodeCall
 from graphc.backends.cupy.cost import cost_of
 from graphc.backends.cupy.planned import PlannedDevice
-from graphc.backends.cupy.segment import KernelCall, NodeCall, compile_segment
+from graphc.backends.cupy.segment import compile_segment
 from graphc.ir.facts import static_dims
 from graphc.plan import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment

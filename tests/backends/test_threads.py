@@ -12,7 +12,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.segment import KernelCall, compile_segment
+from graphc.backends.cupy.calls import KernelCall
+from graphc.backends.cupy.segment import compile_segment
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 
 pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]

@@ -70,3 +70,20 @@ def test_ranks_with_different_plans_have_a_row_each(tmp_path: Path, capfd: pytes
     assert second.count("-") >= 2
     assert len(first) == len(second)
     assert first.count("u") == second.count("u") + second.count("-")
+
+
+def test_the_plan_of_a_backend_is_that_of_the_state_it_keeps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The GPU backend keeps low copies of weights, which its updates write, so that no segment casts a weight."""
+    training = compiled(tmp_path, capfd, "--precision", "bf16")
+
+    def shown(backend: str) -> list[dict[str, object]]:
+        assert main(["show", "plan", training, "-n", "1", "--backend", backend, "--format", "json"]) == 0
+        return json.loads(capfd.readouterr().out)["steps"]  # type: ignore[no-any-return]
+
+    steps = {backend: shown(backend) for backend in ("numpy", "cupy")}
+    narrow = {backend: [s for s in found if str(s["name"]).startswith("Narrow")] for backend, found in steps.items()}
+    assert not narrow["numpy"]
+    assert narrow["cupy"]
+    nodes = {b: [n for s in found if s["kind"] == "segment" for n in s["nodes"]] for b, found in steps.items()}  # type: ignore[attr-defined]
+    assert {"w1/bfloat16/Cast", "w2/bfloat16/Cast"} <= set(nodes["numpy"])
+    assert not {"w1/bfloat16/Cast", "w2/bfloat16/Cast"} & set(nodes["cupy"])
