@@ -86,7 +86,7 @@ def _windows(
 
 
 class MaxPool(OpRun):
-    """y = max over the window; Indices: the first position of that maximum in the whole input, padding not counted."""
+    """y = max over the window; Indices: its place in the whole input: the first of equal ones, the last NaN; no padding."""
 
     op_domain = ""
 
@@ -115,8 +115,10 @@ class MaxPool(OpRun):
             return (y,)
         places = np.arange(math.prod(x.shape[2:]), dtype=np.int64).reshape(x.shape[2:], order="F" if storage_order else "C")
         positions, _, _ = _windows(places[None, None], kernel_shape, 0, **options)
-        first = np.argmax((windows == y[..., None]) & real, axis=-1)
-        inside = np.take_along_axis(np.broadcast_to(positions, windows.shape), first[..., None], axis=-1)[..., 0]
+        chosen = np.argmax((windows == y[..., None]) & real, axis=-1)
+        unknown = np.not_equal(windows, windows)
+        chosen = np.where(unknown.any(axis=-1), unknown.shape[-1] - 1 - np.argmax(unknown[..., ::-1], axis=-1), chosen)
+        inside = np.take_along_axis(np.broadcast_to(positions, windows.shape), chosen[..., None], axis=-1)[..., 0]
         planes = np.arange(x.shape[0] * x.shape[1], dtype=np.int64) * math.prod(x.shape[2:])
         return y, inside + planes.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
 

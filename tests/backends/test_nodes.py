@@ -201,6 +201,37 @@ def test_a_pool_that_notes_its_maxima_has_the_gradient_of_pytorch(kernel: Any, s
     np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
 
 
+@pytest.mark.full
+def test_a_maximum_that_is_nan_gets_the_gradient_as_in_pytorch(device: Any) -> None:
+    """The last NaN of a window is its maximum; noted as a tap, or looked for. On the CPU backends too."""
+    torch = pytest.importorskip("torch")
+    values = rng.standard_normal((2, 8, 9, 8)).astype(np.float32)
+    values[rng.random(values.shape) < 0.15] = np.nan
+    x = torch.tensor(values, requires_grad=True)
+    y = torch.nn.functional.max_pool2d(x, (3, 2), (2, 1), (1, 1))
+    dy = torch.tensor(rng.standard_normal(y.shape).astype(np.float32))
+    y.backward(dy)
+    attributes = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 1]}
+    arrays = [v.detach().numpy() for v in (dy, x, y)]
+    dy_last, x_last, y_last = (np.ascontiguousarray(a.transpose(0, 2, 3, 1)) for a in arrays)
+    (got,) = run_op(device, "graphc::MaxPoolGrad", arrays, attributes)
+    np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6)
+    got, taps = run_op(device, "graphc::ChannelsLastMaxPoolTaps", [x_last], attributes, n=2)
+    np.testing.assert_array_equal(got, y_last)
+    shape = np.array(x_last.shape)
+    (got,) = run_op(device, "graphc::ChannelsLastMaxPoolTapsGrad", [dy_last, taps, shape], attributes, constants=[2])
+    np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
+    for name, array in zip(("dy", "x", "y"), arrays, strict=True):
+        kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        graph.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(array.shape)))
+    graph.outputs.append(Builder(graph).graphc.MaxPoolGrad(*graph.inputs, **attributes))
+    for backend in ("numpy", "onnxruntime"):
+        model = ir.Model(graph, ir_version=IR_VERSION)
+        (got,) = run_model(model, dict(zip(("dy", "x", "y"), arrays, strict=True)), backend, threads=1).values()
+        np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-6, err_msg=backend)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: Any) -> None:
     torch = pytest.importorskip("torch")

@@ -94,7 +94,7 @@ long long place = -1;
 
 @node_kernel("graphc::MaxPoolGrad", f"graphc::{PREFIX}MaxPoolGrad", dtypes=FLOATS, when=_has_window)
 def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
-    """Σ dy over the windows of which this element is the first maximum."""
+    """Σ dy over the windows of which this element is the maximum: the first of equal ones, the last NaN."""
     dy, x, y = node.inputs
     dx = node.outputs[0]
     assert dy is not None
@@ -105,8 +105,9 @@ def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
     n, kind = len(size), computed(x)
     same = f"""const {kind} other = {load(x, "x", grid.at(size, "j"))};
 if (other == mine || (other != other && mine != mine)) first = false;"""
-    # Taps in front of this one, in row-major order; the loop over them ends at the first that is as great.
-    earlier = over_taps(window, size, f"if (!first || {_not_before(n)}) continue;\n{same}", into="j", tap="u")
+    # Taps in front of this one, in row-major order; behind it where it is NaN.
+    skipped = f"(mine == mine ? {_not_before(n, 'u', 't')} : {_not_before(n, 't', 'u')})"
+    earlier = over_taps(window, size, f"if (!first || {skipped}) continue;\n{same}", into="j", tap="u")
     at = grid.at(grid.out, "o")
     inside = f"""const {kind} most = {load(y, "y", at)};
 if (!(most == mine || (most != most && mine != mine))) continue;
@@ -121,11 +122,11 @@ const {kind} mine = {load(x, "x", "row")};
     return [Launch(body, {"dy": dy, "x": x, "y": y}, {"dx": dx}, size_of(dx))]
 
 
-def _not_before(n: int) -> str:
+def _not_before(n: int, u: str, t: str) -> str:
     """Whether tap u comes at or behind tap t in row-major order."""
-    text = f"u{n - 1} >= t{n - 1}"
+    text = f"{u}{n - 1} >= {t}{n - 1}"
     for k in reversed(range(n - 1)):
-        text = f"(u{k} > t{k} || (u{k} == t{k} && {text}))"
+        text = f"({u}{k} > {t}{k} || ({u}{k} == {t}{k} && {text}))"
     return text
 
 

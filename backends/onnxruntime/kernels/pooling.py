@@ -50,7 +50,7 @@ def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> Geomet
 
 @kernel("onnxruntime", "graphc::MaxPoolGrad", when=lambda node: have_spatial_axes(node, (0, 1, 2), 2))
 def max_pool_grad(k: Binding) -> Run:
-    """Each dy goes to the first element of its window that equals the maximum y."""
+    """Each dy goes to the first element of its window that equals the maximum y; where that is NaN, to the last NaN."""
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
     assert window.begin is not None
@@ -75,6 +75,19 @@ def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
             if 0 <= h < x.shape[0] and 0 <= w < x.shape[1] and x[h, w] == wanted:
                 return h * x.shape[1] + w
     return -1
+
+
+@exact
+@no_type_check
+def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
+    """Place of the last tap inside x that is NaN, else -1."""
+    found = -1
+    for i in range(taps_h):
+        for j in range(taps_w):
+            h, w = row + i * dilation_h, column + j * dilation_w
+            if 0 <= h < x.shape[0] and 0 <= w < x.shape[1] and x[h, w] != x[h, w]:
+                found = h * x.shape[1] + w
+    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,6 +131,8 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
                                 place = tap if source[tap] == value else place
                         at[q] = np.int32(place)
                     for q in range(at.size):
+                        if wanted[q] != wanted[q]:
+                            at[q] = _last_nan(x[plane], row, q * stride_w - begin_w, taps_h, taps_w, dilation_h, dilation_w)
                         if at[q] >= 0:
                             target[at[q]] += slopes[q]
 

@@ -128,10 +128,10 @@ def _pooled_and_taps(inputs: Sequence[ir.Value | None], attributes: Mapping[str,
 
 @declare("ChannelsLastMaxPoolTaps", inputs="x", outputs="y tap", infer=_pooled_and_taps, attributes=POOL)
 def channels_last_max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
-    """MaxPool, and the place of the first maximum in its window: 1 and up in row-major order, up to 255.
+    """MaxPool, and the place of the maximum in its window, the first of equal ones, the last NaN: 1 and up in row-major order.
 
-    Elementwise ops over slices of x, so that a backend which fuses them computes x where it needs it. A NaN is the maximum,
-    but no place: dy goes to the greatest element in front of it. x has a static shape, and windows have no dilations.
+    Elementwise ops over slices of x, so that a backend which fuses them computes x where it needs it. Places go up to 255. x
+    has a static shape, and windows have no dilations.
     """
     (_, pooled), _ = _pooled_and_taps([x], attributes)
     size, out = (static_dims_of(shape)[1:-1] for shape in (x.shape, pooled))
@@ -148,8 +148,9 @@ def channels_last_max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> 
         places.append(op.Slice(padded, list(at), end, axes, list(window.strides)))
     best, tap = places[0], op.const(np.array(1, dtype=np.uint8))
     for number, element in enumerate(places[1:], 2):
-        tap = op.Where(op.Greater(element, best), op.const(np.array(number, dtype=np.uint8)), tap)
-        best = op.Max(best, element)
+        greater = op.Or(op.Greater(element, best), op.IsNaN(element))
+        tap = op.Where(greater, op.const(np.array(number, dtype=np.uint8)), tap)
+        best = op.Where(greater, element, best)
     return best, op.Expand(tap, op.shape(best))
 
 

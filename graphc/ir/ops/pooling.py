@@ -25,7 +25,10 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @declare("MaxPoolGrad", inputs="dy x y", outputs="dx", infer=same_as(1), attributes=POOL)
 def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
-    """Gradient of ``y = MaxPool(x)``: each dy goes to the first maximum of its window, in row-major order; overlaps add."""
+    """Gradient of ``y = MaxPool(x)``: each dy goes to the maximum of its window, and overlaps add.
+
+    Of equal ones that is the first in row-major order; where y is NaN, the last NaN, as in PyTorch.
+    """
     window = Window.of(attributes, spatial(x.shape))
     if window.pads is not None:
         attributes.update(window.attributes(), auto_pad=None)
