@@ -42,8 +42,8 @@ quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
 faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI processes (about 10 minutes)
 	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py
 
-gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); skipped without one
-	$(BIN)/python -m pytest -m gpu -rs
+gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); writes build/gpu_test.json
+	$(BIN)/python -m pytest -m gpu -rs -n 4 --dist load --max-worker-restart 40 --results build/gpu_test.json
 
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
 	$(BIN)/python tests/hostcuda/build.py tests/backends/test_cuda.py tests/backends/test_cuda_execution.py \

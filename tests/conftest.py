@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not there():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A process whose GPU a kernel has broken fails whatever comes next: with xdist, a new one goes on with the rest."""
+    result = yield
+    if hasattr(item.config, "workerinput") and item.get_closest_marker("gpu") and gpu_is_lost():
+        os._exit(70)
+    return result
+
+
+NO_DEVICE = (35, 100)
+"""CUDA's errors where there is no driver and no GPU, so that there is none to lose."""
+
+
+def gpu_is_lost() -> bool:
+    """Whether a kernel's error has made CUDA useless to this process."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return False
+    try:
+        cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return error.status not in NO_DEVICE
+    return False
 
 
 def has_mpi() -> bool:

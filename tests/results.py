@@ -33,7 +33,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed[report.nodeid] = str(report.longrepr).strip()[-800:]
+            self.failed.setdefault(report.nodeid, _end(report))  # a process that ends with it reports it once more
         elif report.skipped:
             self.skipped[_reason(report)] += 1
         elif report.when == "call":
@@ -43,7 +43,7 @@ class Results:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.failed[report.nodeid] = str(report.longrepr).strip()[-800:]
+            self.failed[report.nodeid] = _end(report)
 
     def pytest_sessionfinish(self) -> None:
         self.running = ""
@@ -63,6 +63,10 @@ class Results:
         partial = self.path.with_suffix(".tmp")
         partial.write_text(json.dumps(found, indent=1) + "\n")
         partial.replace(self.path)
+
+
+def _end(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return str(report.longrepr).strip()[-800:]
 
 
 def _reason(report: pytest.TestReport) -> str:

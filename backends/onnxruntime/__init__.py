@@ -141,14 +141,19 @@ def element_type(array: Array) -> Any:
 def make_session(
     model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[tuple[str, Mapping[str, str]]]
 ) -> ort.InferenceSession:
-    """A session for a segment.
+    """A session for a segment. Without onnxruntime's fallback: a session on another device than the arrays that are bound to it
+    would read whatever lies there.
 
     Raises:
         UnsupportedOpError: onnxruntime cannot run it.
     """
     try:
         return ort.InferenceSession(
-            model.SerializeToString(), sess_options=options, providers=list(providers), disabled_optimizers=UNEVEN
+            model.SerializeToString(),
+            sess_options=options,
+            providers=list(providers),
+            disabled_optimizers=UNEVEN,
+            enable_fallback=False,
         )
     except Exception as error:
         raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error

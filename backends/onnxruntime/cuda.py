@@ -8,7 +8,9 @@ decomposed, and what the provider lacks, onnxruntime runs on the host by itself,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +29,9 @@ from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
 PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip uninstall -y onnxruntime && pip install 'graphc[onnxruntime-cuda]'"
 """The two packages of onnxruntime fill one folder, so that only one of them can be installed."""
+
+LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
+"""What the provider is linked with, or loads when it needs it; CuPy depends on the package that finds them."""
 
 
 class DeviceBackend:
@@ -137,7 +142,7 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
         memory = CudaMemory(index, self.name, self.name)
         index = int(memory.device.id)
         check_major(memory.cupy.cuda.runtime.runtimeGetVersion() // 1000)
-        ort.preload_dlls()  # CUDA and cuDNN as pip installs them
+        load_libraries()
         options = provider_options(index, memory.stream.ptr, tf32=tf32)
         providers = [(PROVIDER, options), ("CPUExecutionProvider", {})]
         check_loads(providers)
@@ -187,27 +192,44 @@ def check_major(major: int) -> None:
         )
 
 
+def load_libraries() -> None:
+    """Load CUDA's libraries and cuDNN from wherever pip or the system put them; what is not found, :func:`check_loads` tells.
+
+    onnxruntime's own ``preload_dlls`` looks into the folder of packages that it lies in only, and prints on stdout.
+    """
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    for name in LIBRARIES:
+        with contextlib.suppress(DynamicLibNotFoundError):
+            load_nvidia_dynamic_lib(name)
+
+
 def check_loads(providers: Sequence[tuple[str, dict[str, str]]]) -> None:
-    """See to it that the provider's libraries load: onnxruntime itself would go on without it.
+    """See to it that the provider's libraries load, and that it takes its options: without it onnxruntime would go on.
 
     Raises:
-        GraphcError: it falls back to the next provider.
+        GraphcError: it cannot be had, with the reason that the provider gives.
     """
     node = onnx.helper.make_node("Identity", ["x"], ["y"])
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
     graph = onnx.helper.make_graph([node], "probe", [x], [y])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9)
+    reason = ""
     ort.set_default_logger_severity(4)  # the error below says what its log would
     try:
         with warnings.catch_warnings(action="ignore"):
             used = make_session(model, session_options(1, spin=False), providers).get_providers()
+    except UnsupportedOpError as error:
+        used, text = [], str(error)
+        found = re.search(r"CUDA failure \d+: [^;]*|(Unknown|Failed to parse) provider option[^;]*", text)
+        reason = f"; it says: {(found[0] if found else text[-200:]).strip()}"
     finally:
         ort.set_default_logger_severity(2)
     wanted, cuda = providers[0][0], getattr(ort, "cuda_version", "") or 13
     if wanted not in used:
         raise GraphcError(
             f"onnxruntime {ort.__version__} cannot load its {wanted}: it needs CUDA {cuda} with cuDNN 9"
-            " (run: pip install 'onnxruntime-gpu[cuda,cudnn]') and a driver for it (nvidia-smi shows yours)"
+            f" (run: pip install 'onnxruntime-gpu[cuda,cudnn]') and a driver for it (nvidia-smi shows yours){reason}"
         )
 
 

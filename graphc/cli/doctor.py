@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from graphc import __version__
-from graphc.cli import gpu, options, output
+from graphc.cli import gpu, options, output, versions
 from graphc.cli.backends import READY
 from graphc.cli.finding import Finding
 from graphc.cli.output import Format
@@ -67,7 +67,9 @@ def _module(name: str, absent: str, remedy: str) -> Finding:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         version = "version unknown" if importlib.util.find_spec(name) else ""
-    return Finding(distribution, "ok", version) if version else Finding(distribution, absent, f"not installed; {remedy}")
+    if not version:
+        return Finding(distribution, absent, f"not installed; {remedy}")
+    return versions.installed(distribution, version, remedy)
 
 
 def _registries() -> Iterator[Finding]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``state`` is ``ok``, ``missing`` (of something optional) or ``broken`` (of the core)."""
+    """One line of the report.
+
+    ``state`` is ``ok``, ``missing`` (of something optional), ``broken`` (of the core) or ``other`` (a version that graphc was
+    not tried with).
+    """
 
     what: str
     state: str

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from graphc.cli import versions
 from graphc.cli.finding import Finding
+from graphc.cli.versions import canonical
 from graphc.drivers import LEAST_DRIVER
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
@@ -23,6 +25,8 @@ def findings() -> Iterator[Finding]:
     if version is not None:
         yield from _devices()
     yield from _packages(version)
+    if version is not None:
+        yield from _libraries()
     yield from _onnxruntime()
 
 
@@ -68,15 +72,18 @@ def _devices() -> Iterator[Finding]:
 
 def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
     """The packages of the extra ``gpu``, and whether CuPy and the driver speak of the same CUDA."""
-    installed = {_canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    installed: dict[str, str] = {}
+    for found in importlib.metadata.distributions():
+        if found.metadata["Name"]:
+            installed.setdefault(canonical(found.metadata["Name"]), found.version)  # as imports do, the first on the path
     cupies = [name for name in installed if CUPY.fullmatch(name)]
     for name in requirements("gpu"):
         if CUPY.fullmatch(name):
             continue
         if name in installed:
-            yield Finding(name, "ok", installed[name])
+            yield versions.installed(name, installed[name], f"pip install '{versions.pinned(name)}'")
         else:
-            yield Finding(name, "missing", "not installed; pip install 'graphc[gpu]'")
+            yield Finding(name, "missing", f"not installed; pip install 'graphc[gpu]', or '{versions.pinned(name)}' alone")
     if len(cupies) > 1:
         names = " and ".join(sorted(cupies))
         yield Finding(
@@ -97,6 +104,43 @@ def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
         yield Finding(cupies[0], "missing", detail)
         return
     yield Finding(cupies[0], "ok", installed[cupies[0]])
+
+
+def _libraries() -> Iterator[Finding]:
+    """What CuPy and the bindings call, each loaded once: what is there for one program need not be found by another."""
+    for name, ask in LIBRARIES.items():
+        try:
+            yield Finding(name, "ok", str(ask()))
+        except Exception as error:
+            yield Finding(name, "missing", f"does not load: {type(error).__name__}: {error}")
+
+
+def _nvrtc() -> str:
+    from cupy.cuda import nvrtc
+
+    return ".".join(map(str, nvrtc.getVersion()))
+
+
+def _cublaslt() -> str:
+    from nvmath.bindings import cublasLt
+
+    return str(cublasLt.get_version())
+
+
+def _cudnn() -> str:
+    import cudnn
+
+    return str(cudnn.backend_version())
+
+
+def _nccl() -> str:
+    from nccl.bindings import nccl
+
+    return str(nccl.get_version())
+
+
+LIBRARIES = {"NVRTC": _nvrtc, "cuBLASLt": _cublaslt, "cuDNN": _cudnn, "NCCL": _nccl}
+"""Library → what asks it for its version."""
 
 
 def _onnxruntime() -> Iterator[Finding]:
@@ -123,8 +167,4 @@ def requirements(extra: str) -> list[str]:
     """The names of the packages that an extra of graphc brings."""
     marker = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
     lines = [line for line in importlib.metadata.requires("graphc") or () if marker.search(line)]
-    return [_canonical(re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0]) for line in lines]
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return [canonical(re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0]) for line in lines]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphc.cli import gpu
+from graphc.cli import doctor, gpu
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -39,7 +39,37 @@ def test_what_is_there_is_listed_with_its_version(tmp_path: Path, monkeypatch: p
     found = packages((13, 0))
     assert found["cupy-cuda13x"] == ("ok", "14.2.0")
     assert found["nvmath-python"] == ("ok", "1.0.0")
-    assert found["nccl4py"] == ("missing", "not installed; pip install 'graphc[gpu]'")
+    assert found["nccl4py"] == ("missing", "not installed; pip install 'graphc[gpu]', or 'nccl4py>=0.6' alone")
+
+
+def test_a_version_that_graphc_was_not_tried_with_is_told_with_those_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, nvmath_python="0.9.0", onnx_ir="1.0.0")
+    assert packages((13, 0))["nvmath-python"] == ("other", "0.9.0, tried with >=1.0; pip install 'nvmath-python>=1.0'")
+    finding = doctor._module("onnx_ir", "broken", "pip install graphc")
+    assert (finding.what, finding.state) == ("onnx-ir", "other")
+    assert finding.detail.startswith("1.0.0, tried with <1.2,>=1.1; ")
+
+
+def test_of_two_versions_the_one_that_is_imported_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, nvmath_python="0.9.0")
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    install(carried, monkeypatch, nvmath_python="1.0.0")
+    monkeypatch.setattr("sys.path", [str(carried), str(tmp_path)])
+    assert packages((13, 0))["nvmath-python"] == ("ok", "1.0.0")
+
+
+def test_a_library_that_does_not_load_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(gpu, "LIBRARIES", {"NVRTC": lambda: "13.0", "cuDNN": fails})
+    nvrtc, cudnn = gpu._libraries()
+    assert (nvrtc.state, nvrtc.detail) == ("ok", "13.0")
+    assert cudnn.state == "missing"
+    assert "libcudnn.so.9" in cudnn.detail
 
 
 def test_a_driver_older_than_cupy_is_told_which_driver_or_which_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""The versions of packages that graphc declares to need, beside those that are installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from graphc.cli.finding import Finding
+
+
+@functools.cache
+def declared() -> dict[str, Requirement]:
+    """Canonical name of a package → what graphc, or the first of its extras that names it, asks for."""
+    found: dict[str, Requirement] = {}
+    for line in importlib.metadata.requires("graphc") or ():
+        requirement = Requirement(line)
+        found.setdefault(canonical(requirement.name), requirement)
+    return found
+
+
+def wanted(name: str, version: str) -> str:
+    """The versions that graphc asks for, where the installed one is not among them; otherwise empty."""
+    requirement = declared().get(canonical(name))
+    if requirement is None or requirement.specifier.contains(version, prereleases=True):
+        return ""
+    return str(requirement.specifier)
+
+
+def installed(name: str, version: str, remedy: str) -> Finding:
+    """What to say of a package that is there."""
+    try:
+        asked = wanted(name, version)
+    except InvalidVersion:
+        asked = ""
+    return Finding(name, "other", f"{version}, tried with {asked}; {remedy}") if asked else Finding(name, "ok", version)
+
+
+def pinned(name: str) -> str:
+    """What to ask pip for: the name with the versions that graphc asks for."""
+    requirement = declared().get(canonical(name))
+    return f"{name}{requirement.specifier}" if requirement is not None else name
+
+
+def canonical(name: str) -> str:
+    """A name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
