@@ -6,15 +6,21 @@ Runs where cudnn-frontend and a CUDA driver's library are installed.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.attention import attention_of
+from graphc.backends.cupy.attention import Attention, Place, attention_of
 from graphc.backends.cupy.convolutions import convolution_of
-from graphc.backends.cupy.dnn import WORKSPACE, Description, build, named, propose, usable
+from graphc.backends.cupy.device import Options
+from graphc.backends.cupy.dnn import WORKSPACE, Description, Dnn, build, named, propose, usable
+from graphc.bench.gpu_specs import JOBS
 from graphc.pipeline import Context, run
 from tests.backends.library_cases import ATTENTIONS, CONVOLUTIONS, attention, attention_feeds, convolutions
 
@@ -42,16 +48,16 @@ def library() -> tuple[Any, dict[str, Any]]:
     return cudnn, {"device_property": properties, "sm_version": 90}
 
 
-def check_plans(library: tuple[Any, dict[str, Any]], description: Description, **rules: bool) -> None:
-    """There is a plan in the common workspace, and it is found again by its name and by what is kept of it on disk."""
+def check_plans(library: tuple[Any, dict[str, Any]], description: Description, limit: int = WORKSPACE, **rules: bool) -> None:
+    """There is a plan of at most ``limit`` bytes of workspace, found again by its name and by what is kept of it on disk."""
     cudnn, options = library
     graph, _ = build(cudnn, description, **options)
     plans = propose(cudnn, graph, description, **{"deterministic": False, "tf32": False, **rules})
-    first = next(usable(cudnn, graph, plans), None)
-    assert first is not None, f"{len(plans)} proposals, none of which builds in {WORKSPACE} bytes"
+    first = next(usable(cudnn, graph, plans, limit), None)
+    assert first is not None, f"{len(plans)} proposals, none of which builds in {limit} bytes"
     again, _ = build(cudnn, description, **options)
     plans = propose(cudnn, again, description, **{"deterministic": False, "tf32": False, **rules})
-    assert next(usable(cudnn, again, named(again, plans, graph.get_plan_name_at_index(first))), None) is not None
+    assert next(usable(cudnn, again, named(again, plans, graph.get_plan_name_at_index(first)), limit), None) is not None
     kept = cudnn.pygraph(**options)
     kept.deserialize(bytes(again.serialize()))
     assert kept.get_workspace_size() == graph.get_workspace_size_plan_at_index(first)
@@ -80,3 +86,100 @@ def test_attention_has_plans(name: str, dtype: ir.DataType, deterministic: bool,
     assert len(calls) == 2
     for call in calls:
         check_plans(library, call, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_attention_of_the_benchmark_has_plans(name: str, library: tuple[Any, dict[str, Any]]) -> None:
+    """Queries, keys and values where one projection left them, as the options of the backend are by default."""
+    job = JOBS[name]
+    (length,), size = job.inputs, job.width // job.heads
+    read = Place.of((job.batch, length, 3, job.heads, size), "bt0hd", ir.DataType.BFLOAT16).form
+    written = Place.of((job.batch, length, job.heads, size), "bthd", ir.DataType.BFLOAT16).form
+    for backward in (False, True):
+        call = Attention(read, read, read, written, None, size**-0.5, name == "gpt2", backward)
+        check_plans(library, call)
+        check_plans(library, replace(call, deterministic=backward), 2 * WORKSPACE, deterministic=True)
+
+
+class Clock:
+    """The library, with calls that take a time of their own in place of a GPU.
+
+    Attributes:
+        ran: the plans that were run, by name.
+    """
+
+    def __init__(self, cudnn: Any, options: dict[str, Any]) -> None:
+        self._cudnn, self._options = cudnn, options
+        self.now, self.ran = 0.0, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cudnn, name)
+
+    def create_handle(self) -> None:
+        """There is no GPU to have one."""
+
+    def set_stream(self, handle: None, stream: int) -> None:
+        """Nor a stream."""
+
+    def pygraph(self, handle: None, **options: Any) -> Any:
+        graph = self._cudnn.pygraph(**self._options, **options)
+        deserialize = graph.deserialize
+
+        def run(pointers: Mapping[int, int], workspace: int, index: int, handle: None) -> None:
+            self.ran.append(graph.get_plan_name_at_index(index))
+            self.now += 10.0 - len(set(self.ran))  # the last plan is the fastest
+
+        graph.execute_plan_at_index, graph.deserialize = run, lambda handle, kept: deserialize(kept)
+        return graph
+
+    def device(self, **options: bool) -> Any:
+        """A GPU whose events are this clock's."""
+        clock = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.at = clock.now
+
+            def synchronize(self) -> None:
+                """It has passed."""
+
+        runtime = SimpleNamespace(getDeviceProperties=lambda index: {"name": b"H200"})
+        cuda = SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: end.at - begin.at, runtime=runtime)
+
+        class Device:
+            stream, device = SimpleNamespace(ptr=0), SimpleNamespace(id=0)
+            cupy = SimpleNamespace(cuda=cuda)
+
+            def __init__(self, options: Options) -> None:
+                self.options = options
+
+            def zeros(self, nbytes: int) -> Any:
+                return SimpleNamespace(nbytes=nbytes, data=SimpleNamespace(ptr=1 << 20))
+
+        return Device(Options(**options))
+
+
+def test_the_fastest_plan_is_taken_and_found_again_without_measuring(
+    library: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(*library)
+    monkeypatch.setitem(sys.modules, "cudnn", clock)
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
+    call = next(convolution_of(n) for n in convolutions("plain", True, ir.DataType.FLOAT16).graph if "Conv" in n.op_type)
+    device = clock.device()
+    arrays = {name: device.zeros(1 << 20) for name in call.tensors}
+
+    def workspace(device: Any) -> int:
+        dnn = Dnn(device)
+        dnn.bind(call, arrays)
+        (built,) = dnn._built.values()
+        return built.nbytes
+
+    chosen = workspace(device)
+    assert len(set(clock.ran)) > 1
+    (kept,) = tmp_path.glob("cudnn-H200-*.json")
+    assert list(json.loads(kept.read_text()).values()) == [clock.ran[-1]]
+    clock.ran.clear()
+    assert workspace(clock.device()) == chosen
+    workspace(clock.device(deterministic=True))
+    assert not clock.ran
