@@ -11,11 +11,12 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc import frontends
-from graphc.errors import UsageError, nearest
+from graphc.errors import UnsupportedOpError, UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH
+from graphc.ir.facts import describe_value
+from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH, RESERVED
 from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
@@ -190,7 +191,9 @@ def compile(
         GraphcError: with the pass, the node and what to do.
     """
     options = {name: value for name, value in locals().items() if name not in ONCE}
+    _check_parts(loss, optimizer)
     original = frontends.load(model, example_inputs=example_inputs)
+    check_untrained(original)
     if example_inputs is not None:
         held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
         freeze = options["freeze"] = [*(freeze or ()), *held]
@@ -215,6 +218,7 @@ def compile(
     working = original.clone()
     cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
     run(working, steps[:cut], ctx, after=after)
+    _check_inputs(working.graph)
     inference = evaluation_graph(working, loss, ctx)
     if mesh is not None:
         working.metadata_props[MESH] = str(mesh)
@@ -226,6 +230,39 @@ def compile(
     text = ",".join(str(s) for s in steps)
     again = functools.partial(compile, original, **options) if passes is None else None
     return Program(working, inference, original, mesh, backend, text, ctx.log, tuple(steps[:cut]), again)
+
+
+def _check_parts(loss: Any, optimizer: Any) -> None:
+    for what, given, kind, example in (
+        ("loss", loss, Loss, "graphc.losses.MSE(), or graphc.losses.parse('mse')"),
+        ("optimizer", optimizer, Optimizer, "graphc.optim.Adam(lr=1e-3), or graphc.optim.parse('adam:lr=1e-3')"),
+    ):
+        if not isinstance(given, kind):
+            raise UsageError(f"{what}={given!r} is none of graphc's; give an object such as {example}")
+
+
+def _check_inputs(graph: ir.Graph) -> None:
+    for value in graph.inputs:
+        if not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
+            raise UnsupportedOpError(
+                f"training cannot feed the input {describe_value(value)}: it is no tensor of numbers;"
+                " cut the model behind what reads it (onnx.utils.extract_model), or make it a constant"
+            )
+
+
+def check_untrained(model: ir.Model) -> None:
+    """Refuse a training graph where a model is wanted, and names that a training graph keeps for itself.
+
+    Raises:
+        UsageError: the model holds updates, or a value with a reserved name.
+    """
+    again = "give the model that it was compiled from"
+    if any(is_update(node) for node in model.graph):
+        raise UsageError(f"this is a training graph already, with a backward pass and updates; {again}")
+    values = [*model.graph.inputs, *model.graph.initializers.values(), *(v for node in model.graph for v in node.outputs)]
+    taken = sorted({value.name for value in values if value.name in RESERVED})
+    if taken:
+        raise UsageError(f"graphc keeps the name {taken[0]!r} for itself: rename it, or, if this is a training graph, {again}")
 
 
 def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:

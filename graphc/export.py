@@ -6,7 +6,6 @@ training_info    the inference model, and beside it a TrainingInfoProto: initial
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import onnx_ir as ir
 
 from graphc.compiler import Program
 from graphc.errors import ModelError, UnsupportedOpError
-from graphc.frontends.writing import atomic_write
+from graphc.frontends.writing import atomic_write, write_standard_output
 from graphc.ir.builder import Builder, used_names
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, state_updates, static_dims
@@ -157,8 +156,7 @@ def save_proto(proto: onnx.ModelProto, path: str) -> None:
         )
     data = proto.SerializeToString(deterministic=True)
     if path == "-":
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        write_standard_output(data)
         return
     with atomic_write(Path(path)) as file:
         file.write(data)

@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.data import Batch
 from graphc.device import Array, Memory
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import dims
 
 
 def feed_shape(feed: Any) -> tuple[int, ...]:
-    """The shape of a feed, wherever it lies."""
+    """The shape of a feed, wherever it lies.
+
+    Raises:
+        FeedError: rows of unequal length.
+    """
     found = getattr(feed, "shape", None)
-    return tuple(np.shape(feed) if found is None else found)
+    try:
+        return tuple(np.shape(feed) if found is None else found)
+    except ValueError as error:
+        raise FeedError(f"a feed is no array: {error}") from None
+
+
+_MAPPING = "a mapping from the names of the graph's inputs to arrays"
+_SHARD = "graphc.data.shard(data, names=(…), global_batch=N) makes such batches of arrays, a dataset or a DataLoader"
+
+
+def batches_of(items: Any) -> Iterator[Any]:
+    """Walk over batches, each of which is a :class:`~graphc.data.Batch` or a mapping input → array.
+
+    Raises:
+        FeedError: not a number of batches, or one that is neither.
+    """
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+        what = "one batch" if isinstance(items, Mapping) else f"a {type(items).__name__}"
+        raise FeedError(f"this is {what}; give a list of batches, each {_MAPPING}; {_SHARD}")
+    for item in items:
+        if not isinstance(item, Batch | Mapping):
+            raise FeedError(f"a batch is {_MAPPING}, not a {type(item).__name__}; {_SHARD}")
+        yield item
+
+
+def averages(sums: Mapping[str, float]) -> dict[str, float]:
+    """The reported values of an evaluation from the sums of all batches: ``loss::total`` ÷ ``loss::weight`` is ``loss``.
+
+    Raises:
+        FeedError: nothing was counted.
+    """
+    total = "::total"
+    weights = {name: sums.get(name.removesuffix(total) + "::weight", 1.0) for name in sums if name.endswith(total)}
+    if 0.0 in weights.values():
+        raise FeedError("evaluate got no samples that count; an iterator can be walked only once: give a list or shards")
+    return {name.removesuffix(total): sums[name] / weight for name, weight in weights.items()}
 
 
 def key_of_shapes(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
@@ -28,12 +68,14 @@ def check_names(feeds: Mapping[str, Array], graph: ir.Graph) -> dict[str, tuple[
     """The shapes of ``feeds`` by the names of the graph's inputs.
 
     Raises:
-        FeedError: a name too many, or one that is missing, or a number in place of an array.
+        FeedError: no mapping, a name too many, or one that is missing, or a number in place of an array.
     """
+    if not isinstance(feeds, Mapping):
+        raise FeedError(f"feeds are {_MAPPING}, not a {type(feeds).__name__}")
     wanted = {v.name or "": v for v in graph.inputs}
     for name in feeds:
         if name not in wanted:
-            raise FeedError(f"there is no input {name!r}{nearest(name, wanted)}; the inputs are {', '.join(wanted)}")
+            raise FeedError(f"there is no input {name!r}{nearest(str(name), wanted)}; the inputs are {', '.join(wanted)}")
     for name, value in wanted.items():
         if name not in feeds:
             raise FeedError(f"the feed {name!r} is missing; the inputs are {', '.join(wanted)}")
@@ -85,6 +127,8 @@ def _array(name: str, feed: Any, memory: Memory) -> Array:
     if found is None:
         try:
             return np.asarray(feed)
+        except (ValueError, RuntimeError) as error:  # ragged rows; a tensor that is on the tape of its framework
+            raise FeedError(f"feed {name!r} is no array: {error}") from None
         except TypeError as error:
             where = "the host" if memory.on_host else "this worker's device or the host"
             raise FeedError(f"feed {name!r} does not lie in the memory of {where} ({error}); copy it there first") from error

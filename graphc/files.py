@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -18,15 +19,22 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file that replaces ``path``, complete and on the disk, when the block ends without an error.
 
     Where the file system can do it, the data has no name until it is complete: a process that is killed meanwhile leaves
-    nothing behind.
+    nothing behind. A symbolic link stays one: what it points to is replaced. The new file has the permissions of the old one.
+    A device or a pipe is written to as it is, since it cannot be replaced by a file without being lost.
 
     Raises:
         OSError: the file cannot be written; ``path`` is as it was, and nothing else is left in its folder.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    path, mode = _target(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        with open(path, "wb") as file:
+            yield file
+        return
+    temporary = _temporary(path)
     try:
         with _open_unnamed(path.parent) or open(temporary, "xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -36,6 +44,46 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out whether :func:`whole_file` could begin to write ``path``; nothing is left behind.
+
+    Raises:
+        OSError: it is a folder, it or its folder may not be written to, or there is no such folder.
+    """
+    path, mode = _target(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        return
+    temporary = _temporary(path)
+    try:
+        with _open_unnamed(path.parent) or open(temporary, "xb"):
+            pass
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """The place behind symbolic links, and the mode of what is there; None: nothing.
+
+    Raises:
+        OSError: a folder, or a file that its owner has protected from being written to.
+    """
+    found = Path(os.path.realpath(path))
+    try:
+        mode = found.stat().st_mode
+    except FileNotFoundError:
+        return found, None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
+    if not os.access(found, os.W_OK):
+        raise PermissionError(errno.EACCES, "it is there already, and may not be written to", str(path))
+    return found, mode
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def _open_unnamed(folder: Path) -> IO[bytes] | None:

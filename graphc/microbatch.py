@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from graphc.data import Batch, share
 from graphc.device import Array
-from graphc.errors import UsageError
-from graphc.feeding import feed_shape
+from graphc.errors import FeedError, UsageError
+from graphc.feeding import batches_of, feed_shape
 from graphc.ir.facts import dims
 from graphc.phases import accumulation_steps, reduces_within, sums_by_tree
 from graphc.runtime.communicator import Communicator
@@ -72,8 +72,19 @@ class MicroBatches:
             )
 
     def rows(self, feeds: Mapping[str, Array]) -> int:
-        """The samples of ``feeds``; 1 where no input has a batch axis."""
-        return len(feeds[self.first]) if self.first else 1
+        """The samples of ``feeds``; 1 where no input has a batch axis.
+
+        Raises:
+            FeedError: the input that says it is missing, or no array.
+        """
+        if not self.first:
+            return 1
+        if self.first not in feeds:
+            raise FeedError(f"the feed {self.first!r} is missing; the inputs are {', '.join(self._shapes)}")
+        shape = feed_shape(feeds[self.first])
+        if not shape:
+            raise FeedError(f"feed {self.first!r} is a single number, the model wants an array")
+        return shape[0]
 
     def empty(self) -> dict[str, Array]:
         """Feeds without samples, for a rank whose data have ended."""
@@ -128,7 +139,7 @@ def until_all_end(items: Iterable[Mapping[str, Array] | Batch], micro: MicroBatc
 
     Ranks tell each other how many samples they have, so that offsets and global sizes are exact for any shares.
     """
-    walk = iter(items)
+    walk = batches_of(items)
     while True:
         item = next(walk, None)
         if isinstance(item, Batch) and comm.size == 1:

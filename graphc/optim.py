@@ -142,6 +142,21 @@ class Schedule:
         return self.peak
 
 
+def checked_rate(value: Any) -> float:
+    """A learning rate that does no harm: a NaN would reach every parameter with the next step.
+
+    Raises:
+        UsageError: no number, not finite, or negative.
+    """
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not (math.isfinite(rate) and rate >= 0):
+        raise UsageError(f"a learning rate is a finite number of at least 0, not {value!r}; look at the schedule that gave it")
+    return rate
+
+
 DECAYS = ("constant", "cosine", "step")
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.name: o for o in (SGD, Adam, AdamW, Adagrad, RMSprop)}

@@ -7,6 +7,7 @@ pipeline has one text form everywhere: ``legalize,autodiff,optimizer{name=adam,l
 from __future__ import annotations
 
 import inspect
+import numbers
 import re
 import time
 import types
@@ -137,6 +138,8 @@ def parse(text: str) -> list[Step]:
 
 def _convert(owner: str, key: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, str):
+        if value is not None and not any(_fits(value, candidate) for candidate in _alternatives(kind)):
+            raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")
         return value
     for candidate in _alternatives(kind):
         try:
@@ -144,6 +147,17 @@ def _convert(owner: str, key: str, value: Any, kind: Any) -> Any:
         except ValueError:
             continue
     raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` may stand where ``kind`` is declared; only what the text form knows is checked."""
+    if kind is bool:
+        return isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return kind is not str
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -168,6 +182,14 @@ def _convert_text(value: str, kind: Any) -> Any:
         (item, *_) = typing.get_args(kind) or (str,)
         return [_convert_text(v, item) for v in value.split("|")] if value else []
     return value
+
+
+def _dump(model: ir.Model, folder: Path, name: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ir.save(model, folder / name)
+    except OSError as error:
+        raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from None
 
 
 def run(
@@ -203,16 +225,20 @@ def run(
             entry.function(model, ctx, **options)
         except GraphcError as error:
             if error.args and not getattr(error, "located", False):
-                error.args = (f"{step.name}: {error.args[0]}", *error.args[1:])
+                text = str(error.args[0])
+                if not text.startswith(f"{step.name}: "):
+                    error.args = (f"{step.name}: {text}", *error.args[1:])
                 error.located = True  # type: ignore[attr-defined]
+            raise
+        except Exception as error:
+            error.add_note(f"in the pass {step.name!r} of {entry.function.__module__}")
             raise
         seconds = time.perf_counter() - start
         ctx.done.append(step.name)
         if verify_each and step.name != "verify":
             PASSES["verify"].function(model, ctx)
         if dump_dir is not None:
-            dump_dir.mkdir(parents=True, exist_ok=True)
-            ir.save(model, dump_dir / f"{k:02d}-{step.name}.onnx")
+            _dump(model, dump_dir, f"{k:02d}-{step.name}.onnx")
         if after is not None:
             after(step, model, seconds)
     return ctx

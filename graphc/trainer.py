@@ -21,10 +21,11 @@ from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.engine import make_backend
 from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
-from graphc.feeding import check_names, feed_shape
+from graphc.feeding import averages, batches_of, check_names, feed_shape
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.microbatch import MicroBatch, micro_batches, until_all_end
+from graphc.optim import checked_rate
 from graphc.phases import sums_by_tree
 from graphc.progress import Callback
 from graphc.roles import server_options
@@ -32,11 +33,12 @@ from graphc.runtime import checkpoint
 from graphc.runtime.agreement import check_programs
 from graphc.runtime.checks import check_deadline
 from graphc.runtime.communicator import Communicator
-from graphc.runtime.diagnose import first_nonfinite, nonfinite_error
+from graphc.runtime.diagnose import again, explain
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.feeds import Ahead
 from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
+from graphc.runtime.turn import Turn
 from graphc.runtime.world import find_world, threads_for
 
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
@@ -116,6 +118,7 @@ class Trainer:
         self._meanwhile: Run | None = None
         self._early: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None
         self._shards: Shards | None = None
+        self._turn = Turn("trainer")
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.scalars:
             self.state.scalars.set(SEED, seed)
@@ -133,7 +136,7 @@ class Trainer:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        self.state.scalars.set(LEARNING_RATE, value)
+        self.state.scalars.set(LEARNING_RATE, checked_rate(value))
 
     @property
     def skipped_steps(self) -> int:
@@ -155,7 +158,12 @@ class Trainer:
             FeedError: a feed with a wrong name, shape, dtype or label; nothing was changed.
             NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
                 counts in :attr:`skipped_steps` instead.
+            UsageError: a schedule that gives no learning rate, or another thread is in a step of this trainer.
         """
+        with self._turn:
+            return self._step(feeds, offset)
+
+    def _step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
         early, self._early = self._early, None
         parts = early[1] if early is not None and early[0] is feeds else self._parts(feeds, offset)
         if self._schedule is not None:
@@ -172,6 +180,9 @@ class Trainer:
             reason = f"rank {self.rank} lost its GPU in step {self.steps_done}: {error}"
             self.comm.abort(reason)
             raise DeviceError(reason) from error
+        except RuntimeError as error:
+            shapes = ", ".join(f"{name} {list(feed_shape(array))}" for name, array in feeds.items())
+            raise GraphcError(f"step {self.steps_done} failed in the runtime, with the feeds {shapes}: {error}") from error
         self.steps_done += 1
         return {name: float(array) for name, array in parts[-1][0].outputs.items()}
 
@@ -277,27 +288,27 @@ class Trainer:
             self._meanwhile = self._early = None
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
-        """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once."""
+        """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once.
+
+        Raises:
+            FeedError: a wrong feed, or no sample that counts: none at all, or labels that are all ignored.
+        """
         names = [v.name or "" for v in self.program.inference.graph.outputs]
         sums = dict.fromkeys(names, 0.0)
-        self.state.gather(self.comm, self.program.inference.graph.initializers)
-        self._place(MicroBatch({}, 0, live=True))
-        for item in batches.epoch(0) if isinstance(batches, Shards) else batches:
-            feeds = item.feeds if isinstance(item, Batch) else item
-            if all(feed_shape(array)[:1] == (0,) for array in feeds.values()):
-                continue  # this worker has no sample of the last batch
-            executor = self.plans.for_evaluation(feeds, self._hook())
-            executor.run(self.plans.checked(executor, feeds))
-            for name in names:
-                sums[name] += float(executor.outputs[name])
-        total = np.array([sums[name] for name in names], dtype=np.float64)
-        self._sum_over_workers(total)
-        found = dict(zip(names, total.tolist(), strict=True))
-        return {
-            name: found[f"{name}::total"] / found.get(f"{name}::weight", 1.0)
-            for name in names
-            if "::" not in name and f"{name}::total" in found
-        }
+        with self._turn:
+            self.state.gather(self.comm, self.program.inference.graph.initializers)
+            self._place(MicroBatch({}, 0, live=True))
+            for item in batches_of(batches.epoch(0) if isinstance(batches, Shards) else batches):
+                feeds = item.feeds if isinstance(item, Batch) else item
+                if all(feed_shape(array)[:1] == (0,) for array in feeds.values()):
+                    continue  # this worker has no sample of the last batch
+                executor = self.plans.for_evaluation(feeds, self._hook())
+                executor.run(self.plans.checked(executor, feeds))
+                for name in names:
+                    sums[name] += float(executor.outputs[name])
+            total = np.array([sums[name] for name in names], dtype=np.float64)
+            self._sum_over_workers(total)
+        return averages(dict(zip(names, total.tolist(), strict=True)))
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -341,14 +352,16 @@ class Trainer:
         self.comm.barrier()
 
     def restore(self, folder: str | Path) -> None:
-        """Read a checkpoint on rank 0 and give it to every worker."""
+        """Read a checkpoint on rank 0 and give it to every worker.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            UsageError: it is not one of this program's: another model, optimizer or choice of parameters that train.
+        """
         arrays: dict[str, Array] = {}
         if self.rank == 0:
             arrays, meta = checkpoint.load(folder)
-            missing = sorted(self.state.updated - arrays.keys())
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise UsageError(f"the checkpoint lacks {missing[0]!r}{more}; was it made for another model?")
+            checkpoint.check_names(arrays, needed=self.state.updated, known=self.state.names)
             self.state.load(arrays)
             self.steps_done, self._position = int(meta.get("steps", 0)), meta.get("data")
         self._broadcast(arrays)
@@ -433,16 +446,6 @@ class Trainer:
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)
-        tensor = None
-        memory = self.backend.memory
-        for k, (executor, part) in enumerate(parts):
-            if tensor is None:
-                self._place(part)
-                feeds = part.feeds
-                if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
-                    feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
-                tensor = first_nonfinite(self.program.model, executor, feeds, self.state, self.backend)
-        everyone = self.comm.allgather_object(tensor) if self.size > 1 else [tensor]
-        rank, first = next(((r, t) for r, t in enumerate(everyone) if t is not None), (self.rank, None))
         done = int(self.state.scalars.read(STEP)) if STEP in self.state.scalars else self.steps_done
-        return nonfinite_error(done, first, f"rank {rank}", "in the gradients")
+        runs = again(parts, self._place, self.backend.memory)
+        return explain(self.program.model, runs, self.state, self.backend, self.comm, done)

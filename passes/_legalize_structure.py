@@ -79,7 +79,7 @@ def inline_functions(model: ir.Model) -> None:
             )
     try:
         onnx_ir.passes.common.InlinePass()(model)
-    except (ir.passes.PassError, ValueError, KeyError) as error:
+    except (ir.passes.PassError, ir.passes.InvariantError, ValueError, KeyError) as error:
         raise ModelError(f"the functions of the model cannot be inlined: {error.__cause__ or error}") from None
 
 

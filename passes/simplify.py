@@ -15,11 +15,11 @@ from collections.abc import Hashable
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import has_effect, is_update
 from graphc.ir.facts import is_parameter, is_state
-from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_outputs
+from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_outputs, version_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, is_running_statistic
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.text import graph_metadata
@@ -155,9 +155,8 @@ def _refine(node: ir.Node) -> None:
     """Fill in dimensions that are known now that the node's inputs are simpler."""
     if all(out.shape is not None and out.shape.is_static() for out in node.outputs):
         return
-    version = OPSET if node.domain == "" else DOMAIN_VERSION
     found = infer_outputs(
-        node.op_type, node.domain, node.inputs, node.attributes, version=version, num_outputs=len(node.outputs)
+        node.op_type, node.domain, node.inputs, node.attributes, version=version_of(node), num_outputs=len(node.outputs)
     )
     for out, (_, shape) in zip(node.outputs, found, strict=False):
         out.shape = _sharper(out.shape, shape)
@@ -189,8 +188,11 @@ def _rewrite(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
 def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
     """Let ``new`` stand for ``old`` in every use; returns False when facts recorded on both contradict.
 
-    A graph output keeps its name. Metadata of the graph (``graphc.gradient_of`` …) moves along.
+    A graph output keeps its name. Where ``new`` is an output too, or none that a node makes, the output becomes a copy, which
+    nothing else reads: it may stand behind the other uses of ``old``. Metadata of the graph (``graphc.gradient_of`` …) moves
+    along.
     """
+    kept = new
     facts, others = graph_metadata(old.metadata_props), graph_metadata(new.metadata_props)
     if any(others.get(key, value) != value for key, value in facts.items()):
         return False
@@ -199,15 +201,18 @@ def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
             producer = old.producer()
             if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is new:
                 return False  # an output that is an input, an initializer or another output needs its Identity
-            (new,) = op.emit("Identity", [new])
+            (kept,) = op.emit("Identity", [new])
         name = old.name
         old.name = op.unique(f"{name}.replaced", value=True)
-        new.name = name
+        kept.name = name
+        for k, out in enumerate(graph.outputs):
+            if out is old:
+                graph.outputs[k] = kept
     for key, value in facts.items():
         new.metadata_props[key] = value
         del old.metadata_props[key]
     _keep_type(old, new)
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    old.replace_all_uses_with(new)
     return True
 
 

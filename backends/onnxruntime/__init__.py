@@ -162,7 +162,7 @@ def make_session(
 def session_options(threads: int, spin: bool) -> ort.SessionOptions:
     """Options of every session: ``threads`` in all, which do not wait busily between runs."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails is raised, and told once
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

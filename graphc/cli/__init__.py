@@ -39,6 +39,7 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    output.open_standard_streams()
     try:
         result = _app()(args=arguments, prog_name="graphc", standalone_mode=False)
         sys.stdout.flush()
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of standard output has gone, as in 'graphc ops | head'; nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.drop_standard_output()
         return 1
     except Exception as error:
         usage = getattr(error, "format_message", None)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -85,15 +86,19 @@ def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> No
 
 
 def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Callable[[str], None]) -> Array:
-    """``array`` as ``dtype``, where that loses nothing but float64's extra digits.
+    """``array`` as ``dtype``, where that loses nothing but digits of floating-point numbers.
 
     Raises:
-        FeedError: any other conversion, or values that float32 cannot hold.
+        FeedError: any other conversion, or values that a narrower type cannot hold.
     """
     if array.dtype == dtype:
         return array
+    if dtype == np.dtype(object) and array.dtype.kind in "US":  # strings
+        return array.astype(object)
+    if array.dtype.kind == "V" and dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        return array.view(dtype)  # a type that numpy's files have no name for, such as bfloat16
     same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")
-    narrowed = (array.dtype, dtype) == (np.dtype(np.float64), np.dtype(np.float32))
+    narrowed = array.dtype.kind == "f" and _is_float(dtype) and dtype.itemsize < array.dtype.itemsize
     if not narrowed and not (same_kind and np.can_cast(array.dtype, dtype, "safe")):
         raise FeedError(
             f"{where}: array {name!r} is {array.dtype}, the model wants {dtype}; convert it with .astype({str(dtype)!r}) "
@@ -102,9 +107,13 @@ def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Cal
     with np.errstate(over="ignore"):
         converted = array.astype(dtype)
     if narrowed and bool(np.isinf(converted).any()) and not bool(np.isinf(array).any()):
-        raise FeedError(f"{where}: array {name!r} has values too large for float32")
+        raise FeedError(f"{where}: array {name!r} has values too large for {dtype}")
     note(f"{where}: array {name!r} converted from {array.dtype} to {dtype}")
     return converted
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype == np.dtype(ml_dtypes.bfloat16)
 
 
 def _check_shape(array: Array, value: ir.Value, where: str) -> None:

@@ -24,10 +24,12 @@ def command(
 ) -> None:
     """Say whether MODEL can be trained; exit code 3 names every op that cannot."""
     from graphc import frontends
+    from graphc.compiler import check_untrained
     from graphc.errors import UnsupportedOpError
     from graphc.pipeline import Context, Step, run
 
     original = frontends.load(model)
+    check_untrained(original)
     working, ctx = original.clone(), Context()
     run(working, [Step("legalize")], ctx)
     if loss is not None:

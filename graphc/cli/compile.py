@@ -50,9 +50,11 @@ def command(
 ) -> None:
     """Compile MODEL into a training graph: forward, loss, backward, AllReduces and updates in one file."""
     from graphc import compiler, export, frontends, optim
+    from graphc.cli.places import check_place
     from graphc.cli.summary import print_training_graph, training_graph
     from graphc.mesh import Mesh
 
+    check_place("--output", out, {"the model": model})
     times = PassTimes()
     program = compiler.compile(
         model if model == "-" else Path(model),

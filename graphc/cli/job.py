@@ -22,12 +22,13 @@ import onnx_ir as ir
 from graphc import compiler, frontends, losses, optim
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
+from graphc.cli.places import check_checkpoint, check_named, check_place
 from graphc.cli.report import Reporter
 from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array
 from graphc.engine import backend_of
-from graphc.errors import GraphcError, ModelError, NonFiniteError, UsageError
+from graphc.errors import GraphcError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
@@ -111,6 +112,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, f
         backend_of(job.backend)
     _check_places(job)
     model = frontends.load(job.model)
+    _check_weights(job, model)
     if batch is None:
         fixed = fixed_batch(model)
         if fixed is not None:
@@ -186,21 +188,26 @@ def fixed_batch(model: ir.Model) -> int | None:
 
 
 def _check_places(job: Job) -> None:
-    """Find out before training, not after it, that a result has no place to go."""
-    for what, place in (("--output", job.output), ("--checkpoint", job.checkpoint), ("--trace", job.trace)):
-        if place is None:
-            continue
+    """Find out before training, not after it, that a result has no place to go or would replace what is read."""
+    for what, name in (("MODEL", job.model), ("--data", job.data), ("--eval-data", job.eval_data), ("--resume", job.resume)):
+        check_named(what, name)
+    data = {"the data": job.data, "the data of --eval-data": job.eval_data}
+    for option, place in (("--output", job.output), ("--checkpoint", job.checkpoint), ("--trace", job.trace)):
         if place == "-":
-            raise UsageError(f"{what}: standard output carries the events of the training; name a file")
-        folder = Path(place).absolute().parent
-        if not folder.is_dir():
-            raise ModelError(f"{what} {place}: there is no folder {folder}")
-        if not os.access(folder, os.W_OK):
-            raise ModelError(f"{what} {place}: the folder {folder} cannot be written to")
-    if job.output is not None and Path(job.output).is_dir():
-        raise ModelError(f"--output {job.output} is a folder; name a file in it")
+            raise UsageError(f"{option}: standard output carries the events of the training; name a file")
+    check_place("--output", job.output, data)
+    check_place("--trace", job.trace, {**data, "the model": job.model, "the file of --output": job.output})
+    if job.checkpoint is not None:
+        check_checkpoint("--checkpoint", job.checkpoint)
     if job.resume is not None and not Path(job.resume).exists():
         raise UsageError(f"--resume {job.resume}: there is no such checkpoint")
+
+
+def _check_weights(job: Job, model: ir.Model) -> None:
+    """Refuse to write over the file that holds the model's weights, which the model itself would miss then."""
+    weights = frontends.files_of(model)[1:]
+    for option, place in (("--output", job.output), ("--trace", job.trace)):
+        check_place(option, place, {f"the weights of the model, {Path(file).name}": file for file in weights})
 
 
 def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int | None = None) -> Shards:

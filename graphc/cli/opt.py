@@ -48,6 +48,7 @@ def command(
 ) -> None:
     """Run PIPELINE over MODEL ('graphc passes' lists the passes)."""
     from graphc import frontends
+    from graphc.cli.places import check_place
     from graphc.errors import UsageError, nearest
     from graphc.frontends.onnx import atomic_write
     from graphc.ir.text import from_text, to_text
@@ -58,6 +59,7 @@ def command(
     for name in print_after or ():
         if name not in names:
             raise UsageError(f"--print-after {name!r}: the pipeline has no such pass{nearest(name, names)}")
+    check_place("--output", out, {})
     times = PassTimes()
 
     def after(step: Step, current: ir.Model, seconds: float) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from graphc.errors import GraphcError
 
 TERMINALS = "GRAPHC_TERMINALS"
 """Environment variable set for worker processes: which of the launching command's streams are terminals."""
@@ -24,6 +27,26 @@ class Format(enum.StrEnum):
 
     text = "text"
     json = "json"
+
+
+def open_standard_streams() -> None:
+    """Open those of the three standard streams that the caller has closed, so that no file of ours gets their number.
+
+    A library that writes to its standard error would write into such a file.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def drop_standard_output() -> None:
+    """Let nothing more be written, where what reads standard output has gone or its disk is full."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def is_terminal(stream: str) -> bool:
@@ -41,7 +64,6 @@ def terminals() -> str:
 
 def is_main() -> bool:
     """Whether this worker speaks for all: rank 0, or no worker at all."""
-    from graphc.errors import GraphcError
     from graphc.runtime.world import find_world
 
     try:
@@ -51,9 +73,21 @@ def is_main() -> bool:
 
 
 def say(text: str = "") -> None:
-    """A result, on standard output."""
-    if is_main():
+    """A result, on standard output.
+
+    Raises:
+        BrokenPipeError: its reader has gone.
+        GraphcError: it cannot be written to, because a disk is full perhaps.
+    """
+    if not is_main():
+        return
+    try:
         print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_standard_output()
+        raise GraphcError(f"cannot write to standard output: {error.strerror or error}") from None
 
 
 def note(text: str) -> None:
@@ -71,17 +105,27 @@ def error(text: str) -> None:
 def unexpected(problem: Exception) -> str:
     """One line for an exception that is nobody's message."""
     text = " ".join(str(problem).split()) or "no message"
-    return f"unexpected {type(problem).__name__}: {text} (run with {DEBUG}=1 for the traceback)"
+    where = "".join(f" {note}" for note in getattr(problem, "__notes__", ()))
+    return f"unexpected {type(problem).__name__}{where}: {text} (run with {DEBUG}=1 for the traceback)"
 
 
 def document(value: Any) -> None:
     """A result as one JSON document."""
-    say(json.dumps(value, indent=2, ensure_ascii=False))
+    say(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def event(value: Mapping[str, Any]) -> None:
     """A result as one line of JSON."""
-    say(json.dumps(value, ensure_ascii=False))
+    say(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null in place of NaN and infinities, for which JSON has no words."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> None:
@@ -94,12 +138,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str =
         _rich_table(columns, cells, numeric, title)
         return
     widths = [max(len(c) for c in column) for column in zip(columns, *cells, strict=True)]
-    if title:
-        print(title)
+    lines = [title] if title else []
     for line in (columns, *cells):
         padded = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True)]
-        print("  ".join(padded).rstrip())
-    sys.stdout.flush()
+        lines.append("  ".join(padded).rstrip())
+    say("\n".join(lines))
 
 
 def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], title: str) -> None:

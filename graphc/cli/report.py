@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from graphc.cli import output
 from graphc.cli.output import Format
+from graphc.errors import GraphcError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -19,7 +21,7 @@ JSON_LOG_EVERY = 10
 
 
 class Reporter:
-    """Prints events on rank 0.
+    """Prints events on rank 0. Where nobody can read them any more, the run goes on without: its results are files.
 
     Args:
         form: ``"json"`` for a line an event, ``"text"`` for people.
@@ -37,6 +39,7 @@ class Reporter:
         self._task: TaskID | None = None
         self._columns: list[str] | None = None
         self._steps, self._done = steps, done
+        self._unheard = False
 
     def __enter__(self) -> Self:
         if self._main and not self._json and output.is_terminal("stderr"):
@@ -71,50 +74,66 @@ class Reporter:
             self._progress.update(self._task, completed=step, description=description)
         if self._every and step % self._every == 0:
             if self._json:
-                output.event({"event": "step", "step": step, **metrics})
+                self._event({"event": "step", "step": step, **metrics})
             else:
-                output.say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+                self._say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
 
     def skipped(self, step: int, count: int) -> None:
         """Step ``step`` changed nothing; it is the ``count``-th such step of the run."""
         if self._main and self._json:
-            output.event({"event": "skipped", "step": step, "skipped": count})
+            self._event({"event": "skipped", "step": step, "skipped": count})
         elif self._main:
-            output.say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.count(count, 'step')} so far)")
+            self._say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.count(count, 'step')} so far)")
 
     def epoch(self, event: Mapping[str, Any]) -> None:
         """An epoch is finished."""
         if not self._main:
             return
         if self._json:
-            output.event(event)
+            self._event(event)
             return
         if self._columns is None:
             self._columns = [name for name in event if name != "event"]
-            output.say("  ".join(f"{name.replace('_', ' '):>{_width(name)}}" for name in self._columns))
-        output.say("  ".join(f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns))
+            self._say("  ".join(f"{name.replace('_', ' '):>{_width(name)}}" for name in self._columns))
+        self._say("  ".join(f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns))
 
     def end(self, event: Mapping[str, Any]) -> None:
         """The run is finished."""
         if not self._main:
             return
         if self._json:
-            output.event(event)
+            self._event(event)
             return
         servers = event.get("servers", 0)
         steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"] - servers, "worker")
         if servers:
             lost = f", worker {', '.join(map(str, event['lost']))} lost on the way" if event["lost"] else ""
-            output.say(f"{steps} on {workers} and {output.count(servers, 'server')} in {event['seconds']:.1f} s{lost}")
+            self._say(f"{steps} on {workers} and {output.count(servers, 'server')} in {event['seconds']:.1f} s{lost}")
         else:
             reductions = output.count(event["allreduces_per_step"], "AllReduce")
-            output.say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
-        output.say(f"state {event['state_sha256']}")
+            self._say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
+        self._say(f"state {event['state_sha256']}")
         if "trace" in event:
-            output.say(event["communication"])
-            output.say(f"wrote {event['trace']}")
+            self._say(event["communication"])
+            self._say(f"wrote {event['trace']}")
         if "output" in event:
-            output.say(f"wrote {event['output']}")
+            self._say(f"wrote {event['output']}")
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self._tell(functools.partial(output.event, event))
+
+    def _say(self, text: str) -> None:
+        self._tell(functools.partial(output.say, text))
+
+    def _tell(self, write: Callable[[], None]) -> None:
+        if self._unheard:
+            return
+        try:
+            write()
+        except (BrokenPipeError, GraphcError) as error:
+            self._unheard = True
+            output.drop_standard_output()
+            output.note(f"{error if isinstance(error, GraphcError) else 'standard output is closed'}; the training goes on")
 
 
 def _width(name: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -30,12 +29,14 @@ def command(
 
     from graphc import frontends
     from graphc.cli.arrays import convert, gather_sequences, read_arrays
+    from graphc.cli.places import check_place
     from graphc.errors import UsageError
-    from graphc.frontends.onnx import atomic_write
+    from graphc.frontends.writing import atomic_write, write_standard_output
     from graphc.inference import run_model
 
     if model == "-" and inputs == "-":
         raise UsageError("MODEL and --inputs cannot both come from standard input")
+    check_place("--output", out, {"the model": model, "the inputs": inputs})
     loaded, feeds = frontends.load(model), read_arrays(inputs)
     for value in loaded.graph.inputs:
         if value.name in feeds and value.dtype is not None and feeds[value.name].dtype.kind != "U":
@@ -45,8 +46,7 @@ def command(
         # Written at once: numpy seeks while it writes, which standard output may not do.
         buffer = io.BytesIO()
         np.savez(buffer, **results)
-        sys.stdout.buffer.write(buffer.getvalue())
-        sys.stdout.buffer.flush()
+        write_standard_output(buffer.getvalue())
         return
     if out is not None:
         with atomic_write(out) as file:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.errors import ModelError, nearest
+from graphc.errors import ModelError, UsageError, nearest
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.bodies import body_initializers
 from graphc.ir.links import silent_reader, sort_and_link
@@ -47,6 +47,7 @@ def load(source: Source) -> ir.Model:
     External data is memory-mapped, not copied. It must lie in the folder of the model.
 
     Raises:
+        UsageError: nothing that is or names a model.
         ModelError: no such file, no ONNX model, truncated, newer than this graphc knows, or external data that is
             missing, too short or outside the model's folder.
     """
@@ -55,6 +56,11 @@ def load(source: Source) -> ir.Model:
         return source
     if isinstance(source, onnx.ModelProto):
         return _from_proto(source, "the given ModelProto", None)
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(
+            f"a model is a path, an onnx.ModelProto, an onnx_ir.Model or a torch.nn.Module, not {_kind(source)};"
+            " onnx.load_model_from_string reads bytes"
+        )
     if os.fspath(source) == "-":
         return _from_bytes(sys.stdin.buffer.read(), "standard input", None)
     path = Path(source)
@@ -70,6 +76,10 @@ def load(source: Source) -> ir.Model:
     model = _from_bytes(data, str(path), path.parent)
     model.meta[FILE] = str(path.absolute())
     return model
+
+
+def _kind(thing: object) -> str:
+    return "None" if thing is None else f"a {type(thing).__name__}"
 
 
 def files_of(model: ir.Model) -> list[str]:
@@ -117,14 +127,14 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
                 f"{where} uses opset {opset.version}; the newest known here is {newest}. "
                 f"Export it with opset_version={newest} or less"
             )
-    for tensor in proto.graph.initializer:
-        _check_inline(tensor, where)
+    _check_graph(proto.graph, where)
     try:
         with silent_reader():
             model = ir.serde.deserialize_model(proto)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
         cause = error.__cause__ or error
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
+    _forget_negative_sizes(model.graph)
     try:
         sort_and_link(model.graph)
     except ModelError as error:
@@ -132,6 +142,28 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
     for external in _external_tensors(model):
         _check_external(external, where, folder)
     return model
+
+
+def _check_graph(graph: onnx.GraphProto, where: str) -> None:
+    """Refuse what the reader would leave out without a word, or fail at."""
+    if graph.sparse_initializer:
+        name = graph.sparse_initializer[0].values.name
+        raise ModelError(
+            f"{where}: initializer {name!r} is sparse, which is not supported; write it as a dense one"
+            " (onnx.numpy_helper.from_array of the whole matrix)"
+        )
+    for tensor in graph.initializer:
+        _check_inline(tensor, where)
+    names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
+    if any(isinstance(name, bytes) for group in names for name in group):  # protobuf hands over what is no UTF-8 as bytes
+        raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
+
+
+def _forget_negative_sizes(graph: ir.Graph) -> None:
+    """Take sizes below 0 for unknown ones, which is what some exporters mean by them."""
+    for value in (*graph.inputs, *graph.outputs, *(out for node in graph.all_nodes() for out in node.outputs)):
+        if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
+            value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
 
 
 def _check_inline(tensor: onnx.TensorProto, where: str) -> None:

@@ -39,6 +39,22 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise ModelError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def write_standard_output(data: bytes) -> None:
+    """Write ``data`` to standard output.
+
+    Raises:
+        BrokenPipeError: its reader has gone.
+        ModelError: it cannot be written to, because a disk is full perhaps.
+    """
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ModelError(f"cannot write to standard output: {error.strerror or error}") from None
+
+
 def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
     """Write ``model`` to ``path`` (``"-"``: standard output), whole or not at all.
 
@@ -53,10 +69,9 @@ def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
     if os.fspath(path) == "-":
         if total > EXTERNAL_ABOVE:
             raise ModelError(f"a model with {total:,} bytes of tensors cannot go to standard output; name a file")
-        sys.stdout.buffer.write(_internal(copy).SerializeToString(deterministic=True))
-        sys.stdout.buffer.flush()
+        write_standard_output(_internal(copy).SerializeToString(deterministic=True))
         return
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # the two files lie beside each other, whatever links lead to them
     with contextlib.ExitStack() as stack:
         # The data file is renamed last-in first-out, that is after the model file is complete but before it appears.
         file = stack.enter_context(atomic_write(path))

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir import DOMAIN, DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.bodies import CONTROL, infer_control
 from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import constant, describe, dims, neighbourhood
@@ -60,6 +60,25 @@ def infer_outputs(
     if key is not None:
         _cache[key] = tuple((type_, ir.Shape(shape.dims) if shape is not None else None) for type_, shape in result)
     return result
+
+
+def version_of(node: ir.Node, opset: int = OPSET) -> int:
+    """The version of its domain that ``node`` is read by: what its graph imports, else the newest that is known.
+
+    Args:
+        opset: that of the standard domain.
+    """
+    if node.domain == "":
+        return opset
+    imports = node.graph.opset_imports if isinstance(node.graph, ir.Graph) else {}
+    if node.domain in imports:
+        return imports[node.domain]
+    schema = _schema(node.op_type, _ANY_VERSION, node.domain)
+    return schema.since_version if schema is not None else DOMAIN_VERSION
+
+
+_ANY_VERSION = 1 << 20
+"""Above every version of every domain."""
 
 
 @functools.cache
@@ -217,7 +236,7 @@ def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
         if node.op_type != "Constant":
             for value in node.outputs:
                 value.const_value = None  # folded from shapes that may have changed
-        apply(node, version=version)
+        apply(node, version=version_of(node, version))
         fold(node)
 
 

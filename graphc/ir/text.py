@@ -33,7 +33,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.facts import dims
-from graphc.ir.infer import apply, fold, infer_outputs
+from graphc.ir.infer import apply, fold, infer_outputs, version_of
 
 ELIDED_ABOVE = 16
 """Tensors of more elements than this are written as ``{}`` unless weights are asked for."""
@@ -305,7 +305,7 @@ def _type_values(graph: ir.Graph, version: int) -> None:
     """Infer every type in node order; what the text declares about a value stands."""
     for node in graph:
         declared = [(v, v.type, v.shape) for v in node.outputs]
-        apply(node, version=version if node.domain == "" else 1)
+        apply(node, version=version_of(node, version))
         for value, type_, shape in declared:
             value.type = type_ if type_ is not None else value.type
             value.shape = shape if shape is not None else value.shape

@@ -18,7 +18,7 @@ from graphc.errors import ModelError, nearest
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declaration_of
 from graphc.ir.facts import describe_value, dims, neighbourhood
-from graphc.ir.infer import infer_outputs
+from graphc.ir.infer import infer_outputs, version_of
 from graphc.ir.text import node_text
 
 _CONTEXT_LINES = 5
@@ -291,7 +291,7 @@ class _Checker:
             self.inference(node)
 
     def inference(self, node: ir.Node) -> None:
-        version = self.opset if node.domain == "" else DOMAIN_VERSION
+        version = version_of(node, self.opset)
         try:
             found = infer_outputs(
                 node.op_type, node.domain, node.inputs, node.attributes, version=version, num_outputs=len(node.outputs)

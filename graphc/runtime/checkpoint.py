@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,6 +95,8 @@ def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str,
         CheckpointError: there is none, or it is truncated, damaged or no checkpoint of graphc.
     """
     path = Path(directory) / FILE_NAME
+    if Path(directory).is_file():
+        raise CheckpointError(f"{str(directory)!r} is a file; name the folder of the checkpoint")
     try:
         with open(path, "rb") as file:
             entries, notes, start = _read_header(file.read(8), file.read, path)
@@ -118,6 +120,26 @@ def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str,
     if state_sha256(state) != notes.get("state_sha256"):
         raise _damaged(path, "its contents do not match its hash")
     return state, json.loads(notes["metadata"])
+
+
+def check_names(arrays: Mapping[str, Array], *, needed: Collection[str], known: Collection[str]) -> None:
+    """Refuse a checkpoint of something else.
+
+    Args:
+        needed: the state that a program must find in it.
+        known: all state of the program.
+
+    Raises:
+        UsageError: with a name that is missing, or one too many.
+    """
+    for names, verb, rest in (
+        (sorted(set(needed) - arrays.keys()), "lacks", ""),
+        (sorted(arrays.keys() - set(known)), "holds", ", for which this program has no state"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            why = "it was made with another model or optimizer, or other parameters trained"
+            raise UsageError(f"the checkpoint {verb} {names[0]!r}{more}{rest}: {why}")
 
 
 def _header(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:

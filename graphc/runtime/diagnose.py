@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from graphc.device import Array, Memory
 from graphc.errors import DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
+from graphc.ir.ops.losses import label_checks
+from graphc.microbatch import MicroBatch
 from graphc.plan import prepare
+from graphc.runtime.communicator import Communicator
 from graphc.runtime.executor import Executor
 from graphc.runtime.nodes import segment_model
 from graphc.runtime.state import State
@@ -52,12 +55,62 @@ def first_nonfinite(
             host.close()
 
 
-def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str) -> NonFiniteError:
+def again(
+    parts: Sequence[tuple[Executor, MicroBatch]], place: Callable[[MicroBatch], None], memory: Memory
+) -> Iterator[tuple[Executor, Mapping[str, Array]]]:
+    """The plans and feeds of a step, each with its place in the global batch while it is looked at."""
+    for k, (executor, part) in enumerate(parts):
+        place(part)
+        feeds = part.feeds
+        if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
+            feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
+        yield executor, feeds
+
+
+def explain(
+    model: ir.Model,
+    runs: Iterable[tuple[Executor, Mapping[str, Array]]],
+    state: State,
+    backend: Backend,
+    comm: Communicator,
+    step: int,
+) -> NonFiniteError:
+    """What stops the run on all workers, each of which calls this with the plans and feeds of its own step."""
+    tensor, nothing = None, True
+    for executor, feeds in runs:
+        nothing = nothing and _all_ignored(model.graph, feeds)
+        tensor = tensor or first_nonfinite(model, executor, feeds, state, backend)
+    everyone = comm.allgather_object((tensor, nothing)) if comm.size > 1 else [(tensor, nothing)]
+    rank, first = next(((r, t) for r, (t, _) in enumerate(everyone) if t is not None), (comm.rank, None))
+    because = "every label of the batch is the one that is ignored, so that there is nothing to average"
+    advice = because if all(found for _, found in everyone) else _advice(model.graph, first)
+    return nonfinite_error(step, first, f"rank {rank}", "in the gradients", advice)
+
+
+def _all_ignored(graph: ir.Graph, feeds: Mapping[str, Array]) -> bool:
+    """Whether a loss looks at labels, and ignores all of them."""
+    labels = [(feeds.get(name), ignore) for name, (_, _, ignore) in label_checks(graph).items()]
+    return bool(labels) and all(
+        ignore is not None and isinstance(array, np.ndarray) and bool((array == ignore).all()) for array, ignore in labels
+    )
+
+
+_STEADIER = "a smaller learning rate or gradient clipping may help"
+
+
+def _advice(graph: ir.Graph, tensor: str | None) -> str:
+    if any(value.name == tensor for value in graph.inputs):
+        return "it is in the data"
+    if tensor in graph.initializers:
+        return "it was there before the step: in the model's file, in a checkpoint, or since an update"
+    return _STEADIER
+
+
+def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, advice: str = _STEADIER) -> NonFiniteError:
     """What stops a run: the ``tensor`` in which :func:`first_nonfinite` found it on ``who``, or ``elsewhere``."""
     where = f"first in tensor {tensor!r} on {who}" if tensor else f"{elsewhere}, and not again on replay"
     return NonFiniteError(
-        f"a NaN or infinity appeared in step {step}, {where}; the state is that of the last good step"
-        " (a smaller learning rate or gradient clipping may help)",
+        f"a NaN or infinity appeared in step {step}, {where}; the state is that of the last good step ({advice})",
         step=step,
         tensor=tensor,
     )

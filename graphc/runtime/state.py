@@ -88,6 +88,11 @@ class State:
             for index in group.states():
                 self._lay_out(group, index)
 
+    @property
+    def names(self) -> set[str]:
+        """Of all state, whole or in parts."""
+        return {*self.arrays, *self.shards}
+
     def _lay_out(self, group: UpdateGroup, index: int) -> None:
         buffer, dtype, nbytes = group.buffer(index), group.dtype(index), group.nbytes(index)
         first = group.nodes[0].inputs[index]

@@ -65,8 +65,13 @@ class Stream:
     def _emit(self, text: str) -> None:
         if text:
             target = sys.stdout if self.name == "stdout" else sys.stderr
-            target.write(text)
-            target.flush()
+            try:
+                target.write(text)
+                target.flush()
+            except OSError:  # its reader has gone, or a disk is full: no reason to end what the workers do
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, target.fileno())
+                os.close(null)
 
 
 class Supervisor:

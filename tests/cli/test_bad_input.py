@@ -132,10 +132,74 @@ def array_file(here: Path) -> list[str]:
     return train(data="bad.npy")
 
 
+def sparse(here: Path) -> list[str]:
+    model = onnx.load("mlp.onnx")
+    dense = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    del model.graph.initializer[0]
+    values = onnx.numpy_helper.from_array(dense.reshape(-1), "w1")
+    places = onnx.numpy_helper.from_array(np.arange(dense.size), "places")
+    model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, dense.shape))
+    onnx.save(model, "sparse.onnx")
+    return ["check", "sparse.onnx"]
+
+
+def no_text(here: Path) -> list[str]:
+    data = (here / "mlp.onnx").read_bytes()
+    (here / "names.onnx").write_bytes(data.replace(b"Relu", b"Re\xff\xfe"))
+    return ["check", "names.onnx"]
+
+
+def circle(here: Path) -> list[str]:
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("own", 1)]
+    call = onnx.helper.make_node("F", ["x"], ["y"], domain="own")
+    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = onnx.helper.make_graph([call], "g", value[:1], value[1:])
+    function = onnx.helper.make_function("own", "F", ["x"], ["y"], [call], opsets)
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9, functions=[function])
+    (here / "circle.onnx").write_bytes(model.SerializeToString())
+    return ["check", "circle.onnx"]
+
+
+def training_graph(here: Path) -> list[str]:
+    assert main(["compile", "mlp.onnx", *LOSS, *SGD, "-o", "t.onnx"]) == 0
+    return train(model="t.onnx")
+
+
+def standard_graph(here: Path) -> list[str]:
+    assert main(["compile", "mlp.onnx", *LOSS, *SGD, "--standard", "-o", "t.onnx"]) == 0
+    return ["check", "t.onnx"]
+
+
+def labels_all_ignored(here: Path) -> list[str]:
+    save("bad.npz", label=np.full(96, -1))
+    loss = ("--loss", "softmax_cross_entropy:ignore_index=-1")
+    return ["train", "mlp.onnx", "--data", "bad.npz", *loss, *SGD, "--batch-size", "96"]
+
+
+def nan_in_data(here: Path) -> list[str]:
+    save("bad.npz", x=np.full((96, 4), np.nan, np.float32))
+    return train(data="bad.npz")
+
+
+def other_optimizer(here: Path) -> list[str]:
+    assert main(["train", "mlp.onnx", "--data", "d.npz", *LOSS, "--optimizer", "adam", "--checkpoint", "c"]) == 0
+    return train("--resume", "c")
+
+
 CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "text file": (text_file, 1, "no.onnx is no ONNX model"),
     "truncated": (truncated, 1, "cut.onnx"),
     "no such model": (lambda _: ["check", "mpl.onnx"], 1, "did you mean 'mlp.onnx'"),
+    "sparse initializer": (sparse, 1, "initializer 'w1' is sparse"),
+    "names that are no text": (no_text, 1, "no valid text"),
+    "functions in a circle": (circle, 1, "cannot be inlined"),
+    "a training graph": (training_graph, 2, "a training graph already"),
+    "a standard training graph": (standard_graph, 2, "give the model that it was compiled from"),
+    "labels all ignored": (labels_all_ignored, 1, "every label of the batch is the one that is ignored"),
+    "NaN in the data": (nan_in_data, 1, "first in tensor 'x' on rank 0; the state is that of the last good step (it is in the"),
+    "checkpoint of another optimizer": (other_optimizer, 2, "the checkpoint holds 'b1::exp_avg' and 7 more"),
+    "checkpoint file": (lambda _: train("--resume", "mlp.onnx"), 1, "name the folder of the checkpoint"),
+    "no data named": (lambda _: train(data=""), 2, "--data has an empty name"),
     "external data missing": (external_missing, 1, "is missing"),
     "external data outside": (external_outside, 1, "outside the folder"),
     "no gradient": (blocked, 3, "Det (1×)"),

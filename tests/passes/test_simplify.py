@@ -186,6 +186,18 @@ def test_infinite_and_missing_values_are_not_lost():
     assert got[1] == 0
 
 
+def test_equal_values_that_are_both_outputs_and_used():
+    """The copy that keeps the second output's name stands at the end; what reads that value in between reads the first."""
+    model = from_text("""<ir_version: 11, opset_import: ["" : 26]>
+    g (float[2] x) => (float[2] a, float[2] b, float[2] c)
+    { a = Exp (x)  b = Exp (x)  c = Neg (b) }""")
+    simplify_graph(model.graph)
+    verify_model(model)
+    x = np.array([0.5, -1], np.float32)
+    for got, expected in zip(execute(model, {"x": x}), (np.exp(x), np.exp(x), -np.exp(x)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_ten_thousand_nodes_take_about_a_second():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 16]))
     graph = ir.Graph([x], [], nodes=[], name="g", opset_imports={"": OPSET})

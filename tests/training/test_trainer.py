@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,3 +176,76 @@ def test_the_numpy_backend_gives_the_same_training(exported: Callable[[str], str
 def test_an_unknown_backend_is_a_clear_error(exported: Callable[[str], str]) -> None:
     with pytest.raises(UsageError, match="unknown backend 'onnxruntim'; did you mean 'onnxruntime'"):
         make(exported("mlp"), backend="onnxruntim")
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, None, "fast"])
+def test_a_learning_rate_that_is_none_changes_nothing(exported: Callable[[str], str], rate: object) -> None:
+    program = make(exported("mlp")).program
+    with graphc.Trainer(program, threads=1, schedule=lambda step: 0.1 if step == 0 else rate) as trainer:
+        trainer.step(feeds())
+        before = trainer.state_sha256()
+        with pytest.raises(UsageError, match="a learning rate is a finite number"):
+            trainer.step(feeds())
+        assert trainer.state_sha256() == before
+        assert trainer.steps_done == 1
+
+
+def test_a_second_thread_is_refused(trainer: graphc.Trainer) -> None:
+    """Two threads in the buffers of one plan would train on each other's batches."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(kind: str, name: str, run: Callable[[], None]) -> Callable[[], None]:
+        def waiting() -> None:
+            inside.set()
+            leave.wait(20)
+            run()
+
+        return waiting
+
+    with graphc.Trainer(trainer.program, threads=1, wrap=wait) as shared:
+        first = threading.Thread(target=shared.step, args=(feeds(),))
+        first.start()
+        assert inside.wait(20)
+        with pytest.raises(UsageError, match="another thread is using this trainer"):
+            shared.step(feeds())
+        leave.set()
+        first.join()
+        assert shared.steps_done == 1
+        shared.step(feeds())
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (feeds(), "this is one batch; give a list of batches"),
+        ([tuple(feeds().values())], "a batch is a mapping .*, not a tuple; graphc.data.shard"),
+        ([{"label": feeds()["label"]}], "the feed 'input' is missing"),
+        (None, "this is a NoneType"),
+    ],
+)
+def test_what_is_no_batch_is_said(trainer: graphc.Trainer, batches: object, message: str) -> None:
+    with trainer:
+        for method in (trainer.fit, trainer.evaluate):
+            with pytest.raises(FeedError, match=message):
+                method(batches)  # type: ignore[operator]
+
+
+def test_an_evaluation_of_nothing_is_refused(trainer: graphc.Trainer) -> None:
+    with trainer, pytest.raises(FeedError, match="no samples that count"):
+        trainer.evaluate([])
+
+
+def test_soft_labels_with_metrics_follow_torch(exported: Callable[[str], str]) -> None:
+    """Loss and accuracy divide by one and the same count then."""
+    import torch
+
+    loss = graphc.losses.SoftmaxCrossEntropy(label_kind="probabilities", metrics=True)
+    program = graphc.compile(exported("mlp"), loss=loss, optimizer=graphc.optim.SGD(lr=0.1))
+    x = feeds()["input"]
+    label = np.random.default_rng(0).dirichlet(np.ones(10), len(x)).astype(np.float32)
+    (logits,) = onnxruntime.InferenceSession(exported("mlp")).run(None, {"input": x})
+    with graphc.Trainer(program, threads=1) as trainer:
+        found = trainer.evaluate([{"input": x, "label": label}])
+    expected = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(label))
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((logits.argmax(1) == label.argmax(1)).mean())

@@ -1,0 +1,69 @@
+"""Where results go, looked at before the work begins: a place that cannot be written to, or that holds what is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from graphc.errors import ModelError, UsageError
+from graphc.files import check_writable
+
+
+def check_place(option: str, place: str | None, reads: Mapping[str, str | None]) -> None:
+    """Find out before a run, not after it, that a result has no place to go.
+
+    Args:
+        option: of the command line, for messages.
+        place: the file it names; None and ``"-"``: no file.
+        reads: what the command reads → its file, which must not be overwritten.
+
+    Raises:
+        UsageError: no name, or that of a file which the command reads.
+        ModelError: no such folder, a folder, or a place that cannot be written to.
+    """
+    if place is None or place == "-":
+        return
+    check_named(option, place)
+    for what, path in reads.items():
+        if path and path != "-" and os.path.realpath(path) == os.path.realpath(place):
+            raise UsageError(f"{option} {place} would overwrite {what}; name another file")
+    folder = Path(place).absolute().parent
+    if not folder.is_dir():
+        raise ModelError(f"{option} {place}: there is no folder {folder}")
+    try:
+        check_writable(place)
+    except IsADirectoryError:
+        raise ModelError(f"{option} {place} is a folder; name a file in it") from None
+    except OSError as error:
+        raise ModelError(f"{option} {place} cannot be written: {error.strerror or error}") from None
+
+
+def check_checkpoint(option: str, place: str) -> None:
+    """The same for a folder of checkpoints, which need not exist yet.
+
+    Raises:
+        UsageError: no name.
+        ModelError: a file, no folder to make it in, or one that cannot be written to.
+    """
+    check_named(option, place)
+    folder = Path(place).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{option} {place} is a file; name a folder")
+    nearest_folder = folder if folder.is_dir() else folder.parent
+    if not nearest_folder.is_dir():
+        raise ModelError(f"{option} {place}: there is no folder {nearest_folder}")
+    try:
+        check_writable(nearest_folder / "state.safetensors")
+    except OSError as error:
+        raise ModelError(f"{option} {place} cannot be written: {error.strerror or error}") from None
+
+
+def check_named(option: str, place: str | None) -> None:
+    """Refuse an empty name, which a shell makes of an unset variable and which would mean the working directory.
+
+    Raises:
+        UsageError: the name is empty.
+    """
+    if place is not None and not place.strip():
+        raise UsageError(f"{option} has an empty name")
