@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,29 @@ def folder_name(architecture: str, version: int) -> str:
     return f"kernels-{architecture}-cuda{version}-{hashlib.sha256(' '.join(OPTIONS).encode()).hexdigest()[:8]}"
 
 
+def architecture(capability: int, known: Sequence[int]) -> str:
+    """What to compile for: a GPU runs programs for its own generation up to itself, and translates PTX of older ones.
+
+    Args:
+        capability: of the GPU, 90 for 9.0.
+        known: the capabilities that the compiler knows.
+
+    Raises:
+        GraphcError: the GPU is older than all of them.
+    """
+    own = [k for k in known if k // 10 == capability // 10 and k <= capability]
+    if own:
+        return f"sm_{max(own)}"
+    older = [k for k in known if k < capability]
+    if older:
+        return f"compute_{max(older)}"
+    least = min(known) / 10
+    raise GraphcError(
+        f"this GPU has compute capability {capability / 10}, the installed NVRTC compiles for {least} and later; "
+        "install CuPy for an older CUDA (pip install cupy-cuda12x), or take backend='onnxruntime-cuda'"
+    )
+
+
 def nvrtc_compiler(nvrtc: Any, architecture: str) -> Callable[[str, str], bytes]:
     """What compiles a text with CuPy's binding of NVRTC, which gives up the interpreter lock meanwhile.
 
@@ -75,7 +98,7 @@ def nvrtc_compiler(nvrtc: Any, architecture: str) -> Callable[[str, str], bytes]
         program = nvrtc.createProgram(text, f"{name}.cu", (), ())
         try:
             nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
-            return bytes(nvrtc.getCUBIN(program))
+            return bytes(nvrtc.getCUBIN(program) if architecture.startswith("sm_") else nvrtc.getPTX(program))
         except nvrtc.NVRTCError as error:
             raise GraphcError(f"a generated kernel does not compile: {nvrtc.getProgramLog(program)}") from error
         finally:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS
 from graphc.backends.cupy.capture import Recording, capture_graph
-from graphc.backends.cupy.cubins import Cubins, folder_name, nvrtc_compiler
+from graphc.backends.cupy.cubins import Cubins, architecture, folder_name, nvrtc_compiler
 from graphc.backends.cupy.cublaslt import Products
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.launch import Shape
@@ -72,10 +72,10 @@ class CudaDevice(CudaMemory):
 
     @functools.cached_property
     def _cubins(self) -> Cubins:
-        major, minor = divmod(int(self.device.compute_capability), 10)
-        architecture = f"sm_{major}{minor}"
-        folder = cache_folder() / folder_name(architecture, int(self.cupy.cuda.runtime.runtimeGetVersion()))
-        return Cubins(folder, nvrtc_compiler(self.cupy.cuda.compiler.nvrtc, architecture))
+        nvrtc = self.cupy.cuda.compiler.nvrtc
+        target = architecture(int(self.device.compute_capability), nvrtc.getSupportedArchs())
+        folder = cache_folder() / folder_name(target, int(self.cupy.cuda.runtime.runtimeGetVersion()))
+        return Cubins(folder, nvrtc_compiler(nvrtc, target))
 
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         pointers = tuple(address(array) for array in arrays)

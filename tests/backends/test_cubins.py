@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphc.backends.cupy import cubins
-from graphc.backends.cupy.cubins import Cubins, folder_name
+from graphc.backends.cupy.cubins import Cubins, architecture, folder_name
 from graphc.errors import GraphcError
 
 
@@ -60,3 +60,13 @@ def test_architecture_version_and_options_keep_their_kernels_apart(monkeypatch: 
     names = {folder_name("sm_90", 13000), folder_name("sm_100", 13000), folder_name("sm_90", 13010)}
     monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "--use_fast_math"))
     assert len(names | {folder_name("sm_90", 13000)}) == 4
+
+
+def test_a_gpu_gets_what_it_can_run() -> None:
+    known = (75, 80, 86, 87, 88, 89, 90, 100, 103, 120, 121)
+    assert [architecture(k, known) for k in (75, 89, 90, 120)] == ["sm_75", "sm_89", "sm_90", "sm_120"]
+    assert architecture(89, (75, 80, 86, 90)) == "sm_86", "a program of the same generation"
+    assert architecture(130, known) == "compute_121", "PTX, where the compiler is older than the GPU"
+    assert architecture(100, (75, 80, 90)) == "compute_90"
+    with pytest.raises(GraphcError, match=r"7\.0, the installed NVRTC compiles for 7\.5 .* cupy-cuda12x"):
+        architecture(70, known)
