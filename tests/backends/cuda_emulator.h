@@ -8,6 +8,7 @@
 #include <time.h>
 #include <utility>
 
+#define QUIET __attribute__((no_sanitize_thread))  // touches no memory of a kernel
 #define __global__
 #define __device__
 #define __host__
@@ -20,7 +21,18 @@ struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 
 struct emulated_index { unsigned int x, y, z; };
-static emulated_index threadIdx, blockIdx, blockDim, gridDim;
+#define INDEX_OF_A_THREAD __attribute__((section("emulated_indices")))  // apart from what a block shares
+INDEX_OF_A_THREAD static emulated_index threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0}, blockDim = {0, 0, 0}, gridDim = {0, 0, 0};
+
+#ifdef WATCHED  // access_checker.cpp
+extern "C" {
+void watch(const void* ranges, int count, char* shared_begin, char* shared_end, char* message, unsigned long room);
+void position(int block, int thread, int epoch);
+extern char __bss_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+}
+#else
+static inline void position(int, int, int) {}
+#endif
 
 namespace emulated {
 
@@ -36,28 +48,28 @@ struct Fiber {
 static const int MOST = 1024, STACK = 64 << 10;
 static Fiber fibers[MOST];
 static void* scheduler;
-static int current, count;
+static int current, count, epoch;  // the epoch ends with a barrier
 static void (*body)(void**);
 static void** arguments;
 static char message[200];
 
 // Saves what a callee has to keep, and goes on with the other stack. Anything in memory may be another after it.
-__attribute__((naked, noipa)) static void change(void** from, void* to) {
+QUIET __attribute__((naked, noipa)) static void change(void** from, void* to) {
   asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi); movq %rsi, %rsp;"
       "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
 }
 
-static void stop(State state) {
+QUIET static void stop(State state) {
   fibers[current].state = state;
   change(&fibers[current].stack, scheduler);
 }
 
-static void enter() {
+QUIET static void enter() {
   body(arguments);
   stop(DONE);
 }
 
-static void prepare(int index) {
+QUIET static void prepare(int index) {
   Fiber& fiber = fibers[index];
   if (!fiber.memory) fiber.memory = (char*)malloc(STACK);
   memset(fiber.memory + STACK - 4096, 0xCD, 4096);  // locals that nobody set
@@ -68,14 +80,15 @@ static void prepare(int index) {
   fiber.state = RUNNING;
 }
 
-static void resume(int index) {
+QUIET static void resume(int index) {
   current = index;
   threadIdx = {(unsigned int)index, 0, 0};
+  position(blockIdx.x, index, epoch);
   change(&scheduler, fibers[index].stack);
 }
 
 // Lets go on who waits for nobody any more; whether there was any.
-static bool release() {
+QUIET static bool release() {
   int waiting = 0, running = 0;
   for (int k = 0; k < count; ++k) {
     waiting += fibers[k].state == AT_BARRIER;
@@ -85,6 +98,7 @@ static bool release() {
   if (waiting && waiting == running) {
     for (int k = 0; k < count; ++k)
       if (fibers[k].state == AT_BARRIER) fibers[k].state = RUNNING;
+    ++epoch;
     return true;
   }
   for (int k = 0; k < count; ++k) {
@@ -102,19 +116,31 @@ static bool release() {
   return any;
 }
 
-static const char* run(void (*kernel)(void**), void** a, long long blocks, int threads, int order) {
+// A step through `length` numbers that meets all of them.
+QUIET static long long stride(long long length, unsigned int random) {
+  for (long long step = 1 + random % length;; ++step) {
+    long long a = length, b = step;
+    while (b) { const long long rest = a % b; a = b, b = rest; }
+    if (a == 1) return step;
+  }
+}
+
+// order: of threads between barriers, and of blocks: 0: ascending, 1: descending, above: as chance has it.
+QUIET static const char* run(void (*kernel)(void**), void** a, long long blocks, int threads, int order) {
   body = kernel, arguments = a, count = threads, message[0] = 0;
   if (threads > MOST) return "a block has more than 1024 threads";
   blockDim = {(unsigned int)threads, 1, 1}, gridDim = {(unsigned int)blocks, 1, 1};
   unsigned int random = 12345u + order;
+  const long long jump = order < 2 || blocks < 1 ? 1 : stride(blocks, random);
   for (long long block = 0; block < blocks; ++block) {
-    blockIdx = {(unsigned int)(order == 1 ? blocks - 1 - block : block), 0, 0};
+    blockIdx = {(unsigned int)(order == 1 ? blocks - 1 - block : block * jump % blocks), 0, 0};
+    ++epoch;
     for (int k = 0; k < threads; ++k) prepare(k);
     for (;;) {
-      const int start = order < 2 ? 0 : (random = random * 1664525u + 1013904223u) >> 8;
+      const int step = order < 2 ? 1 : (int)stride(threads, (random = random * 1664525u + 1013904223u) >> 8);
       bool alive = false;
       for (int k = 0; k < threads; ++k) {
-        const int index = order == 1 ? threads - 1 - k : (k + start) % threads;
+        const int index = order == 1 ? threads - 1 - k : (int)((long long)(k + 1) * step % threads);
         if (fibers[index].state == RUNNING) resume(index);
         alive = alive || fibers[index].state != DONE;
       }
@@ -132,7 +158,7 @@ static const char* run(void (*kernel)(void**), void** a, long long blocks, int t
   return 0;
 }
 
-template <class T> static T shuffle(unsigned int mask, T value, int source) {
+template <class T> QUIET static T shuffle(unsigned int mask, T value, int source) {
   static_assert(sizeof(T) <= 16, "a shuffle of more than 16 bytes");
   Fiber& own = fibers[current];
   const int warp = current / 32 * 32, lane = current % 32;
@@ -150,37 +176,37 @@ template <class T> static T shuffle(unsigned int mask, T value, int source) {
   return found;
 }
 
-template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
+template <class... A, std::size_t... I> QUIET static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[I]...); }
 
 }  // namespace emulated
 
-static inline void __syncthreads() { emulated::stop(emulated::AT_BARRIER); }
-static inline void __syncwarp(unsigned int mask = 0xffffffffu) { emulated::shuffle(mask, 0, emulated::current % 32); }
-static inline void __threadfence() {}
-static inline void __threadfence_block() {}
-template <class T> static inline T __shfl_xor_sync(unsigned int mask, T value, int step, int width = 32) {
+QUIET static inline void __syncthreads() { emulated::stop(emulated::AT_BARRIER); }
+QUIET static inline void __syncwarp(unsigned int mask = 0xffffffffu) { emulated::shuffle(mask, 0, emulated::current % 32); }
+QUIET static inline void __threadfence() {}
+QUIET static inline void __threadfence_block() {}
+template <class T> QUIET static inline T __shfl_xor_sync(unsigned int mask, T value, int step, int width = 32) {
   return emulated::shuffle(mask, value, emulated::current % 32 ^ step);
 }
-template <class T> static inline T __shfl_sync(unsigned int mask, T value, int source, int width = 32) {
+template <class T> QUIET static inline T __shfl_sync(unsigned int mask, T value, int source, int width = 32) {
   const int lane = emulated::current % 32;
   return emulated::shuffle(mask, value, lane / width * width + source % width);
 }
-template <class T> static inline T __shfl_up_sync(unsigned int mask, T value, int step, int width = 32) {
+template <class T> QUIET static inline T __shfl_up_sync(unsigned int mask, T value, int step, int width = 32) {
   const int lane = emulated::current % 32;
   return emulated::shuffle(mask, value, lane % width < step ? lane : lane - step);
 }
-template <class T> static inline T __shfl_down_sync(unsigned int mask, T value, int step, int width = 32) {
+template <class T> QUIET static inline T __shfl_down_sync(unsigned int mask, T value, int step, int width = 32) {
   const int lane = emulated::current % 32;
   return emulated::shuffle(mask, value, lane % width + step >= width ? lane : lane + step);
 }
-static inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
+QUIET static inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
   unsigned int found = 0;
   for (int lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1) found |= (unsigned int)(emulated::shuffle(mask, predicate, lane) != 0) << lane;
   return found;
 }
-static inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-static inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+QUIET static inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+QUIET static inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 
 static inline float __uint_as_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
 static inline unsigned int __float_as_uint(float value) { unsigned int bits; memcpy(&bits, &value, 4); return bits; }

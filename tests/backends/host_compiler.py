@@ -29,6 +29,10 @@ CHECKS = ("-fsanitize=alignment,bounds", "-fno-strict-aliasing")
 """Where CUDA is emulated: its vector loads need addresses that the host does not ask for."""
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.h")
+CHECKER = Path(__file__).with_name("access_checker.cpp")
+WATCHED = ("-fsanitize=thread", "-DWATCHED")
+"""Where every access to memory is looked at."""
+
 CONVERSIONS = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));': "_Float16 h; memcpy(&h, &x, 2); y = (float)h;",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));': "_Float16 h = (_Float16)x; memcpy(&y, &h, 2);",
@@ -50,19 +54,21 @@ def folder() -> Path:
     return made
 
 
-def compile_kernels(texts: Mapping[str, str], *, emulate: bool = False) -> dict[str, Any]:
+def compile_kernels(texts: Mapping[str, str], *, emulate: bool = False, watch: bool = False) -> dict[str, Any]:
     """Each kernel as a function.
 
     Args:
         emulate: the texts are CUDA C. The functions take (pointers, blocks, threads of a block, order in which threads run)
             and return None or what is wrong, as bytes. Otherwise they take (pointers, blocks).
+        watch: emulated kernels take (…, ranges, count) besides, the memory that they may touch (``access_checker.cpp``).
     """
     with _LOCK:
-        return _compiled(texts, emulate)
+        return _compiled(texts, emulate, watch)
 
 
-def _compiled(texts: Mapping[str, str], emulate: bool) -> dict[str, Any]:
+def _compiled(texts: Mapping[str, str], emulate: bool, watch: bool) -> dict[str, Any]:
     start = EMULATOR.read_text() if emulate else HEAD
+    start += f"// {CHECKER.read_text()!r}\n" if watch else ""
     keys = {name: hashlib.sha256((start + text).encode()).hexdigest()[:20] for name, text in texts.items()}
     for name, key in keys.items():
         if key not in _LOADED:
@@ -72,7 +78,7 @@ def _compiled(texts: Mapping[str, str], emulate: bool) -> dict[str, Any]:
     missing = [name for name in texts if keys[name] not in _LOADED]
     for first in range(0, len(missing), MOST):
         part = missing[first : first + MOST]
-        library = _compile(start, {name: texts[name] for name in part}, emulate)
+        library = _compile(start, {name: texts[name] for name in part}, emulate, watch)
         for name in part:
             _load(name, keys[name], library)
             _write(folder() / keys[name], library.name)
@@ -90,18 +96,22 @@ def _library(path: Path) -> ctypes.PyDLL:
     return ctypes.PyDLL(str(path))  # kernels keep their place in variables of the library: one thread at a time
 
 
-def _compile(start: str, texts: Mapping[str, str], emulate: bool) -> Path:
-    flags = (*COMMAND, *(CHECKS if emulate else ()))
+def _compile(start: str, texts: Mapping[str, str], emulate: bool, watch: bool) -> Path:
+    flags = (*COMMAND, *(CHECKS if emulate else ()), *(WATCHED if watch else ()))
     parts = [f'#include "{_header(start, flags)}"']
     for name, text in texts.items():
-        parts += _emulated(name, text) if emulate else _for_host(name, text)
+        parts += _emulated(name, text, watch) if emulate else _for_host(name, text)
         parts += [f"#undef {word}" for word in _macros(text)]
     text = "\n".join(parts)
     library = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     with tempfile.TemporaryDirectory(dir=folder()) as work:
         source, made = Path(work) / "kernels.cc", Path(work) / "kernels.so"
         source.write_text(text)
-        _run(*flags, "-shared", "-o", str(made), str(source))
+        if watch:  # the checker stands for the runtime that the flags would link
+            _run(*flags, "-c", "-o", f"{work}/kernels.o", str(source))
+            _run("g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-o", str(made), f"{work}/kernels.o", str(CHECKER))
+        else:
+            _run(*flags, "-shared", "-o", str(made), str(source))
         made.rename(library)
     return library
 
@@ -148,7 +158,11 @@ def _for_host(name: str, text: str) -> list[str]:
     ]
 
 
-def _emulated(name: str, text: str) -> list[str]:
+def _emulated(name: str, text: str, watch: bool) -> list[str]:
+    more, look = "", ""
+    if watch:
+        more = ", const void* ranges, int count"
+        look = "watch(ranges, count, __bss_start, _end, emulated::message, sizeof emulated::message);"
     for assembly, plain in CONVERSIONS.items():
         text = text.replace(assembly, plain)
     return [
@@ -156,8 +170,8 @@ def _emulated(name: str, text: str) -> list[str]:
         text,
         "static void body(void** a) {",
         f"emulated::call({name}, a, std::make_index_sequence<{_operands(text)}>()); }}",
-        f'extern "C" const char* run_{name}(void** a, long long blocks, int threads, int order) {{',
-        "return emulated::run(body, a, blocks, threads, order); } }",
+        f'extern "C" QUIET const char* run_{name}(void** a, long long blocks, int threads, int order{more}) {{',
+        f"{look} return emulated::run(body, a, blocks, threads, order); }} }}",
     ]
 
 

@@ -112,17 +112,19 @@ class EmulatedDevice(HostDevice):
     """The machine of the tests that runs CUDA C itself, thread by thread.
 
     Attributes:
-        order: in which threads run between barriers: 0: ascending, 1: descending, above: as chance has it.
+        order: in which threads run between barriers, and blocks: 0: ascending, 1: descending, above: as chance has it.
+        watched: every access of a kernel to memory is looked at: no thread may read what another writes without a barrier
+            between, nor shared memory that nobody wrote, nor anything but the kernel's operands.
     """
 
     writes_cuda = True
 
-    def __init__(self, order: int = 0) -> None:
+    def __init__(self, order: int = 0, *, watched: bool = False) -> None:
         super().__init__()
-        self.order = order
+        self.order, self.watched = order, watched
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
-        return {name: (name, run) for name, run in compile_kernels(texts, emulate=True).items()}
+        return {name: (name, run) for name, run in compile_kernels(texts, emulate=True, watch=self.watched).items()}
 
     def launch(self, kernel: Any, arrays: Sequence[Any], shape: Shape) -> Callable[[], None]:
         assert all(isinstance(a, DeviceArray) for a in arrays), "a kernel cannot reach the host's memory"
@@ -132,10 +134,31 @@ class EmulatedDevice(HostDevice):
         name, function = kernel
 
         def run(held: Any = held) -> None:  # the arrays live as long as the launch
-            wrong = function(pointers, ctypes.c_longlong(shape.blocks), shape.threads, self.order)
+            more = self._ranges(held, name) if self.watched else ()
+            wrong = function(pointers, ctypes.c_longlong(shape.blocks), shape.threads, self.order, *more)
             assert wrong is None, f"{name}: {wrong.decode()}"
 
         return self.queued(run)
+
+    def _ranges(self, operands: Sequence[Any], name: str) -> tuple[ctypes.c_void_p, int]:
+        """Begin, end and bytes of an element of what a kernel may touch; the rest of the device's memory with 0."""
+        if name.startswith("t"):  # it finds its arrays by a table
+            operands = [host_of(a) for a in self.allocations]
+        found: list[list[int]] = []
+        for begin, nbytes, unit in sorted((a.ctypes.data, a.nbytes, a.itemsize) for a in operands if a.nbytes):
+            if found and begin < found[-1][1]:
+                found[-1][1:] = max(found[-1][1], begin + nbytes), min(found[-1][2], unit)
+            else:
+                found.append([begin, begin + nbytes, unit])
+        table = list(found)
+        for array in (host_of(a) for a in self.allocations):
+            at, end = array.ctypes.data, array.ctypes.data + array.nbytes
+            for low, high, _ in [f for f in found if f[0] < end and f[1] > at]:
+                table += [[at, low, 0]] if at < low else []
+                at = max(at, high)
+            table += [[at, end, 0]] if at < end else []
+        self._table = np.array(table, dtype=np.int64)
+        return ctypes.c_void_p(self._table.ctypes.data), len(table)
 
 
 def run_segment(

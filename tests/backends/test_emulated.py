@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphc.backends.cupy.launch import Shape
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_kernels import EmulatedDevice
 from tests.backends.test_fusion import CASES, REDUCING, check_case, check_network
@@ -69,6 +70,31 @@ def test_a_vector_load_from_an_odd_place_is_named() -> None:
     y = y[(-y.ctypes.data % 16) // 4 :][:256]
     assert run(text.replace("$start", "0"), x, y, blocks=1) is None
     assert "not aligned" in (run(text.replace("$start", "1").replace(" odd", " odder"), x, y, blocks=1) or "")
+
+
+WRONG = {
+    "a thread writes what another reads": """KERNEL race(float* y) {
+      __shared__ float a[64];
+      a[threadIdx.x] = 1;
+      __syncthreads();
+      a[threadIdx.x] = 2;
+      y[threadIdx.x] = a[threadIdx.x ^ 1]; }""",
+    "shared memory is read that the block did not write": "KERNEL lost(float* y) { __shared__ float a[2]; y[blockIdx.x] = a[1]; }",
+    "a block reads what another writes": "KERNEL chain(float* y) { y[blockIdx.x + 1] = y[blockIdx.x] + 1; }",
+    "memory that is no operand": "KERNEL beyond(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x + 64]; }",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", WRONG)
+def test_accesses_that_no_order_of_threads_may_show_are_named(fault: str) -> None:
+    device, text = EmulatedDevice(watched=True), '#define KERNEL extern "C" __global__ void\n' + WRONG[fault]
+    name = text[text.rindex("KERNEL ") + 7 :].partition("(")[0]
+    kernel, memory = device.compile({name: text})[name], device.empty(4096).view(np.float32)
+    arrays = [memory[:64], memory[512:576]][-1 - text.count("const float") :]
+    device.launch(kernel, arrays, Shape(64, 1, 1, 1, 2 if "blockIdx" in text else 1))()
+    with pytest.raises(AssertionError, match=fault):
+        device.synchronize()
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith(REDUCING)][::3])
