@@ -109,7 +109,7 @@ def _compile(start: str, texts: Mapping[str, str], emulate: bool, watch: bool) -
         source.write_text(text)
         if watch:  # the checker stands for the runtime that the flags would link
             _run(*flags, "-c", "-o", f"{work}/kernels.o", str(source))
-            _run("g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-o", str(made), f"{work}/kernels.o", str(CHECKER))
+            _run("g++", "-shared", "-o", str(made), f"{work}/kernels.o", str(_checker()))
         else:
             _run(*flags, "-shared", "-o", str(made), str(source))
         made.rename(library)
@@ -127,6 +127,17 @@ def _header(text: str, flags: tuple[str, ...]) -> Path:
         _run(*flags, "-x", "c++-header", "-o", str(partial), str(header))
         partial.rename(compiled)
     return header
+
+
+@functools.cache
+def _checker() -> Path:
+    """What looks at accesses, compiled once."""
+    made = folder() / f"{hashlib.sha256(CHECKER.read_bytes()).hexdigest()[:24]}.o"
+    if not made.exists():
+        partial = made.with_suffix(f".{os.getpid()}")
+        _run("g++", "-std=c++17", "-O2", "-fPIC", "-c", "-o", str(partial), str(CHECKER))
+        partial.rename(made)
+    return made
 
 
 def refused_by_cuda(texts: Mapping[str, str]) -> str:

@@ -63,7 +63,7 @@ def joined(segment: Any) -> list[KernelCall]:
     [
         (HostDevice(), 700, 96),
         (EmulatedDevice(0), 700, 96),
-        pytest.param(EmulatedDevice(1), 301, 776, marks=pytest.mark.full),
+        pytest.param(EmulatedDevice(1, watched=True), 301, 776, marks=pytest.mark.full),
         pytest.param(EmulatedDevice(2), 150, 3072, marks=pytest.mark.full),
         pytest.param(HostDevice(), 667, 99, marks=pytest.mark.full),
     ],

@@ -79,7 +79,7 @@ WRONG = {
       __syncthreads();
       a[threadIdx.x] = 2;
       y[threadIdx.x] = a[threadIdx.x ^ 1]; }""",
-    "shared memory is read that the block did not write": "KERNEL lost(float* y) { __shared__ float a[2]; y[blockIdx.x] = a[1]; }",
+    "shared memory is read that the block did not write": "KERNEL old(int* y) { __shared__ int a[2]; y[blockIdx.x] = a[1]; }",
     "a block reads what another writes": "KERNEL chain(float* y) { y[blockIdx.x + 1] = y[blockIdx.x] + 1; }",
     "memory that is no operand": "KERNEL beyond(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x + 64]; }",
 }

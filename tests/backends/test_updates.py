@@ -216,7 +216,7 @@ def test_an_update_waits_for_what_it_reads() -> None:
 @needs_compiler
 @pytest.mark.parametrize("order", [0, 3])
 def test_the_kernel_is_right_as_cuda(order: int) -> None:
-    device, host = EmulatedDevice(order), HostDevice()
+    device, host = EmulatedDevice(order, watched=True), HostDevice()
     for machine in (device, host):
         machine.states = small_states(machine, 5)
         for run in join_updates(machine.states[0]):
