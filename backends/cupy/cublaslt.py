@@ -137,9 +137,8 @@ class Products:
 
     def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:
         """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
-        nowhere = Pointers(
-            *[NOWHERE] * 4, NOWHERE + aligned[4], NOWHERE + aligned[5]
-        )  # of the last two it looks at the address
+        bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # of these two the library looks at the address
+        nowhere = Pointers(NOWHERE, NOWHERE, NOWHERE, NOWHERE, bias, aux)
         plan = Plan(self._lt, self._compute, product, nowhere, self._tf32)
         proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
         best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
