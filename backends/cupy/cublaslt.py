@@ -34,6 +34,9 @@ PROPOSALS = 8
 COMPUTE_TYPE = 2
 """``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``: partial sums in memory, added up in a step of their own, in a fixed order."""
 
+REFUSALS = (7, 8, 15)
+"""``CUBLAS_STATUS_INVALID_VALUE``, ``…_ARCH_MISMATCH`` and ``…_NOT_SUPPORTED``; other errors are of the device."""
+
 BYTES_PER_SECOND = 3.5e12
 LAUNCH = 2e-6
 FLOPS_PER_SECOND = 6e14
@@ -154,7 +157,9 @@ class Products:
         for algorithm in proposals:
             try:
                 spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
-            except self._lt.cuBLASLtError:  # what is proposed need not run
+            except self._lt.cuBLASLtError as error:  # what is proposed need not run
+                if error.status not in REFUSALS:
+                    raise
                 continue
             if not best["algorithm"] or spent < best["seconds"]:
                 best = {"algorithm": algorithm.tolist(), "seconds": spent}
