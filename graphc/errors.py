@@ -74,7 +74,13 @@ class WorldError(GraphcError):
 
 
 class DeviceError(GraphcError):
-    """A GPU reported an error, or is gone; the message says what it means and what to do."""
+    """A GPU reported an error, or is gone; the message says what it means and what to do.
+
+    Attributes:
+        during: what was under way, in words; an error is often reported later than it happens.
+    """
+
+    during = ""
 
 
 class DeviceMemoryError(DeviceError):

@@ -36,6 +36,7 @@ from graphc.runtime.communicator import Communicator
 from graphc.runtime.diagnose import again, explain
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.feeds import Ahead
+from graphc.runtime.staged import StagedCommunicator
 from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
 from graphc.runtime.turn import Turn
@@ -119,6 +120,7 @@ class Trainer:
         self._early: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None
         self._shards: Shards | None = None
         self._turn = Turn("trainer")
+        self._saved: tuple[Path, int] | None = None  # the last checkpoint, and the steps that it contains
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.scalars:
             self.state.scalars.set(SEED, seed)
@@ -177,7 +179,7 @@ class Trainer:
         except NonFiniteStepError:
             raise self._explain_nonfinite(parts) from None
         except DeviceError as error:
-            reason = f"rank {self.rank} lost its GPU in step {self.steps_done}: {error}"
+            reason = self._explain_lost(error)
             self.comm.abort(reason)
             raise DeviceError(reason) from error
         except RuntimeError as error:
@@ -350,6 +352,7 @@ class Trainer:
                 meta["data"] = self._shards.state_dict()
             checkpoint.save(folder, state, meta)
         self.comm.barrier()
+        self._saved = Path(folder), self.steps_done
 
     def restore(self, folder: str | Path) -> None:
         """Read a checkpoint on rank 0 and give it to every worker.
@@ -366,6 +369,7 @@ class Trainer:
             self.steps_done, self._position = int(meta.get("steps", 0)), meta.get("data")
         self._broadcast(arrays)
         self.steps_done, self._position = self.comm.allgather_object((self.steps_done, self._position))[0]
+        self._saved = Path(folder), self.steps_done
         if self._shards is not None:
             self.attach(self._shards)
 
@@ -443,6 +447,15 @@ class Trainer:
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
         return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
+
+    def _explain_lost(self, error: DeviceError) -> str:
+        during = f" {error.during}" if error.during else ""
+        if isinstance(self.comm, StagedCommunicator) and (collective := self.comm.under_way()):
+            during += f", with {collective!r} under way"
+        saved = "no checkpoint was saved or restored in this run"
+        if self._saved is not None:
+            saved = f"the last checkpoint is {self._saved[0]}, after step {self._saved[1]}"
+        return f"rank {self.rank} lost its GPU in step {self.steps_done}{during}: {error}; {saved}"
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)

@@ -161,6 +161,11 @@ def gpus() -> int:
         return 0
 
 
+def emulated() -> bool:
+    """Whether the GPUs are made up on the host (tests/hostcuda), where what is large takes long."""
+    return "HOSTCUDA_KERNELS" in os.environ
+
+
 @pytest.fixture(scope="session", autouse=True)
 def flight_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Runs that fail on purpose leave their logs here."""

@@ -89,8 +89,9 @@ def explain(error: BaseException) -> DeviceError:
     Most errors of a kernel are final: every later call of the process returns them again.
     """
     text = f"{type(error).__name__}: {error}"
+    names = text.replace("_", "").lower()  # the runtime's and the driver's names of one error differ in these
     for name, (meaning, advice) in CAUSES.items():
-        if name in text:
+        if f"error{name}" in names:
             return DeviceError(f"{meaning} ({text}); {advice}")
     return DeviceError(f"the GPU reported an error ({text}); {RESTART}")
 
@@ -98,20 +99,20 @@ def explain(error: BaseException) -> DeviceError:
 RESTART = "this process cannot use it any more: start again from the last checkpoint"
 
 CAUSES = {
-    "IllegalAddress": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
-    "MisalignedAddress": ("a kernel met an address that is not aligned", f"{RESTART}, and please report the model"),
-    "LaunchFailure": ("a kernel ended with a hardware exception", f"{RESTART}; 'dmesg | grep Xid' may say more"),
-    "LAUNCH_FAILED": ("a kernel ended with a hardware exception", f"{RESTART}; 'dmesg | grep Xid' may say more"),
-    "ILLEGAL_ADDRESS": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
-    "ECC": ("the GPU's memory has an error that cannot be corrected", f"{RESTART}, on another GPU"),
-    "Nvlink": ("a link between GPUs failed", f"{RESTART}; 'nvidia-smi nvlink --status' shows the links"),
-    "LaunchTimeout": ("a kernel ran into the watchdog of the display", f"{RESTART}, on a GPU without a display"),
-    "DevicesUnavailable": ("the GPU is in use by another process alone", "'nvidia-smi' shows by which"),
-    "NoDevice": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
-    "DeviceUninitialized": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
-    "cudaErrorUnknown": ("the GPU is gone, or its driver failed", f"{RESTART}; 'dmesg | grep Xid' may say why"),
+    "illegaladdress": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
+    "misalignedaddress": ("a kernel met an address that is not aligned", f"{RESTART}, and please report the model"),
+    "launchfail": ("a kernel ended with a hardware exception", f"{RESTART}; 'dmesg | grep Xid' may say more"),
+    "ecc": ("the GPU's memory has an error that cannot be corrected", f"{RESTART}, on another GPU"),
+    "nvlink": ("a link between GPUs failed", f"{RESTART}; 'nvidia-smi nvlink --status' shows the links"),
+    "launchtimeout": ("a kernel ran into the watchdog of the display", f"{RESTART}, on a GPU without a display"),
+    "device": (
+        "the GPU is gone, or another process has it alone",
+        f"{RESTART}; 'nvidia-smi' and 'dmesg | grep Xid' may say why",
+    ),
+    "nodevice": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
+    "unknown": ("the GPU is gone, or its driver failed", f"{RESTART}; 'dmesg | grep Xid' may say why"),
 }
-"""Part of an error's text → what it means, and what to do."""
+"""Beginning of an error's name → what it means, and what to do."""
 
 
 class CudaEvent:

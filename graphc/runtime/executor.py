@@ -8,12 +8,15 @@ waits once, for the results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import Array, Choice, Run, Variants, Waits, only_queues
+from graphc.errors import DeviceError
 from graphc.ir.declare import SHARD
 from graphc.ir.names import LOSS_SCALE
 from graphc.layout import RESULTS
@@ -31,6 +34,16 @@ from graphc.steps import Step
 __all__ = ["Executor", "NonFiniteStepError"]
 
 Wrap = Callable[[str, str, Run], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A bound step of a plan; ``tag``: of its collective, ``once``: in the last micro-batch only."""
+
+    run: Run
+    name: str
+    tag: str = ""
+    once: bool = False
 
 
 class Executor:
@@ -71,7 +84,7 @@ class Executor:
         self._check = Check(places, backend, comm) if check else None
         self.inputs = places.inputs
         self.outputs = places.outputs
-        bound: list[tuple[Run, bool]] = []
+        bound: list[_Bound] = []
         for k, step in enumerate(plan.steps):
             if step.group is not None and owns_nothing(step.group):
                 continue
@@ -79,15 +92,18 @@ class Executor:
             if isinstance(run, Waits) and self._on_host:
                 run = run.run  # nothing is recorded there
             if run is not None:
-                bound.append((wrap(step.kind, step.name, run) if wrap else run, step.once))
-        begin = [run for run in (self._transfers.bind_count(), self._bind_scale(), places.bind_lent()) if run is not None]
+                tag = step.tag if step.transfer is not None else ""
+                bound.append(_Bound(wrap(step.kind, step.name, run) if wrap else run, step.name, tag, step.once))
+        first = (self._transfers.bind_count(), self._bind_scale(), places.bind_lent())
+        begin = [_Bound(run, "the beginning") for run in first if run is not None]
         backend.settle()
-        copies: list[Run] = []
+        copies: list[_Bound] = []
         self._finish: Run | None = None
         if not self._on_host:
-            copies, self._finish = self._bind_results()
-        self.runs = self._joined([*begin, *(run for run, _ in bound), *copies], wrap)
-        self._within = self._joined([*begin, *(run for run, once in bound if not once)], wrap)
+            results, self._finish = self._bind_results()
+            copies = [_Bound(run, "the results") for run in results]
+        self.runs, self._names = self._joined([*begin, *bound, *copies], wrap)
+        self._within, self._names_within = self._joined([*begin, *(one for one in bound if not one.once)], wrap)
 
     def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, meanwhile: Run | None = None) -> None:
         """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
@@ -99,15 +115,39 @@ class Executor:
 
         Raises:
             NonFiniteStepError: a NaN or an infinity; no update has changed anything.
+            DeviceError: of the device; ``during`` says what was queued.
         """
-        self.places.feeds.bring(feeds)
-        self._turn.index, self._turn.last = index, last
-        for run in self.runs if last else self._within:
-            run()
-        if last and self._finish is not None:
-            if meanwhile is not None:
-                meanwhile()
-            self._finish()
+        runs = iter(self.runs if last else self._within)
+        waiting = False
+        try:
+            self.places.feeds.bring(feeds)
+            self._turn.index, self._turn.last = index, last
+            for run in runs:
+                run()
+            if last and self._finish is not None:
+                if meanwhile is not None:
+                    meanwhile()
+                waiting = True
+                self._finish()
+        except (DeviceError, RuntimeError) as error:
+            found = self._of_device(error)
+            if found is None:
+                raise
+            names = self._names if last else self._names_within
+            found.during = f"while it waited for {_span(names)}" if waiting else _queueing(names, operator.length_hint(runs))
+            raise found from (error if found is not error else error.__cause__)
+
+    def _of_device(self, error: DeviceError | RuntimeError) -> DeviceError | None:
+        """``error``, or what the device says of it; None: it is not the device's."""
+        if isinstance(error, DeviceError):
+            return error
+        if self._on_host:
+            return None
+        try:
+            self._backend.memory.synchronize()  # an error of a device stays
+        except DeviceError as found:
+            return found
+        return None
 
     def _bind(self, step: Step) -> Run | None:
         array = self.places.array
@@ -132,15 +172,18 @@ class Executor:
 
     # On a device ------------------------------------------------------------------------------------------------------
 
-    def _joined(self, runs: Iterable[Run], wrap: Wrap | None) -> list[Run]:
-        """``runs``, with each row of those that only queue work as one."""
+    def _joined(self, steps: Sequence[_Bound], wrap: Wrap | None) -> tuple[list[Run], list[str]]:
+        """What is called in a step, each row of what only queues work as one; and what is in each."""
         if self._on_host or wrap is not None:
-            return list(runs)
-        found: list[Run] = []
-        for queues, group in itertools.groupby(runs, lambda run: only_queues(run) or isinstance(run, Choice)):
+            return [one.run for one in steps], [one.name for one in steps]
+        runs: list[Run] = []
+        names: list[str] = []
+        apart = _begun_elsewhere(steps)
+        for queues, group in itertools.groupby(steps, lambda one: _queues(one, apart)):
             row = list(group)
-            found += [self._record(row)] if queues else row
-        return found
+            runs += [self._record([one.run for one in row])] if queues else [one.run for one in row]
+            names += [_span([one.name for one in row])] if queues else [one.name for one in row]
+        return runs, names
 
     def _record(self, row: list[Run]) -> Run:
         record = self._backend.record
@@ -198,3 +241,38 @@ class Executor:
             self._scale = scalars.read(LOSS_SCALE)
 
         return Waits(note)
+
+
+def _queues(step: _Bound, apart: Container[str]) -> bool:
+    """Whether a bound step can be recorded; ``apart``: tags of collectives that cannot."""
+    return step.tag not in apart and (only_queues(step.run) or isinstance(step.run, Choice))
+
+
+def _begun_elsewhere(steps: Sequence[_Bound]) -> set[str]:
+    """Collectives that would begin in one recording and end in another, because the host works in between.
+
+    A graph takes in what it forks to and ends where all of that has come back, so these are queued one by one.
+    """
+    apart: set[str] = set()
+    while True:
+        row, begun, found = 0, dict[str, int](), set[str]()
+        for step in steps:
+            if not _queues(step, apart):
+                row += 1
+            elif step.tag and begun.setdefault(step.tag, row) != row:
+                found.add(step.tag)
+        if not found:
+            return apart
+        apart |= found
+
+
+def _span(names: Sequence[str]) -> str:
+    """Some steps of a plan in words."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0].partition(' … ')[0]} … {names[-1].rpartition(' … ')[2]}"
+
+
+def _queueing(names: Sequence[str], left: int) -> str:
+    """What was being queued when so many rows were left; all of them: the feeds."""
+    return "while it took the feeds" if left == len(names) else f"while it queued {names[len(names) - left - 1]}"

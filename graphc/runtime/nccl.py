@@ -161,6 +161,8 @@ class NcclCommunicator(StagedCommunicator):
         try:
             handle.start()
         except Exception as error:
+            if type(error).__name__.startswith("CUDA"):  # the GPU's own, and none of the collective's
+                raise
             raise WorldError(f"{handle.what} failed on rank {self.rank}: {error}") from error
         handle.finished = handle.finished and captured
 
@@ -185,6 +187,10 @@ class NcclCommunicator(StagedCommunicator):
         if self.observer is not None:
             self._timeline.report(self.observer)
         self.inner.check()
+
+    def under_way(self) -> str:
+        found = self._progress.look(self.step, time.monotonic())
+        return found.what if found is not None else ""
 
     def barrier(self) -> None:
         self.gpu.communication.synchronize()

@@ -124,6 +124,10 @@ class StagedCommunicator:
     def check(self) -> None:
         self.inner.check()
 
+    def under_way(self) -> str:
+        """The collective that the device works on, in words; empty where the host does all."""
+        return ""
+
     def broadcast(self, array: Array, root: int = 0) -> None:
         if lies_on_host(array):
             self.inner.broadcast(array, root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from graphc.backends.cupy.capture import Recording
 from graphc.bench.specs import SPECS
 from graphc.errors import DeviceMemoryError
 from graphc.memory import feed_shapes, memory_of
+from tests.conftest import emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error::graphc.backends.cupy.capture.CaptureRefusedWarning")]
 
@@ -105,7 +107,11 @@ def pool() -> Iterator[Any]:
     found.set_limit(size=0)
 
 
-@pytest.mark.parametrize(("name", "count"), [("mlp", 1024), ("transformer", 32), ("squeezenet", 16)])
+LARGE = (("mlp", 1024), ("transformer", 32), ("squeezenet", 16))
+SMALL = (("mlp", 64), ("transformer-small", 8), ("squeezenet", 1))
+
+
+@pytest.mark.parametrize(("name", "count"), SMALL if emulated() else LARGE)
 def test_the_memory_is_what_was_predicted_within_five_percent(
     name: str, count: int, exported: Callable[[str], str], pool: Any
 ) -> None:
@@ -120,16 +126,17 @@ def test_the_memory_is_what_was_predicted_within_five_percent(
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(exported: Callable[[str], str], pool: Any) -> None:
-    program = compiled(exported("transformer"))
-    needed = memory_of(program.model, feed_shapes(program.model, 64), backend="cupy").total
-    half = memory_of(program.model, feed_shapes(program.model, 32), backend="cupy").total
+    name, count = ("transformer-small", 256) if emulated() else ("transformer", 64)
+    program = compiled(exported(name))
+    needed = memory_of(program.model, feed_shapes(program.model, count), backend="cupy").total
+    half = memory_of(program.model, feed_shapes(program.model, count // 2), backend="cupy").total
     pool.set_limit(size=pool.total_bytes() + (needed + half) // 2)
     with graphc.Trainer(program, threads=1) as trainer:
         before = trainer.state_sha256()
         with pytest.raises(DeviceMemoryError, match=rf"needs .*{needed:,} bytes.*a batch of \d+ .*accumulate="):
-            trainer.step(batch("transformer", 64))
+            trainer.step(batch(name, count))
         assert trainer.state_sha256() == before
-        assert np.isfinite(trainer.step(batch("transformer", 16))["loss"])
+        assert np.isfinite(trainer.step(batch(name, count // 4))["loss"])
 
 
 def test_feeds_travel_beside_the_compute_stream() -> None:
@@ -194,8 +201,7 @@ def test_a_kernel_that_kills_the_context_names_step_and_cause(exported: Callable
     command = [sys.executable, "-c", LOST, exported("lenet")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    assert "lost its GPU in step 1" in done.stderr
-    assert "checkpoint" in done.stderr
+    assert re.search(r"rank 0 lost its GPU in step 1 while it .*no checkpoint was saved", done.stderr), done.stderr
 
 
 def test_onnxruntime_on_the_gpu_follows_the_cpu(exported: Callable[[str], str]) -> None:

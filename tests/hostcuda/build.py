@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -147,11 +148,14 @@ def build(packages: Path) -> None:
             (packages / folder / name).symlink_to(library)
 
 
+def digest_of(texts: Iterable[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+
+
 def kernel_header(include: Path) -> tuple[str, Path]:
     """The compiler's flags for kernels, whose header is compiled once, and the folder of what they and the header made."""
     texts = [(ROOT / "tests" / "backends" / "cuda_emulator.h").read_text(), (SOURCES / "kernel.h").read_text()]
-    digest = hashlib.sha256("".join((*KERNELS, *texts)).encode()).hexdigest()[:12]
-    folder = MADE / "cache" / digest
+    folder = MADE / "cache" / digest_of((*KERNELS, *texts))
     flags = (*KERNELS, f"-I{folder}", f"-I{include}")
     if not (folder / "kernel.h.gch").exists():
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -176,7 +180,7 @@ def main() -> None:
         "HOSTCUDA_FLAGS": flags,
         "HOSTCUDA_KERNELS": str(folder / "kernels"),
         "CUPY_CACHE_DIR": str(folder / "cupy"),
-        "GRAPHC_CACHE_DIR": str(folder / "graphc"),
+        "GRAPHC_CACHE_DIR": str(MADE / "cache" / f"measured-{digest_of(p.read_text() for p in sorted(SOURCES.glob('*.cpp')))}"),
         "OMP_NUM_THREADS": "1",
     }
     python = str(MADE / "env" / "bin" / "python")

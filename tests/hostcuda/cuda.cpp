@@ -2,6 +2,8 @@
 // allows: when somebody waits for it. Kernels are compiled by g++ over an emulation of threads (HOSTCUDA_EMULATOR).
 //   HOSTCUDA_EAGER=1   work runs when it is queued           HOSTCUDA_ORDER=k    order of threads (0, 1, 2...) and of branches of a graph
 //   HOSTCUDA_DEVICES   how many GPUs there are               HOSTCUDA_LOG        file to which kernels and errors are written
+//   HOSTCUDA_FAULT=214@kernel:9   from when it is set, the ninth kernel that runs ends in error 214; 46@call:9: the ninth call that queues
+//                                 work returns error 46, and every later one
 #include "hostcuda.h"
 #include <algorithm>
 #include <chrono>
@@ -40,7 +42,11 @@ Guard::Guard() {
 Guard::~Guard() { lock.unlock(); }
 static int number(const char* name, int otherwise) { const char* s = getenv(name); return s ? atoi(s) : otherwise; }
 static const bool EAGER = number("HOSTCUDA_EAGER", 0);
-static const int ORDER = number("HOSTCUDA_ORDER", 0), DEVICES = number("HOSTCUDA_DEVICES", 1);
+static int devices() {
+  const char* seen = getenv("CUDA_VISIBLE_DEVICES");
+  return seen ? *seen ? 1 + std::count(seen, seen + strlen(seen), ',') : 0 : number("HOSTCUDA_DEVICES", 1);
+}
+static const int ORDER = number("HOSTCUDA_ORDER", 0), DEVICES = devices();
 static const size_t TOTAL = 149600000000ull, CONTEXT = 600u << 20;
 static void note(const char* format, ...) {
   static FILE* file = getenv("HOSTCUDA_LOG") ? fopen(getenv("HOSTCUDA_LOG"), "a") : nullptr;
@@ -77,16 +83,30 @@ int kind_of(const void* place, size_t bytes) {
   if ((char*)place >= at->first + at->second.first) return 0;
   return (char*)place + bytes <= at->first + at->second.first ? at->second.second : -1;
 }
+static void run(const Work& work) { if (!sticky) work(); }  // after an error nothing runs any more
 static void drain(Stream* s) {
   while (!s->queue.empty()) {
     Work work = std::move(s->queue.front());
     s->queue.pop_front();
-    work();
+    run(work);
   }
 }
 static void drain_all() { drain(&null_stream); for (Stream* s : std::vector<Stream*>(streams.begin(), streams.end())) drain(s); }
 bool capturing(cudaStream_t s) { return of(s)->graph; }
+// Counts down what HOSTCUDA_FAULT names, from when it is set, and fails then.
+bool injected(const char* name, const char* place, int* error) {
+  static std::map<std::string, int> left;
+  const char* text = getenv(name);
+  if (!text || !strchr(text, '@')) return false;
+  const char* at = strchr(text, '@') + 1;
+  if (strncmp(at, place, strlen(place))) return false;
+  int& count = left.insert({text, atoi(at + strlen(place) + 1)}).first->second;
+  *error = atoi(text);
+  return --count == 0;
+}
+static void inject(const char* place) { int error; if (injected("HOSTCUDA_FAULT", place, &error)) fail(error, "as HOSTCUDA_FAULT says"); }
 static cudaError_t push_to(Stream* s, Work work) {
+  inject("call");
   if (sticky) return (cudaError_t)sticky;
   if (s->graph) {
     if (s->graph->broken) return cudaErrorStreamCaptureInvalidated;
@@ -119,7 +139,7 @@ static void record(Event* e, Stream* s) {
   push_to(s, [e, mine] { e->done = std::max(e->done, mine), e->when = now(); });
 }
 static void reach(Event* e, long wanted, Stream* s) {
-  while (e->done < wanted && !s->queue.empty()) { Work work = std::move(s->queue.front()); s->queue.pop_front(); work(); }
+  while (e->done < wanted && !s->queue.empty()) { Work work = std::move(s->queue.front()); s->queue.pop_front(); run(work); }
 }
 static cudaError_t wait_for(Stream* s, Event* e) {
   if (sticky) return (cudaError_t)sticky;
@@ -146,6 +166,7 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
   sigaction(SIGSEGV, &before_segv, nullptr);
 }
 static void execute(const Function* f, void* packed, long long blocks, int threads) {
+  inject("kernel");
   if (sticky) return;
   struct sigaction action{}; action.sa_sigaction = on_fault; action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before_segv);
@@ -165,7 +186,8 @@ static const char* error_name(int e) {
     IS(cudaErrorMisalignedAddress) IS(cudaErrorNotSupported) IS(cudaErrorStreamCaptureUnsupported) IS(cudaErrorStreamCaptureInvalidated)
     IS(cudaErrorStreamCaptureMerge) IS(cudaErrorStreamCaptureUnmatched) IS(cudaErrorStreamCaptureUnjoined) IS(cudaErrorStreamCaptureIsolation)
     IS(cudaErrorStreamCaptureImplicit) IS(cudaErrorCapturedEvent) IS(cudaErrorInvalidMemcpyDirection) IS(cudaErrorNoDevice)
-    IS(cudaErrorInvalidDevicePointer) IS(cudaErrorSymbolNotFound) IS(cudaErrorHostMemoryNotRegistered) IS(cudaErrorPeerAccessUnsupported)
+    IS(cudaErrorInvalidDevicePointer) IS(cudaErrorSymbolNotFound) IS(cudaErrorDevicesUnavailable) IS(cudaErrorECCUncorrectable)
+    IS(cudaErrorNvlinkUncorrectable) IS(cudaErrorHostMemoryNotRegistered) IS(cudaErrorPeerAccessUnsupported)
   }
   return "cudaErrorUnknown";
 }
@@ -377,7 +399,7 @@ EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
   LOCK;
   if (of(s)->graph) return cudaErrorStreamCaptureUnsupported;
   auto works = *(std::vector<Work>*)exec;
-  return push_to(of(s), [works] { for (auto& work : works) work(); });
+  return push_to(of(s), [works] { for (auto& work : works) run(work); });
 }
 EXPORT cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t s) { LOCK; return push_to(of(s), [] {}); }
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
@@ -389,7 +411,7 @@ EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
 // Driver -----------------------------------------------------------------------------------------------------------------------
 EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORT CUresult cuDriverGetVersion(int* v) { *v = 13000; return CUDA_SUCCESS; }
-EXPORT CUresult cuGetErrorName(CUresult e, const char** s) { static thread_local std::string text; text = "CUDA_ERROR_" + std::to_string((int)e); *s = e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : e == 1 ? "CUDA_ERROR_INVALID_VALUE" : e == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : e == 716 ? "CUDA_ERROR_MISALIGNED_ADDRESS" : text.c_str(); return CUDA_SUCCESS; }
+EXPORT CUresult cuGetErrorName(CUresult e, const char** s) { static thread_local std::string text; text = "CUDA_ERROR_" + std::to_string((int)e); *s = e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : e == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : e == 214 ? "CUDA_ERROR_ECC_UNCORRECTABLE" : e == 1 ? "CUDA_ERROR_INVALID_VALUE" : e == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : e == 716 ? "CUDA_ERROR_MISALIGNED_ADDRESS" : text.c_str(); return CUDA_SUCCESS; }
 EXPORT CUresult cuGetErrorString(CUresult e, const char** s) { *s = cudaGetErrorString((cudaError_t)e); return CUDA_SUCCESS; }
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxGetCurrent(CUcontext* c) { *c = (CUcontext)(size_t)(device + 4096); return CUDA_SUCCESS; }

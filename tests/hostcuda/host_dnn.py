@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphc.backends.cupy import attention, convolutions
+from graphc.backends.cupy.dnn import WORKSPACE
 from tests.backends.host_cudnn import compute, view
 
 
@@ -23,6 +24,7 @@ class OnStream:
 
     def __init__(self, device: Any) -> None:
         self.device, self.deterministic = device, True
+        self._workspace = device.empty(WORKSPACE)  # which the library has, used or not
 
     def bind(self, description: Any, arrays: Mapping[str, Any]) -> Callable[[], None]:
         held = dict(arrays)

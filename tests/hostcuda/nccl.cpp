@@ -1,4 +1,6 @@
 // NCCL on the host: the ranks of one world meet in a file in shared memory.
+//   HOSTCUDA_NCCL_FAULT=6@collective:9   from when it is set, the ninth collective fails on this rank: it does not end, and the
+//                                        communicator's asynchronous error is 6
 #include "hostcuda.h"
 #include <atomic>
 #include <cstdio>
@@ -14,7 +16,7 @@
 enum { OK = 0, CUDA_ERROR_OF = 1, SYSTEM = 2, INTERNAL = 3, ARGUMENT = 4, USAGE = 5 };
 static const size_t SLOT = 512u << 20, HEAD = 4096;
 struct Head { std::atomic<int> came, turn, aborted; };
-struct Comm { int rank, size, device; Head* head; char* slots; bool aborted = false; };
+struct Comm { int rank, size, device; Head* head; char* slots; volatile bool aborted = false; volatile int error = OK; };
 struct Id { char name[128]; };
 static bool meet(Comm* c) {  // false: the communicator was aborted
   int turn = c->head->turn.load();
@@ -58,6 +60,9 @@ static int queue(Comm* c, const void* send, size_t bytes, const void* receive, s
     if ((bytes && host::kind_of(send, bytes) != 2) || (written && host::kind_of(receive, written) != 2)) { fprintf(stderr, "hostcuda: NCCL: no memory of the GPU\n"); return ARGUMENT; }
   }
   int error = host::push(s, [=] {
+    int wrong;
+    if (host::injected("HOSTCUDA_NCCL_FAULT", "collective", &wrong)) c->error = wrong;
+    while (c->error && !c->aborted) usleep(50);
     if (c->aborted) return;
     if (bytes) memcpy(c->slots + c->rank * SLOT, send, bytes);
     if (!meet(c)) return;
@@ -67,7 +72,9 @@ static int queue(Comm* c, const void* send, size_t bytes, const void* receive, s
   return error ? CUDA_ERROR_OF : OK;
 }
 NCCL int ncclGetVersion(int* v) { *v = 22907; return OK; }
-NCCL const char* ncclGetErrorString(int e) { return e ? "an error of NCCL's" : "no error"; }
+NCCL const char* ncclGetErrorString(int e) {
+  return e == 6 ? "remote process exited or there was a network error" : e ? "an error of NCCL's" : "no error";
+}
 NCCL const char* ncclGetLastError(Comm*) { return ""; }
 NCCL int ncclGetUniqueId(Id* id) { memset(id, 0, sizeof *id); snprintf(id->name, 128, "/hostcuda-nccl-%d-%ld", getpid(), random()); return OK; }
 static int join(Comm** made, int size, Id id, int rank) {
@@ -89,7 +96,7 @@ NCCL int ncclCommInitRankConfig(Comm** c, int size, Id id, int rank, void*) { re
 NCCL int ncclCommFinalize(Comm*) { return OK; }
 NCCL int ncclCommDestroy(Comm*) { return OK; }
 NCCL int ncclCommAbort(Comm* c) { c->aborted = true; return OK; }
-NCCL int ncclCommGetAsyncError(Comm*, int* e) { *e = OK; return OK; }
+NCCL int ncclCommGetAsyncError(Comm* c, int* e) { *e = c->error; return OK; }
 NCCL int ncclCommCount(Comm* c, int* n) { *n = c->size; return OK; }
 NCCL int ncclCommCuDevice(Comm* c, int* n) { *n = c->device; return OK; }
 NCCL int ncclCommUserRank(Comm* c, int* n) { *n = c->rank; return OK; }
