@@ -33,10 +33,9 @@ from graphc.runtime import checkpoint
 from graphc.runtime.agreement import check_programs
 from graphc.runtime.checks import check_deadline
 from graphc.runtime.communicator import Communicator
-from graphc.runtime.diagnose import again, explain
+from graphc.runtime.diagnose import again, explain, explain_lost
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.feeds import Ahead
-from graphc.runtime.staged import StagedCommunicator
 from graphc.runtime.trace import Summary, Trace
 from graphc.runtime.transport import for_memory, open_communicator
 from graphc.runtime.turn import Turn
@@ -179,7 +178,7 @@ class Trainer:
         except NonFiniteStepError:
             raise self._explain_nonfinite(parts) from None
         except DeviceError as error:
-            reason = self._explain_lost(error)
+            reason = explain_lost(error, self.comm, self.steps_done, self._saved)
             self.comm.abort(reason)
             raise DeviceError(reason) from error
         except RuntimeError as error:
@@ -447,15 +446,6 @@ class Trainer:
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
         return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
-
-    def _explain_lost(self, error: DeviceError) -> str:
-        during = f" {error.during}" if error.during else ""
-        if isinstance(self.comm, StagedCommunicator) and (collective := self.comm.under_way()):
-            during += f", with {collective!r} under way"
-        saved = "no checkpoint was saved or restored in this run"
-        if self._saved is not None:
-            saved = f"the last checkpoint is {self._saved[0]}, after step {self._saved[1]}"
-        return f"rank {self.rank} lost its GPU in step {self.steps_done}{during}: {error}; {saved}"
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         self.state.gather(self.comm, self.program.model.graph.initializers)

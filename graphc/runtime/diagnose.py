@@ -1,8 +1,9 @@
-"""Finding the first NaN or infinity of a step, by running it again with every intermediate value kept."""
+"""What stopped a step: the first NaN or infinity, by running it again with every value kept; or a GPU that is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.backend import Backend, host_backend
 from graphc.device import Array, Memory
-from graphc.errors import DeviceMemoryError, NonFiniteError
+from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
 from graphc.ir.ops.losses import label_checks
@@ -19,6 +20,7 @@ from graphc.plan import prepare
 from graphc.runtime.communicator import Communicator
 from graphc.runtime.executor import Executor
 from graphc.runtime.nodes import segment_model
+from graphc.runtime.staged import StagedCommunicator
 from graphc.runtime.state import State
 from graphc.steps import Step
 
@@ -133,3 +135,14 @@ def _replay(step: Step, sources: Mapping[str, Array], backend: Backend) -> str |
 
 def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory.zeros(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+
+def explain_lost(error: DeviceError, comm: Communicator, step: int, saved: tuple[Path, int] | None) -> str:
+    """Who lost the GPU and when, what was under way, and what is left; ``saved``: the last checkpoint, and its steps."""
+    during = f" {error.during}" if error.during else ""
+    if isinstance(comm, StagedCommunicator) and (collective := comm.under_way()):
+        during += f", with {collective!r} under way"
+    left = "no checkpoint was saved or restored in this run"
+    if saved is not None:
+        left = f"the last checkpoint is {saved[0]}, after step {saved[1]}"
+    return f"rank {comm.rank} lost its GPU in step {step}{during}: {error}; {left}"
