@@ -16,6 +16,8 @@ from graphc.drivers import LEAST_DRIVER
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")
+WHEELS = {"nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"}
+"""Libraries that need not come from pip: whether they load is what counts."""
 
 
 def findings() -> Iterator[Finding]:
@@ -78,7 +80,7 @@ def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
             installed.setdefault(canonical(found.metadata["Name"]), found.version)  # as imports do, the first on the path
     cupies = [name for name in installed if CUPY.fullmatch(name)]
     for name in requirements("gpu"):
-        if CUPY.fullmatch(name):
+        if CUPY.fullmatch(name) or (name in WHEELS and name not in installed):
             continue
         if name in installed:
             yield versions.installed(name, installed[name], f"pip install '{versions.pinned(name)}'")
@@ -112,7 +114,8 @@ def _libraries() -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", str(ask()))
         except Exception as error:
-            yield Finding(name, "missing", f"does not load: {type(error).__name__}: {error}")
+            brings = "; pip install 'graphc[gpu]' brings it" if not isinstance(error, ModuleNotFoundError) else ""
+            yield Finding(name, "missing", f"does not load: {type(error).__name__}: {error}{brings}")
 
 
 def _nvrtc() -> str:
