@@ -27,6 +27,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "depthwise": {"x": (2, 5, 6, 6), "w": (10, 1, 3, 3), "group": 5, "strides": [2, 1]},
     "same upper": {"x": (2, 3, 8, 7), "w": (4, 3, 3, 4), "auto_pad": "SAME_UPPER", "strides": [2, 2]},
     "same lower": {"x": (2, 3, 8, 7), "w": (4, 3, 3, 4), "auto_pad": "SAME_LOWER", "strides": [1, 2]},
+    "image in blocks": {"x": (2, 16, 9, 10), "w": (8, 16, 4, 4)},
     "one axis": {"x": (2, 4, 13), "w": (6, 4, 4), "pads": [2, 1], "strides": [2], "dilations": [2]},
     "three axes": {"x": (2, 3, 5, 6, 4), "w": (4, 3, 3, 2, 3), "pads": [1, 0, 1, 1, 1, 0], "strides": [1, 2, 1]},
 }

@@ -224,11 +224,11 @@ def test_single_convolutions_compute_the_same(name: str) -> None:
 
 
 BLOCKED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
-    "ResNet-50": ((2, 3, 20, 22), (5, 3, 7, 7), {"strides": [2, 2], "pads": [3, 3, 3, 3]}),
+    "ResNet-50": ((1, 3, 12, 10), (3, 3, 7, 7), {"strides": [2, 2], "pads": [3, 3, 3, 3]}),
     "odd sizes": ((2, 3, 11, 9), (4, 3, 3, 3), {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
     "same": ((1, 2, 8, 7), (4, 2, 3, 4), {"strides": [2, 2], "auto_pad": "SAME_LOWER"}),
     "patches": ((2, 3, 11, 10), (4, 3, 4, 4), {"strides": [4, 4]}),
-    "AlexNet": ((1, 4, 27, 25), (3, 4, 11, 11), {"strides": [4, 4], "pads": [2, 2, 2, 2]}),
+    "AlexNet": ((1, 4, 19, 17), (2, 4, 11, 11), {"strides": [4, 4], "pads": [2, 2, 2, 2]}),
     "along one axis": ((2, 1, 8, 9), (5, 1, 3, 5), {"strides": [1, 2], "pads": [0, 1, 2, 0]}),
     "sound": ((2, 1, 30), (6, 1, 10), {"strides": [4], "pads": [3, 4]}),
     "video": ((1, 3, 5, 6, 7), (4, 3, 3, 3, 2), {"strides": [1, 2, 2], "pads": [1, 1, 0, 1, 1, 1]}),
