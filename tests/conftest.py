@@ -118,8 +118,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
-NO_DEVICE = (35, 100)
-"""CUDA's errors where there is no driver and no GPU, so that there is none to lose."""
+FINAL = (214, 999, *range(700, 720))
+"""CUDA's errors that every later call of the process returns again: of memory, kernels, links, and those it cannot name."""
 
 
 def gpu_is_lost() -> bool:
@@ -130,7 +130,7 @@ def gpu_is_lost() -> bool:
     try:
         cupy.cuda.runtime.deviceSynchronize()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return error.status not in NO_DEVICE
+        return error.status in FINAL
     return False
 
 

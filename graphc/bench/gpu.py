@@ -61,6 +61,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", help="a module that every process imports first, which registers the backend, say")
     parser.add_argument("--modes", help="of PyTorch: eager, compile, compile+graphs; by default all, with --dry eager; or none")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which nothing is waited for any more")
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds that the set-up of one side may take")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the host: tries out the benchmark, measures nothing")
     arguments = parser.parse_args(given)
     models = [model for model in arguments.only.split(",") if model]
@@ -171,7 +172,9 @@ class JobRun:
         """Every part, whatever becomes of the others."""
         self.found["goal_ms"] = JOBS[self.model].goal_ms
         with ExitStack() as stack:
-            uncached = self._part("graphc, uncached", lambda: once(self._graphc(), self.environment, self.clock))
+            uncached = self._part(
+                "graphc, uncached", lambda: once(self._graphc(), self.environment, self.clock, self.arguments.patience)
+            )
             self._keep(uncached, "uncached")
             graphc = self._begin(stack, "graphc", self._graphc)
             torch = None
@@ -183,7 +186,7 @@ class JobRun:
             for _ in range(self.arguments.rounds):
                 self._part("rounds", lambda: self._round([w for w in (graphc, torch) if w is not None]))
             if graphc is not None and self.arguments.kernels:
-                self._part("kernels", lambda: self.found.update(graphc.measure("kernels")))
+                self._part("kernels", lambda: self.found.update(kernels=graphc.measure("kernels").get("kernels", [])))
 
     def _part(self, name: str, work: Callable[[], Any]) -> Any:
         """The result of ``work``, or None and the reason under ``failed``."""
@@ -200,7 +203,12 @@ class JobRun:
     def _begin(self, stack: ExitStack, side: str, command: Callable[[], Sequence[str]]) -> Worker | None:
         def begin() -> Worker:
             worker = stack.enter_context(Worker(command(), self.environment, self.clock))
-            self._keep(worker.read(), "cached" if side == "graphc" else "torch")
+            try:
+                told = worker.read(self.arguments.patience)
+            except RuntimeError:
+                worker.stop()  # or it would disturb what is measured next
+                raise
+            self._keep(told, "cached" if side == "graphc" else "torch")
             if said := worker.said():
                 self.found.setdefault("said", {})[side] = said
             return worker
@@ -275,7 +283,8 @@ class JobRun:
         }
         with ThreadPoolExecutor(len(runs)) as pool:
             given = {
-                name: pool.submit(once, [*WORKER, *command], self.environment, self.clock) for name, command in runs.items()
+                name: pool.submit(once, [*WORKER, *command], self.environment, self.clock, self.arguments.patience)
+                for name, command in runs.items()
             }
         for name, precision, goal in (("CPU backend", "fp32", FLOAT32), ("PyTorch", "bf16", BFLOAT16)):
             sides = [self._part(f"parity, {s} {precision}", given[f"{s} {precision}"].result) for s in ("graphc", "reference")]

@@ -55,6 +55,10 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, whatever it is at."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -102,10 +106,10 @@ class Worker:
         return self.read()
 
 
-def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> dict[str, Any]:
-    """What a process says first."""
+def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, seconds: float = float("inf")) -> dict[str, Any]:
+    """What a process says first, within ``seconds``."""
     with Worker(command, environment, clock) as worker:
-        return worker.read()
+        return worker.read(seconds)
 
 
 def export_all(

@@ -49,37 +49,50 @@ def test_the_best_round_counts_for_every_mode_that_ran() -> None:
     assert gpu.best_of([{"graphc": 1.0}])["ratio"] is None
 
 
-def test_a_job_that_fails_leaves_the_others_their_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in = tmp_path / "worker.py"
-    stand_in.write_text(
-        """
+STAND_IN = """
 import json, sys
 side, job, *rest = sys.argv[1:]
 if job == "bert" and side == "graphc": raise SystemExit("no kernel for it")
 found = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": [], "losses": [2.0, 1.0]}
+if job == "resnet50" and side == "torch": import time; time.sleep(60)
 if side == "torch": found = {"version": "2", "first_step_s": {"eager": 9.0}, "peak_bytes": {}, "failed": {"compile": "no"}}
 print(json.dumps(found), flush=True)
 for _ in sys.stdin: print(json.dumps({"graphc": 2.0} if side == "graphc" else {"eager": 3.0}), flush=True)
 """
-    )
-    monkeypatch.setattr(gpu, "WORKER", (str(stand_in),))
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand-ins for both sides, and what is written."""
+    (tmp_path / "worker.py").write_text(STAND_IN)
+    monkeypatch.setattr(gpu, "WORKER", (str(tmp_path / "worker.py"),))
     monkeypatch.setattr(
         gpu, "export_all", lambda models, *_, **__: {m: "no exporter" if m[0] == "gpt2" else Path("m") for m in models}
     )
     written: list[Any] = []
     monkeypatch.setattr(gpu, "write", lambda path, result: written.append(json.loads(json.dumps(result))))
+    return written
+
+
+def test_a_job_that_fails_leaves_the_others_their_results(results: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry", "--only", "gpt2,bert,mlp-wide", "--rounds", "2"]) == 1
-    jobs = written[-1]["jobs"]
+    jobs = results[-1]["jobs"]
     assert "no exporter" in jobs["gpt2"]["failed"]["graphc, uncached"]
     assert jobs["gpt2"]["pytorch_ms"] == {"eager": 3.0}
     assert "no kernel for it" in jobs["bert"]["failed"]["graphc"]
     assert jobs["bert"]["parity"]["bf16 and PyTorch"]["largest"] == 0.0
     assert jobs["mlp-wide"]["failed"] == {"PyTorch compile": "no"}
     assert (jobs["mlp-wide"]["ratio"], len(jobs["mlp-wide"]["rounds"]), jobs["mlp-wide"]["device_bytes"]) == (1.5, 2, 7)
-    assert any("mlp-wide" not in result["jobs"] for result in written), "every part is written when it is done"
+    assert any("mlp-wide" not in result["jobs"] for result in results), "every part is written when it is done"
     assert "failed: graphc: RuntimeError" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_side_that_does_not_get_ready_does_not_keep_the_other_waiting(results: list[Any]) -> None:
+    assert gpu.main(["--dry", "--only", "resnet50", "--rounds", "2", "--patience", "6"]) == 1
+    job = results[-1]["jobs"]["resnet50"]
+    assert "has not answered" in job["failed"]["torch"]
+    assert job["graphc_ms"] == 2.0
 
 
 def test_an_unknown_job_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
