@@ -18,6 +18,7 @@ from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend
 from graphc.device import Array
 from graphc.engine import make_backend, name_of
 from graphc.errors import UsageError
+from graphc.groups import offloaded_buffers
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, static_dims
@@ -32,6 +33,9 @@ from graphc.steps import UpdateGroup
 
 NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
 """Update ops whose state is neither a parameter nor an optimizer's."""
+
+BESIDE = ("host", "pinned", "context", "evaluation")
+"""Fields of :class:`Memory` that are no part of the total, or counted in it once already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Memory:
         host: of all this, what lies in the host's memory (offloaded masters and optimizer state).
         pinned: memory of the host through which transfers go; beside the total.
         context: what a driver and its libraries keep on a device, about; beside the total.
+        evaluation: whole float32 copies of parameters that the first evaluation or export makes where a worker has a part of
+            them, or the host; beside the total.
     """
 
     parameters: int
@@ -70,12 +76,13 @@ class Memory:
     host: int = 0
     pinned: int = 0
     context: int = 0
+    evaluation: int = 0
 
     @property
     def total(self) -> int:
         """Bytes where the backend computes."""
         everything: dict[str, int] = asdict(self)
-        return sum(n for name, n in everything.items() if name not in ("host", "pinned", "context"))
+        return sum(n for name, n in everything.items() if name not in BESIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,19 @@ def memory_of_plan(plan: Plan, result: type[Memory] = Memory) -> Memory:
     rest = {name: size for name, size in plan.buffers.items() if name not in counted}
     arena = rest.pop(ARENA, 0) + rest.pop(RESULTS, 0)
     feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
-    return result(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()))
+    copies = _copies_for_evaluation(plan, on_device=result is DeviceSide)
+    return result(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()), evaluation=copies)
+
+
+def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
+    """Bytes of the parameters that are not whole where a graph of float32 is computed."""
+    offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
+    for group in plan.groups:
+        if group.nodes[0].op_type in (*NOT_OPTIMIZERS, "Narrow"):
+            continue
+        if 0 in group.scattered or group.buffer(0) in offloaded:
+            found += sum(_nbytes(v) for node in group.nodes if (v := node.inputs[0]) is not None)
+    return found
 
 
 def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:

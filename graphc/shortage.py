@@ -16,7 +16,7 @@ from graphc.adapt import adapted
 from graphc.backend import PLANNERS, Planner
 from graphc.errors import DeviceMemoryError, GraphcError
 from graphc.ir.declare import SHARD, is_update
-from graphc.memory import DeviceSide, has_recomputation, memory_of_plan, predicted
+from graphc.memory import BESIDE, DeviceSide, has_recomputation, memory_of_plan, predicted
 from graphc.phases import is_accumulation
 from graphc.plan import Plan
 from graphc.runtime.state import State
@@ -91,7 +91,7 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
             " a smaller batch, accumulate or recompute need less",
         )
     now = predicted(case.model, case.shapes, make(), world_size=case.world_size, rank=case.rank)
-    parts = {k: v for k, v in asdict(now).items() if k not in ("host", "pinned", "context") and v > 0}
+    parts = {k: v for k, v in asdict(now).items() if k not in BESIDE and v > 0}
     largest = sorted(parts, key=lambda k: -parts[k])[:3]
     detail = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {parts[name] / 2**20:,.1f} MiB" for name in largest)
     hints = [hint for find in (_smaller_batch, _recompute, _zero) for hint in find(case, now.total, make)]

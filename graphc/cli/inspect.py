@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 PARTS = ("nodes", "params", "collectives")
 
-SELDOM = ("masters", "scratch", "workspace", "bound", "host", "pinned", "context")
+SELDOM = ("masters", "scratch", "workspace", "bound", "host", "pinned", "context", "evaluation")
 """Kinds of memory that many a plan or backend has none of."""
 
-LAST = ("host", "total", "pinned", "context")
+LAST = ("host", "total", "pinned", "context", "evaluation")
 """The last rows: what is part of the total, and what stands beside it."""
 
 
@@ -106,6 +106,7 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
         "bound": "constants and temporaries",
         "pinned": "pinned on the host",
         "context": "CUDA context, about",
+        "evaluation": "evaluation, besides",
     }
     cells = [[names.get(kind, kind.replace("_", " ")), *(output.size(found[c][kind]) for c in columns)] for kind in shown]
     title = "one worker" if workers == 1 else f"each of {workers} workers"

@@ -61,7 +61,7 @@ class Places:
         if not value.is_initializer() or not self.state.is_offloaded(value.name or ""):
             return array
         if value not in self._lent:
-            self._lent[value] = self.new(array.shape, array.dtype), array
+            self._lent[value] = self.state.lend(value.name or ""), array
         return self._lent[value][0]
 
     def bind_lent(self) -> Run | None:

@@ -63,6 +63,7 @@ class State:
         self.flat: dict[str, Array] = {}
         self.shards: dict[str, Shard] = {}
         self._whole: dict[str, Array] = {}
+        self._lent: dict[str, Array] = {}
         self._buffers: dict[tuple[str, int], Array] = {}
         self._initial = model.graph.initializers
         self.scalars = Scalars(memory, sum(static_dims(v) == () for v in self._initial.values()))
@@ -136,6 +137,13 @@ class State:
         if buffer not in self._mirrors:
             self._mirrors[buffer] = self.memory.pinned(part.nbytes).view(part.dtype), part
         return self._mirrors[buffer][0]
+
+    def lend(self, name: str) -> Array:
+        """Memory of the device for a copy of state ``name``, which lies in the host's; all plans share it."""
+        if name not in self._lent:
+            array = self.array(name)
+            self._lent[name] = _like(self.memory, array, array.shape)
+        return self._lent[name]
 
     def refresh(self, buffer: str) -> None:
         """Queue a copy to the mirror of ``buffer`` if somebody has written the state since the last one.

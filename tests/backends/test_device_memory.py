@@ -269,6 +269,36 @@ def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
         bind(program.again(strategy=claim["strategy"]), 0, needs, monkeypatch, workers)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "workers"), [("zero:stage=1,offload=true", 1), ("zero:stage=3", 2)])
+@pytest.mark.filterwarnings("ignore:.*pass through host memory")
+def test_evaluation_copies_each_parameter_once_and_that_is_predicted(
+    strategy: str, workers: int, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Bare(1 << 40)))
+
+    def taken(strategy: str, workers: int) -> list[int]:
+        """What evaluation with batches of two sizes takes, and no plan of its own would."""
+        program = compiled(exported("mlp"), backend="pretended", precision="bf16", strategy=strategy)
+
+        def worker(comm: Any) -> int:
+            with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+                before = trainer.backend.memory.available()
+                trainer.state.gather(trainer.comm, program.inference.graph.initializers)
+                for batch in (16, 8):
+                    trainer.plans.for_evaluation(feeds_of(program, batch))
+                return before - trainer.backend.memory.available()  # type: ignore[operator]
+
+        return run_threads(workers, worker) if workers > 1 else [worker(None)]
+
+    program = compiled(exported("mlp"), precision="bf16", strategy=strategy)
+    wanted = memory_of(program.model, feed_shapes(program.model, 16), backend="cupy", world_size=workers).evaluation
+    assert wanted > 1 << 20
+    (plain,) = taken("mirrored", 1)
+    for found in taken(strategy, workers):
+        assert abs(found - plain - wanted) < 0.05 * wanted
+
+
 def test_inspect_predicts_the_memory_of_a_gpu_on_a_machine_without_one(
     exported: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
