@@ -165,8 +165,20 @@ class Backend(Abilities, Protocol):
     name: str
     memory: Memory
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name."""
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
+        """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name.
+
+        Args:
+            rooms: flat arrays of bytes. Where outputs lie in one of them, their places are the segment's from the start of a
+                run: until it writes an output, it may keep there what it likes.
+        """
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run ``model`` once, with memory that the backend allocates itself.

@@ -72,8 +72,15 @@ class CupyBackend:
     def computes_halves(self, node: ir.Node) -> bool:
         return True
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        return BoundSegment(self._compiled(model), self.device, self._scratch, inputs, outputs)
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
+        return BoundSegment(self._compiled(model), self.device, self._scratch, inputs, outputs, rooms=rooms)
 
     def _compiled(self, model: onnx.ModelProto) -> Segment:
         device = self.device

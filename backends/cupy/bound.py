@@ -18,6 +18,7 @@ from graphc.backends.cupy.calls import Call, KernelCall, NodeCall, reads, writes
 from graphc.backends.cupy.control import Control, bind
 from graphc.backends.cupy.device import Device
 from graphc.backends.cupy.expressions import compute_type
+from graphc.backends.cupy.idle import Idle
 from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.segment import Segment
@@ -68,6 +69,7 @@ class BoundSegment:
     Args:
         inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
         constants: arrays of constants, where several bindings of one segment share them.
+        rooms: see :meth:`graphc.backend.Backend.bind_segment`.
     """
 
     def __init__(
@@ -79,12 +81,20 @@ class BoundSegment:
         outputs: Mapping[str, Array],
         *,
         constants: dict[ir.Value, Array] | None = None,
+        rooms: Sequence[Array] = (),
     ) -> None:
         self.segment = segment
         self._device, self._scratch = device, scratch
         self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
         self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
-        self._offsets, self._partials, nbytes = _offsets(segment, set(self._arrays))
+        self._rooms, self._lodged = rooms, dict[ir.Value, tuple[int, int]]()
+        places = _offsets(segment, set(self._arrays))
+        if rooms:
+            lodged: dict[ir.Value, tuple[int, int]] = {}
+            other = _offsets(segment, set(self._arrays), _idle(segment, rooms, inputs, outputs), lodged)
+            if other[2] <= places[2]:
+                places, self._lodged = other, lodged
+        self._offsets, self._partials, nbytes = places
         self._constants = {} if constants is None else constants
         self._runs: list[Run] = []
         scratch.add(self, nbytes)
@@ -137,9 +147,10 @@ class BoundSegment:
             if base is not None:
                 found = self._array(base).reshape(shape_of(value))
             elif value in self._offsets:
-                offset, dtype = self._offsets[value], _dtype(value)
-                nbytes = int(np.prod(shape_of(value), dtype=np.int64)) * dtype.itemsize
-                found = self._memory[offset : offset + nbytes].view(dtype).reshape(shape_of(value))
+                found = _part(self._memory, self._offsets[value], value)
+            elif value in self._lodged:
+                room, offset = self._lodged[value]
+                found = _part(self._rooms[room], offset, value)
             elif not size_of(value):
                 found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
             else:
@@ -152,6 +163,10 @@ class BoundSegment:
                 found = self._constants[value]
             self._arrays[value] = found
         return found
+
+
+def _part(memory: Array, offset: int, value: ir.Value) -> Array:
+    return memory[offset : offset + _nbytes(value)].view(_dtype(value)).reshape(shape_of(value))
 
 
 def _texts(segment: Segment) -> dict[str, str]:
@@ -174,22 +189,55 @@ def _bind_body(
     return BoundSegment(segment, device, scratch, inputs, outputs, constants=constants)
 
 
-def _offsets(segment: Segment, placed: set[ir.Value]) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
-    """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together."""
+def _idle(segment: Segment, rooms: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Idle:
+    """The places of results that lie in ``rooms`` until they are written."""
+    base = _bases(segment)
+    written: dict[ir.Value, int] = {}
+    for k, call in enumerate(segment.calls):
+        for value in map(base, writes(call)):
+            written.setdefault(value, k)
+    results = [(outputs[v.name or ""], written[v]) for v in dict.fromkeys(segment.graph.outputs) if v in written]
+    return Idle(rooms, results, inputs.values())
+
+
+def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:
+    """Value → the value whose memory it is."""
 
     def base(value: ir.Value) -> ir.Value:
         while value in segment.aliases:
             value = segment.aliases[value]
         return value
 
+    return base
+
+
+def _offsets(
+    segment: Segment,
+    placed: set[ir.Value],
+    idle: Idle | None = None,
+    lodged: dict[ir.Value, tuple[int, int]] | None = None,
+) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
+    """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together.
+
+    Args:
+        placed: the values that have memory already.
+        idle: where values go first; ``lodged`` then tells (room, offset) of each.
+    """
+    base = _bases(segment)
     last = {base(v): k for k, call in enumerate(segment.calls) for v in (*reads(call), *writes(call))}
     arena = Arena(ALIGNMENT)
     offsets: dict[ir.Value, int] = {}
     partials: dict[int, tuple[int, ...]] = {}
+    found: dict[ir.Value, tuple[int, int]] = {} if lodged is None else lodged
     for k, call in enumerate(segment.calls):
         for value in map(base, writes(call)):
-            if value not in placed and value not in offsets:
+            if value in placed or value in offsets or value in found:
+                continue
+            place = None if idle is None else idle.take(_nbytes(value), k, last[value])
+            if place is None:
                 offsets[value] = arena.take(_nbytes(value), last[value])
+            else:
+                found[value] = place
         if isinstance(call, KernelCall) and call.source.partials:
             if call.shape.splits > 1 or call.source.totals:
                 partials[k] = tuple(arena.take(size, k + 1) for size in call.source.partial_bytes(call.parts))

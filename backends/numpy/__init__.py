@@ -42,7 +42,14 @@ class NumpyBackend:
     def computes_halves(self, node: ir.Node) -> bool:
         return False
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
         evaluator, names = _evaluator(model), list(outputs)
 
         def run() -> None:

@@ -59,7 +59,14 @@ class OnnxRuntimeBackend:
     def computes_halves(self, node: ir.Node) -> bool:
         return False  # the CPU provider has few such kernels, and none for bfloat16
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
         session = self._session(model)
         binding = session.io_binding()
         before, after = [], []

@@ -74,7 +74,14 @@ class DeviceBackend:
         values = (*node.inputs, *node.outputs)
         return all(v is None or v.dtype != ir.DataType.BFLOAT16 for v in values)
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
         for name, array in (*inputs.items(), *outputs.items()):
             if is_packed(array.dtype):
                 raise UnsupportedOpError(f"the {self.name} backend cannot hand on {name!r}: {array.dtype} between segments")

@@ -156,6 +156,7 @@ class Executor:
                 segment_model(step),
                 {v.name or "": self.places.within_reach(v) for v in step.inputs},
                 {v.name or "": array(v) for v in step.outputs},
+                rooms=self.places.rooms,
             )
         if step.kind == "kernel":
             (node,) = step.nodes

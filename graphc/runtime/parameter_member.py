@@ -118,8 +118,15 @@ class Exchange(Exchanging):
             return self._push(node, [a for a in inputs if a is not None], outputs)
         return self._backend.bind_kernel(node, inputs, outputs, aliases)
 
-    def bind_segment(self, model: onnx.ModelProto, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Run:
-        return self._backend.bind_segment(model, inputs, outputs)
+    def bind_segment(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        rooms: Sequence[Array] = (),
+    ) -> Run:
+        return self._backend.bind_segment(model, inputs, outputs, rooms=rooms)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         return self._backend.run_whole(model, feeds)

@@ -19,6 +19,7 @@ class Places:
     """Finds the array of every value of ``plan``.
 
     Attributes:
+        rooms: where results of segments lie: the arena, and the buffers of gradients.
         feeds: the way of the graph's inputs to the device.
         inputs, outputs: the arrays of the graph's, by name.
     """
@@ -26,8 +27,11 @@ class Places:
     def __init__(self, plan: Plan, state: State, memory: Memory) -> None:
         self.plan, self.state, self.memory = plan, state, memory
         self.buffers: dict[str, Array] = {}
+        if not memory.on_host:
+            state.lay_side_by_side({n: nbytes for n, nbytes in plan.buffers.items() if n not in (ARENA, RESULTS)})
         for name, nbytes in plan.buffers.items():
             self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
+        self.rooms = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.rooms]
         self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
         self.inputs = self.feeds.inputs
         self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}

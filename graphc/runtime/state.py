@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.device import HOST, Array, Memory
+from graphc.device import ALIGNMENT, HOST, Array, Memory
 from graphc.errors import UsageError, nearest
 from graphc.groups import offloaded_buffers, update_groups
 from graphc.ir.declare import declaration_of
@@ -65,6 +65,7 @@ class State:
         self._whole: dict[str, Array] = {}
         self._lent: dict[str, Array] = {}
         self._buffers: dict[tuple[str, int], Array] = {}
+        self.rooms: list[Array] = []
         self._initial = model.graph.initializers
         self.scalars = Scalars(memory, sum(static_dims(v) == () for v in self._initial.values()))
         self._mirrors: dict[str, tuple[Array, Array]] = {}
@@ -131,6 +132,18 @@ class State:
         if (name, nbytes) not in self._buffers:
             self._buffers[name, nbytes] = self.memory_of(name).zeros(nbytes)
         return self._buffers[name, nbytes]
+
+    def lay_side_by_side(self, sizes: Mapping[str, int]) -> None:
+        """Give the buffers of these names and bytes, as far as there are none yet, one piece of memory of the device."""
+        new = {n: b for n, b in sizes.items() if n not in self.flat and (n, b) not in self._buffers and n not in self.offloaded}
+        steps = {name: -(-nbytes // ALIGNMENT) * ALIGNMENT for name, nbytes in new.items()}
+        if not steps:
+            return
+        whole, start = self.memory.zeros(sum(steps.values())), 0
+        self.rooms.append(whole)
+        for name, step in steps.items():
+            self._buffers[name, new[name]] = whole[start : start + new[name]]
+            start += step
 
     def mirror(self, buffer: str, part: Array) -> Array:
         """Memory of the host for ``part`` of flat ``buffer``, whose update runs there; always the same array."""
