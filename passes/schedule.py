@@ -13,6 +13,8 @@ The order of nodes is the order of execution, and it has three parts.
 
    One that reads nothing but state (the parameters of a sharded model) starts one ahead: as soon as the one
    before it has arrived. A ``transient`` one is waited for when the next of its kind starts, so that two are in memory.
+   One of a few numbers, as the loss, starts with the next: a start ends a segment, and what waits for the backward pass would
+   have to lie in memory as the graph has it, logarithms of all probabilities in float32 for example.
 2. What depends on the last results: all waits, in the order of the starts (equal on every rank), then their users.
 3. Updates, so that a non-finite gradient can still stop the step before any state has changed; and collectives of new state,
    each started behind the updates that it needs.
@@ -28,6 +30,7 @@ import onnx_ir as ir
 from graphc.ir.bodies import captured
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
+from graphc.ir.facts import static_dims
 from graphc.ir.ops.collectives import collective_of
 from graphc.passes._updates import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
@@ -95,6 +98,7 @@ class _Order:
                 self.readers.setdefault(source, []).append(start)
         self.gathers = self._gathers(pairs)
         self.flying: _Pair | None = None
+        self.held: list[ir.Node] = []
 
     def run(self) -> list[ir.Node]:
         updates = {n for n in self.nodes if is_update(n)}
@@ -135,6 +139,8 @@ class _Order:
 
     def _emit(self, node: ir.Node) -> None:
         pair = self.pair_of.get(node)
+        if pair is not None and node is pair.start and not pair.prefetched:
+            self._let_go(node)
         if pair is not None and node is pair.start and pair.transient:
             if self.flying is not None:
                 self._need(self.flying.wait)
@@ -149,10 +155,23 @@ class _Order:
         for start in self.readers.get(node, []):
             self.missing[start] -= 1
             if self.missing[start] == 0 and start not in self.done:
-                self._emit(start)
+                if _is_small(start):
+                    self.held.append(start)
+                else:
+                    self._emit(start)
+
+    def _let_go(self, start: ir.Node | None = None) -> None:
+        """Emit the small starts that were held back, in their order, as far as ``start`` is not one of them."""
+        while self.held and start not in self.done:
+            first = self.held.pop(0)
+            if first is not start and first not in self.done:
+                self._emit(first)
+            elif first is start:
+                return
 
     def _land(self) -> None:
         """Wait for everything that is under way, in the order of the starts."""
+        self._let_go()
         for node in [n for n in self.order if n in self.starts]:
             self._need(self.pair_of[node].wait)
 
@@ -211,6 +230,11 @@ class _Order:
             if node in leads or node in self.starts:
                 leads.update(self.sources[node])
         return {n for n in self.waits if n in leads}
+
+
+def _is_small(start: ir.Node) -> bool:
+    """Whether a collective is over single numbers."""
+    return all(v is not None and static_dims(v) == () for v in start.inputs)
 
 
 def _sources(node: ir.Node) -> list[ir.Node]:

@@ -191,7 +191,7 @@ CLAIM = r"""(?x) (?: a\ batch\ of\ (?P<batch>\d+)\ on\ each\ worker\ in\ place\ 
     ("name", "optimizer", "precision", "count", "part", "wanted"),
     [
         ("mlp", "adamw:lr=1e-3", "bf16", 1024, 0.8, {"batch", "steps"}),
-        ("transformer", "sgd:lr=0.1", None, 16, 0.8, {"batch", "steps", "recompute"}),
+        ("transformer-small", "sgd:lr=0.1", None, 64, 0.9, {"batch", "steps", "recompute"}),
         ("mlp", "adam:lr=1e-3", None, 2, 0.9, {"strategy"}),
     ],
 )
