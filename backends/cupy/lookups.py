@@ -18,7 +18,8 @@ import onnx_ir as ir
 from graphc.backends.cupy import expressions
 from graphc.backends.cupy.indexing import Linear, Map, flatten
 from graphc.backends.cupy.masks import BITS
-from graphc.backends.cupy.views import RESHAPES, shape_of
+from graphc.backends.cupy.source import NotFusibleError
+from graphc.backends.cupy.views import RESHAPES, integers, shape_of
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import constant
 from graphc.ir.ops.convolution import Window
@@ -155,3 +156,24 @@ def bit_cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     value = expressions.stored(source.dtype, g.element(source, index, guard))
     bits = f"same_bits<{expressions.STORAGE[target.dtype]}>({value})"
     return expressions.load(target.dtype, bits)
+
+
+def cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """An element as another type."""
+    source, target = node.inputs[0], node.outputs[0].dtype
+    assert source is not None
+    assert source.dtype is not None
+    assert target is not None
+    return expressions.cast(source.dtype, target, g.element(source, index, guard), node)
+
+
+def one_hot(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+    """One of two values, by the class of a place."""
+    depth, values = integers(node, 1), node.inputs[2]
+    if depth is None:
+        raise NotFusibleError("the depth of OneHot is not constant")
+    axis = node.attributes.get_int("axis", -1) % len(index)
+    place = g.element(node.inputs[0], (*index[:axis], *index[axis + 1 :]), guard)
+    off, on = (g.element(values, (Linear.of(k),), guard) for k in range(2))
+    chosen = g.class_of((*index[:axis], *index[axis + 1 :]), place, depth[0], guard)
+    return f"({chosen} == {g.text(index[axis])} ? {on} : {off})"

@@ -15,7 +15,7 @@ from graphc.backends.cupy.indexing import Domain, Linear, Map, Quotient, Variabl
 from graphc.backends.cupy.masks import UNPACKED
 from graphc.backends.cupy.reductions import REDUCTIONS
 from graphc.backends.cupy.source import Access, Form, NotFusibleError, Spec
-from graphc.backends.cupy.views import integers, shape_of
+from graphc.backends.cupy.views import shape_of
 from graphc.gradient import key_of
 from graphc.ir import DOMAIN
 from graphc.ir.facts import constant
@@ -343,21 +343,7 @@ class Values:
             source = (*index[:axis], chosen, *index[axis + len(places) :])
         return self._pull(data, source, guard)
 
-    def cast(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        source = node.inputs[0]
-        return expressions.cast(dtype_of(source), dtype_of(node.outputs[0]), self._pull(source, index, guard), node)
-
-    def one_hot(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        depth, values = integers(node, 1), node.inputs[2]
-        if depth is None:
-            raise NotFusibleError("the depth of OneHot is not constant")
-        axis = node.attributes.get_int("axis", -1) % len(index)
-        place = self._pull(node.inputs[0], (*index[:axis], *index[axis + 1 :]), guard)
-        off, on = (self._pull(values, (Linear.of(k),), guard) for k in range(2))
-        chosen = self._class((*index[:axis], *index[axis + 1 :]), place, depth[0], guard)
-        return f"({chosen} == {self._text(index[axis])} ? {on} : {off})"
-
-    def _class(self, at: Map, index: str, size: int, guard: str | None) -> str:
+    def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
         return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
 
@@ -388,7 +374,7 @@ class Values:
         at = (*index[:axis], Linear(), *index[axis + 1 :])
         place, old = self._pull(indices, at, guard), self._pull(data, index, guard)
         new = self._scattered_here(updates, at, (indices, axis), index[axis], guard)
-        chosen = self._class(at, place, shape_of(data)[axis], guard)
+        chosen = self.class_of(at, place, shape_of(data)[axis], guard)
         changed = f"({old} + {new})" if reduction == "add" else new
         return f"({chosen} == {self._text(index[axis])} ? {changed} : {old})"
 
@@ -438,7 +424,7 @@ class Values:
 
 SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
     "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
-    "Cast": Values.cast, "CastLike": Values.cast, "Trilu": lookups.triangle, "OneHot": Values.one_hot,
+    "Cast": lookups.cast, "CastLike": lookups.cast, "Trilu": lookups.triangle, "OneHot": lookups.one_hot,
     "EyeLike": lookups.diagonal, "GatherND": lookups.gather_nd, "BitCast": lookups.bit_cast,
     "graphc::GeluGrad": lookups.gelu_gradient, "graphc::DropoutMask": lookups.dropout_mask,
     "graphc::ChannelsLastMaxPoolTapsGrad": lookups.pooled_gradient, key_of(DOMAIN, UNPACKED): lookups.unpacked,
