@@ -46,10 +46,7 @@ gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gp
 	$(BIN)/python -m pytest -m gpu -rs -n 4 --dist load --max-worker-restart 40 --results build/gpu_test.json
 
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
-	$(BIN)/python tests/hostcuda/build.py tests/backends/test_cuda.py tests/backends/test_cuda_execution.py \
-	  tests/backends/test_products.py tests/backends/test_updates.py tests/backends/test_gpu_training.py \
-	  tests/runtime/test_gpu_collectives.py \
-	  -k "not beside_the_compute_stream and not transformer-32 and not squeezenet-16 and not does_not_fit"
+	$(BIN)/python tests/hostcuda/build.py tests -n 2 --dist worksteal --timeout 900 -rs
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

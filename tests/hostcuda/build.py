@@ -7,6 +7,7 @@ CuPy's source, with ours. Everything lies in ``build/hostcuda``; what is there a
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -169,9 +170,11 @@ def kernel_header(include: Path) -> tuple[str, Path]:
 def main() -> None:
     """Build what is missing, then run pytest with the arguments given over the tests of a GPU."""
     MADE.mkdir(parents=True, exist_ok=True)
-    packages = install()
-    build(packages)
-    flags, folder = kernel_header(packages / "nvidia" / "cu13" / "include")
+    with (MADE / "lock").open("w") as lock:  # one at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packages = install()
+        build(packages)
+        flags, folder = kernel_header(packages / "nvidia" / "cu13" / "include")
     if len(sys.argv) == 1:
         return
     changes = {
@@ -181,6 +184,7 @@ def main() -> None:
         "HOSTCUDA_KERNELS": str(folder / "kernels"),
         "CUPY_CACHE_DIR": str(folder / "cupy"),
         "GRAPHC_CACHE_DIR": str(MADE / "cache" / f"measured-{digest_of(p.read_text() for p in sorted(SOURCES.glob('*.cpp')))}"),
+        "HOSTCUDA_DEVICES": os.environ.get("HOSTCUDA_DEVICES", "2"),
         "OMP_NUM_THREADS": "1",
     }
     python = str(MADE / "env" / "bin" / "python")

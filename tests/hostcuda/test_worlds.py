@@ -6,9 +6,12 @@ Both are made up on the host, and so is what they are compared with: the same on
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import graphc
 from graphc.backends.cupy.capture import Recording
@@ -19,7 +22,8 @@ from graphc.runtime.threads import run_threads
 from tests.backends import test_device_strategies as strategies
 from tests.conftest import emulated
 from tests.runtime.mpi_run import map_ranks
-from tests.training import small
+from tests.training import small, torch_models
+from tests.training import test_sync_batchnorm as batchnorm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,10 +44,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 TOLERANCES = {"bf16": 2e-3, "bf16, zero 3, offload": 2e-3, "bf16 gradients": 1e-4, "fp16": 3e-4}
 
-OUTSIDE: dict[str, int] = {"local sgd": 1, "local sgd, start": 1, "powersgd, start": 1}
-"""Strategy → what of a step over NCCL is not captured: a look at the step's number."""
+OUTSIDE: dict[str, int] = {"local sgd": 1, "local sgd, start": 1, "powersgd, start": 1, "fp16": 1}
+"""Strategy → what of a step over NCCL is not captured: a look at the step's number, or at the loss scale."""
 
-HOST = {"zero 1, offload", "bf16, zero 3, offload", "central storage", "topk", "adasum", "fp16", "any world"}
+HOST = {"zero 1, offload", "bf16, zero 3, offload", "central storage", "topk", "adasum", "any world"}
 """Where the host takes part in the middle of a step."""
 
 
@@ -107,3 +111,71 @@ def test_every_strategy(devices: int, transport: str, monkeypatch: pytest.Monkey
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def with_batchnorm(comm: Communicator, path: str) -> dict[str, Any]:
+    comm.close = lambda: None  # type: ignore[method-assign]
+    options = {"backend": "cupy", "transport": "nccl"}
+    return {k: batchnorm.train(comm, path, "cnn", 6, 0.05, 16, **options, sync_batchnorm=k) for k in (True, False)}
+
+
+def test_batchnorm_over_all_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kind = torch_models.Cnn
+    path = torch_models.save(torch_models.make(kind), tmp_path / "cnn.onnx", torch.randn(4, *torch_models.SHAPES[kind]))
+    ranks = map_ranks(2, with_batchnorm, path, timeout=600)
+    for sync in (True, False):
+        hosts = run_threads(2, lambda comm, k=sync: batchnorm.train(comm, path, "cnn", 6, 0.05, 16, sync_batchnorm=k))
+        batchnorm.follows(hosts[0], [rank[sync] for rank in ranks], 1e-4)
+    assert ranks[0][True]["losses"][-1] != ranks[0][False]["losses"][-1]
+
+
+def served(comm: Communicator, backend: str) -> dict[str, Any]:
+    """A server and two workers."""
+    losses = []
+    program = small.compiled(strategies.ADAM, backend=backend, strategy="parameter_server:servers=1,staleness=0")
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        if comm.rank == 0:
+            trainer.serve()
+        for k in range(4 if comm.rank else 0):
+            x, y = small.batch(8, k)
+            mine = share(8, comm.rank - 1, 2)
+            losses.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["loss"])
+        if comm.rank:
+            trainer.finish()
+        return {"losses": losses, "hash": trainer.state_sha256(), "backend": trainer.backend.name}
+
+
+def test_parameter_servers() -> None:
+    ranks = map_ranks(3, served, "cupy", timeout=600)
+    hosts = run_threads(3, lambda comm: served(comm, "onnxruntime"))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for found, expected in zip(ranks, hosts, strict=True):
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+
+
+def twenty(comm: Communicator, precision: str | None) -> dict[str, Any]:
+    """Twenty steps on a GPU that both ranks share; the bits of what each holds."""
+    program = small.compiled(strategies.MOMENTUM, backend="cupy", precision=precision)
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        losses = []
+        for k in range(20):
+            x, y = small.batch(16, k)
+            mine = share(16, comm.rank, 2)
+            losses.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["loss"])
+        state = {name: trainer.state.fetch(name).tobytes() for name in sorted(trainer.state.replicated())}
+        return {"losses": losses, "state": state, "travels": type(trainer.comm).__name__}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_replicas_on_a_shared_gpu_have_the_same_bits_after_twenty_steps(
+    precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOSTCUDA_DEVICES", "1")
+    first, second = map_ranks(2, twenty, precision, timeout=600)
+    assert first["travels"] == second["travels"] == "StagedCommunicator"
+    assert first == second
+    assert len(first["state"]) >= 8
+    hosts = small.compiled(strategies.MOMENTUM, backend="onnxruntime", precision=precision)
+    expected = run_threads(2, lambda comm: small.train(comm, hosts, 20))[0]["metrics"]
+    tolerance = 1e-4 if precision is None else 2e-2
+    np.testing.assert_allclose(first["losses"], [metrics["loss"] for metrics in expected], rtol=tolerance)

@@ -15,6 +15,7 @@ import importlib.metadata
 import os
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -95,9 +96,17 @@ class Library:
             getattr(self._lib, function)(handle)
 
 
-@functools.lru_cache(maxsize=1)
+_LOADING = threading.Lock()
+
+
 def library() -> Library | None:
     """The library, or None when it is not installed or does not load. ``GRAPHC_ONEDNN=0`` leaves it out."""
+    with _LOADING:  # workers that are threads ask at the same time, and loading it sets variables of the process
+        return _loaded()
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> Library | None:
     if os.environ.get("GRAPHC_ONEDNN") == "0":
         return None
     for path in _candidates():
