@@ -56,9 +56,6 @@ NARROW = dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, 
 NARROW[ir.DataType.UINT32] = "long long"
 """Whole numbers to which a float comes by way of wider ones, so that what is too large or negative keeps its low bits."""
 
-EXACT = ("bfloat_load(", "bfloat_round(")
-"""What an expression begins with whose value is a bfloat."""
-
 
 def compute_type(dtype: ir.DataType) -> str:
     """The C type in which values of ``dtype`` are computed."""

@@ -267,9 +267,9 @@ class Generator(Values):
         return self._stored(value, f"{pack}.at[v]", result)
 
     def _stored(self, value: ir.Value, place: str, result: str) -> str:
-        """The statement that writes ``result``; a bfloat that was rounded before loses nothing but zeros."""
+        """The statement that writes ``result``; what is a bfloat already is not rounded again."""
         if dtype_of(value) == ir.DataType.BFLOAT16 and result in self._exact:
-            return f"{place} = bfloat_exact({result});"
+            return f"{place} = {self._exact[result]};"
         return expressions.store(dtype_of(value), place, result)
 
     def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:

@@ -18,8 +18,13 @@ static DEVICE inline float bfloat_load(bfloat_bits x) { return bits_to_float((un
 #ifdef HAS_BFLOAT
 static DEVICE inline bfloat_bits bfloat_store(float x) {
   bfloat_bits y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));  // two of these become one instruction where both are packed
   return y;
+}
+static DEVICE inline float bfloat_round(float x) {  // alone, as half of a pair: other conversions have an eighth of the rate
+  unsigned int bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(x), "f"(0.0f));
+  return bits_to_float(bits);
 }
 #else
 static DEVICE inline bfloat_bits bfloat_store(float x) {
@@ -29,6 +34,7 @@ static DEVICE inline bfloat_bits bfloat_store(float x) {
   else y.bits = (unsigned short)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
   return y;
 }
+static DEVICE inline float bfloat_round(float x) { return bfloat_load(bfloat_store(x)); }
 #endif
 // Of a number that is a bfloat already.
 static DEVICE inline bfloat_bits bfloat_exact(float x) {
@@ -36,7 +42,6 @@ static DEVICE inline bfloat_bits bfloat_exact(float x) {
   y.bits = (unsigned short)(float_to_bits(x) >> 16);
   return y;
 }
-static DEVICE inline float bfloat_round(float x) { return bfloat_load(bfloat_store(x)); }
 static DEVICE inline float half_round(float x) { return half_load(half_store(x)); }
 static DEVICE inline long long clamp_index(long long index, long long size) {
   return index < 0 ? 0 : index >= size ? size - 1 : index;

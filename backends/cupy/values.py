@@ -71,7 +71,7 @@ class Values:
         self._row = Scope()
         self._scope = self._row
         self._uniform: set[str] = set()
-        self._exact: set[str] = set()
+        self._exact: dict[str, str] = {}  # names of what is a bfloat → as it is stored
         self._varying: set[str] = set()
         self._loop_number = 0
         self._here: dict[tuple[ir.Value | None, int], Linear] = {}
@@ -105,8 +105,10 @@ class Values:
             return text
         scope = self._scope_of(index, guard)
         scope.known[key] = name = self._define(scope, "t", compute_type(dtype_of(value)), text)
-        if text.startswith(expressions.EXACT):
-            self._exact.add(name)
+        if text.startswith("bfloat_load("):
+            self._exact[name] = f"bfloat_exact({name})"
+        elif text.startswith("bfloat_round("):
+            self._exact[name] = f"bfloat_store{text.removeprefix('bfloat_round')}"
         return name
 
     def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
