@@ -15,6 +15,7 @@ from graphc.backends.cupy.calls import KernelCall
 from graphc.backends.cupy.segment import compile_segment
 from graphc.backends.cupy.tables import bind_table
 from tests.backends.host_kernels import EmulatedDevice, run_segment
+from tests.backends.test_threads import LAYER_NORM_GRADIENT
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 HEAD = '<ir_version: 10, opset_import: ["": 26]> g '
@@ -160,3 +161,32 @@ def test_what_a_thread_holds_of_a_row_has_registers() -> None:
     for columns, held in ((20000, True), (128256, False), (250001, False)):
         (call,) = kernels(f"(bfloat16[640,{columns}] x) => (bfloat16[640,{columns}] y) {body}")
         assert bool(call.source.form.held) == held
+
+
+def test_what_all_elements_of_a_vector_share_is_computed_once() -> None:
+    """The gradient of a cross-entropy: the logarithm of a row's sum, and the place of the label."""
+    ones = ",".join(["-1"] * 64)
+    text = f"""(bfloat16[64,800] x, float[64,1] m, float[64,1] s, int64[64,1] t) => (bfloat16[64,800] y) {{
+      f = Cast<to=1>(x)  a = Sub(f, m)  l = Log(s)  b = Sub(a, l)  p = Exp(b)
+      one = Constant<value=float[64,1] {{{ones}}}>()  g = ScatterElements<axis=1, reduction="add">(p, t, one)
+      y = Cast<to=16>(g)
+    }}"""
+    (call,) = kernels(text)
+    before, inside = call.source.body.split("EACH(v) {")
+    assert "logf(" in before
+    assert "class_index(" in before
+    assert "logf(" not in inside
+    assert "bfloat_store((float)" in inside, "rounded where it is stored, two at a time"
+    assert inside.count("expf(") == 1
+
+
+def test_joined_sums_of_two_types_fit_into_the_memory_of_a_block() -> None:
+    """A block's static memory ends at 48 KiB: totals of 3,600 columns in float32 and float64 together are 43,200 bytes."""
+    sums = LAYER_NORM_GRADIENT.replace(
+        "ds = ReduceSum<keepdims=0>(gn, first)", "wide = Cast<to=11>(gn)  ds = ReduceSum<keepdims=0>(wide, first)"
+    )
+    for columns, joined in ((768, True), (3600, False)):
+        inputs = f"bfloat16[500,{columns}] g, bfloat16[500,{columns}] x, float[{columns}] s, float[500,{columns}] o"
+        outputs = f"float[500,{columns}] dx, bfloat16[500,{columns}] dl, double[{columns}] ds, float[{columns}] db"
+        found = [call for call in kernels(f"({inputs}) => ({outputs}) {sums}") if call.source.totals]
+        assert bool(found) == joined
