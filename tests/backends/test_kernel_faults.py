@@ -70,7 +70,7 @@ def test_floats_become_narrow_whole_numbers_by_way_of_wider_ones() -> None:
 
 
 @needs_compiler
-@pytest.mark.full
+@pytest.mark.large
 def test_a_long_softmax_where_rows_hold_infinities() -> None:
     """Rows that begin with minus infinity, hold a NaN, or nothing but minus infinity, against onnxruntime."""
     text = "(bfloat16[140,16640] x) => (float[140,16640] y) { f = Cast<to=1>(x) y = LogSoftmax<axis=-1>(f) }"
