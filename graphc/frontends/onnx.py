@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError, UsageError, nearest
+from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.bodies import body_initializers
 from graphc.ir.links import silent_reader, sort_and_link
@@ -97,14 +98,15 @@ def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
         if data.startswith(signature):
             raise ModelError(f"{where} is no ONNX model: it is {meaning}")
     proto = onnx.ModelProto()
+    small, apart = wire.cut(data)
     try:
-        proto.ParseFromString(data)
+        proto.ParseFromString(small)
     except google.protobuf.message.DecodeError:
         if _is_text(data):
             raise ModelError(f"{where} is no ONNX model: it is a text file; a binary .onnx file is expected") from None
         kind = "is truncated or damaged; copy or export it again" if data[:1] == b"\x08" else "is no ONNX model"
         raise ModelError(f"{where} {kind} ({len(data)} bytes do not parse as a protobuf)") from None
-    return _from_proto(proto, where, folder)
+    return _from_proto(proto, where, folder, apart)
 
 
 def _is_text(data: bytes) -> bool:
@@ -112,7 +114,11 @@ def _is_text(data: bytes) -> bool:
     return all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
 
 
-def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.Model:
+def _from_proto(
+    proto: onnx.ModelProto, where: str, folder: Path | None, apart: Mapping[int, memoryview] | None = None
+) -> ir.Model:
+    """The model of a parsed file; ``apart`` are the bytes of initializers that were cut out of it, by index."""
+    apart = apart or {}
     if not proto.HasField("graph") or not proto.ir_version:
         raise ModelError(f"{where} is no ONNX model: it has no graph; it may be truncated")
     if proto.ir_version > onnx.IR_VERSION:
@@ -127,10 +133,11 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
                 f"{where} uses opset {opset.version}; the newest known here is {newest}. "
                 f"Export it with opset_version={newest} or less"
             )
-    _check_graph(proto.graph, where)
+    _check_graph(proto.graph, where, apart)
     try:
         with silent_reader():
             model = ir.serde.deserialize_model(proto)
+        _put_back(model, proto, apart)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
         cause = error.__cause__ or error
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
@@ -144,7 +151,7 @@ def _from_proto(proto: onnx.ModelProto, where: str, folder: Path | None) -> ir.M
     return model
 
 
-def _check_graph(graph: onnx.GraphProto, where: str) -> None:
+def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryview]) -> None:
     """Refuse what the reader would leave out without a word, or fail at."""
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name
@@ -152,8 +159,9 @@ def _check_graph(graph: onnx.GraphProto, where: str) -> None:
             f"{where}: initializer {name!r} is sparse, which is not supported; write it as a dense one"
             " (onnx.numpy_helper.from_array of the whole matrix)"
         )
-    for tensor in graph.initializer:
-        _check_inline(tensor, where)
+    for k, tensor in enumerate(graph.initializer):
+        if k not in apart:
+            _check_inline(tensor, where)
     names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
     if any(isinstance(name, bytes) for group in names for name in group):  # protobuf hands over what is no UTF-8 as bytes
         raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
@@ -164,6 +172,15 @@ def _forget_negative_sizes(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs, *(out for node in graph.all_nodes() for out in node.outputs)):
         if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
             value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
+
+
+def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memoryview]) -> None:
+    """Give the initializers whose bytes were cut out of the file these bytes, where they lie."""
+    names = [tensor.name for tensor in proto.graph.initializer] if apart else []
+    for k, data in apart.items():
+        value = model.graph.initializers.get(names[k])  # one without a name is left out
+        if value is not None and value.const_value is not None:
+            value.const_value = wire.tensor(data, value.const_value)
 
 
 def _check_inline(tensor: onnx.TensorProto, where: str) -> None:

@@ -1,0 +1,101 @@
+"""The weights of a file are arrays in its bytes; whatever is unusual or damaged is parsed as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from graphc import frontends
+from graphc.errors import ModelError
+from graphc.frontends import wire
+
+SIDE = 96
+"""Of matrices that are large enough to be cut out."""
+
+
+def _model(*tensors: onnx.TensorProto) -> onnx.ModelProto:
+    types = {t.name: t.data_type for t in tensors}
+    nodes = [helper.make_node("Identity", [name], [f"{name}.out"]) for name in types]
+    outputs = [helper.make_tensor_value_info(f"{t.name}.out", t.data_type, list(t.dims)) for t in tensors]
+    graph = helper.make_graph(nodes, "g", [], outputs, initializer=list(tensors))
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
+
+
+def _tensors() -> dict[str, onnx.TensorProto]:
+    rng = np.random.default_rng(0)
+    square = rng.standard_normal((SIDE, SIDE)).astype(np.float32)
+    half = square.astype(ir.DataType.BFLOAT16.numpy()).tobytes()
+    return {
+        "large": numpy_helper.from_array(square, "large"),
+        "small": numpy_helper.from_array(square[0], "small"),
+        "typed": helper.make_tensor("typed", TensorProto.FLOAT, [SIDE, SIDE], square.reshape(-1).tolist()),
+        "half": helper.make_tensor("half", TensorProto.BFLOAT16, [SIDE, SIDE], half, raw=True),
+        "bits": helper.make_tensor("bits", TensorProto.INT4, [200, 200], bytes(range(200)) * 100, raw=True),
+        "ids": numpy_helper.from_array(rng.integers(0, 9, (SIDE, SIDE)), "ids"),
+    }
+
+
+def test_every_tensor_is_what_onnx_reads(tmp_path: Path) -> None:
+    tensors = _tensors()
+    model = _model(*tensors.values())
+    onnx.save(model, tmp_path / "m.onnx")
+    loaded = frontends.load(tmp_path / "m.onnx").graph.initializers
+    assert list(loaded) == list(tensors)
+    for name, value in loaded.items():
+        assert value.const_value is not None
+        want = ir.serde.deserialize_tensor(tensors[name])
+        assert (value.const_value.dtype, tuple(value.const_value.shape)) == (want.dtype, tuple(want.shape))
+        np.testing.assert_array_equal(value.const_value.numpy(), want.numpy())
+        assert value.const_value.tobytes() == want.tobytes()
+
+
+def test_large_tensors_are_no_copies() -> None:
+    data = _model(*_tensors().values()).SerializeToString()
+    small, apart = wire.cut(data)
+    assert sorted(apart) == [0, 3, 5]  # large, half and ids
+    assert len(small) + sum(map(len, apart.values())) < len(data)
+    parsed = onnx.ModelProto.FromString(small).graph
+    assert [t.name for t in parsed.initializer] == list(_tensors())
+    array = wire.tensor(apart[0], ir.serde.deserialize_tensor(parsed.initializer[0])).numpy()
+    assert np.shares_memory(array, np.frombuffer(data, np.uint8))
+
+
+def test_what_is_written_back_is_whole(tmp_path: Path) -> None:
+    onnx.save(_model(*_tensors().values()), tmp_path / "m.onnx")
+    frontends.save(frontends.load(tmp_path / "m.onnx"), tmp_path / "again.onnx")
+    for name, tensor in frontends.load(tmp_path / "again.onnx").graph.initializers.items():
+        np.testing.assert_array_equal(tensor.const_value.numpy(), numpy_helper.to_array(_tensors()[name]))  # type: ignore[union-attr]
+
+
+def test_a_graph_in_two_pieces_is_read_as_protocol_buffers_read_it() -> None:
+    tensors = _tensors()
+    first, second = _model(tensors["large"]), onnx.ModelProto()
+    second.graph.initializer.append(tensors["ids"])  # fields of a message that occurs twice are joined
+    data = first.SerializeToString() + second.SerializeToString()
+    small, apart = wire.cut(data)
+    assert sorted(apart) == [0, 1]
+    assert [t.name for t in onnx.ModelProto.FromString(small).graph.initializer] == ["large", "ids"]
+    assert apart[1] == tensors["ids"].raw_data
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused_as_before(tmp_path: Path, keep: float) -> None:
+    data = _model(*_tensors().values()).SerializeToString()
+    data = data[: int(len(data) * keep)]
+    assert wire.cut(data) == (data, {})
+    (tmp_path / "m.onnx").write_bytes(data)
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        frontends.load(tmp_path / "m.onnx")
+
+
+def test_a_tensor_of_the_wrong_length_is_refused_by_name(tmp_path: Path) -> None:
+    tensor = _tensors()["large"]
+    tensor.dims[0] += 1
+    onnx.save(_model(tensor), tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=r"'large'.*the file is damaged"):
+        frontends.load(tmp_path / "m.onnx")
