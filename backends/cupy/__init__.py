@@ -83,8 +83,12 @@ class CupyBackend:
         return BoundSegment(self._compiled(model), self.device, self._scratch, inputs, outputs, rooms=rooms)
 
     def _compiled(self, model: onnx.ModelProto) -> Segment:
-        device = self.device
-        return compile_segment(model, device=device.writes_cuda, choose=device.pays, loose_gelu=device.options.loose_gelu)
+        device, options = self.device, self.device.options
+
+        def compiled() -> Segment:
+            return compile_segment(model, device=device.writes_cuda, choose=device.pays, loose_gelu=options.loose_gelu)
+
+        return compiled() if device.kept is None else device.kept.of(model, f"{device.writes_cuda} {options}", compiled)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""

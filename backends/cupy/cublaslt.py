@@ -68,6 +68,15 @@ def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outpu
     return device.library(Products).bind(node, inputs, outputs)
 
 
+def version_of_products() -> str:
+    """Of cuBLASLt; empty where its bindings are not installed, which whoever needs a product says."""
+    try:
+        from nvmath.bindings import cublasLt
+    except ImportError:
+        return ""
+    return str(cublasLt.get_version())
+
+
 class Products:
     """Binds and measures products on one device, as its options allow."""
 
@@ -234,8 +243,7 @@ class Products:
     def _file(self) -> Any:
         from graphc.backends.cupy.cuda import cache_folder
 
-        name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode()
-        return cache_folder() / file_name("products", name, str(self._lt.get_version()))
+        return cache_folder() / file_name("products", self._device.name, str(self._lt.get_version()))
 
 
 class Plan:

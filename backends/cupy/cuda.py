@@ -16,9 +16,11 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS
 from graphc.backends.cupy.capture import Recording, capture_graph
+from graphc.backends.cupy.choices import file_name
 from graphc.backends.cupy.cubins import Cubins, architecture, folder_name, nvrtc_compiler
-from graphc.backends.cupy.cublaslt import Products
+from graphc.backends.cupy.cublaslt import Products, version_of_products
 from graphc.backends.cupy.device import Options
+from graphc.backends.cupy.kept import Kept
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import CudaMemory, address
 from graphc.backends.cupy.nodes import Library, operands, results
@@ -59,6 +61,17 @@ class CudaDevice(CudaMemory):
 
     def record(self, runs: Sequence[Run]) -> Run:
         return Recording(runs, functools.partial(capture_graph, self))
+
+    @functools.cached_property
+    def kept(self) -> Kept:
+        """Compiled segments; which epilogues pay was measured on this device with this version of the library."""
+        words = (self.name, str(self.cupy.cuda.runtime.runtimeGetVersion()), version_of_products())
+        return Kept(cache_folder() / Path(file_name("segments", *words)).stem)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """What the GPU is called."""
+        return str(self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode())
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import onnx_ir as ir
 
@@ -12,6 +12,9 @@ from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import Product
 from graphc.device import Array, Memory, Run
+
+if TYPE_CHECKING:
+    from graphc.backends.cupy.kept import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ class Device(Memory, Protocol):
 
     writes_cuda: bool
     options: Options
+
+    @property
+    def kept(self) -> Kept | None:
+        """Compiled segments on disk, for this kind of device and these versions of its libraries; None: nothing is kept."""
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         """Whether products take less time with an epilogue than without it and a kernel that moves ``saved`` bytes."""

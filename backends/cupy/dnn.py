@@ -267,8 +267,7 @@ class Dnn:
     def _file(self) -> Path:
         from graphc.backends.cupy.cuda import cache_folder
 
-        name = self._device.cupy.cuda.runtime.getDeviceProperties(self._device.device.id)["name"].decode()
-        return cache_folder() / file_name("cudnn", name, str(self._cudnn.backend_version()))
+        return cache_folder() / file_name("cudnn", self._device.name, str(self._cudnn.backend_version()))
 
     def _plan_file(self, key: str) -> Path | None:
         path = self._choices.path

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.device import Options
 from graphc.backends.cupy.epilogues import by_rule
+from graphc.backends.cupy.kept import Kept
 from graphc.backends.cupy.launch import Shape
 from graphc.backends.cupy.memory import UNIT
 from graphc.backends.cupy.nodes import Library
@@ -37,6 +38,7 @@ class PlannedDevice(Unqueued):
 
     on_host = False
     context = CONTEXT
+    kept: Kept | None = None
 
     def __init__(self, *, writes_cuda: bool = True, options: Options | None = None) -> None:
         self.writes_cuda = writes_cuda

@@ -45,6 +45,7 @@ class HostDevice(StrictMemory):
 
     writes_cuda = False
     options = Options()
+    kept = None
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         """Every epilogue is taken, so that every one is tested."""
