@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _EXPORTS or name in _MODULES:
+        from graphc.ir.light import import_onnx_ir
+
+        import_onnx_ir()
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     if name in _MODULES:

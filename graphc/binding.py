@@ -13,6 +13,7 @@ from graphc.device import Array, Run
 from graphc.errors import DeviceMemoryError, UsageError, WorldError
 from graphc.feeding import check_arrays, check_names, key_of_shapes
 from graphc.ir.ops.losses import label_checks
+from graphc.pause import collection_paused
 from graphc.plan import Plan, make_plan
 from graphc.runtime.agreement import agree
 from graphc.runtime.communicator import Communicator
@@ -106,6 +107,7 @@ class Bindings:
 
             raise explain_state(self._program.model, self._available, self._backend.name, self._remade) from error
 
+    @collection_paused()
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
         shapes, rank, size = check_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host

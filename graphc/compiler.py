@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
+from graphc.pause import collection_paused
 from graphc.pipeline import PASSES, Context, Step, parse, run
 from graphc.strategy import Parallel
 
@@ -34,13 +36,29 @@ ONCE = ("model", "passes", "example_inputs", "dump_dir", "after")
 """Arguments of :func:`compile` that do not belong to a program."""
 
 
+class Evaluation:
+    """The evaluation graph, simplified when somebody asks for it first: a run that only trains never does."""
+
+    def __init__(self, model: ir.Model, ctx: Context) -> None:
+        self._model, self._ctx = model, ctx
+        self._lock, self._done = threading.Lock(), False
+
+    @property
+    def model(self) -> ir.Model:
+        with self._lock:  # worker threads share a program
+            if not self._done:
+                run(self._model, [Step("attention", {"saves": "logsumexp"}), Step("simplify"), Step("verify")], self._ctx)
+                self._done = True
+        return self._model
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A compiled training program; hand it to :class:`graphc.Trainer`.
 
     Attributes:
         model: the whole training graph: forward, loss, backward, AllReduces, updates.
-        inference: the evaluation graph: the same forward pass in inference mode with loss and metrics.
+        evaluation: what makes :attr:`inference`.
         original: the model as it was given, into which trained weights are written back.
         mesh: the axes of workers, or None: as many on the data axis as the world has.
         backend: name of the backend and its options, or ``"auto"``.
@@ -52,7 +70,7 @@ class Program:
     """
 
     model: ir.Model
-    inference: ir.Model
+    evaluation: Evaluation
     original: ir.Model
     mesh: Mesh | None = None
     backend: str = "auto"
@@ -60,6 +78,11 @@ class Program:
     log: list[str] = field(default_factory=list)
     imports: tuple[Step, ...] = ()
     again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def inference(self) -> ir.Model:
+        """The evaluation graph: the same forward pass in inference mode with loss and metrics."""
+        return self.evaluation.model
 
 
 def training_pipeline(
@@ -136,6 +159,7 @@ def _options(name: str, text: str) -> dict[str, Any]:
     return PASSES[name].bind({key.strip(): value.strip() for key, _, value in pairs})
 
 
+@collection_paused()
 def compile(
     model: ModelSource,
     *,
@@ -219,7 +243,7 @@ def compile(
     cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
     run(working, steps[:cut], ctx, after=after)
     _check_inputs(working.graph)
-    inference = evaluation_graph(working, loss, ctx)
+    evaluation = evaluation_graph(working, loss, ctx)
     if mesh is not None:
         working.metadata_props[MESH] = str(mesh)
     if deterministic is not None:
@@ -229,7 +253,7 @@ def compile(
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
     text = ",".join(str(s) for s in steps)
     again = functools.partial(compile, original, **options) if passes is None else None
-    return Program(working, inference, original, mesh, backend, text, ctx.log, tuple(steps[:cut]), again)
+    return Program(working, evaluation, original, mesh, backend, text, ctx.log, tuple(steps[:cut]), again)
 
 
 def _check_parts(loss: Any, optimizer: Any) -> None:
@@ -265,7 +289,7 @@ def check_untrained(model: ir.Model) -> None:
         raise UsageError(f"graphc keeps the name {taken[0]!r} for itself: rename it, or, if this is a training graph, {again}")
 
 
-def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:
+def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> Evaluation:
     """A copy of the legalised model in inference mode whose outputs are the loss and metrics with their sums."""
     model = legalised.clone()
     inner = Context(done=list(ctx.done))
@@ -277,8 +301,7 @@ def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> ir.Model:
                 if value is not None:
                     op = Builder(model.graph)
                     model.graph.outputs.append(op.Identity(value, _outputs=[f"{node.outputs[0].name}::{part}"]))
-    run(model, [Step("attention", {"saves": "logsumexp"}), Step("simplify"), Step("verify")], inner)
-    return model
+    return Evaluation(model, inner)
 
 
 def grad(

@@ -12,7 +12,7 @@ over where it has no cache, cap or window. Where the probabilities are used othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,8 +59,9 @@ def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
     simplify_graph(graph)
     op = Builder(graph)
     count = 0
+    causal: dict[tuple[ir.Value, str], bool] = {}
     for node in list(_starts(graph)):
-        found = _standard(node) if node.op_type == "Attention" else _Search(node).run()
+        found = _standard(node) if node.op_type == "Attention" else _Search(node, causal).run()
         if found is None:
             ctx.note(f"attention: not the pattern at {describe(node)}")
             continue
@@ -152,10 +153,15 @@ class Found:
 
 
 class _Search:
-    """One search, from a Softmax to both products."""
+    """One search, from a Softmax to both products.
 
-    def __init__(self, softmax: ir.Node) -> None:
+    Args:
+        causal: (mask, how it hides) → whether it is the causal one, as far as searches of the same graph have found out.
+    """
+
+    def __init__(self, softmax: ir.Node, causal: dict[tuple[ir.Value, str], bool]) -> None:
         self.softmax = softmax
+        self._is_causal = causal
         self.scale = 1.0
         self.scaled = False
         self.causal = False
@@ -263,7 +269,8 @@ class _Search:
                 aligned = _aligned(condition, view)
                 if aligned is None:
                     return None
-                if _is_lower_triangle(_known(aligned), inverted):
+                how, test = ("shown", _shows_causal) if not inverted else ("hidden", _hides_causal)
+                if self._asked(aligned, how, test):
                     self.causal = True  # every row sees its first key, so that it does not matter which number hides the others
                 elif number != -math.inf:
                     self.hidden.append((aligned, inverted, number))
@@ -272,10 +279,15 @@ class _Search:
                 return x
         return None
 
+    def _asked(self, mask: ir.Value, how: str, test: Callable[[np.ndarray | None], bool]) -> bool:
+        """Whether a mask is the causal one; it is computed once for all layers that share it."""
+        if (mask, how) not in self._is_causal:
+            self._is_causal[mask, how] = test(_known(mask))
+        return self._is_causal[mask, how]
+
     def _remember_addition(self, mask: ir.Value) -> None:
-        known = _known(mask)
         choice = mask.producer()
-        if known is not None and ((known == 0) | (known <= _HIDES)).all() and _is_lower_triangle(known == 0):
+        if self._asked(mask, "added", _adds_causal):
             self.causal = True
         elif choice is not None and choice.op_type == "Where" and _is_choice(*choice.inputs[1:]):
             assert choice.inputs[0] is not None
@@ -304,11 +316,19 @@ def _known(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
     return evaluate(producer, limit=_LARGEST_MASK) if producer is not None else None
 
 
-def _is_lower_triangle(seen: np.ndarray | None, inverted: bool = False) -> bool:
+def _adds_causal(added: np.ndarray | None) -> bool:
+    return added is not None and bool(((added == 0) | (added <= _HIDES)).all()) and _shows_causal(added == 0)
+
+
+def _hides_causal(hidden: np.ndarray | None) -> bool:
+    return hidden is not None and _shows_causal(hidden == 0)
+
+
+def _shows_causal(seen: np.ndarray | None) -> bool:
     """Whether a boolean mask says: query i sees the keys 0 to i."""
     if seen is None or seen.ndim < 2 or seen.size != seen.shape[-1] * seen.shape[-2] or seen.shape[-1] == 1:
         return False
-    return bool(((seen.reshape(seen.shape[-2:]) != 0) ^ inverted == (np.tri(*seen.shape[-2:]) > 0)).all())
+    return bool(((seen.reshape(seen.shape[-2:]) != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
 
 
 def _leads_to_product(value: ir.Value) -> bool:

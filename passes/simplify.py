@@ -10,7 +10,7 @@ initializer of rank ≥ 1 is a parameter, never a constant.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -68,7 +68,7 @@ def dead_code_elimination(graph: ir.Graph) -> bool:
     pending = not any(is_update(n) and any(_trains(v) for v in n.inputs) for n in graph)
     changed = False
     for node in reversed(list(graph)):
-        if has_effect(node) or any(out.uses() or out.is_graph_output() for out in node.outputs):
+        if any(out.uses() or out.is_graph_output() for out in node.outputs) or has_effect(node):
             continue
         if pending and any(GRADIENT_OF in out.metadata_props or LOSS_TOTAL in out.metadata_props for out in node.outputs):
             continue
@@ -90,9 +90,19 @@ def _trains(value: ir.Value | None) -> bool:
 def common_subexpressions(graph: ir.Graph) -> bool:
     """Let the first of several equal pure nodes stand for all of them."""
     seen: dict[Hashable, ir.Node] = {}
+    alone: dict[Hashable, ir.Node | None] = {}
     changed = False
     op: Builder | None = None
     for node in list(graph):
+        if not _is_pure(node):
+            continue
+        operands = _operands(node)
+        if operands not in alone:
+            alone[operands] = node  # most nodes: nothing more need be known of them
+            continue
+        other, alone[operands] = alone[operands], None
+        if other is not None and (of_other := _expression(other)) is not None:
+            seen[of_other] = other
         key = _expression(node)
         if key is None:
             continue
@@ -107,8 +117,6 @@ def common_subexpressions(graph: ir.Graph) -> bool:
 
 def _expression(node: ir.Node) -> Hashable | None:
     """What a pure node computes, as a key; None for a node that must not be merged."""
-    if not _is_pure(node):
-        return None
     attributes: list[Hashable] = []
     for name in sorted(node.attributes):
         attr = node.attributes[name]
@@ -118,15 +126,20 @@ def _expression(node: ir.Node) -> Hashable | None:
             tensor = attr.value  # as_tensor() asks at length whether it is one
             if tensor.size > FOLD_LIMIT or tensor.dtype == ir.DataType.STRING:
                 return None
-            attributes.append((name, tensor.dtype, tuple(tensor.shape), tensor.tobytes()))
+            attributes.append((name, int(tensor.dtype), tuple(tensor.shape), tensor.tobytes()))
         else:
             value = attr.value
-            attributes.append((name, attr.type, tuple(value) if isinstance(value, (list, tuple)) else value))
-    inputs = tuple(node.inputs)
-    if node.op_type in _COMMUTATIVE and node.domain == "":
-        inputs = tuple(sorted(inputs, key=id))
+            attributes.append((name, int(attr.type), tuple(value) if isinstance(value, (list, tuple)) else value))
     outputs = tuple(bool(v.name) for v in node.outputs)
-    return node.domain, node.op_type, node.overload, inputs, tuple(attributes), outputs
+    return *_operands(node), node.overload, tuple(attributes), outputs
+
+
+def _operands(node: ir.Node) -> tuple[Hashable, ...]:
+    """What a node does to which values, attributes left aside."""
+    inputs: Sequence[ir.Value | None] = node.inputs
+    if node.op_type in _COMMUTATIVE and node.domain == "":
+        inputs = sorted(inputs, key=id)
+    return node.domain, node.op_type, *inputs
 
 
 def _is_pure(node: ir.Node) -> bool:

@@ -5,8 +5,7 @@
 So nothing that is found is out of date. A file begins with a digest of the rest: one that is damaged is as good as none, and
 one that cannot be written is not missed. Segments with bodies, and those that a plugin has a hand in, are compiled every time.
 
-What comes back is what :class:`.bound.BoundSegment` needs: the graph holds what libraries run, and nothing is known of how
-kernels read their operands.
+What comes back is what :class:`.bound.BoundSegment` and :mod:`.cost` need: of the graph, only the nodes that libraries run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,10 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy import nodes
+from graphc.backends.cupy.calls import KernelCall, NodeCall
 from graphc.backends.cupy.nodes import Library
 from graphc.backends.cupy.products import PRODUCT
-from graphc.backends.cupy.segment import KernelCall, NodeCall, Segment
-from graphc.backends.cupy.source import Form
+from graphc.backends.cupy.segment import Segment
 from graphc.backends.cupy.views import shape_of
 from graphc.ir import DOMAIN
 from graphc.ir.facts import constant
@@ -138,7 +136,7 @@ class _Writer(pickle.Pickler):
         calls: list[tuple[Any, ...]] = []
         for call in segment.calls:
             if isinstance(call, KernelCall):
-                calls.append((replace(call, source=replace(call.source, body="", traffic=(), form=Form())),))
+                calls.append((call,))
             elif isinstance(call, NodeCall):
                 calls.append((_described(call.node), call.library))
         ends = list(segment.graph.inputs), list(segment.graph.outputs)

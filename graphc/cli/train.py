@@ -103,6 +103,9 @@ def command(
     form: options.Format = Format.text,
 ) -> int:
     """Train MODEL on DATA."""
+    from graphc.ir.light import import_onnx_ir
+
+    import_onnx_ir()
     from graphc.cli.job import Job
     from graphc.errors import UsageError
     from graphc.runtime.world import find_world, wanted_transport

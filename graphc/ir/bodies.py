@@ -6,7 +6,7 @@ although it stands in no input list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +23,16 @@ CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 Types = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
 
-def bodies(node: ir.Node) -> Iterator[ir.Graph]:
+def bodies(node: ir.Node) -> Sequence[ir.Graph]:
     """The subgraphs that are attributes of ``node``."""
-    if not node.attributes:
-        return
+    found: list[ir.Graph] = []
     for attr in node.attributes.values():
-        if attr.is_ref():
-            continue
-        if attr.type == ir.AttributeType.GRAPH:
-            yield attr.as_graph()
-        elif attr.type == ir.AttributeType.GRAPHS:
-            yield from attr.as_graphs()
+        kind = attr.type
+        if kind is ir.AttributeType.GRAPH and not attr.is_ref():
+            found.append(attr.as_graph())
+        elif kind is ir.AttributeType.GRAPHS and not attr.is_ref():
+            found += attr.as_graphs()
+    return found
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

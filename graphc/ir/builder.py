@@ -53,7 +53,7 @@ class Builder:
         self.before = before
         self.scope = scope
         self.graphc = _Domain(self, DOMAIN)
-        self._names, self._node_names = used_names(graph)
+        self._taken: tuple[set[str], set[str]] | None = None
         self._imports = graph.opset_imports
         self._counters: dict[str, int] = {}
         self._constants: dict[Any, ir.Value] = {}
@@ -64,11 +64,16 @@ class Builder:
         ``body`` belongs to a node of this builder's graph, or to one that it is about to emit.
         """
         inner = Builder(body, scope=self.scope)
-        self._names.update(inner._names)
-        self._node_names.update(inner._node_names)
-        inner._names, inner._node_names, inner._counters = self._names, self._node_names, self._counters
-        inner._imports = self._imports
+        for mine, others in zip(self._used(), inner._used(), strict=True):
+            mine |= others
+        inner._taken, inner._counters, inner._imports = self._taken, self._counters, self._imports
         return inner
+
+    def _used(self) -> tuple[set[str], set[str]]:
+        """The names of values and of nodes; looked for when the first new one is wanted, for many builders emit nothing."""
+        if self._taken is None:
+            self._taken = used_names(self.graph)
+        return self._taken
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if op_type.startswith("_"):
@@ -116,7 +121,7 @@ class Builder:
         for k, value in enumerate(node.outputs):
             if outputs is not None and not isinstance(outputs, int):
                 value.name = outputs[k]
-                self._names.add(outputs[k])
+                self._used()[0].add(outputs[k])
             else:
                 value.name = self.unique(node_name if count == 1 else f"{node_name}.{k}", value=True)
         version = OPSET if domain == "" else DOMAIN_VERSION
@@ -182,7 +187,7 @@ class Builder:
         if known is not None:
             return known
         name = self.unique("constant", value=True)
-        tensor = ir.tensor(array, name=name)
+        tensor = ir.Tensor(array, name=name)
         node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], num_outputs=1, name=name)
         out = node.outputs[0]
         out.name = name
@@ -199,7 +204,7 @@ class Builder:
 
     def unique(self, name: str, *, value: bool = False) -> str:
         """``name``, or ``name.1``, ``name.2`` … so that no other node (or value) of the graph has it."""
-        table = self._names if value else self._node_names
+        table = self._used()[not value]
         if name not in table:
             table.add(name)
             return name
@@ -264,7 +269,9 @@ def used_names(graph: ir.Graph) -> tuple[set[str], set[str]]:
     values: set[str] = {v.name for v in graph.inputs if v.name} | set(graph.initializers)
     nodes: set[str] = set()
     for node in graph:
-        values.update(v.name for v in node.outputs if v.name)
+        for out in node.outputs:
+            if out.name:
+                values.add(out.name)
         if node.name:
             nodes.add(node.name)
         for body in bodies(node):
@@ -316,7 +323,7 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any
             raise ModelError(f"{op_type} has no attribute {name!r}")
         kind = schema.attributes[name]
         if isinstance(value, np.ndarray) and kind == ir.AttributeType.TENSOR:
-            value = ir.tensor(value)
+            value = ir.Tensor(value)
         result.append(ir.convenience.convert_attribute(name, value, kind))
     for name in schema.required:
         if name not in attributes:
@@ -349,6 +356,24 @@ def _standard(op_type: str, domain: str) -> _Standard:
     )
 
 
+def _attribute(name: str, value: Any) -> ir.Attr:
+    """An attribute of the kind of its value, whose type onnx_ir asks for at length where it is no plain number or text."""
+    make = _PLAIN.get(type(value))
+    if make is not None:
+        return make(name, value)
+    if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
+        return ir.AttrInt64s(name, value)
+    return ir.convenience.convert_attribute(name, value, None)
+
+
+_PLAIN: Mapping[type, Callable[[str, Any], ir.Attr]] = {
+    bool: ir.AttrInt64,
+    int: ir.AttrInt64,
+    float: ir.AttrFloat32,
+    str: ir.AttrString,
+}
+
+
 def _check_declared(
     op: str, declaration: OpDeclaration, num_inputs: int, attributes: dict[str, Any]
 ) -> tuple[list[ir.Attr], int]:
@@ -366,7 +391,7 @@ def _check_declared(
             default = declaration.attributes[name]
             if isinstance(default, float):
                 value = float(value)
-            result.append(ir.convenience.convert_attribute(name, value, ir.AttributeType.INTS if value == [] else None))
+            result.append(_attribute(name, value))
     for name, default in declaration.attributes.items():
         if default is REQUIRED and attributes.get(name) is None:
             raise ModelError(f"{op} needs the attribute {name!r}")

@@ -29,10 +29,14 @@ def dims(value: ir.Value) -> tuple[Dim, ...] | None:
 
 def static_dims(value: ir.Value) -> tuple[int, ...] | None:
     """The dimensions of a value when all are known integers, else None."""
-    found = dims(value)
-    if found is None or not all(isinstance(d, int) for d in found):
+    shape = value.shape
+    if shape is None:
         return None
-    return tuple(int(d) for d in found)  # type: ignore[arg-type]
+    found = shape.dims
+    for d in found:
+        if type(d) is not int:
+            return None
+    return found  # type: ignore[return-value]
 
 
 def rank(value: ir.Value) -> int:

@@ -116,9 +116,10 @@ def _key(
             continue
         known = constant(value)
         if known is not None and known.size <= (_CONSTANT_LIMIT if known.dtype.kind in "iub" else 16):
-            parts.append((value.dtype, known.shape, known.tobytes()))
+            parts.append((_number(value.dtype), known.shape, known.tobytes()))
         else:
-            parts.append((str(value.type), dims(value)))
+            kind = value.type
+            parts.append((int(kind.dtype) if type(kind) is ir.TensorType else str(kind), dims(value)))
     for name in sorted(attributes):
         attr = attributes[name]
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
@@ -127,10 +128,15 @@ def _key(
             tensor = attr.value  # as_tensor() asks at length whether it is one
             if tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
                 return None
-            parts.append((name, tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()))
+            parts.append((name, int(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()))
         else:
-            parts.append((name, attr.type, str(attr.value)))
+            parts.append((name, int(attr.type), str(attr.value)))
     return tuple(parts)
+
+
+def _number(dtype: ir.DataType | None) -> int:
+    """An element type as a number, which is hashed many times faster."""
+    return -1 if dtype is None else int(dtype)
 
 
 def _infer_standard(
@@ -145,7 +151,7 @@ def _infer_standard(
     names = ["" if value is None else f"i{k}" for k, value in enumerate(inputs)]
     outputs = [f"o{k}" for k in range(num_outputs)]
     node = onnx.NodeProto(op_type=op_type, domain=domain, input=names, output=outputs)
-    node.attribute.extend(ir.to_proto(attr) for attr in attributes.values())
+    node.attribute.extend(_attribute_proto(attr) for attr in attributes.values())
     if op_type == "STFT" and "onesided" not in attributes:
         node.attribute.append(onnx.helper.make_attribute("onesided", 1))  # the default, which ONNX's inference forgets
     types: dict[str, onnx.TypeProto] = {}
@@ -167,6 +173,11 @@ def _infer_standard(
         operands = ", ".join("-" if v is None else f"{v.name}:{v.dtype}{dims(v)}" for v in inputs)
         raise ModelError(f"{op_type} rejects its inputs ({operands}): {error}") from None
     return tuple(_from_proto(found.get(name)) for name in outputs)
+
+
+def _attribute_proto(attr: ir.Attr) -> onnx.AttributeProto:
+    """What ``ir.to_proto`` makes of it, without asking at length what it is."""
+    return ir.serde.serialize_reference_attribute(attr) if attr.is_ref() else ir.serde.serialize_attribute(attr)
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
@@ -254,7 +265,7 @@ def fold(node: ir.Node) -> bool:
             result = evaluate(node, limit=_CONSTANT_LIMIT)
     if result is None:
         return False
-    out.const_value = ir.tensor(result, name=out.name)
+    out.const_value = ir.Tensor(result, name=out.name)
     out.shape = ir.Shape(result.shape)
     return True
 
@@ -272,10 +283,6 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     """The value of a single-output standard node whose inputs are all constants of at most ``limit`` elements, else None."""
     if node.domain != "" or node.op_type in NOT_DETERMINED or len(node.outputs) != 1:
         return None
-    if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
-        return None
-    if node.outputs[0].type is not None and not isinstance(node.outputs[0].type, ir.TensorType):
-        return None
     feeds: dict[str, np.ndarray] = {}
     names: list[str] = []
     for k, value in enumerate(node.inputs):
@@ -287,6 +294,10 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
             return None
         names.append(f"i{k}")
         feeds[f"i{k}"] = known
+    if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+        return None
+    if node.outputs[0].type is not None and not isinstance(node.outputs[0].type, ir.TensorType):
+        return None
     found = dims(node.outputs[0])
     static = [d for d in found or () if isinstance(d, int)]
     if found is not None and len(static) == len(found) and math.prod(static) > limit:
@@ -294,7 +305,7 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     from onnx.reference import ReferenceEvaluator
 
     proto = onnx.NodeProto(op_type=node.op_type, domain="", input=names, output=["o"])
-    proto.attribute.extend(ir.to_proto(attr) for attr in node.attributes.values())
+    proto.attribute.extend(_attribute_proto(attr) for attr in node.attributes.values())
     graph = onnx.helper.make_graph(
         [proto],
         "constant",

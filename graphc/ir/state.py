@@ -12,7 +12,7 @@ def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     """Register a new initializer; ModelError when the name is taken."""
     if name in graph.initializers:
         raise ModelError(f"the graph already has an initializer {name!r}")
-    tensor = ir.tensor(array, name=name)
+    tensor = ir.Tensor(array, name=name)
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
     graph.register_initializer(value)
     return value
