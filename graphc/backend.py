@@ -257,7 +257,7 @@ class Planner(Backend, Protocol):
         """The part of ``allocated`` in which values inside segments lie."""
 
 
-PLANNERS: dict[str, Callable[[], Planner]] = {}
+PLANNERS: dict[str, Callable[..., Planner]] = {}
 """Name of a backend → the same without a device; filled by the backends that need one."""
 
 

@@ -8,6 +8,7 @@ Only :mod:`.cuda` and the modules of libraries (:mod:`.cublaslt`) need a GPU; in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from graphc.backends.cupy.bound import BoundSegment, Scratch
 from graphc.backends.cupy.composites import is_composite
 from graphc.backends.cupy.device import Device, Options
 from graphc.backends.cupy.epilogues import GRADIENTS
+from graphc.backends.cupy.kept import Kept
 from graphc.backends.cupy.memory import ALIGNMENT
 from graphc.backends.cupy.planned import PlannedDevice
 from graphc.backends.cupy.report import LOG, fallbacks_of, warn
@@ -120,12 +122,16 @@ class CupyBackend:
 
 
 class CupyPlanner(CupyBackend):
-    """The same with no GPU at hand: it counts what binding a plan asks for, and runs nothing."""
+    """The same with no GPU at hand: it counts what binding a plan asks for, and runs nothing.
+
+    Args:
+        kept: folder of compiled segments; None: each is compiled.
+    """
 
     memory: PlannedMemory
 
-    def __init__(self, *, writes_cuda: bool = True) -> None:
-        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda))
+    def __init__(self, *, writes_cuda: bool = True, kept: Path | None = None) -> None:
+        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda, kept=None if kept is None else Kept(kept)))
         self._scratch = Scratch(self.device)
 
     @property

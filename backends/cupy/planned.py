@@ -38,10 +38,9 @@ class PlannedDevice(Unqueued):
 
     on_host = False
     context = CONTEXT
-    kept: Kept | None = None
 
-    def __init__(self, *, writes_cuda: bool = True, options: Options | None = None) -> None:
-        self.writes_cuda = writes_cuda
+    def __init__(self, *, writes_cuda: bool = True, options: Options | None = None, kept: Kept | None = None) -> None:
+        self.writes_cuda, self.kept = writes_cuda, kept
         self.options = options or Options()
         self.allocated = self.host = 0
         self.workspaces: dict[str, int] = {}
@@ -55,10 +54,13 @@ class PlannedDevice(Unqueued):
 
     def pinned(self, nbytes: int) -> Array:
         self.host += nbytes
-        return _reserved(nbytes)
+        return np.zeros(nbytes, dtype=np.uint8)
 
     def put(self, array: Array) -> Array:
         return self.zeros(array.nbytes).view(array.dtype).reshape(array.shape)
+
+    def adopt(self, array: object) -> Array | None:
+        return array if isinstance(array, np.ndarray) and _is_reserved(array) else None
 
     def copy(self, target: Array, source: Array) -> None:
         """Nothing is there to be copied."""
@@ -103,6 +105,14 @@ def _reserved(nbytes: int) -> Array:
     """Address space that nobody can write, so that the system need not back it with memory."""
     space = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     return np.frombuffer(space, dtype=np.uint8, count=nbytes)
+
+
+def _is_reserved(array: Array) -> bool:
+    """Whether this is memory of such a device."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
 
 
 def _nothing() -> None:

@@ -26,12 +26,21 @@ def command(
             help="No measurement: what steps should take on an H200, for jobs of 'make gpu-bench' or training graphs.",
         ),
     ] = False,
+    start: Annotated[
+        bool,
+        typer.Option(
+            "--start", help="What the host works until the first step of the jobs of 'make gpu-bench', without a GPU."
+        ),
+    ] = False,
     batch: Annotated[int, typer.Option(help="With --predict: size of every symbolic dimension of a file.", min=1)] = 1,
     form: options.Format = Format.text,
 ) -> None:
     """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""
     if predict:
         _predict(models, batch, form)
+        return
+    if start:
+        _start(models, form)
         return
     from graphc.bench.run import run_suite, write
     from graphc.bench.specs import TIMED
@@ -59,6 +68,30 @@ def command(
                 "" if row.ratio >= row.goal else "missed",
             )
             for row in rows
+        ],
+    )
+
+
+def _start(models: list[str] | None, form: Format) -> None:
+    """Processor seconds of both starts of each job."""
+    from graphc.bench.gpu_specs import JOBS
+    from graphc.bench.start import starts
+    from graphc.errors import UsageError, nearest
+
+    for model in models or ():
+        if model not in JOBS:
+            raise UsageError(f"there is no job {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")
+    found = {model: {"first": first, "second": second} for model, first, second in starts(models or list(JOBS))}
+    if form is Format.json:
+        output.document(found)
+        return
+    parts = ("import", "compile", "trainer", "step", "total")
+    output.table(
+        ("job", "start", *(f"{part} s" for part in parts)),
+        [
+            (model, which, *(f"{seconds[part]:.2f}" for part in parts))
+            for model, both in found.items()
+            for which, seconds in both.items()
         ],
     )
 
