@@ -214,6 +214,7 @@ def compile(
     Raises:
         GraphcError: with the pass, the node and what to do.
     """
+    freeze, train = ([names] if isinstance(names, str) else names for names in (freeze, train))
     options = {name: value for name, value in locals().items() if name not in ONCE}
     _check_parts(loss, optimizer)
     original = frontends.load(model, example_inputs=example_inputs)
@@ -308,7 +309,7 @@ def grad(
     model: ModelSource,
     *,
     of: str | Sequence[str],
-    wrt: Sequence[str],
+    wrt: str | Sequence[str],
     example_inputs: Sequence[Any] | None = None,
     standard: bool = True,
 ) -> ir.Model:
@@ -317,12 +318,13 @@ def grad(
     Args:
         model: as for :func:`compile`.
         of: the value to differentiate (a scalar, or summed when it is not), or several.
-        wrt: values (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or ``"<name>::grad.1"``
-            where that name is taken: by an earlier gradient in a model that this function made.
+        wrt: a value or several (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or
+            ``"<name>::grad.1"`` where that name is taken: by an earlier gradient in a model that this function made.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
     """
     copy = frontends.load(model, example_inputs=example_inputs).clone()
     targets = [of] if isinstance(of, str) else list(of)
+    wrt = [wrt] if isinstance(wrt, str) else wrt
     ctx = run(copy, [Step("legalize")])
     earlier = set(copy.graph)
     run(copy, [Step("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)

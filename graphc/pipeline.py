@@ -184,6 +184,14 @@ def _convert_text(value: str, kind: Any) -> Any:
     return value
 
 
+def _verify_after(name: str, model: ir.Model, ctx: Context) -> None:
+    try:
+        PASSES["verify"].function(model, ctx)
+    except GraphcError as error:
+        error.args = (f"after the pass {name!r}: {error.args[0]}", *error.args[1:])
+        raise
+
+
 def _dump(model: ir.Model, folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +244,7 @@ def run(
         seconds = time.perf_counter() - start
         ctx.done.append(step.name)
         if verify_each and step.name != "verify":
-            PASSES["verify"].function(model, ctx)
+            _verify_after(step.name, model, ctx)
         if dump_dir is not None:
             _dump(model, dump_dir, f"{k:02d}-{step.name}.onnx")
         if after is not None:

@@ -23,7 +23,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.bodies import bodies
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, is_parameter
-from graphc.ir.names import LIVE, SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.names import BATCHNORM, LIVE, SAMPLE_OFFSET, SEED, STEP
 from graphc.ir.state import scalar
 from graphc.passes.simplify import replace
 from graphc.pipeline import Context, graph_pass
@@ -43,7 +43,8 @@ def train_mode(
     Args:
         batchnorm: normalise with the statistics of the batch and update the running ones, wherever these are initializers.
         dropout: drop elements. Masks depend on seed, step, the node's name and the sample's place in the global batch.
-        freeze: glob patterns of parameters; a BatchNormalization whose scale or statistics match stays in inference mode.
+        freeze: glob patterns of parameters; a BatchNormalization whose scale or statistics match stays in inference mode. One
+            of a PyTorch module does where its statistics match, or where the module has it in evaluation mode.
 
     Raises:
         UsageError: a pattern that matches no initializer.
@@ -134,7 +135,12 @@ def _averages_running_statistics(node: ir.Node) -> bool:
 
 
 def _is_frozen(node: ir.Node, patterns: Sequence[str]) -> bool:
-    names = [v.name or "" for k, v in enumerate(node.inputs) if v is not None and k in (1, 3, 4)]
+    mean = node.inputs[3]
+    mode = mean.metadata_props.get(BATCHNORM) if mean is not None else None
+    if mode == "inference":
+        return True
+    telling = (1, 3, 4) if mode is None else (3, 4)  # a framework's module has a mode beside parameters that do not train
+    names = [v.name or "" for k, v in enumerate(node.inputs) if v is not None and k in telling]
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 

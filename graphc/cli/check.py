@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,12 +94,43 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
         names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
         warnings.append(f"NaN or infinity in {names}; training stops at the first step")
     warnings.extend(_folded_normalization(model.graph))
+    warnings.extend(_rewritten_weights(model.graph, trains))
     for value in model.graph.inputs:
         found = dims(value)
         if found and isinstance(found[0], int):
             warnings.append(
                 f"input {value.name!r} has the fixed batch size {found[0]}; 'train' makes it dynamic, 'compile' with --batch N"
             )
+    return warnings
+
+
+_MADE_NAMES = re.compile(r"val_\d+|onnx::\w+_\d+")
+"""What PyTorch's exporters call the results of constant folding."""
+
+_UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, or give the module itself to graphc.compile"
+
+
+def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
+    """Of what an exporter's optimisation has made of weights: inference is the same with them, training is not."""
+    from graphc.ir.weights import repeats_one_value
+
+    warnings = []
+    made = sorted(name for name in trains if _MADE_NAMES.fullmatch(name))
+    if made:
+        warnings.append(
+            f"{output.count(len(made), 'weight')} (first: {made[0]!r}) came out of the exporter's constant folding: names are"
+            f" lost, and a weight that was shared may be several now; {_UNFOLDED}"
+        )
+    merged = []
+    for name in sorted(trains):
+        value = graph.initializers[name]
+        if value.const_value is not None and len(value.uses()) > 1 and repeats_one_value(value.const_value):
+            merged.append(name)
+    if merged:
+        warnings.append(
+            f"{output.count(len(merged), 'weight')} of one repeated value (first: {merged[0]!r}) serve several nodes: if the"
+            f" exporter has merged equal weights, they train as one here; {_UNFOLDED}"
+        )
     return warnings
 
 

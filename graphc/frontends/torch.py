@@ -24,7 +24,7 @@ from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_parameter
-from graphc.ir.names import BUFFER
+from graphc.ir.names import BATCHNORM, BUFFER
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,10 @@ def export(
     Parameters keep their names; shared parameters are one initializer. Buffers other than running statistics become
     ``Constant`` nodes, so that they do not train. The module itself is left as it was, and the tensors are copies.
 
+    A BatchNormalization that is in evaluation mode while the module trains stays in inference mode, as it does in PyTorch; one
+    whose parameters have ``requires_grad=False`` normalises with the statistics of the batch all the same. What ONNX cannot say
+    is warned of: a parameter of a single number does not train, and the row of ``padding_idx`` does.
+
     Raises:
         MissingExtraError: PyTorch is not installed.
         ModelError: no exporter could export the module; their messages are given.
@@ -92,12 +96,30 @@ def export(
     else:
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
+    _warn(module)
     _rename(model.graph, model.graph.inputs, input_names or names)
     count = len(model.graph.outputs)
     _rename(
         model.graph, model.graph.outputs, output_names or (["output"] if count == 1 else [f"output_{k}" for k in range(count)])
     )
     return model
+
+
+def _warn(module: torch.nn.Module) -> None:
+    """Of what trains otherwise than in PyTorch."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dim() == 0:
+            warnings.warn(
+                f"parameter {name!r} is a single number, which does not train here; give it the shape (1,)", stacklevel=4
+            )
+    for name, part in module.named_modules():
+        if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
+            warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=4)
+        row = getattr(part, "padding_idx", None)
+        if row is not None and part.weight.requires_grad:
+            warnings.warn(
+                f"ONNX has no padding_idx: row {row} of '{name}.weight' trains here, which it does not in PyTorch", stacklevel=4
+            )
 
 
 def frozen(module: torch.nn.Module) -> list[str]:
@@ -229,6 +251,9 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
             array = np.array(source.numpy(), copy=True)
             value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=value.name)
             value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
+            if name.endswith(_STATISTICS[0]):
+                part = module.get_submodule(name.rpartition(".")[0])
+                value.metadata_props[BATCHNORM] = "inference" if module.training and not part.training else "train"
     constants = {name for name in buffers if not name.endswith(_STATISTICS)}
     found = [v for v in graph.initializers.values() if v.name in constants and is_parameter(v)]
     for value in found:

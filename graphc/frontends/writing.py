@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.files import whole_file
+from graphc.ir.links import check_whole
 
 EXTERNAL_ABOVE = 1 << 30
 """Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
@@ -62,8 +63,14 @@ def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
     into the new files.
 
     Raises:
-        ModelError: the file cannot be written, or the model is too large for standard output.
+        ModelError: the file cannot be written, the model is too large for standard output, or a pass has broken its graph.
     """
+    try:
+        check_whole(model.graph)
+    except ModelError as error:
+        raise ModelError(
+            f"the graph cannot be written: {error}; 'graphc opt --verify-each' names the pass that did it"
+        ) from None
     copy = model.clone()
     total = sum(t.nbytes for t in _owned_tensors(copy))
     if os.fspath(path) == "-":

@@ -36,6 +36,26 @@ def sort_and_link(graph: ir.Graph) -> None:
         raise ModelError(f"the graph has a cycle: {' → '.join(_cycle(graph))}") from None
 
 
+def check_whole(graph: ir.Graph) -> None:
+    """Check that a graph can be written and read again: every value has a source, in front of it, and a name of its own.
+
+    Raises:
+        ModelError: with the first value that has not.
+    """
+    _check_links(graph, set())
+    names = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    made: set[ir.Value] = set()
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value.producer() is not None and value.producer().graph is graph and value not in made:
+                raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r} before it is made")
+        for value in node.outputs:
+            if value.name and value.name in names:
+                raise ModelError(f"two values are called {value.name!r}")
+            names.add(value.name)
+        made.update(node.outputs)
+
+
 def _check_links(graph: ir.Graph, outer: set[ir.Value]) -> None:
     known = outer | set(graph.inputs) | set(graph.initializers.values())
     known.update(v for node in graph for v in node.outputs)

@@ -49,6 +49,9 @@ GRADIENT_OF = "graphc.gradient_of"
 BUFFER = "graphc.buffer"
 """Metadata key on the output of a ``Constant`` that holds a framework's buffer: never taken for a weight."""
 
+BATCHNORM = "graphc.batchnorm"
+"""Metadata key on a running mean: ``train`` or ``inference``, as the framework's module behaves while the rest of it trains."""
+
 BUCKET = "bucket"
 """Attribute of update and AllReduce nodes: name of the flat buffer their operands live in."""
 

@@ -335,3 +335,18 @@ def test_round_trip_of_a_constant_that_is_a_weight() -> None:
     trained = write_back(load(proto), {"w": np.full((3, 4), 2.0)})
     assert [n.op_type for n in trained.graph] == ["MatMul"]
     np.testing.assert_allclose(run(trained, {"x": np.ones((2, 3), np.float32)})[0], np.full((2, 4), 6.0))
+
+
+def test_a_graph_that_a_pass_has_broken_is_not_written(tmp_path: Path) -> None:
+    def relus() -> ir.Model:
+        return ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2] x) => (float[2] y) { h = Relu (x)  y = Relu (h) }""")
+
+    dangling, twice, early = relus(), relus(), relus()
+    dangling.graph[1].replace_input_with(0, ir.Value(name="ghost"))
+    twice.graph[0].outputs[0].name = "y"
+    early.graph[0].replace_input_with(0, early.graph[1].outputs[0])
+    for model, message in ((dangling, "reads 'ghost'"), (twice, "two values are called 'y'"), (early, "before it is made")):
+        with pytest.raises(ModelError, match=message):
+            save(model, tmp_path / "broken.onnx")
+    assert not list(tmp_path.iterdir())

@@ -37,3 +37,47 @@ def test_a_module_trains_as_in_pytorch_and_what_it_holds_still_stays() -> None:
 def test_a_module_without_example_inputs_is_told_what_is_missing() -> None:
     with pytest.raises(graphc.GraphcError, match="example_inputs"):
         graphc.compile(build("mlp"), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["parameters that do not train", "evaluation mode"])
+def test_a_batch_normalisation_behaves_as_the_module_says(how: str) -> None:
+    """Without gradients it still normalises with its batch; in evaluation mode it does not, and its parameters train."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    if how == "evaluation mode":
+        module[1].eval()
+    else:
+        module[1].weight.requires_grad_(False)
+        module[1].bias.requires_grad_(False)
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    program = graphc.compile(
+        module, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), example_inputs=(x,)
+    )
+    (name,) = (v.name for v in program.model.graph.inputs if v.name != "label")
+    reference = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(module(x), y)
+            reference.zero_grad()
+            loss.backward()
+            reference.step()
+            assert trainer.step({name: x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        found = trainer.trained_values()
+    for key, value in [*module.named_parameters(), ("1.running_mean", module[1].running_mean)]:
+        np.testing.assert_allclose(found[key], value.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full
+def test_what_would_train_otherwise_than_in_pytorch_is_warned_of() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 3, padding_idx=0)
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x) * self.scale
+
+    with pytest.warns(UserWarning, match="'scale' is a single number"), pytest.warns(match="row 0 of 'words.weight' trains"):
+        graphc.frontends.export(Scaled(), torch.tensor([1, 2]))
