@@ -47,7 +47,8 @@ def check_whole(graph: ir.Graph) -> None:
     made: set[ir.Value] = set()
     for node in graph:
         for value in node.inputs:
-            if value is not None and value.producer() is not None and value.producer().graph is graph and value not in made:
+            producer = value.producer() if value is not None else None
+            if value is not None and producer is not None and producer.graph is graph and value not in made:
                 raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r} before it is made")
         for value in node.outputs:
             if value.name and value.name in names:
