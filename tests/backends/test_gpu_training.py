@@ -35,7 +35,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_follow_the_cpu(name: str, precision: str | None, exported: Callable[[str], str]) -> None:
-    batches = [dict(zip(("input", "label"), SPECS[name].batch(8, seed), strict=True)) for seed in range(4)] * 5
+    # On batches that come again losses soon vanish, and then every rounding is a large part of them.
+    batches = [dict(zip(("input", "label"), SPECS[name].batch(8, seed), strict=True)) for seed in range(20)]
     losses: dict[str, Any] = {}
     for backend in ("cupy", "onnxruntime"):
         program = graphc.compile(
