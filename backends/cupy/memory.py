@@ -166,10 +166,24 @@ class CudaMemory:
 
     def _allocate(self, make: Callable[..., Any], nbytes: int) -> Array:
         try:
-            with self.device, self.stream:  # of several memories in a process, that of the newest is current
+            with self._current():
                 return make(max(nbytes, 1), dtype=np.uint8)[:nbytes]  # type: ignore[no-any-return]
         except self.cupy.cuda.memory.OutOfMemoryError as error:
             raise DeviceMemoryError(nbytes, self.available()) from error
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """With this GPU and its compute stream current, which are another memory's, or another thread's, otherwise.
+
+        CuPy's own context would forget afterwards which stream was to be used.
+        """
+        with self.device:
+            before = self.cupy.cuda.get_current_stream()
+            self.stream.use()
+            try:
+                yield
+            finally:
+                before.use()
 
     def pinned(self, nbytes: int) -> Array:
         memory = self.cupy.cuda.PinnedMemory(max(nbytes, 1))
@@ -199,7 +213,7 @@ class CudaMemory:
         cupy = self.cupy
         if isinstance(array, np.ndarray):
             return None
-        with self.stream:  # DLPack lets the stream that is current wait for the giver's
+        with self._current():  # DLPack lets the stream that is current wait for the giver's
             if isinstance(array, cupy.ndarray):
                 self.stream.wait_event(cupy.cuda.Stream.null.record())
                 found = array
@@ -245,10 +259,8 @@ class CudaMemory:
         return run
 
     def _bind_pattern(self, target: Any, value: float) -> Run:
-        stream = self.stream
-
         def run() -> None:
-            with stream:
+            with self._current():
                 target.fill(value)
 
         return run

@@ -59,6 +59,8 @@ def test_captured_steps_are_those_launched_one_by_one_bit_for_bit(
 
 def test_trainers_in_one_process_keep_to_their_streams() -> None:
     """What the first one allocates and fills, once there is a second, comes in the order of its own work."""
+    import cupy
+
     from graphc.backends.cupy.cuda import CudaDevice
 
     first, second = CudaDevice(0), CudaDevice(0)
@@ -72,6 +74,7 @@ def test_trainers_in_one_process_keep_to_their_streams() -> None:
         second.synchronize()
         assert (first.fetch(flat) == 0.5).all()
         assert (first.fetch(result) == 3).all()
+    assert cupy.cuda.get_current_stream().ptr == second.stream.ptr, "as if nothing had been allocated since"
 
 
 def test_a_trainer_that_is_gone_leaves_no_memory_behind(exported: Callable[[str], str], pool: Any) -> None:
