@@ -51,6 +51,13 @@ class Evaluation:
                 self._done = True
         return self._model
 
+    def __getstate__(self) -> ir.Model:
+        return self.model  # a lock cannot be copied, nor sent to another process
+
+    def __setstate__(self, model: ir.Model) -> None:
+        self.__init__(model, Context())  # type: ignore[misc]
+        self._done = True
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

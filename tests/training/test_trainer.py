@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -249,3 +251,13 @@ def test_soft_labels_with_metrics_follow_torch(exported: Callable[[str], str]) -
     expected = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(label))
     assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert found["accuracy"] == pytest.approx((logits.argmax(1) == label.argmax(1)).mean())
+
+
+@pytest.mark.parametrize("send", [copy.deepcopy, lambda program: pickle.loads(pickle.dumps(program))])
+def test_a_program_can_be_copied_and_sent(trainer: graphc.Trainer, send: Callable[[object], graphc.Program]) -> None:
+    """A launcher of one's own, ``multiprocessing`` for one, sends it to other processes."""
+    found = []
+    for program in (trainer.program, send(trainer.program)):
+        with graphc.Trainer(program, threads=1) as one:
+            found.append((one.step(feeds()), one.evaluate([feeds()])))
+    assert found[0] == found[1]
