@@ -68,7 +68,7 @@ def measured(job: Any, path: str, kept: Path) -> Seconds:
     from graphc.backend import BACKENDS, PLANNERS
     from graphc.bench.gpu_worker import on_device
 
-    assert BACKENDS["cupy"]  # imports this backend alone, as a trainer does
+    assert BACKENDS["cupy"] is not None  # imports this backend alone, as a trainer does
     planner = PLANNERS["cupy"]
     made: Callable[..., Any] = lambda threads, spin, **_: planner(kept=kept)  # noqa: E731
     BACKENDS.register("planned", made, origin=__name__)
