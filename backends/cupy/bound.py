@@ -24,6 +24,7 @@ from graphc.backends.cupy.nodes import operands, results
 from graphc.backends.cupy.segment import Segment
 from graphc.backends.cupy.views import shape_of, size_of
 from graphc.device import Array, Run
+from graphc.errors import GraphcError
 from graphc.ir.facts import constant
 
 
@@ -49,6 +50,13 @@ class Scratch:
             self.nbytes, self._memory = nbytes, None
         self._waiting.append(segment)
 
+    def _allocate(self) -> Array:
+        try:
+            return self.device.empty(self.nbytes)
+        except GraphcError:
+            self.nbytes = 0  # the next plan, which may be smaller, asks for no more than its own
+            raise
+
     def settle(self) -> None:
         """Bind the segments that wait."""
         waiting, self._waiting = self._waiting, []
@@ -57,7 +65,7 @@ class Scratch:
         if self._report is not None:
             self._report([segment.segment for segment in waiting])
         if self._memory is None:
-            self._memory = self.device.empty(self.nbytes)
+            self._memory = self._allocate()
         kernels = self.device.compile({name: text for segment in waiting for name, text in segment.texts().items()})
         for segment in waiting:
             segment.bind(kernels, self._memory)
