@@ -5,8 +5,9 @@
 
 Found by its Softmax: the scores are followed back to the product (scale on either side of it, masks that are added or that
 choose), the probabilities forward to theirs. Heads may be repeated for groups of queries. Transposes, reshapes and the parts
-of a packed projection around it are read as an order of axes (:mod:`graphc.passes._axes`). ``ai.onnx::Attention`` is taken
-over where it has no cache, cap or window. Where the probabilities are used otherwise (dropout, an output), nothing changes.
+of a packed projection around it are read as an order of axes (:mod:`graphc.passes._axes`). A mask that ``train_mode`` drew for
+a dropout of the probabilities is handed to the op. ``ai.onnx::Attention`` is taken over where it has no cache, cap or window.
+Where the probabilities are used otherwise (a product of their own, an output), nothing changes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, dims, is_float, rank
 from graphc.ir.infer import evaluate
+from graphc.passes._attention_dropout import drawn_again, dropout_mask, dropping
 from graphc.passes._axes import View, follow_result, only_user, scaling, source_of
 from graphc.passes.identities import filled
 from graphc.passes.simplify import dead_code_elimination, replace, simplify_graph
@@ -96,6 +98,7 @@ class Found:
     causal: bool = False
     seen: list[tuple[ir.Value, bool]] = field(default_factory=list)
     added: list[ir.Value] = field(default_factory=list)
+    keep: View | None = None
 
     def emit(self, graph: ir.Graph, op: Builder, saves: str) -> None:
         op.before, op.scope = self.before, self.before.name or self.before.op_type
@@ -116,6 +119,7 @@ class Found:
         y, _ = op.graphc.ScaledDotProductAttention(
             *(value for value, _ in operands),
             self._mask(op),
+            *(() if self.keep is None else (drawn_again(op, self.keep, *operands[:2]),)),
             scale=self.scale * views[0].scale * views[1].scale,
             causal=int(self.causal),
             layout=layout,
@@ -168,6 +172,7 @@ class _Search:
         self.seen: list[tuple[ir.Value, bool]] = []
         self.hidden: list[tuple[ir.Value, bool, float]] = []
         self.added: list[ir.Value] = []
+        self.keep: View | None = None
 
     def run(self) -> Found | None:
         scores = self.softmax.inputs[0]
@@ -191,7 +196,8 @@ class _Search:
         if any(of_k.sizes.get(c, 1) != of_v.sizes.get(c, 1) for c in "bhs"):
             return None
         added = [*self.added, *self._additive(node)]
-        return Found(of_q, of_k.renamed(), of_v.renamed(), follow_result(y), node, self.scale, self.causal, self.seen, added)
+        rest = self.scale, self.causal, self.seen, added, self.keep
+        return Found(of_q, of_k.renamed(), of_v.renamed(), follow_result(y), node, *rest)
 
     def _additive(self, before: ir.Node) -> list[ir.Value]:
         """Choices of a large negative number as numbers to add."""
@@ -211,12 +217,14 @@ class _Search:
             if guarded is not None:
                 view = view.of(guarded)
                 continue
-            user = only_user(view.value)
+            user = only_user(view.value) or dropping(view.value)
             if user is None:
                 return None
             if user.op_type == "MatMul":
                 return _split_product(user, view)
-            moved = view.through(user)
+            mask = dropout_mask(user, view) if self.keep is None else None
+            self.keep = self.keep or mask
+            moved = view.of(user.outputs[0]) if mask is not None else view.through(user)
             if moved is None:
                 return None
             view = moved

@@ -5,7 +5,8 @@
 
 A kernel hands on one number per row; it adds a mask, and cannot hide every key of a query. So booleans and infinities become
 numbers of -1e30, and where whole rows may be hidden, those are set to zero behind the kernel, and their adjoints in front of
-that of the gradient. Backends that hold the op ask for the pass; shapes are static.
+that of the gradient. The mask of a dropout becomes zeros and ones in the type of q, and its factor an attribute; the gradient
+draws it again, so that no mask waits for the backward pass. Backends that hold the op ask for the pass; shapes are static.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from graphc.ir.declare import OPS
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.infer import apply
 from graphc.ir.ops.attention import from_heads, operand_axes
-from graphc.passes.simplify import replace
+from graphc.ir.ops.random import dropout_scale
+from graphc.passes.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
 
 FORWARD, BACKWARD = "ScaledDotProductAttention", "ScaledDotProductAttentionGrad"
+
+KEEP = {FORWARD: 4, BACKWARD: 7}
+"""Where the mask of a dropout stands among the operands."""
 
 LOW = -1e30
 """What stands for minus infinity: nothing is left of a float32 score that it is added to."""
@@ -35,6 +40,10 @@ def flash_attention(model: ir.Model, ctx: Context) -> bool:
     graph, op = model.graph, Builder(model.graph)
     nodes = [node for node in graph if node.domain == "graphc" and node.op_type in (FORWARD, BACKWARD)]
     changed = [_save_rows(node) for node in nodes if node.op_type == FORWARD]
+    drawn = [_draw_bits(op, node) for node in nodes]
+    if any(drawn):
+        dead_code_elimination(graph)
+    changed += drawn
     masks: dict[object, tuple[ir.Value, ir.Value | None]] = {}
     for node in nodes:
         shift = 1 if node.op_type == BACKWARD else 0
@@ -63,6 +72,27 @@ def _save_rows(node: ir.Node) -> bool:
         each.attributes["saves"] = ir.AttrString("saves", "logsumexp")
     saved.shape = None
     apply(node)
+    return True
+
+
+def _draw_bits(op: Builder, node: ir.Node) -> bool:
+    """Give the node a mask of its own, of zeros and ones, in place of what its dropout multiplies with."""
+    index = KEEP[node.op_type]
+    keep = node.inputs[index] if len(node.inputs) > index else None
+    drawn = keep
+    while (producer := drawn.producer() if drawn is not None else None) is not None and producer.op_type == "Reshape":
+        drawn = producer.inputs[0]
+    if keep is None or producer is None or producer.op_type != "DropoutMask":
+        return False
+    q = node.inputs[1 if node.op_type == BACKWARD else 0]
+    assert q is not None
+    op.before, op.scope = node, f"{node.name or node.op_type}/keep"
+    values = OPS[producer.op_type].attribute_values(producer)
+    mask = op.emit(producer.op_type, producer.inputs, values, domain="graphc", outputs=1)[0]
+    ones = op.cast_like(op.Greater(mask, op.scalar(0, mask)), q)
+    shape = static_dims(keep) or ()
+    node.replace_input_with(index, op.Reshape(ones, [*[1] * (4 - len(shape)), *shape]))
+    node.attributes["factor"] = ir.AttrFloat32("factor", dropout_scale(values["ratio"]))
     return True
 
 

@@ -55,6 +55,7 @@ class Attention:
     Attributes:
         y: form of the result (forward) and of its adjoint (backward).
         mask: numbers that are added to the scores, None: none.
+        keep: zeros and ones by which a dropout multiplies the probabilities, and then by ``factor``; None: none.
         deterministic: of the gradient: sums in one order.
     """
 
@@ -67,11 +68,17 @@ class Attention:
     causal: bool
     backward: bool = False
     deterministic: bool = False
+    keep: Tensor | None = None
+    factor: float = 1.0
 
     @property
     def operands(self) -> tuple[str, ...]:
         names = ("dy", "q", "k", "v", "y", "saved") if self.backward else ("q", "k", "v")
-        return (*names, "mask") if self.mask is not None else names
+        return *names, *self._optional
+
+    @property
+    def _optional(self) -> dict[str, Tensor]:
+        return {name: form for name, form in (("mask", self.mask), ("keep", self.keep)) if form is not None}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -79,12 +86,16 @@ class Attention:
         own = {"q": self.q, "k": self.k, "v": self.v, "y": self.y, "saved": saved}
         if self.backward:
             own |= {"dy": self.y, "dq": self.q, "dk": self.k, "dv": self.v}
-        return {**own, "mask": self.mask} if self.mask is not None else own
+        return own | self._optional
 
     def emit(self, cudnn: Any, graph: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         options: dict[str, Any] = {"attn_scale": self.scale, "use_causal_mask": self.causal}
         if self.mask is not None:
             options["bias"] = tensors["mask"]
+        if self.keep is not None:
+            numbers = (self.factor, 1 / self.factor) if self.backward else (self.factor,)
+            kind = cudnn.scalar_type.RUNTIME_PARAM
+            options["dropout"] = (tensors["keep"], *(graph.tensor_scalar(number, kind) for number in numbers))
         q, k, v = (tensors[name] for name in ("q", "k", "v"))
         if not self.backward:
             y, saved = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
@@ -118,13 +129,18 @@ def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
     places["y"] = Place.of(shape_of(node.inputs[5] if backward else node.outputs[0]), axes["y"], q.dtype)
     mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
     form = None if mask is None else _mask_form(mask)
+    keep = _keep(node)
+    bits = None if keep is None else _mask_form(keep)
     of_q, of_k, of_v, of_y = (places[name].form for name in ("q", "k", "v", "y"))
     numbers = node.attributes["scale"].as_float(), bool(node.attributes.get_int("causal", 0))
-    call = Attention(of_q, of_k, of_v, of_y, form, *numbers, backward, backward and deterministic)
+    factor = node.attributes.get_float("factor", 1.0)
+    call = Attention(of_q, of_k, of_v, of_y, form, *numbers, backward, backward and deterministic, bits, factor)
     inputs = {name: (shift + k, places[name]) for k, name in enumerate("qkv")}
     saved = Place(call.tensors["saved"])
     if form is not None:
         inputs["mask"] = (shift + 3, Place(form))
+    if bits is not None:
+        inputs["keep"] = (7 if backward else 4, Place(bits))
     if not backward:
         return Placed(call, inputs, {"y": (0, places["y"]), "saved": (1, saved)})
     inputs |= {"dy": (0, places["y"]), "y": (5, places["y"]), "saved": (6, saved)}
@@ -165,6 +181,11 @@ def _takes(node: ir.Node) -> bool:
     return own and all(reader.op_type.endswith("AttentionGrad") for reader in saved.consumers())  # type: ignore[union-attr]
 
 
+def _keep(node: ir.Node) -> ir.Value | None:
+    """The mask of a dropout."""
+    return (*node.inputs, None)[7] if node.op_type.endswith("Grad") else (*node.inputs, None, None)[4]
+
+
 def _saved(node: ir.Node) -> ir.Value | None:
     return node.inputs[6] if node.op_type.endswith("Grad") else node.outputs[1]
 
@@ -183,7 +204,10 @@ def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], output
         GraphcError: the node has not gone through the ``flash_attention`` pass.
     """
     masked = (node.inputs[4] if node.op_type.endswith("Grad") else (*node.inputs, None)[3]) is not None
-    if node.attributes.get_string("saves", "") != "logsumexp" or (masked and not node.attributes.get_int("finite", 0)):
+    keep, q = _keep(node), node.inputs[1 if node.op_type.endswith("Grad") else 0]
+    rewritten = keep is None or (q is not None and keep.dtype == q.dtype)  # zeros and ones; what was drawn is float32
+    plain = masked and not node.attributes.get_int("finite", 0)
+    if node.attributes.get_string("saves", "") != "logsumexp" or plain or not rewritten:
         raise GraphcError(f"{describe(node)} is not in the form that cuDNN takes: run the pass flash_attention")
     dnn = device.library(Dnn)
     placed = attention_of(node, deterministic=dnn.deterministic)

@@ -25,17 +25,19 @@ from graphc.passes.gradients.shape import lengths
 def scaled_dot_product_attention(
     op: Builder, node: ir.Node, dy: ir.Value | None, dsaved: ir.Value | None = None, *, needs: set[ir.Value]
 ) -> Any:
-    """y = p·v, p = softmax(α·q·kᵀ + mask);  ∂q, ∂k, ∂v by ScaledDotProductAttentionGrad,  ∂mask = p·(dp - Σp·dp), dp = dy·vᵀ
+    """y = (p ∘ keep)·v, p = softmax(α·q·kᵀ + mask);  ∂q, ∂k, ∂v by ScaledDotProductAttentionGrad,  ∂mask = p·(dp - Σp·dp),
+    dp = keep ∘ dy·vᵀ
 
     What it saves has an adjoint in gradients of gradients only, which go through the decomposition.
     """
     if dsaved is not None or dy is None:
         return tuple(through(op, node, (dy, dsaved), needs, lambda: decompose_node(op, node)))
-    q, k, v, mask = (*node.inputs, None)[:4]
+    q, k, v, mask, keep = (*node.inputs, None, None)[:5]
     y, saved = node.outputs
     attributes = OPS[node.op_type].attribute_values(node)
     places = written(attributes["layout"])
-    made = op.emit(f"{node.op_type}Grad", (dy, q, k, v, mask, y, saved), attributes, domain=node.domain, outputs=len(places))
+    operands = (dy, q, k, v, mask, y, saved, *(() if keep is None else (keep,)))
+    made = op.emit(f"{node.op_type}Grad", operands, attributes, domain=node.domain, outputs=len(places))
     found = dict(zip(places, made, strict=True))
     return found.get(0), found.get(1), found.get(2), lambda: mask_gradient(op, node, dy, saved, attributes)
 

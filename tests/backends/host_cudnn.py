@@ -64,14 +64,15 @@ def attend(a: Attention, read: Mapping[str, Any]) -> dict[str, Any]:
         scores = scores + read["mask"]
     if a.causal:
         scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+    keep = a.factor * read["keep"] if a.keep is not None else 1.0
     if not a.backward:
         top = scores.max(-1, keepdims=True)
         saved = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-        return {"y": np.exp(scores - saved) @ v, "saved": saved}
+        return {"y": (np.exp(scores - saved) * keep) @ v, "saved": saved}
     p, dy = np.exp(scores - read["saved"]), read["dy"]
-    ds = p * (dy @ v.swapaxes(2, 3) - (dy * read["y"]).sum(-1, keepdims=True)) * a.scale
+    ds = p * (keep * (dy @ v.swapaxes(2, 3)) - (dy * read["y"]).sum(-1, keepdims=True)) * a.scale
     heads = (a.q.dims[0], a.k.dims[1], group, a.k.dims[2], -1)
-    dk, dv = (x.reshape(heads).sum(2) for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy))
+    dk, dv = (x.reshape(heads).sum(2) for x in (ds.swapaxes(2, 3) @ q, (p * keep).swapaxes(2, 3) @ dy))
     return {"dq": ds @ k, "dk": dk, "dv": dv}
 
 

@@ -75,6 +75,9 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "hidden": {"layout": "bthd,bthd,bthd->tbhd", "mask": "hidden"},
     "hidden and causal": {"layout": "bt0hd,bt1hd,bt2hd->bthd", "mask": "hidden", "causal": 1},
     "infinite": {"layout": "bhtd,bhtd,bhtd->bthd", "mask": "infinite"},
+    "dropped": {"layout": "bt0hd,bt1hd,bt2hd->bthd", "causal": 1, "ratio": 0.3},
+    "dropped and added to": {"layout": "bhtd,bhtd,bhtd->bthd", "mask": "numbers", "ratio": 0.1},
+    "dropped and grouped": {"layout": "bthd,bthd,bthd->bhtd", "groups": 2, "mask": "hidden", "ratio": 0.5},
     "probabilities": {"layout": "bthd,bthd,bthd->bthd", "saves": "probabilities", "causal": 1},
 }
 
@@ -110,6 +113,13 @@ def attention_feeds(case: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], l
     return feeds, names
 
 
+def drawn(op: Builder, keys: int, ratio: float) -> ir.Value:
+    """The mask of a dropout of the probabilities, as ``train_mode`` puts it: of step 5 and seed 3."""
+    where = op.const([B, H, T, keys]), np.int64(3), np.int64(5), np.int64(0)
+    mask: ir.Value = op.graphc.DropoutMask(*where, ratio=ratio, tag="drop", dtype=int(ir.DataType.FLOAT))
+    return mask
+
+
 def attention(case: dict[str, Any], feeds: dict[str, Any], names: list[str]) -> ir.Model:
     """The attention and its gradient for an adjoint that depends on y."""
     model = empty_model()
@@ -120,10 +130,11 @@ def attention(case: dict[str, Any], feeds: dict[str, Any], names: list[str]) -> 
         model.graph.inputs.append(held[name])
     options = {"scale": 0.3, "causal": case.get("causal", 0), "layout": case["layout"], "saves": case.get("saves", "logsumexp")}
     q, k, v = (held[name] for name in names)
-    y, saved = op.graphc.ScaledDotProductAttention(q, k, v, held.get("mask"), **options)
+    keep = [drawn(op, T if names[0] == names[1] else S, case["ratio"])] if "ratio" in case else []
+    y, saved = op.graphc.ScaledDotProductAttention(q, k, v, held.get("mask"), *keep, **options)
     dy = op.Mul(y, op.cast_like(op.const(np.linspace(-1, 1, D, dtype=np.float32)), y))
     found = op.graphc.ScaledDotProductAttentionGrad(
-        dy, q, k, v, held.get("mask"), y, saved, **options, _outputs=len(set(names)) if len(set(names)) > 1 else 1
+        dy, q, k, v, held.get("mask"), y, saved, *keep, **options, _outputs=len(set(names)) if len(set(names)) > 1 else 1
     )
     for name, value in (("y", y), *((f"d{k}", g) for k, g in enumerate(found if isinstance(found, tuple) else (found,)))):
         out = op.Identity(value)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 
 import graphc
 from graphc.backend import BACKENDS
@@ -19,7 +20,9 @@ from graphc.backends.cupy.calls import NodeCall
 from graphc.backends.cupy.convolutions import convolution_of
 from graphc.backends.cupy.dnn import barred
 from graphc.bench.specs import SPECS
+from graphc.inference import run_model
 from graphc.ir.decomposition import decompose_graph
+from graphc.ir.ops.random import philox_uniform
 from graphc.passes.simplify import simplify_graph
 from graphc.pipeline import Context, run
 from tests.backends.host_kernels import HostDevice, run_segment
@@ -51,6 +54,43 @@ def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_cudnn_is_told_the_right_attention(name: str) -> None:
     check_attention(name, HostDevice(), ir.DataType.FLOAT16, 3e-3)
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16], ids=str)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.full
+def test_dropped_probabilities_are_those_of_pytorch_with_the_same_mask(dtype: ir.DataType) -> None:
+    """In half precision by the library, else by its parts."""
+    case = ATTENTIONS["dropped and added to"]
+    feeds, names = attention_feeds(case, dtype.numpy())
+    model = attention(case, feeds, names)
+    run(model, "flash_attention", Context())
+    half = dtype == ir.DataType.BFLOAT16
+    results = run_segment(ir.to_proto(model), feeds, HostDevice())[0] if half else run_model(model, feeds)
+    q, k, v = (torch.from_numpy(feeds[name].astype(np.float64)).requires_grad_() for name in names)
+    u = philox_uniform((*q.shape[:3], k.shape[2]), seed=3, step=5, tag="drop")
+    keep = torch.from_numpy(np.where(u < case["ratio"], 0, 1 / (1 - case["ratio"])))
+    y = ((0.3 * q @ k.transpose(2, 3) + torch.from_numpy(feeds["mask"])).softmax(-1) * keep) @ v
+    y = y.transpose(1, 2)
+    y.backward((y * torch.linspace(-1, 1, y.shape[-1])).detach())
+    for key, value in (("y", y), ("d0", q.grad), ("d1", k.grad), ("d2", v.grad)):
+        assert value is not None
+        wanted = value.detach().numpy()
+        found = results[key].astype(np.float64) / np.abs(wanted).max()
+        np.testing.assert_allclose(found, wanted / np.abs(wanted).max(), rtol=0, atol=2e-2 if half else 1e-5, err_msg=key)
+
+
+def test_no_mask_of_a_dropout_waits_for_the_backward_pass() -> None:
+    case = ATTENTIONS["dropped"]
+    feeds, names = attention_feeds(case, np.float16)
+    model = attention(case, feeds, names)
+    run(model, "flash_attention,simplify", Context())
+    assert run(model, "flash_attention", Context()).done
+    masks = [n.outputs[0] for n in model.graph if n.op_type == "DropoutMask"]
+    first, second = (n for n in model.graph if n.op_type.startswith("Scaled"))
+    order = {n: k for k, n in enumerate(model.graph)}
+    assert len(masks) == 2
+    assert order[first] < order[masks[1].producer()] < order[second]
 
 
 def test_one_query_and_one_key_are_not_left_to_cudnn() -> None:

@@ -19,7 +19,7 @@ import pytest
 from graphc.backends.cupy.attention import Attention, Place, attention_of
 from graphc.backends.cupy.convolutions import convolution_of
 from graphc.backends.cupy.device import Options
-from graphc.backends.cupy.dnn import WORKSPACE, Description, Dnn, build, named, propose, usable
+from graphc.backends.cupy.dnn import WORKSPACE, Description, Dnn, Tensor, build, named, propose, usable
 from graphc.bench.gpu_specs import JOBS
 from graphc.pipeline import Context, run
 from tests.backends.library_cases import ATTENTIONS, CONVOLUTIONS, attention, attention_feeds, convolutions
@@ -88,8 +88,9 @@ def test_attention_has_plans(name: str, dtype: ir.DataType, deterministic: bool,
         check_plans(library, call, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_attention_of_the_benchmark_has_plans(name: str, library: tuple[Any, dict[str, Any]]) -> None:
+def test_attention_of_the_benchmark_has_plans(name: str, dropout: bool, library: tuple[Any, dict[str, Any]]) -> None:
     """Queries, keys and values where one projection left them, as the options of the backend are by default."""
     job = JOBS[name]
     (length,), size = job.inputs, job.width // job.heads
@@ -97,6 +98,10 @@ def test_attention_of_the_benchmark_has_plans(name: str, library: tuple[Any, dic
     written = Place.of((job.batch, length, job.heads, size), "bthd", ir.DataType.BFLOAT16).form
     for backward in (False, True):
         call = Attention(read, read, read, written, None, size**-0.5, name == "gpt2", backward)
+        if dropout:
+            bits = Tensor.dense((job.batch, job.heads, length, length), ir.DataType.BFLOAT16)
+            seen = Tensor.dense((job.batch, 1, 1, length), ir.DataType.FLOAT) if name == "bert" else None
+            call = replace(call, mask=seen, keep=bits, factor=1 / 0.9)
         check_plans(library, call)
         check_plans(library, replace(call, deterministic=backward), 2 * WORKSPACE, deterministic=True)
 

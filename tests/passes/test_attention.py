@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ from graphc import frontends
 from graphc.errors import UsageError
 from graphc.inference import run_model
 from graphc.ir.names import GRADIENT_OF
+from graphc.ir.ops.random import philox_uniform
 from graphc.pipeline import Context, Step, run
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 8, 2
@@ -91,12 +92,14 @@ class Layers(nn.Module):
 def fused(model: ir.Model) -> list[tuple[str, int, bool]]:
     """Layout, causal and masked of each fused attention."""
     nodes = [n for n in model.graph if n.op_type == "ScaledDotProductAttention"]
-    return [(n.attributes["layout"].as_string(), n.attributes["causal"].as_int(), len(n.inputs) > 3) for n in nodes]
+    return [
+        (n.attributes["layout"].as_string(), n.attributes["causal"].as_int(), (*n.inputs, None)[3] is not None) for n in nodes
+    ]
 
 
-def differentiated(model: ir.Model, saves: str) -> tuple[ir.Model, Context]:
+def differentiated(model: ir.Model, saves: str, ctx: Context | None = None) -> tuple[ir.Model, Context]:
     """The model with fused attention, then with the gradients of its parameters as outputs."""
-    ctx = run(model, [Step("legalize"), Step("attention", {"saves": saves})])
+    ctx = run(model, [*([] if ctx else [Step("legalize")]), Step("attention", {"saves": saves})], ctx)
     found = model.clone()
     names = [n for n, v in model.graph.initializers.items() if v.dtype == ir.DataType.FLOAT and v.shape]
     run(model, [Step("autodiff", {"of": [model.graph.outputs[0].name], "wrt": names})], ctx)
@@ -111,7 +114,12 @@ def check_against_torch(module: nn.Module, feeds: dict[str, np.ndarray], saves: 
     tensors = [torch.from_numpy(a) for a in feeds.values()]
     model = frontends.export(module, tuple(tensors), input_names=list(feeds), output_names=["loss"])
     found, _ = differentiated(model, saves)
-    outputs = run_model(model, feeds)
+    compare(module, tensors, run_model(model, feeds))
+    return found
+
+
+def compare(module: nn.Module, tensors: list[torch.Tensor], outputs: Mapping[str, np.ndarray]) -> None:
+    """The loss and the gradients of parameters are those of PyTorch."""
     loss = module(*tensors)
     loss.backward()
     np.testing.assert_allclose(outputs["loss"], loss.detach().numpy(), rtol=1e-5)
@@ -123,7 +131,6 @@ def check_against_torch(module: nn.Module, feeds: dict[str, np.ndarray], saves: 
             np.testing.assert_allclose(outputs[f"d/{name}"], parameter.grad.numpy(), rtol=0, atol=1e-5 * scale, err_msg=name)
             checked += 1
     assert checked >= len(list(module.parameters())) / 2  # the bias of a key has no gradient, so it is left out
-    return found
 
 
 @pytest.mark.parametrize("saves", ["probabilities", "logsumexp"])
@@ -147,6 +154,59 @@ def test_layers_of_pytorch_are_read_from_their_packed_projections() -> None:
     assert "Gather" not in left
 
 
+class Dropped(nn.Module):
+    """GPT's and BERT's attention with a dropout of the probabilities; ``drops`` is replaced by what multiplies with masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.drops = nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.5)])
+        self.register_buffer("past", torch.tril(torch.ones(LENGTH, LENGTH)))
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        for packed, drop, causal in zip(self.packed, self.drops, (True, False), strict=True):
+            shape = x.shape[0], LENGTH, HEADS, SIZE
+            q, k, v = (y.view(shape).transpose(1, 2) for y in packed(x).split(WIDTH, 2))
+            scores = (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
+            if causal:
+                scores = scores.masked_fill(self.past == 0, -torch.inf)
+            else:
+                scores = scores + (1 - seen[:, None, None, :]) * -10000.0
+            x = x + (drop(scores.softmax(-1)) @ v).transpose(1, 2).reshape(x.shape)
+        return x.square().mean()
+
+
+class Times(nn.Module):
+    """A dropout whose mask is known."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.from_numpy(mask))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.mask
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dynamic", "saves"), [(False, "logsumexp"), (True, "probabilities")])
+def test_dropped_probabilities_train_as_in_pytorch_with_the_same_masks(dynamic: bool, saves: str) -> None:
+    torch.manual_seed(0)
+    module = Dropped()
+    seen = np.ones((BATCH, LENGTH), np.float32)
+    seen[1, 4:] = 0
+    feeds = {"x": np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH), dtype=np.float32), "seen": seen}
+    tensors = [torch.from_numpy(a) for a in feeds.values()]
+    model = frontends.export(module, tuple(tensors), input_names=["x", "seen"], output_names=["loss"], dynamic_batch=dynamic)
+    ctx = run(model, [Step("legalize"), Step("train_mode")])
+    found, _ = differentiated(model, saves, ctx)
+    assert fused(found) == [("bt0hd,bt1hd,bt2hd->bthd", 1, False), ("bt0hd,bt1hd,bt2hd->bthd", 0, True)]
+    drawn = [n for n in found.graph if n.op_type == "DropoutMask"]
+    for k, (node, ratio) in enumerate(zip(drawn, (0.3, 0.5), strict=True)):
+        u = philox_uniform((BATCH, HEADS, LENGTH, LENGTH), seed=0, step=0, tag=node.attributes["tag"].as_string())
+        module.drops[k] = Times(np.where(u < ratio, 0, 1 / (1 - ratio)).astype(np.float32))
+    compare(module, tensors, run_model(model, feeds))
+
+
 def by_hand(body: str, inputs: str = "float[2,2,6,4] q, float[2,2,6,4] k, float[2,2,6,4] v", outputs: str = "y") -> ir.Model:
     results = ", ".join(f"float[2,2,6,{6 if name == 'p' else 4}] {name}" for name in outputs.split())
     text = f"""<ir_version: 10, opset_import: ["": 23]> g ({inputs}) => ({results}) {{
@@ -159,8 +219,12 @@ def by_hand(body: str, inputs: str = "float[2,2,6,4] q, float[2,2,6,4] k, float[
 
 
 LEFT_ALONE: dict[str, Callable[[], ir.Model]] = {
-    "the probabilities are dropped": lambda: by_hand(
-        "s = MatMul(q, kt) p = Softmax<axis = -1>(s) d = Dropout(p, ratio, yes) y = MatMul(d, v)"
+    "the probabilities are dropped twice": lambda: by_hand(
+        "s = MatMul(q, kt) p = Softmax<axis = -1>(s) d = Dropout(p, ratio, yes) e = Dropout(d, ratio, yes) y = MatMul(e, v)"
+    ),
+    "the queries of a mask stand last": lambda: by_hand(
+        "s = MatMul(q, kt) p = Softmax(s) t = Transpose<perm = [0, 1, 3, 2]>(p) d = Dropout(t, ratio, yes)"
+        "u = Transpose<perm = [0, 1, 3, 2]>(d) y = MatMul(u, v)"
     ),
     "the probabilities are a result": lambda: by_hand("s = MatMul(q, kt) p = Softmax(s) y = MatMul(p, v)", outputs="y p"),
     "the scores are used twice": lambda: by_hand("s = MatMul(q, kt) p = Softmax(s) r = Add(p, s) y = MatMul(r, v)"),

@@ -32,11 +32,13 @@ _START, _BATCH, _HEAD, _ROW = range(4)
 
 
 def _fits(node: ir.Node) -> bool:
-    """Whether all operands are there, none is empty, and heads end in contiguous rows of their elements."""
+    """Whether all operands are there, none is empty, nothing is dropped, and heads end in contiguous rows of their elements."""
     backward = node.op_type.endswith("Grad")
     layout = node.attributes.get_string("layout", "bhtd,bhtd,bhtd->bhtd")
     shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
     mask = node.inputs[4 if backward else 3] if len(node.inputs) > 3 else None
+    if len(node.inputs) > (7 if backward else 4):
+        return False
     if any(not axes.endswith("d") for axes in operand_axes(layout)) or any(s is None or 0 in s for s in shapes):
         return False
     if mask is None:

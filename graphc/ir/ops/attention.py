@@ -1,7 +1,7 @@
 """Scaled dot-product attention as one op, with the order of the axes of each operand as an attribute.
 
-    y, saved   = graphc.ScaledDotProductAttention(q, k, v, mask?; scale, causal, layout, saves)
-    gradients… = graphc.ScaledDotProductAttentionGrad(dy, q, k, v, mask, y, saved; the same attributes)
+    y, saved   = graphc.ScaledDotProductAttention(q, k, v, mask?, keep?; scale, causal, layout, saves, factor)
+    gradients… = graphc.ScaledDotProductAttentionGrad(dy, q, k, v, mask, y, saved, keep?; the same attributes)
 
 ``layout`` is written like an einsum, ``"bthd,bthd,bthd->bthd"``: batch b, heads h, length t (of k and v their own), size d of
 a head; a letter that is missing is an axis of size 1. A digit is an index: ``"tb0hd,tb1hd,tb2hd->tbhd"`` reads q, k and v
@@ -12,6 +12,9 @@ Each head of k and v serves as many consecutive heads of q as there are more of 
 (b, h, t, length of k): numbers are added to the scores, booleans say what is seen. ``causal``: query i sees the keys 0 to i.
 A query that sees no key gets zeros. ``finite`` says that the mask is float32, is added and leaves no query without a key:
 what kernels can take as it is (the ``flash_attention`` pass makes it so).
+
+A dropout multiplies the probabilities by ``factor`` · ``keep``, of the shape (b, h, t, length of k); what is saved is what they
+were before. With ``factor``, ``keep`` may be zeros and ones, which half precision does not round.
 
 What the backward pass is told of the scores (``saves``): ``probabilities``, b × h × t × length of k, or ``logsumexp`` of each
 row, b × h × t, from which the probabilities are computed again (T. Dao et al., "FlashAttention", 2022).
@@ -115,24 +118,26 @@ def _infer_grad(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
     return [spec_of(inputs[1 + index]) for index in written(attributes["layout"])]
 
 
-_ATTRIBUTES = {"scale": REQUIRED, "causal": 0, "layout": STANDARD_LAYOUT, "saves": "probabilities", "finite": 0}
+_ATTRIBUTES = {"scale": REQUIRED, "causal": 0, "layout": STANDARD_LAYOUT, "saves": "probabilities", "finite": 0, "factor": 1.0}
 
 
-@declare("ScaledDotProductAttention", inputs="q k v mask?", outputs="y saved", infer=_infer, attributes=_ATTRIBUTES)
+@declare("ScaledDotProductAttention", inputs="q k v mask? keep?", outputs="y saved", infer=_infer, attributes=_ATTRIBUTES)
 def scaled_dot_product_attention(
     op: Builder,
     q: ir.Value,
     k: ir.Value,
     v: ir.Value,
     mask: ir.Value | None = None,
+    keep: ir.Value | None = None,
     *,
     scale: float,
     causal: int,
     layout: str,
     saves: str,
     finite: int,
+    factor: float,
 ) -> tuple[ir.Value, ...]:
-    """y = p·v with p = softmax(scale·q·kᵀ + mask) over the keys; ``saved`` is p, or of each row log Σ exp(score)."""
+    """y = (p ∘ keep)·v with p = softmax(scale·q·kᵀ + mask) over the keys; ``saved`` is p, or of each row log Σ exp(score)."""
     axes = operand_axes(layout)
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     scores, hidden = _scores(op, q4, k4, mask, scale, causal, finite)
@@ -140,7 +145,7 @@ def scaled_dot_product_attention(
     if hidden is not None:
         p = op.Where(hidden, op.scalar(0, p), p)
     p = op.cast_like(p, q)
-    y = from_heads(op, op.MatMul(p, repeat_heads(op, v4, q4)), axes[3])
+    y = from_heads(op, op.MatMul(_dropped(op, p, keep, factor, q), repeat_heads(op, v4, q4)), axes[3])
     if saves == "probabilities":
         return y, p
     top = op.ReduceMax(scores, [-1], keepdims=1)
@@ -152,7 +157,7 @@ def scaled_dot_product_attention(
 
 @declare(
     "ScaledDotProductAttentionGrad",
-    inputs="dy q k v mask? y saved",
+    inputs="dy q k v mask? y saved keep?",
     outputs="*gradients",
     infer=_infer_grad,
     attributes=_ATTRIBUTES,
@@ -166,24 +171,29 @@ def scaled_dot_product_attention_grad(
     mask: ir.Value | None,
     y: ir.Value,
     saved: ir.Value,
+    keep: ir.Value | None = None,
     *,
     scale: float,
     causal: int,
     layout: str,
     saves: str,
     finite: int,
+    factor: float,
 ) -> tuple[ir.Value, ...]:
-    """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dp·p), dp = dy·vᵀ; all parts of a packed tensor."""
+    """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dp·p), dp = dy·vᵀ; all parts of a packed tensor.
+
+    A dropout multiplies p in ∂v, and dp.
+    """
     axes = operand_axes(layout)
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     dy4 = to_heads(op, dy, axes[3])
     p = _saved_probabilities(op, q4, k4, mask, saved, scale, causal, saves, finite)
-    ds = _score_gradient(op, dy4, v4, p, q4)
+    ds = _score_gradient(op, dy4, v4, p, q4, keep, factor)
     scaled = op.Mul(q4, scale)
     found = (
         op.Mul(op.MatMul(ds, repeat_heads(op, k4, q4)), scale),
         _sum_heads(op, op.MatMul(_swap(op, ds), scaled), k4),
-        _sum_heads(op, op.MatMul(_swap(op, p), dy4), v4),
+        _sum_heads(op, op.MatMul(_swap(op, _dropped(op, p, keep, factor, q)), dy4), v4),
     )
     results = []
     for index in written(layout):
@@ -199,7 +209,7 @@ def scaled_dot_product_attention_grad(
 
 def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, attributes: Mapping[str, Any]) -> Any:
     """The adjoint of the scores, and so of what is added to them: b × h × t × length of k."""
-    q, k, v, mask = node.inputs
+    q, k, v, mask, keep = (*node.inputs, None)[:5]
     assert q is not None
     assert k is not None
     assert v is not None
@@ -207,7 +217,7 @@ def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, att
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     options = attributes["scale"], attributes["causal"], attributes["saves"], attributes["finite"]
     p = _saved_probabilities(op, q4, k4, mask, saved, *options)
-    return _score_gradient(op, to_heads(op, dy, axes[3]), v4, p, q4)
+    return _score_gradient(op, to_heads(op, dy, axes[3]), v4, p, q4, keep, attributes["factor"])
 
 
 def to_heads(op: Builder, x: ir.Value, axes: str) -> Any:
@@ -306,6 +316,15 @@ def _saved_probabilities(
     return op.cast_like(p if hidden is None else op.Where(hidden, op.scalar(0, p), p), q)
 
 
-def _score_gradient(op: Builder, dy: Any, v: Any, p: Any, q: Any) -> Any:
-    dp = op.MatMul(dy, _swap(op, repeat_heads(op, v, q)))
-    return op.cast_like(op.graphc.SoftmaxGrad(_widen(op, dp), _widen(op, p), axis=-1), q)
+def _score_gradient(op: Builder, dy: Any, v: Any, p: Any, q: Any, keep: ir.Value | None, factor: float) -> Any:
+    dp = _widen(op, op.MatMul(dy, _swap(op, repeat_heads(op, v, q))))
+    return op.cast_like(op.graphc.SoftmaxGrad(_dropped(op, dp, keep, factor, dp), _widen(op, p), axis=-1), q)
+
+
+def _dropped(op: Builder, x: Any, keep: ir.Value | None, factor: float, like: Any) -> Any:
+    """x · factor · keep, multiplied in float32 at least and rounded to the type of ``like``."""
+    if keep is None:
+        return x
+    wide = _widen(op, x)
+    product = op.Mul(wide, op.cast_like(keep, wide))
+    return op.cast_like(op.Mul(product, factor) if factor != 1 else product, like)
