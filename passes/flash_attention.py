@@ -20,7 +20,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.infer import apply
-from graphc.ir.ops.attention import from_heads, operand_axes
+from graphc.ir.ops.attention import drawn_mask, from_heads, operand_axes
 from graphc.ir.ops.random import dropout_scale
 from graphc.passes.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
@@ -79,16 +79,14 @@ def _draw_bits(op: Builder, node: ir.Node) -> bool:
     """Give the node a mask of its own, of zeros and ones, in place of what its dropout multiplies with."""
     index = KEEP[node.op_type]
     keep = node.inputs[index] if len(node.inputs) > index else None
-    drawn = keep
-    while (producer := drawn.producer() if drawn is not None else None) is not None and producer.op_type == "Reshape":
-        drawn = producer.inputs[0]
-    if keep is None or producer is None or producer.op_type != "DropoutMask":
+    drawn = drawn_mask(keep)
+    if keep is None or drawn is None:
         return False
     q = node.inputs[1 if node.op_type == BACKWARD else 0]
     assert q is not None
     op.before, op.scope = node, f"{node.name or node.op_type}/keep"
-    values = OPS[producer.op_type].attribute_values(producer)
-    mask = op.emit(producer.op_type, producer.inputs, values, domain="graphc", outputs=1)[0]
+    values = OPS[drawn.op_type].attribute_values(drawn)
+    mask = op.emit(drawn.op_type, drawn.inputs, values, domain="graphc", outputs=1)[0]
     ones = op.cast_like(op.Greater(mask, op.scalar(0, mask)), q)
     shape = static_dims(keep) or ()
     node.replace_input_with(index, op.Reshape(ones, [*[1] * (4 - len(shape)), *shape]))

@@ -19,7 +19,7 @@ from graphc.backends.cupy.views import shape_of
 from graphc.device import Array, Run
 from graphc.errors import GraphcError
 from graphc.ir.facts import describe
-from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
+from graphc.ir.ops.attention import HEADS, drawn_mask, operand_axes, packed, written
 
 LARGEST_HEAD = 256
 """Elements of a head up to which the library has plans."""
@@ -163,7 +163,8 @@ def _mask_form(mask: ir.Value) -> Tensor:
 def _takes(node: ir.Node) -> bool:
     """Whether the library has a plan: heads are whole vectors of 16 bytes, one after another, and each row saves a number.
 
-    It has none for the gradient of one query and one key.
+    It has none for the gradient of one query and one key. A mask of a dropout must be zeros and ones, or be drawn, so that it
+    can be: the same pass as below draws it.
     That it saves more can still change, as long as nobody else looks at it: the ``flash_attention`` pass sees to it.
     """
     shift, saved = int(node.op_type.endswith("Grad")), _saved(node)
@@ -173,7 +174,8 @@ def _takes(node: ir.Node) -> bool:
         lengths.add(shape_of(value)[axes.index("t")] if "t" in axes else 1)
         if not axes.endswith("d") or size % 8 or size > LARGEST_HEAD or 0 in shape_of(value):
             return False
-    if lengths == {1}:
+    keep, q = _keep(node), node.inputs[shift]
+    if lengths == {1} or (keep is not None and q is not None and keep.dtype != q.dtype and drawn_mask(keep) is None):
         return False
     if node.attributes.get_string("saves", "probabilities") == "logsumexp":
         return True

@@ -207,6 +207,14 @@ def scaled_dot_product_attention_grad(
     return tuple(results)
 
 
+def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
+    """The node that draws the mask of a dropout, which may have been reshaped."""
+    node = keep.producer() if keep is not None else None
+    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node if node is not None and node.op_type == "DropoutMask" else None
+
+
 def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, attributes: Mapping[str, Any]) -> Any:
     """The adjoint of the scores, and so of what is added to them: b × h × t × length of k."""
     q, k, v, mask, keep = (*node.inputs, None)[:5]
