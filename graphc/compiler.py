@@ -116,7 +116,7 @@ def training_pipeline(
         Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
         *parallel.forward_steps(),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
-        Step("attention", {"saves": "logsumexp"} if again else {}),  # one op, which a backend may compute in cache
+        Step("attention"),  # one op, which a backend may compute in cache
         *([Step("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
         *([Step("recompute", again)] if again else []),  # fewer activations wait for the backward pass
