@@ -17,6 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 LARGE = (
+    "test_whoever_takes_the_advice_has_enough_memory[transformer-small",
+    "test_training_gives_the_same_bits_from_less_memory[{}-1]",
+    "tests/backends/test_device_mixed.py",
+    "test_every_way_to_write_it_is_found_and_trains_as_in_pytorch[logsumexp]",
+    "test_dropped_probabilities_train_as_in_pytorch_with_the_same_masks[True-probabilities]",
+    "test_a_plan_that_does_not_fit_changes_nothing",
     "vgg19",
     "zfnet512",
     "bvlc_alexnet",
