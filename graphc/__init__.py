@@ -19,7 +19,7 @@ _EXPORTS = {
     "compile": "graphc.compiler",
     "grad": "graphc.compiler",
     "Program": "graphc.compiler",
-    "Trainer": "graphc.trainer",
+    "Trainer": "graphc.training.trainer",
     "Mesh": "graphc.mesh",
     "GraphcError": "graphc.errors",
     "custom_op": "graphc.custom",
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from graphc.custom import custom_op, custom_primitive
     from graphc.errors import GraphcError
     from graphc.mesh import Mesh
-    from graphc.trainer import Trainer
+    from graphc.training.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS or name in _MODULES:
-        from graphc.ir.light import import_onnx_ir
+        from graphc.ir.lazy_sympy import import_onnx_ir
 
         import_onnx_ir()
     if name in _EXPORTS:

@@ -1,7 +1,7 @@
 """The backend protocol and the table of native kernels.
 
-A backend compiles the compute segments of a :class:`~graphc.plan.Plan`, runs its native kernels and owns no policy: what
-is one segment, where buffers lie and when collectives start is decided by the plan.
+A backend compiles the compute segments of a :class:`~graphc.plan.partition.Plan`, runs its native kernels and owns no policy:
+what is one segment, where buffers lie and when collectives start is decided by the plan.
 
 Adding a kernel is one decorated function in one file of a backend:
 
@@ -123,7 +123,8 @@ class Abilities(Protocol):
     """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
 
     state_rewrites: str
-    """Passes that change which state a training graph keeps (:mod:`graphc.adapt`), before there is a plan; mostly none."""
+    """Passes that change which state a training graph keeps (:mod:`graphc.plan.state_rewrites`), before there is a plan; mostly
+    none."""
 
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""

@@ -22,9 +22,9 @@ from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
+from graphc.parallel import Parallel
 from graphc.pause import collection_paused
 from graphc.pipeline import PASSES, Context, Step, parse, run
-from graphc.strategy import Parallel
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
@@ -214,7 +214,7 @@ def compile(
             ``"bf16:deny=Conv|head/*"``.
         recompute: ``cheap``, ``all`` or options of the ``recompute`` pass: ``"budget_mb=64,batch=32"``.
         strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite: how workers divide
-            the work; see :class:`graphc.strategy.Parallel`.
+            the work; see :class:`graphc.parallel.Parallel`.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
 

@@ -11,7 +11,7 @@ back through that output; a rule is called only if at least one is there). It re
 (no gradient), or a function without arguments that makes the value, called only when that gradient is needed. The
 engine sums broadcast gradients back to the input's shape, accumulates and prunes; a rule does none of that.
 
-A rule for an op with bodies returns further entries, one for each value that :func:`graphc.ir.bodies.captured` lists. One
+A rule for an op with bodies returns further entries, one for each value that :func:`graphc.ir.subgraphs.captured` lists. One
 that is registered as ``selective`` is told by ``needs=``, a set of values, which gradients are wanted.
 """
 

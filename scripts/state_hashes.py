@@ -1,4 +1,5 @@
-"""Prints the state hash after ten steps of the demo's model, for every strategy: what a change that keeps the bits leaves equal.
+"""Prints the state hash after ten steps of the demo's model, for every strategy: what a change that keeps the bits leaves
+equal.
 
     python scripts/state_hashes.py > before.txt      # then change something
     python scripts/state_hashes.py | diff before.txt -

@@ -143,7 +143,7 @@ def gpu_is_lost() -> bool:
 def has_mpi() -> bool:
     """Whether processes can be started that meet by MPI."""
     from graphc.errors import MissingExtraError
-    from graphc.runtime.launch import find_mpiexec
+    from graphc.launch.local import find_mpiexec
 
     try:
         find_mpiexec()

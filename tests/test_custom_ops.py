@@ -14,14 +14,14 @@ import torch
 import graphc
 from graphc.backend import Binding, kernel
 from graphc.errors import UnsupportedOpError, UsageError
-from graphc.export import standard_model
+from graphc.frontends.training_export import standard_model
 from graphc.gradient import gradient
-from graphc.inference import run_model
 from graphc.ir.declare import REQUIRED, same_as
-from graphc.passes.autodiff import autodiff
-from graphc.passes.legalize import legalize
+from graphc.passes.legalize.legalize import legalize
+from graphc.passes.training.autodiff import autodiff
 from graphc.pipeline import Context, run
 from graphc.registry import Registry
+from graphc.training.inference import run_model
 
 SOFTSIGN = """
 <ir_version: 10, opset_import: ["": 21, "acme": 3]>

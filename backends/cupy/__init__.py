@@ -16,18 +16,18 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
-from graphc.backends.cupy import nodes
-from graphc.backends.cupy.bound import BoundSegment, Scratch
-from graphc.backends.cupy.composites import is_composite
-from graphc.backends.cupy.device import Device, Options
-from graphc.backends.cupy.epilogues import GRADIENTS
-from graphc.backends.cupy.kept import Kept
-from graphc.backends.cupy.memory import ALIGNMENT
-from graphc.backends.cupy.planned import PlannedDevice
-from graphc.backends.cupy.report import LOG, fallbacks_of, warn
-from graphc.backends.cupy.segment import Segment, compile_segment
-from graphc.backends.cupy.updates import bind_update, is_elementwise, join_updates
-from graphc.backends.cupy.values import is_expression
+from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
+from graphc.backends.cupy.device.planning_device import PlannedDevice
+from graphc.backends.cupy.device.protocol import Device, Options
+from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.libraries.gemm_epilogues import GRADIENTS
+from graphc.backends.cupy.rewrite.decompose import is_composite
+from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
+from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
+from graphc.backends.fusion.lowering import is_expression
 from graphc.device import Array, Memory, Run
 from graphc.errors import UnsupportedOpError
 
@@ -58,7 +58,7 @@ class CupyBackend:
     ) -> None:
         del threads, spin
         if device is None:
-            from graphc.backends.cupy.cuda import CudaDevice
+            from graphc.backends.cupy.device.cuda_device import CudaDevice
 
             device = CudaDevice(options=Options(tf32, deterministic, loose_gelu))
         self.device = device
@@ -69,7 +69,7 @@ class CupyBackend:
         return is_elementwise(node)
 
     def holds(self, node: ir.Node) -> bool:
-        return nodes.special(node) is not None or is_composite(node) or is_expression(node) or node.op_type in GRADIENTS
+        return registry.special(node) is not None or is_composite(node) or is_expression(node) or node.op_type in GRADIENTS
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True

@@ -19,7 +19,7 @@ from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.infer import propagate
-from graphc.ir.recurrent import RECURRENT, expand_recurrent
+from graphc.ir.ops.recurrent import RECURRENT, expand_recurrent
 
 
 class NumpyBackend:

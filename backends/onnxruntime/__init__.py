@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Binding, native_kernel
 from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
-from graphc.emulation import HALVES
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
+from graphc.plan.half_precision import HALVES
 
 try:
     import onnxruntime as ort

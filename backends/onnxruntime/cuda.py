@@ -144,7 +144,7 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
     def __init__(self, *, threads: int = 1, spin: bool = False, index: int | None = None, tf32: bool = True) -> None:
         del spin
         check_provider()
-        from graphc.backends.cupy.memory import CudaMemory
+        from graphc.backends.cupy.device.cuda_memory import CudaMemory
 
         memory = CudaMemory(index, self.name, self.name)
         index = int(memory.device.id)

@@ -19,7 +19,7 @@ from typing import Any
 
 from graphc.bench.gpu_specs import JOBS, Arrays, Job
 from graphc.bench.kernel_table import Row, rows
-from graphc.predict import TIMERS
+from graphc.report.step_time import TIMERS
 
 Step = Callable[[], Any]
 Answers = dict[str, Callable[[], dict[str, Any]]]

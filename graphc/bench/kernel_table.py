@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphc.predict import Timed
+from graphc.report.step_time import Timed
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from graphc.bench.gpu_specs import JOBS, Job
 from graphc.errors import UsageError, nearest
-from graphc.predict import PREDICTIONS, Prediction
+from graphc.report.step_time import PREDICTIONS, Prediction
 
 
 def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: Job | None = None) -> Prediction:
@@ -21,7 +21,7 @@ def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: Job | N
         UsageError: neither a job nor a training graph.
     """
     from graphc import frontends
-    from graphc.memory import feed_shapes
+    from graphc.report.memory import feed_shapes
 
     if model not in JOBS and not Path(model).exists():
         raise UsageError(f"there is no job and no file {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")

@@ -49,9 +49,10 @@ def command(
     form: options.Format = Format.text,
 ) -> None:
     """Compile MODEL into a training graph: forward, loss, backward, AllReduces and updates in one file."""
-    from graphc import compiler, export, frontends, optim
+    from graphc import compiler, frontends, optim
     from graphc.cli.places import check_place
     from graphc.cli.summary import print_training_graph, training_graph
+    from graphc.frontends import training_export
     from graphc.mesh import Mesh
 
     check_place("--output", out, {"the model": model})
@@ -84,11 +85,11 @@ def command(
     found = training_graph(program.model)
     standard_nodes = None
     if training_info:
-        proto = export.training_info(program)
+        proto = training_export.training_info(program)
         standard_nodes = len(proto.training_info[0].algorithm.node)
-        export.save_proto(proto, out)
+        training_export.save_proto(proto, out)
     else:
-        written = export.standard_model(program.model) if standard else program.model
+        written = training_export.standard_model(program.model) if standard else program.model
         standard_nodes = len(written.graph) if standard else None
         frontends.save(written, out)
     if time_passes:

@@ -91,7 +91,7 @@ def _registries() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    from graphc.runtime.world import available_cores
+    from graphc.distributed.world import available_cores
 
     yield Finding("cores", "ok", f"{available_cores()} usable of {os.cpu_count()}, affinity {sorted(os.sched_getaffinity(0))}")
 
@@ -99,7 +99,7 @@ def _cores() -> Iterator[Finding]:
 def _workers() -> Iterator[Finding]:
     """Two real MPI processes meet at a barrier."""
     from graphc.errors import GraphcError
-    from graphc.runtime.launch import find_mpiexec
+    from graphc.launch.local import find_mpiexec
 
     try:
         mpiexec = find_mpiexec()
@@ -107,8 +107,8 @@ def _workers() -> Iterator[Finding]:
         yield Finding("workers over MPI", "missing", str(error))
         return
     text = (
-        "from graphc.runtime.world import find_world\n"
-        "from graphc.runtime.transport import open_communicator\n"
+        "from graphc.distributed.world import find_world\n"
+        "from graphc.distributed.choose import open_communicator\n"
         "comm = open_communicator(find_world())\n"
         "comm.barrier()\n"
         "print('met', comm.size, flush=True) if comm.rank == 0 else None\n"

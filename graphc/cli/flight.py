@@ -14,7 +14,7 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphc.runtime.flight import Flight
+    from graphc.distributed.health.flight_recorder import Flight
 
 
 def command(
@@ -25,8 +25,8 @@ def command(
     form: options.Format = Format.text,
 ) -> None:
     """Compare the flight logs that a failed run left behind: who is behind, and in which collective."""
-    from graphc.runtime.flight import load
-    from graphc.runtime.verdict import compare
+    from graphc.distributed.health.flight_recorder import load
+    from graphc.distributed.health.hang_report import compare
 
     flights = sorted((flight for path in dumps for flight in load(path)), key=lambda flight: flight.rank)
     verdict = compare(flights)

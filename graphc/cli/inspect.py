@@ -77,9 +77,9 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     """Bytes by kind on each worker; a graph that recomputes is measured without it as well."""
     import dataclasses
 
-    from graphc.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
     from graphc.mesh import Mesh
     from graphc.pipeline import Step, run
+    from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
 
     if not is_training_graph(model):
         model = model.clone()

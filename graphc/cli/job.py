@@ -27,17 +27,17 @@ from graphc.cli.report import Reporter
 from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array
+from graphc.distributed.communicator import Communicator
 from graphc.engine import backend_of
 from graphc.errors import GraphcError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
+from graphc.parallel import Parallel
+from graphc.parameter_server.trainer import ServedTrainer
 from graphc.pipeline import Step
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.trace import Summary, Trace
-from graphc.served import ServedTrainer
-from graphc.strategy import Parallel
-from graphc.trainer import Trainer
+from graphc.report.trace import Summary, Trace
+from graphc.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,6 @@ def command(
     deadline: options.Deadline = None,
 ) -> int:
     """Run SCRIPT as N workers; inside, graphc.Trainer finds its rank."""
-    from graphc.runtime.launch import launch
+    from graphc.launch.local import launch
 
     return launch(workers, script, transport=transport, keep_going=keep_going, deadline=deadline)

@@ -8,10 +8,10 @@ from graphc.cli.output import Format
 
 def command(form: options.Format = Format.text) -> None:
     """List every standard operator with its gradient (direct, through body, zero or none), and graphc's own operators."""
-    from graphc import coverage
+    from graphc.report import op_coverage
 
-    rows, own = coverage.standard(), coverage.own()
-    counts = coverage.summary(rows)
+    rows, own = op_coverage.standard(), op_coverage.own()
+    counts = op_coverage.summary(rows)
     if form is Format.json:
         output.document({"summary": counts, "onnx": [row.row() for row in rows], "graphc": own})
         return

@@ -64,7 +64,7 @@ def terminals() -> str:
 
 def is_main() -> bool:
     """Whether this worker speaks for all: rank 0, or no worker at all."""
-    from graphc.runtime.world import find_world
+    from graphc.distributed.world import find_world
 
     try:
         return find_world().rank == 0

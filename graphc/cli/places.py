@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphc.atomic_files import check_writable
 from graphc.errors import ModelError, UsageError
-from graphc.files import check_writable
 
 
 def check_place(option: str, place: str | None, reads: Mapping[str, str | None]) -> None:

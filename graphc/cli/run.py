@@ -32,7 +32,7 @@ def command(
     from graphc.cli.places import check_place
     from graphc.errors import UsageError
     from graphc.frontends.writing import atomic_write, write_standard_output
-    from graphc.inference import run_model
+    from graphc.training.inference import run_model
 
     if model == "-" and inputs == "-":
         raise UsageError("MODEL and --inputs cannot both come from standard input")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphc.backend import Backend, Fallback, Planner
-    from graphc.plan import Plan
+    from graphc.plan.partition import Plan
 
 
 class _PlanUnlessNamed(TyperGroup):
@@ -46,15 +46,15 @@ def plan(
 ) -> None:
     """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
     from graphc import frontends
-    from graphc.adapt import adapted
     from graphc.cli.inspect import is_training_graph
     from graphc.errors import UsageError
-    from graphc.grid import flights, grid
     from graphc.ir.facts import dims
     from graphc.ir.names import MESH
     from graphc.mesh import Mesh
-    from graphc.plan import make_plan
-    from graphc.roles import role_plans, server_options
+    from graphc.parameter_server.split import role_plans, server_options
+    from graphc.plan.overlap_view import flights, grid
+    from graphc.plan.partition import make_plan
+    from graphc.plan.state_rewrites import adapted
 
     loaded = frontends.load(model)
     if not is_training_graph(loaded):
@@ -104,7 +104,7 @@ def _engine(backend: str) -> Backend:
 def _on_host(found: Plan, engine: Backend) -> list[Fallback] | None:
     """What the host runs in the middle of segments on a device; None for a backend of the host."""
     from graphc.backend import PLANNERS
-    from graphc.runtime.nodes import segment_model
+    from graphc.plan.segment_model import segment_model
 
     if engine.name not in PLANNERS:
         return None

@@ -103,13 +103,13 @@ def command(
     form: options.Format = Format.text,
 ) -> int:
     """Train MODEL on DATA."""
-    from graphc.ir.light import import_onnx_ir
+    from graphc.ir.lazy_sympy import import_onnx_ir
 
     import_onnx_ir()
     from graphc.cli.job import Job
+    from graphc.distributed.world import find_world, wanted_transport
     from graphc.errors import UsageError
-    from graphc.runtime.world import find_world, wanted_transport
-    from graphc.strategy import Parallel
+    from graphc.parallel import Parallel
 
     transport = wanted_transport(transport)
     world = find_world(transport=transport)
@@ -175,7 +175,7 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
         prepared: the job's program and data, when they are at hand.
     """
     from graphc.cli.job import execute, prepare
-    from graphc.runtime.threads import run_threads
+    from graphc.distributed.threads import run_threads
 
     with tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
         several = job.processes > 1 and alone
@@ -209,7 +209,7 @@ def _on_disk(job: Job, folder: Path) -> Job:
 
 def _launch(job: Job, folder: Path) -> int:
     from graphc.cli.job import to_json
-    from graphc.runtime.launch import launch
+    from graphc.launch.local import launch
 
     path = folder / "job.json"
     path.write_text(to_json(job))

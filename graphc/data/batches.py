@@ -13,8 +13,8 @@ import numpy as np
 from graphc.data.prefetch import prefetched
 from graphc.data.sources import ArraySource, Source, StreamSource, is_loader, source_of
 from graphc.device import Array
+from graphc.distributed.world import find_world
 from graphc.errors import DataError, FeedError, UsageError, nearest
-from graphc.runtime.world import find_world
 
 TAILS = ("keep", "drop", "pad", "weight-zero")
 """What becomes of a last batch with fewer samples than a global batch; see :class:`Shards`."""

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from graphc.errors import ModelError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
-from graphc.ir.bodies import body_initializers
-from graphc.ir.links import silent_reader, sort_and_link
+from graphc.ir.subgraphs import body_initializers
+from graphc.ir.toposort import silent_reader, sort_and_link
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 

@@ -12,9 +12,9 @@ from typing import IO
 import onnx
 import onnx_ir as ir
 
+from graphc.atomic_files import whole_file
 from graphc.errors import ModelError
-from graphc.files import whole_file
-from graphc.ir.links import check_whole
+from graphc.ir.toposort import check_whole
 
 EXTERNAL_ABOVE = 1 << 30
 """Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""

@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
-from graphc.ir.bodies import bodies
 from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
+from graphc.ir.subgraphs import bodies
 
 Operand = Any
 """An input: a value, None (left out), a Python number, a list of integers or a numpy array."""

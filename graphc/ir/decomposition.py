@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir import DOMAIN
-from graphc.ir.bodies import bodies
 from graphc.ir.builder import Builder
 from graphc.ir.declare import CUSTOM, declaration_of, decompose_node
 from graphc.ir.facts import describe
+from graphc.ir.subgraphs import bodies
 
 
 def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:

@@ -14,7 +14,7 @@ Dim: TypeAlias = "int | str | None"
 """A dimension: a static size, a symbol's name, or None when nothing is known."""
 
 HELD = "graphc.held"
-"""Key in ``value.meta`` under which :mod:`graphc.ir.symbols` keeps the partly known elements of an integer tensor."""
+"""Key in ``value.meta`` under which :mod:`graphc.ir.symbolic_dims` keeps the partly known elements of an integer tensor."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 

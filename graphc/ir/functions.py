@@ -16,11 +16,11 @@ import onnx
 import onnx_ir as ir
 
 from graphc.ir import OPSET
-from graphc.ir.bodies import bodies, captured, copy_body, type_body_inputs
 from graphc.ir.builder import Builder
 from graphc.ir.facts import FLOATS, constant
-from graphc.ir.links import silent_reader
-from graphc.ir.versions import adapt
+from graphc.ir.opset_adapters import adapt
+from graphc.ir.subgraphs import bodies, captured, copy_body, type_body_inputs
+from graphc.ir.toposort import silent_reader
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Where", "Clip"})
 _SUBGRAPHS_SINCE = 18

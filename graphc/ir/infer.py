@@ -18,10 +18,10 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, IR_VERSION, OPSET
-from graphc.ir.bodies import CONTROL, infer_control
 from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import constant, describe, dims, neighbourhood
-from graphc.ir.symbols import follow, refine
+from graphc.ir.subgraphs import CONTROL, infer_control
+from graphc.ir.symbolic_dims import follow, refine
 
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 

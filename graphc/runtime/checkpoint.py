@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from graphc.atomic_files import whole_file
 from graphc.errors import GraphcError, UsageError
-from graphc.files import whole_file
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from graphc.distributed.communicator import DTYPES, KINDS, REDUCTIONS, Kind, Options
+from graphc.distributed.reductions import Array, Parts, even_parts
 from graphc.errors import UsageError, nearest
-from graphc.runtime.communicator import DTYPES, KINDS, REDUCTIONS, Kind, Options
-from graphc.runtime.reductions import Array, Parts, even_parts
 
 DEADLINE = "GRAPHC_DEADLINE"
 """Environment variable: seconds after which a collective that has not ended ends the work."""
@@ -37,7 +37,7 @@ def check_reduction(dtype: np.dtype[Any], elements: int, op: str, lengths: Seque
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A collective whose arguments fit, with what was left out; see :class:`~graphc.runtime.communicator.Options`."""
+    """A collective whose arguments fit, with what was left out; see :class:`~graphc.distributed.communicator.Options`."""
 
     op: str
     kind: Kind

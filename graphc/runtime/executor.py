@@ -16,20 +16,20 @@ import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import Array, Choice, Run, Variants, Waits, only_queues
+from graphc.distributed.communicator import Communicator
 from graphc.errors import DeviceError
 from graphc.ir.declare import SHARD
 from graphc.ir.names import LOSS_SCALE
-from graphc.layout import RESULTS
-from graphc.plan import Plan
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.finite import Check, NonFiniteStepError
-from graphc.runtime.nodes import segment_model
-from graphc.runtime.places import Places
+from graphc.plan.buffers import RESULTS
+from graphc.plan.partition import Plan
+from graphc.plan.segment_model import segment_model
+from graphc.plan.steps import Step
+from graphc.runtime.accumulators import Turn, bind_sums
+from graphc.runtime.buffers import Places
+from graphc.runtime.collectives import Transfers
+from graphc.runtime.nonfinite import Check, NonFiniteStepError
 from graphc.runtime.state import State
-from graphc.runtime.sums import Turn, bind_sums
-from graphc.runtime.transfers import Transfers
 from graphc.runtime.updates import Updates, owns_nothing
-from graphc.steps import Step
 
 __all__ = ["Executor", "NonFiniteStepError"]
 

@@ -10,15 +10,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.device import ALIGNMENT, HOST, Array, Memory
+from graphc.distributed.communicator import Communicator
 from graphc.errors import UsageError, nearest
-from graphc.groups import offloaded_buffers, update_groups
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import state_updates, static_dims
 from graphc.ir.names import BY_RANK, STEP
 from graphc.ir.ops.collectives import collective_of
-from graphc.runtime.communicator import Communicator
+from graphc.plan.steps import UpdateGroup
+from graphc.plan.update_groups import offloaded_buffers, update_groups
 from graphc.runtime.scalars import ROOM, Scalars
-from graphc.steps import UpdateGroup
 
 
 @dataclass(frozen=True, slots=True)

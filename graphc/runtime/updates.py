@@ -9,9 +9,9 @@ import onnx_ir as ir
 from graphc.backend import Backend
 from graphc.device import HOST, Array, Memory, Run, Waits, in_order
 from graphc.ir.declare import declaration_of
-from graphc.runtime.nodes import bind_op
-from graphc.runtime.places import Places
-from graphc.steps import UpdateGroup
+from graphc.plan.segment_model import bind_op
+from graphc.plan.steps import UpdateGroup
+from graphc.runtime.buffers import Places
 
 
 class Updates:

@@ -19,11 +19,11 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
-from graphc.ir.bodies import bound, captured, finish_body, inline, int_list, new_body, trip_count
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims, is_float
 from graphc.ir.infer import apply
-from graphc.passes.autodiff import backpropagate, descendants, zeros
+from graphc.ir.subgraphs import bound, captured, finish_body, inline, int_list, new_body, trip_count
+from graphc.passes.training.autodiff import backpropagate, descendants, zeros
 
 Adjoint = ir.Value | None
 Typed = tuple[str, ir.TypeProtocol | None, ir.Shape | None]

@@ -1,4 +1,4 @@
-"""Gradients of RNN, GRU and LSTM, through the Scan that computes the same (:mod:`graphc.ir.recurrent`).
+"""Gradients of RNN, GRU and LSTM, through the Scan that computes the same (:mod:`graphc.ir.ops.recurrent`).
 
 The forward node stays as it is, for a runtime has a kernel for it; the backward pass has a forward Scan of its own.
 """
@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
-from graphc.ir.recurrent import recurrence
-from graphc.passes.autodiff import through
+from graphc.ir.ops.recurrent import recurrence
+from graphc.passes.training.autodiff import through
 
 
 @gradient("RNN", "GRU", "LSTM", selective=True)

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.gradient import gradient, operands, zero_gradient
-from graphc.ir.bodies import captured, finish_body, inline, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_float
-from graphc.passes.autodiff import backpropagate, zeros
+from graphc.ir.subgraphs import captured, finish_body, inline, new_body
+from graphc.passes.training.autodiff import backpropagate, zeros
 
 zero_gradient("SequenceEmpty", "SequenceLength", "OptionalHasElement", origin=__name__)
 

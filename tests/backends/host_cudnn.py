@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backends.cupy.attention import Attention
-from graphc.backends.cupy.convolutions import Convolution
-from graphc.backends.cupy.dnn import Description, Tensor
+from graphc.backends.cupy.libraries.cudnn import Description, Tensor
+from graphc.backends.cupy.libraries.cudnn_attention import Attention
+from graphc.backends.cupy.libraries.cudnn_convolution import Convolution
 from tests.backends.strict import host_of
 
 
 class HostDnn:
-    """In place of :class:`graphc.backends.cupy.dnn.Dnn`."""
+    """In place of :class:`graphc.backends.cupy.libraries.cudnn.Dnn`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device

@@ -16,19 +16,19 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS
-from graphc.backends.cupy.bound import BoundSegment, Scratch
-from graphc.backends.cupy.capture import Recording
-from graphc.backends.cupy.device import Options
-from graphc.backends.cupy.dnn import Dnn
-from graphc.backends.cupy.epilogues import product_of
-from graphc.backends.cupy.launch import Shape
-from graphc.backends.cupy.nodes import operands, results
-from graphc.backends.cupy.products import DOMAIN, Product
-from graphc.backends.cupy.segment import Segment, compile_segment
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.cupy.codegen.launch_shape import Shape
+from graphc.backends.cupy.device.cuda_graph import Recording
+from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.libraries.cudnn import Dnn
+from graphc.backends.cupy.libraries.gemm import DOMAIN, Product
+from graphc.backends.cupy.libraries.gemm_epilogues import product_of
+from graphc.backends.cupy.libraries.registry import operands, results
+from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.fusion.views import shape_of
 from graphc.ir.facts import constant
-from graphc.runtime.nodes import segment_model
-from graphc.steps import Step
+from graphc.plan.segment_model import segment_model
+from graphc.plan.steps import Step
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_cudnn import HostDnn
 from tests.backends.host_products import bind_product

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backends.cupy.products import MASK_BITS, Layout, Matrix, Product, call_of
+from graphc.backends.cupy.libraries.gemm import MASK_BITS, Layout, Matrix, Product, call_of
 
 MULTIPLES = {"RELU": MASK_BITS, "GELU": 8}
 

@@ -9,10 +9,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.alike import Reads
-from graphc.backends.cupy.generator import Generator
-from graphc.backends.cupy.source import Spec
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.cupy.fusion.reads_cache import Reads
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.kernel_source import Spec
+from graphc.backends.fusion.views import shape_of
 from graphc.ir.infer import propagate
 
 TWO_LAYERS = """<ir_version: 10, opset_import: ["": 26]> g

@@ -14,17 +14,18 @@ import torch
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend, nodes
-from graphc.backends.cupy.attention import Attention, attention_of
-from graphc.backends.cupy.calls import NodeCall
-from graphc.backends.cupy.convolutions import convolution_of
-from graphc.backends.cupy.dnn import barred
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.libraries.cudnn import barred
+from graphc.backends.cupy.libraries.cudnn_attention import Attention, attention_of
+from graphc.backends.cupy.libraries.cudnn_convolution import convolution_of
+from graphc.backends.cupy.segment.program import NodeCall
 from graphc.bench.specs import SPECS
-from graphc.inference import run_model
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.ops.random import philox_uniform
-from graphc.passes.simplify import simplify_graph
+from graphc.passes.optimize.simplify import simplify_graph
 from graphc.pipeline import Context, run
+from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds, convolutions
 
@@ -33,7 +34,7 @@ def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float
     case = ATTENTIONS[name]
     feeds, names = attention_feeds(case, dtype.numpy())
     model = attention(case, feeds, names)
-    assert all(nodes.special(n) is not None for n in model.graph if n.op_type.startswith("Scaled")), "held in a plan"
+    assert all(registry.special(n) is not None for n in model.graph if n.op_type.startswith("Scaled")), "held in a plan"
     run(model, "flash_attention", Context())
     results, segment = run_segment(ir.to_proto(model), feeds, device)
     called = [c.node.op_type for c in segment.calls if isinstance(c, NodeCall) and c.library is not None]
@@ -97,13 +98,13 @@ def test_one_query_and_one_key_are_not_left_to_cudnn() -> None:
     for length in (1, 2):
         feeds = {name: np.zeros((2, 4, length, 8), np.float16) for name in "qkv"}
         model = attention({"layout": "bhtd,bhtd,bhtd->bhtd"}, feeds, list("qkv"))
-        assert [nodes.special(n) is None for n in model.graph if n.op_type.startswith("Scaled")] == [length == 1] * 2
+        assert [registry.special(n) is None for n in model.graph if n.op_type.startswith("Scaled")] == [length == 1] * 2
 
 
 def test_a_plan_holds_attention_in_half_precision_only() -> None:
     feeds, names = attention_feeds(ATTENTIONS["packed"], np.float32)
     model = attention(ATTENTIONS["packed"], feeds, names)
-    assert all(nodes.special(n) is None for n in model.graph if n.op_type.startswith("Scaled"))
+    assert all(registry.special(n) is None for n in model.graph if n.op_type.startswith("Scaled"))
 
 
 def test_numbers_saved_in_float32_do_not_keep_attention_off_tensor_cores() -> None:
@@ -147,7 +148,7 @@ def test_training_in_bfloat16_takes_attention_from_the_library(
 
 @pytest.fixture(scope="module")
 def gpu() -> Any:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     return CudaDevice(0)
 

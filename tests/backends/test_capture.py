@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphc.backends.cupy.capture import CaptureRefusedWarning, Recording
-from graphc.backends.cupy.memory import explain
+from graphc.backends.cupy.device.cuda_graph import CaptureRefusedWarning, Recording
+from graphc.backends.cupy.device.cuda_memory import explain
 from graphc.device import Choice, Variants
 from graphc.errors import DeviceError, DeviceMemoryError
 

@@ -15,11 +15,11 @@ import torch
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.convolutions import Convolution
+from graphc.backends.cupy.libraries.cudnn_convolution import Convolution
 from graphc.bench.specs import SPECS
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
-from graphc.passes.simplify import simplify_graph
+from graphc.passes.optimize.simplify import simplify_graph
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.gradient_check import new_model
 
@@ -161,6 +161,6 @@ def test_training_on_the_gpu_follows_onnxruntime(exported: Callable[[str], str])
 
 @pytest.mark.gpu
 def test_pools_on_the_gpu_are_those_of_onnxruntime() -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     check_pools(CudaDevice(0))

@@ -10,9 +10,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.calls import NodeCall
+from graphc.backends.cupy.segment.program import NodeCall
 from graphc.ir.decomposition import decompose_graph
-from graphc.passes.simplify import simplify_graph
+from graphc.passes.optimize.simplify import simplify_graph
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.backends.library_cases import CONVOLUTIONS, convolutions
 
@@ -47,7 +47,7 @@ def test_half_precision_is_summed_in_single() -> None:
 
 @pytest.fixture(scope="module")
 def gpu() -> Any:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     return CudaDevice(0)
 

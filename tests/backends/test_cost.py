@@ -12,14 +12,14 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.calls import KernelCall
-from graphc.backends.cupy.cost import cost_of, nbytes, traffic
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.predict.cost_model import cost_of, nbytes, traffic
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
 from graphc.errors import UsageError
 from graphc.ir.facts import static_dims
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 
 HEAD = '<ir_version: 10, opset_import: ["": 26, "graphc": 1]> g '
 

@@ -12,11 +12,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from graphc.backends.cupy.calls import KernelCall
-from graphc.backends.cupy.cost import nbytes, traffic
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.predict.cost_model import nbytes, traffic
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.facts import static_dims
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

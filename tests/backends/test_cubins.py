@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from graphc.backends.cupy import cubins
-from graphc.backends.cupy.cubins import Cubins, architecture, folder_name
+from graphc.backends.cupy.device import nvrtc_cache
+from graphc.backends.cupy.device.nvrtc_cache import Cubins, architecture, folder_name
 from graphc.errors import GraphcError
 
 
@@ -58,7 +58,7 @@ def test_a_text_that_does_not_compile_leaves_nothing_behind(tmp_path: Path) -> N
 
 def test_architecture_version_and_options_keep_their_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {folder_name("sm_90", 13000), folder_name("sm_100", 13000), folder_name("sm_90", 13010)}
-    monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "--use_fast_math"))
+    monkeypatch.setattr(nvrtc_cache, "OPTIONS", (*nvrtc_cache.OPTIONS, "--use_fast_math"))
     assert len(names | {folder_name("sm_90", 13000)}) == 4
 
 

@@ -16,13 +16,16 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.capture import Recording
+from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.bench.specs import SPECS
 from graphc.errors import DeviceMemoryError
-from graphc.memory import feed_shapes, memory_of
+from graphc.report.memory import feed_shapes, memory_of
 from tests.conftest import emulated
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error::graphc.backends.cupy.capture.CaptureRefusedWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error::graphc.backends.cupy.device.cuda_graph.CaptureRefusedWarning"),
+]
 
 NETWORKS = ("mlp", "lenet", "transformer-small")
 
@@ -46,7 +49,7 @@ def trained(program: graphc.Program, feeds: dict[str, Any], steps: int) -> tuple
 def test_captured_steps_are_those_launched_one_by_one_bit_for_bit(
     name: str, options: dict[str, Any], exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     program, feeds = compiled(exported(name), **options), batch(name)
     captured = trained(program, feeds, 6)
@@ -61,7 +64,7 @@ def test_trainers_in_one_process_keep_to_their_streams() -> None:
     """What the first one allocates and fills, once there is a second, comes in the order of its own work."""
     import cupy
 
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     first, second = CudaDevice(0), CudaDevice(0)
     flat = first.zeros(4096).view(np.float32)
@@ -143,7 +146,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(exported: Call
 
 
 def test_feeds_travel_beside_the_compute_stream() -> None:
-    from graphc.backends.cupy.memory import CudaMemory
+    from graphc.backends.cupy.device.cuda_memory import CudaMemory
 
     memory = CudaMemory(0)
     nbytes = 512 << 20
@@ -238,7 +241,7 @@ def test_what_is_bound_is_free_again_when_it_is_gone(exported: Callable[[str], s
 
     import cupy
 
-    from graphc.backends.cupy.cublaslt import Plan
+    from graphc.backends.cupy.libraries.cublaslt import Plan
 
     def used() -> tuple[int, int]:
         """Bytes of the device that are taken, and descriptions of products."""

@@ -16,10 +16,10 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.attention import Attention, Place, attention_of
-from graphc.backends.cupy.convolutions import convolution_of
-from graphc.backends.cupy.device import Options
-from graphc.backends.cupy.dnn import WORKSPACE, Description, Dnn, Tensor, build, named, propose, usable
+from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Description, Dnn, Tensor, build, named, propose, usable
+from graphc.backends.cupy.libraries.cudnn_attention import Attention, Place, attention_of
+from graphc.backends.cupy.libraries.cudnn_convolution import convolution_of
 from graphc.bench.gpu_specs import JOBS
 from graphc.pipeline import Context, run
 from tests.backends.library_cases import ATTENTIONS, CONVOLUTIONS, attention, attention_feeds, convolutions

@@ -12,11 +12,11 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.bound import BoundSegment
+from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.bench.specs import SPECS
 from graphc.data import shard
+from graphc.distributed.threads import run_threads
 from graphc.errors import DataError, DeviceError, FeedError, WorldError
-from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]

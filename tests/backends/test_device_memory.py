@@ -17,15 +17,15 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend, CupyPlanner
-from graphc.backends.cupy.epilogues import by_rule
-from graphc.backends.cupy.memory import UNIT
-from graphc.backends.cupy.nodes import Library
-from graphc.backends.cupy.products import Product
+from graphc.backends.cupy.device.cuda_memory import UNIT
+from graphc.backends.cupy.libraries.gemm import Product
+from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
+from graphc.backends.cupy.libraries.registry import Library
 from graphc.bench.specs import SPECS
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import DeviceMemoryError
-from graphc.memory import feed_shapes, memory_of, predicted
-from graphc.runtime.threads import run_threads
+from graphc.report.memory import feed_shapes, memory_of, predicted
 from tests.backends.host_kernels import HostDevice
 from tests.backends.strict import DeviceArray
 

@@ -9,8 +9,8 @@ import pytest
 
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
+from graphc.distributed.threads import run_threads
 from graphc.errors import WorldError
-from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.backends.test_device_strategies import ADAM, DEVICE, follow, train
 from tests.training import small
@@ -18,7 +18,7 @@ from tests.training import small
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
 ]
 
 WORLDS = [(DEVICE, "onnxruntime"), ("onnxruntime", DEVICE)]

@@ -15,15 +15,15 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError
-from graphc.runtime.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.training import small
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
     pytest.mark.filterwarnings("ignore:invalid value|overflow:RuntimeWarning"),  # where the pretended device meets a NaN
 ]
 

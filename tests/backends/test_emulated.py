@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphc.backends.cupy.launch import Shape
+from graphc.backends.cupy.codegen.launch_shape import Shape
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_kernels import EmulatedDevice
 from tests.backends.test_fusion import CASES, REDUCING, check_case, check_network

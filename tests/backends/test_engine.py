@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backends.cupy.device import Options
+from graphc.backends.cupy.device.protocol import Options
 from graphc.bench.specs import SPECS
 from graphc.engine import make_backend
 from graphc.errors import UsageError
@@ -27,7 +27,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         found.append(options)
         return HostDevice()
 
-    monkeypatch.setattr("graphc.backends.cupy.cuda.CudaDevice", device)
+    monkeypatch.setattr("graphc.backends.cupy.device.cuda_device.CudaDevice", device)
     return found
 
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphc
-from graphc.backends.cupy.calls import KernelCall
-from graphc.backends.cupy.indexing import Linear, Variable, flatten, unflatten
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall
+from graphc.backends.fusion.indexing import Linear, Variable, flatten, unflatten
 from graphc.bench.models import export
 from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update
 from graphc.pipeline import run
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.conformance.suite import plain, quick_cases
 

@@ -17,9 +17,10 @@ from torch import nn
 
 import graphc
 from graphc import backends
-from graphc.backends.cupy import crossing, segment
-from graphc.backends.cupy.capture import Recording
-from graphc.backends.cupy.segment import KernelCall, Segment
+from graphc.backends.cupy.device.cuda_graph import Recording
+from graphc.backends.cupy.fusion import row_column
+from graphc.backends.cupy.segment import compile as segment_compile
+from graphc.backends.cupy.segment.compile import KernelCall, Segment
 from graphc.bench.models import _Block
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +117,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[KernelCall]:
         return made  # type: ignore[no-any-return]
 
     monkeypatch.setattr(backends.cupy, "compile_segment", watched)
-    for module in (segment, crossing):
+    for module in (segment_compile, row_column):
         monkeypatch.setattr(module, "SMALL", 0)
     return found
 
@@ -141,7 +142,7 @@ def test_float32_follows_the_cpu(name: str) -> None:
 def test_deterministic_runs_have_the_same_bits_captured_or_not(
     name: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     first, again = (train(name, "cupy:deterministic=true", precision, 6) for _ in range(2))
     monkeypatch.setattr(CudaDevice, "record", lambda self, runs: Recording(runs, None))

@@ -20,7 +20,7 @@ from tests.backends import test_device_strategies as strategies
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
 ]
 
 OPTIMIZERS = {"mlp": "sgd:lr=0.05,momentum=0.9", "lenet": "sgd:lr=0.05,momentum=0.9", "transformer-small": "adamw:lr=1e-3"}

@@ -12,7 +12,7 @@ import pytest
 
 from graphc.backends.cupy import CupyBackend
 from graphc.ir.facts import static_dims
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.passes.test_gradients_table import CASES, NO_KERNEL, SINGLE, Case, _label
 
@@ -62,6 +62,6 @@ def test_rules_of_a_sample_on_generated_kernels(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SAMPLE[::3], ids=_label)
 def test_rules_on_a_gpu(case: Case) -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     check(case, CudaDevice())

@@ -12,18 +12,19 @@ import pytest
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend, idle
-from graphc.backends.cupy.bound import BoundSegment
-from graphc.backends.cupy.idle import Idle
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.segment import scratch_reuse
+from graphc.backends.cupy.segment.bind import BoundSegment
+from graphc.backends.cupy.segment.scratch_reuse import Idle
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from graphc.memory import feed_shapes, memory_of
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
+from graphc.report.memory import feed_shapes, memory_of
 from tests.backends.host_kernels import HostDevice
 
 
 def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "LEAST", 1)
+    monkeypatch.setattr(scratch_reuse, "LEAST", 1)
     rng, lodged = random.Random(0), 0
     for _ in range(40):
         memory = np.zeros(1 << 16, np.uint8)
@@ -97,7 +98,7 @@ def test_training_gives_the_same_bits_from_less_memory(
 
     found = []
     for least in (1, 1 << 40):
-        monkeypatch.setattr(idle, "LEAST", least)
+        monkeypatch.setattr(scratch_reuse, "LEAST", least)
         scratch = memory_of(program.model, feed_shapes(program.model, 4), backend="cupy", world_size=workers).scratch
         lodged.clear()
         found.append((scratch, trained(None) if workers == 1 else run_threads(2, trained)[0]))

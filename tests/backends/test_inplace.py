@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from graphc.backends.cupy.cost import scratch_of
+from graphc.backends.cupy.predict.cost_model import scratch_of
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

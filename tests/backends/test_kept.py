@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
-from graphc.backends.cupy import kept
-from graphc.backends.cupy.bound import BoundSegment, Scratch
-from graphc.backends.cupy.kept import Kept
-from graphc.backends.cupy.segment import Segment, compile_segment
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.cupy.segment import disk_cache
+from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.fusion.views import shape_of
 from tests.backends.host_kernels import HostDevice
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -75,9 +75,9 @@ def test_other_options_sources_and_segments_are_compiled_anew(tmp_path: Path, mo
     other.CopyFrom(MODEL)
     other.graph.node[4].attribute[0].i = 0
     asked("segment", other)
-    monkeypatch.setattr(kept, "_sources", lambda: b"of another version")
+    monkeypatch.setattr(disk_cache, "_sources", lambda: b"of another version")
     asked("sources")
-    monkeypatch.setattr(kept, "_sources", lambda: b"")  # an installation without sources keeps nothing
+    monkeypatch.setattr(disk_cache, "_sources", lambda: b"")  # an installation without sources keeps nothing
     asked("no sources")
     asked("no sources")
     assert compiled == ["first", "options", "segment", "sources", "no sources", "no sources"]
@@ -89,7 +89,7 @@ def test_a_plugin_has_its_segments_compiled_every_time(tmp_path: Path, monkeypat
     def made_elsewhere(node: Any) -> list[Any]:
         return []
 
-    monkeypatch.setitem(kept.nodes.KERNELS, "plugin::Op", [kept.nodes.NodeKernel("plugin::Op", made_elsewhere, ())])
+    monkeypatch.setitem(disk_cache.nodes.KERNELS, "plugin::Op", [disk_cache.nodes.NodeKernel("plugin::Op", made_elsewhere, ())])
     again: list[str] = []
     Kept(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
     assert again == ["compiled"]

@@ -11,9 +11,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.calls import KernelCall
-from graphc.backends.cupy.segment import compile_segment
-from graphc.backends.cupy.tables import bind_table
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall
+from graphc.backends.cupy.updates.multi_tensor import bind_table
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 from tests.backends.test_threads import LAYER_NORM_GRADIENT
 

@@ -19,7 +19,7 @@ from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.attention import operand_axes, packed, written
-from graphc.passes.decompose import decompose_graph
+from graphc.passes.legalize.decompose import decompose_graph
 
 ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")

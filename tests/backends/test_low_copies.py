@@ -14,10 +14,10 @@ import torch
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.updates import Update, launches_of
+from graphc.backends.cupy.updates.bind import Update, launches_of
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.training import small
 
@@ -167,7 +167,7 @@ def test_a_skipped_step_leaves_the_copies_alone() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::graphc.runtime.transport.StagedWarning")
+@pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning")
 @pytest.mark.parametrize("strategy", ["mirrored", "local_sgd:every=2", "zero:stage=1", "adasum"])
 def test_two_workers_train_alike_with_copies_and_without(strategy: str) -> None:
     """Where workers go their own ways between two averages, or a strategy keeps copies of its own, none are added."""

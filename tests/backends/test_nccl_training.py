@@ -13,11 +13,11 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.capture import Recording
+from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.bench.specs import SPECS
 from graphc.device import Variants
-from graphc.runtime.nccl import NcclCommunicator
-from graphc.runtime.threads import ThreadCommunicator, run_threads
+from graphc.distributed.nccl.communicator import NcclCommunicator
+from graphc.distributed.threads import ThreadCommunicator, run_threads
 from tests.backends.host_kernels import HostDevice
 from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream, capture
 

@@ -23,14 +23,14 @@ import pytest
 import graphc
 from graphc.backend import BACKENDS, COVERAGE, PLANNERS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.calls import KernelCall, NodeCall
-from graphc.backends.cupy.control import Control
 from graphc.backends.cupy.kernels import sorting
-from graphc.backends.cupy.segment import compile_segment
-from graphc.inference import run_model
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.control_flow import Control
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words
+from graphc.training.inference import run_model
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
 pytestmark = pytest.mark.skipif(
@@ -44,7 +44,7 @@ Arrays = Sequence["np.ndarray[Any, Any]"]
 @pytest.fixture(params=["host", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Any:
     if request.param == "gpu":
-        from graphc.backends.cupy.cuda import CudaDevice
+        from graphc.backends.cupy.device.cuda_device import CudaDevice
 
         return CudaDevice()
     return HostDevice() if request.param == "host" else EmulatedDevice(order=2)

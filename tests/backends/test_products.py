@@ -21,16 +21,17 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import graphc
-from graphc.backends.cupy import CupyBackend, choices
-from graphc.backends.cupy.calls import KernelCall, NodeCall
-from graphc.backends.cupy.choices import Choices
-from graphc.backends.cupy.cublaslt import Products
-from graphc.backends.cupy.device import Options
-from graphc.backends.cupy.epilogues import by_rule, product_of
-from graphc.backends.cupy.products import DOMAIN, Product, call_of
-from graphc.backends.cupy.segment import Segment, compile_segment
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.libraries import tuning_cache
+from graphc.backends.cupy.libraries.cublaslt import Products
+from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, call_of
+from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
+from graphc.backends.cupy.libraries.tuning_cache import Choices
+from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir.declare import is_update
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.conftest import emulated
 
@@ -253,7 +254,7 @@ def test_choices_survive_other_processes_and_broken_files(tmp_path: Path) -> Non
     other.put("b", {"seconds": 2.0})
     assert Choices(path).get("a") == {"seconds": 1.0}
     assert other.get("a") == {"seconds": 1.0}, "what others found is taken over"
-    script = Path(choices.__file__).read_text() + "\nimport sys\nc = Choices(Path(sys.argv[1]))\n"
+    script = Path(tuning_cache.__file__).read_text() + "\nimport sys\nc = Choices(Path(sys.argv[1]))\n"
     script += "for k in range(12): c.put(f'{sys.argv[2]}-{k}', k)"
     running = [subprocess.Popen([sys.executable, "-S", "-c", script, str(path), name]) for name in "xy"]
     assert all(process.wait() == 0 for process in running)
@@ -275,7 +276,7 @@ def test_the_librarys_names_are_those_of_its_bindings() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         pytest.skip("needs NVIDIA's driver")
-    from graphc.backends.cupy.cublaslt import Plan, Pointers, description_attributes
+    from graphc.backends.cupy.libraries.cublaslt import Plan, Pointers, description_attributes
 
     at = Pointers(*(4096 * k for k in range(1, 7)))
     for kind in ("relu", "tanh"):
@@ -315,7 +316,7 @@ def test_the_biases_of_all_layers_are_rounded_by_one_kernel() -> None:
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options], Any]]:
     """Makes the GPU with options; what is measured goes to a folder of its own."""
-    from graphc.backends.cupy.cuda import CACHE, CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CACHE, CudaDevice
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, str(tmp_path_factory.mktemp("cache")))

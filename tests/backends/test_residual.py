@@ -14,13 +14,14 @@ import torch
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend, segment
-from graphc.backends.cupy.calls import KernelCall, NodeCall
-from graphc.backends.cupy.cost import cost_of
-from graphc.backends.cupy.planned import PlannedDevice
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy import CupyBackend
+from graphc.backends.cupy.device.planning_device import PlannedDevice
+from graphc.backends.cupy.predict.cost_model import cost_of
+from graphc.backends.cupy.segment import compile as segment_compile
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir.facts import static_dims
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 from tests.backends.test_cost import HEAD, passes
 from tests.passes.test_layout import Residual
@@ -148,7 +149,7 @@ def test_the_joined_gradient_is_that_of_pytorch(emulated: bool) -> None:
 @pytest.mark.parametrize("emulated", [False, True], ids=["host", "cuda"])
 def test_masks_of_bits_are_the_signs_of_the_sum(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by a kernel of its own shape and by one that also sums over positions; read by both kinds."""
-    monkeypatch.setattr(segment, "SMALL", 0)
+    monkeypatch.setattr(segment_compile, "SMALL", 0)
     rng = np.random.default_rng(0)
     text = """(float[3,6,5,16] x, float[3,6,5,16] k, float[16,1,1,16] w)
       => (float[3,6,5,16] e, float[3,16] p, float[3,6,5,16] d, float[16] t) {

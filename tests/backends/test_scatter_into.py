@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 
-from graphc.backends.cupy.calls import KernelCall
+from graphc.backends.cupy.segment.program import KernelCall
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from graphc.backends.cupy.calls import KernelCall
-from graphc.backends.cupy.segment import compile_segment
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 
 pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
@@ -96,7 +96,7 @@ def test_kernels_compute_the_same_with_all_their_threads(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_the_same_on_a_gpu(name: str) -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     check_kernels(name, CudaDevice())
 

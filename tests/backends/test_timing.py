@@ -11,7 +11,7 @@ import pytest
 import graphc
 from graphc.bench.kernel_table import centres, markdown, rows
 from graphc.bench.specs import SPECS
-from graphc.predict import TIMERS, Cost, Timed
+from graphc.report.step_time import TIMERS, Cost, Timed
 
 
 def timed(name: str, seconds: float, predicted: float, centre: str = "elements") -> Timed:

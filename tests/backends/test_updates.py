@@ -17,15 +17,15 @@ import torch
 import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.tables import Launched
-from graphc.backends.cupy.update_text import written
-from graphc.backends.cupy.updates import Update, is_elementwise, join_updates
+from graphc.backends.cupy.updates.bind import Update, is_elementwise, join_updates
+from graphc.backends.cupy.updates.kernel import written
+from graphc.backends.cupy.updates.multi_tensor import Launched
 from graphc.bench.specs import SPECS
 from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, declare
 from graphc.ir.ops.updates import like_parameter
-from graphc.runtime.nodes import bind_op
+from graphc.plan.segment_model import bind_op
 from tests.backends.host_kernels import EmulatedDevice, HostDevice
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -301,7 +301,7 @@ def test_gradients_are_measured_in_two_launches(dtype: Any) -> None:
 
 @pytest.mark.gpu
 def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     device, host = CudaDevice(0), HostDevice()
     states = []

@@ -239,7 +239,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_launch_in_threads(here: Path) -> None:
     (here / "s.py").write_text(
-        "import sys\nfrom graphc.runtime.world import find_world\n"
+        "import sys\nfrom graphc.distributed.world import find_world\n"
         "w = find_world()\nsys.stdout.write(f'{w.rank} of {w.size} {sys.argv[1:]}\\n')\n"  # print writes its newline apart
     )
     done = cli("launch", "-n", 2, "--transport", "threads", "s.py", "--flag", "-n", "7")

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 
+from graphc.atomic_files import whole_file
 from graphc.cli import main
-from graphc.files import whole_file
 from tests.cli.models import MLP, parse, write_blobs, write_mlp
 
 LOSS = ("--loss", "softmax_cross_entropy", "--optimizer", "sgd:lr=0.1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphc.cli import main
-from graphc.grid import SYMBOLS
+from graphc.plan.overlap_view import SYMBOLS
 from tests.cli.models import write_mlp
 
 

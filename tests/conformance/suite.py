@@ -18,7 +18,7 @@ import onnx.backend.test.case.node as node_cases
 from onnx import numpy_helper
 from onnx.backend.test.loader import DATA_DIR, load_model_tests
 
-from graphc.inference import run_model
+from graphc.training.inference import run_model
 
 
 @dataclass(frozen=True)

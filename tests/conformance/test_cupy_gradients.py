@@ -15,7 +15,7 @@ from onnx.backend.test.case.test_case import TestCase
 
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
-from graphc.inference import run_model
+from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice
 from tests.conformance import gradient_suite as suite
 from tests.conformance.test_gradient_suite import EXCEPTIONS, ROUGH, SINGLE, UNMATCHED_SINGLE, check

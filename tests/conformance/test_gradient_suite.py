@@ -14,7 +14,7 @@ import onnx.defs
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 
-from graphc import coverage
+from graphc.report import op_coverage
 from tests.conformance import gradient_suite as suite
 from tests.conformance.gradient_suite import Array, Outcome
 
@@ -139,7 +139,7 @@ def complaints(outcome: Outcome, op: str) -> list[str]:
     return [f"{outcome.case}: {text}" for text in found]
 
 
-GRADIENT = {row.name: row.gradient for row in coverage.standard() if row.domain == "ai.onnx"}
+GRADIENT = {row.name: row.gradient for row in op_coverage.standard() if row.domain == "ai.onnx"}
 DIFFERENTIABLE = sorted(op for op, kind in GRADIENT.items() if kind in ("direct", "through body"))
 ZERO = sorted(op for op, kind in GRADIENT.items() if kind == "zero" and op != "BitCast")  # whose cases fix the width of types
 DEPRECATED = ("Scatter", "Upsample")

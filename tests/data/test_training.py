@@ -16,9 +16,9 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
 from graphc.data import shard
+from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from graphc.optim import Schedule
-from graphc.runtime.threads import run_threads
 from tests.cli.models import write_blobs, write_mlp
 
 SAMPLES = 46

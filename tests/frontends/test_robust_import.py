@@ -19,10 +19,10 @@ import graphc
 from graphc import frontends
 from graphc.cli import main
 from graphc.errors import ModelError, UnsupportedOpError
-from graphc.inference import run_model
 from graphc.ir.facts import dims
 from graphc.pipeline import Context, Step
 from graphc.pipeline import run as run_passes
+from graphc.training.inference import run_model
 from tests.passes.test_legalize import build, normal
 
 MICROSOFT = {"com.microsoft": 1}

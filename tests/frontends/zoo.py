@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from graphc.frontends.onnx import load, write_back
-from graphc.passes.legalize import legalize
+from graphc.passes.legalize.legalize import legalize
 from graphc.pipeline import Context
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"

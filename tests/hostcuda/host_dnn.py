@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backends.cupy import attention, convolutions
-from graphc.backends.cupy.dnn import WORKSPACE
+from graphc.backends.cupy.libraries import cudnn_attention, cudnn_convolution
+from graphc.backends.cupy.libraries.cudnn import WORKSPACE
 from tests.backends.host_cudnn import compute, view
 
 
@@ -20,7 +20,7 @@ def _host(array: Any) -> Any:
 
 
 class OnStream:
-    """In place of :class:`graphc.backends.cupy.dnn.Dnn`."""
+    """In place of :class:`graphc.backends.cupy.libraries.cudnn.Dnn`."""
 
     def __init__(self, device: Any) -> None:
         self.device, self.deterministic = device, True
@@ -44,5 +44,5 @@ class OnStream:
         return lambda: stream.launch_host_func(work, held)
 
 
-for module in (attention, convolutions):
+for module in (cudnn_attention, cudnn_convolution):
     module.Dnn = OnStream  # type: ignore[attr-defined,misc]

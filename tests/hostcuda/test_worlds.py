@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import graphc
-from graphc.backends.cupy.capture import Recording
+from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.data import share
 from graphc.device import Variants
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.threads import run_threads
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.threads import run_threads
 from tests.backends import test_device_strategies as strategies
 from tests.conftest import emulated
 from tests.runtime.mpi_run import map_ranks

@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.ops.random import dropout_scale, philox, philox_uniform
-from graphc.passes.decompose import decompose_graph
+from graphc.passes.legalize.decompose import decompose_graph
 
 ONES = 0xFFFFFFFF
 

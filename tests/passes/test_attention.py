@@ -16,10 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 import graphc
 from graphc import frontends
 from graphc.errors import UsageError
-from graphc.inference import run_model
 from graphc.ir.names import GRADIENT_OF
 from graphc.ir.ops.random import philox_uniform
 from graphc.pipeline import Context, Step, run
+from graphc.training.inference import run_model
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 8, 2
 SIZE = WIDTH // HEADS

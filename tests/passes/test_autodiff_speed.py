@@ -13,7 +13,7 @@ import pytest
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.names import GRADIENT_OF
-from graphc.passes.autodiff import autodiff
+from graphc.passes.training.autodiff import autodiff
 from graphc.pipeline import Context
 
 LIMIT = 3.0

@@ -8,22 +8,22 @@ import numpy as np
 import onnx.defs
 import pytest
 
-from graphc import coverage
 from graphc.gradient import GRADIENTS
 from graphc.ir.builder import Builder
-from graphc.passes.autodiff import differentiate
+from graphc.passes.training.autodiff import differentiate
+from graphc.report import op_coverage
 from tests.gradient_check import check_gradient, new_model, positive
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 
 
 def test_every_operator_is_accounted_for() -> None:
-    missing = [row.name for row in coverage.standard() if row.gradient == "missing"]
+    missing = [row.name for row in op_coverage.standard() if row.gradient == "missing"]
     assert not missing, f"give {', '.join(missing)} a rule, mark them zero, or say in NO_GRADIENT why they have none"
 
 
 def test_all_differentiable_operators_are_covered() -> None:
-    counts = coverage.summary(coverage.standard())
+    counts = op_coverage.summary(op_coverage.standard())
     assert counts["covered"] == counts["differentiable"]
     assert counts["operators"] == counts["covered"] + counts["zero"] + counts["none"]
     assert counts["operators"] == sum(
@@ -32,7 +32,7 @@ def test_all_differentiable_operators_are_covered() -> None:
 
 
 def test_no_operator_without_gradient_has_a_rule_or_floats_on_both_sides() -> None:
-    for key in coverage.NO_GRADIENT:
+    for key in op_coverage.NO_GRADIENT:
         assert key not in GRADIENTS
         domain, _, name = key.rpartition("::")
         schema = onnx.defs.get_schema(name, domain)
@@ -43,12 +43,12 @@ def test_no_operator_without_gradient_has_a_rule_or_floats_on_both_sides() -> No
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == coverage.page(), "run python -m graphc.coverage docs/ops.md"
+    assert PAGE.read_text(encoding="utf-8") == op_coverage.page(), "run python -m graphc.report.op_coverage docs/ops.md"
 
 
 def test_the_summary_counts_the_table() -> None:
-    rows = coverage.standard()
-    counts = coverage.summary(rows)
+    rows = op_coverage.standard()
+    counts = op_coverage.summary(rows)
     standard = [row for row in rows if row.domain == "ai.onnx"]
     assert counts["second_order"] == sum(row.second_order for row in standard) <= counts["covered"]
     assert counts["direct"] + counts["through_body"] == counts["covered"]
@@ -57,9 +57,9 @@ def test_the_summary_counts_the_table() -> None:
 def test_an_operator_that_nobody_knows_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CumProd" in GRADIENTS
     monkeypatch.delitem(GRADIENTS._items, "CumProd")
-    rows = {row.name: row for row in coverage.standard()}
+    rows = {row.name: row for row in op_coverage.standard()}
     assert rows["CumProd"].gradient == "missing"
-    counts = coverage.summary(rows.values())
+    counts = op_coverage.summary(rows.values())
     assert counts["covered"] == counts["differentiable"] - 1
 
 
@@ -77,7 +77,7 @@ def test_an_operator_that_nobody_knows_is_missing(monkeypatch: pytest.MonkeyPatc
 )
 def test_second_order(op_type: str, shapes: list[tuple[int, ...]], attributes: dict[str, object]) -> None:
     """∂/∂x of ∂(Σ y³)/∂x, which the table promises; in float32 for the op that onnx.reference has in no other type."""
-    assert coverage.second_order(op_type)
+    assert op_coverage.second_order(op_type)
     single = op_type == "MeanVarianceNormalization"
     dtype = np.float32 if single else np.float64
     feeds = {f"x{k}": positive(*shape, seed=k).value.astype(dtype) for k, shape in enumerate(shapes)}

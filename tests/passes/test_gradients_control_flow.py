@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from graphc.errors import ModelError, UnsupportedOpError
-from graphc.ir.bodies import captured, finish_body, new_body
 from graphc.ir.builder import Builder
+from graphc.ir.subgraphs import captured, finish_body, new_body
 from graphc.ir.verify import verify_model
-from graphc.passes.autodiff import differentiate
+from graphc.passes.training.autodiff import differentiate
 from tests.gradient_check import Array, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
 
 COUNT = ("t", ir.TensorType(ir.DataType.INT64), ir.Shape([]))

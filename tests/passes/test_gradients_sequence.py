@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphc.ir.bodies import finish_body, new_body
 from graphc.ir.builder import Builder
+from graphc.ir.subgraphs import finish_body, new_body
 from graphc.ir.verify import verify_model
 from tests.gradient_check import Array, check_gradient, new_model, normal, on_onnxruntime, reference
 

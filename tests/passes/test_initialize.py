@@ -11,7 +11,7 @@ import pytest
 
 from graphc.errors import UsageError
 from graphc.ir.text import from_text
-from graphc.passes.initialize import fans
+from graphc.passes.legalize.initialize import fans
 from graphc.pipeline import Context, run
 
 LIGHT = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "light")

@@ -19,7 +19,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import Context, run
-from graphc.plan import prepare
+from graphc.plan.partition import prepare
 from tests.gradient_check import new_model
 
 

@@ -12,11 +12,11 @@ import onnx_ir as ir
 import pytest
 
 from graphc.errors import UnsupportedOpError
-from graphc.ir.bodies import finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.state import add_initializer
+from graphc.ir.subgraphs import finish_body, new_body
 from graphc.ir.verify import verify_model
-from graphc.passes.legalize import legalize
+from graphc.passes.legalize.legalize import legalize
 from graphc.pipeline import Context
 from tests.gradient_check import Array, new_model, normal, on_onnxruntime, reference
 

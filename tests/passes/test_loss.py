@@ -17,9 +17,9 @@ from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.infer import propagate
 from graphc.ir.ops.losses import label_checks
-from graphc.passes.autodiff import autodiff
-from graphc.passes.decompose import decompose
-from graphc.passes.loss import loss
+from graphc.passes.legalize.decompose import decompose
+from graphc.passes.training.autodiff import autodiff
+from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
 
 Array = np.ndarray[Any, Any]

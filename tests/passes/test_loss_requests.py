@@ -15,8 +15,8 @@ from graphc import losses, pipeline
 from graphc.errors import GraphcError, ModelError, UsageError
 from graphc.ir.names import LOSS_TOTAL
 from graphc.ir.ops.losses import label_checks
-from graphc.passes.autodiff import autodiff
-from graphc.passes.loss import loss
+from graphc.passes.training.autodiff import autodiff
+from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
 from tests.passes.test_loss import HEAD, WEIGHTS, data, graph_of, outputs, run, scores, torch_loss
 

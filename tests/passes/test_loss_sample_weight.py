@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from graphc.errors import UsageError
-from graphc.passes.loss import loss
+from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
 from tests.passes.test_loss import WEIGHTS, data, run, scores
 

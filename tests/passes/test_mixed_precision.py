@@ -17,13 +17,13 @@ import graphc
 from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 from graphc.compiler import training_pipeline
+from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
-from graphc.export import standard_model
-from graphc.inference import run_model
+from graphc.frontends.training_export import standard_model
 from graphc.ir.facts import state_updates
 from graphc.ir.names import GOOD_STEPS, GRADIENT_OF, LOSS_SCALE
 from graphc.pipeline import Step
-from graphc.runtime.threads import run_threads
+from graphc.training.inference import run_model
 
 BATCH = 16
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,10 +21,10 @@ from graphc.ir.declare import OPS
 from graphc.ir.facts import state_updates
 from graphc.ir.infer import propagate
 from graphc.ir.names import LEARNING_RATE, STEP
-from graphc.passes.autodiff import autodiff
-from graphc.passes.decompose import decompose
-from graphc.passes.loss import loss
-from graphc.passes.optimizer import optimizer
+from graphc.passes.legalize.decompose import decompose
+from graphc.passes.training.autodiff import autodiff
+from graphc.passes.training.loss import loss
+from graphc.passes.training.optimizer import optimizer
 from graphc.pipeline import Context
 
 Array = np.ndarray[Any, Any]

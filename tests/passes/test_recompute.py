@@ -18,13 +18,13 @@ import graphc
 from graphc import frontends
 from graphc.cli import main
 from graphc.errors import UsageError
-from graphc.export import standard_model
+from graphc.frontends.training_export import standard_model
 from graphc.ir.builder import Builder
 from graphc.ir.names import LOSS_TOTAL
 from graphc.ir.state import add_initializer
-from graphc.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
-from graphc.passes._recompute_cut import EXPENSIVE, Joint
+from graphc.passes.training.recompute_cut import EXPENSIVE, Joint
 from graphc.pipeline import Context, run
+from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
 
 BATCH = 32
 

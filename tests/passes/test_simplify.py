@@ -19,8 +19,8 @@ from graphc.ir.equal import assert_equal
 from graphc.ir.state import add_initializer
 from graphc.ir.text import from_text, to_text
 from graphc.ir.verify import verify_model
-from graphc.passes.decompose import decompose_graph
-from graphc.passes.simplify import common_subexpressions, dead_code_elimination, fold_and_rewrite, simplify_graph
+from graphc.passes.legalize.decompose import decompose_graph
+from graphc.passes.optimize.simplify import common_subexpressions, dead_code_elimination, fold_and_rewrite, simplify_graph
 from graphc.pipeline import Context, run
 
 LIGHT = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "light")

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from graphc.runtime.communicator import Communicator
+from graphc.distributed.communicator import Communicator
 
 SIZES = (1, 10, 4099, 700_003)  # the last is several slices and a rest
 FLOATS = ("float32", "float64", "bfloat16", "float16")

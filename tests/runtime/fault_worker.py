@@ -21,8 +21,8 @@ import onnx_ir as ir  # noqa: E402
 
 import graphc  # noqa: E402
 from graphc.compiler import training_pipeline  # noqa: E402
+from graphc.distributed.world import find_world  # noqa: E402
 from graphc.pipeline import Context, Step, graph_pass  # noqa: E402
-from graphc.runtime.world import find_world  # noqa: E402
 
 MINE = find_world().rank == JOB["rank"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.nccl import NcclCommunicator
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.transport import for_memory
+from graphc.distributed.choose import for_memory
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.nccl.communicator import NcclCommunicator
 from tests.runtime.collective_cases import everything
 from tests.runtime.on_device import OnDevice
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 _LAUNCH = """
 import json, sys
 from graphc.errors import GraphcError
-from graphc.runtime.launch import launch
+from graphc.launch.local import launch
 workers, transport, env, argv, options = json.loads(sys.argv[1])
 try:
     sys.exit(launch(workers, argv, transport, env, **options))
@@ -43,7 +43,7 @@ spec = importlib.util.spec_from_file_location("tested", file)
 module = importlib.util.module_from_spec(spec)
 sys.modules["tested"] = module
 spec.loader.exec_module(module)
-from graphc.runtime.transport import open_communicator
+from graphc.distributed.choose import open_communicator
 comm = open_communicator()
 arguments = pickle.loads(Path(folder, "arguments").read_bytes())
 result = getattr(module, name)(comm, *arguments)

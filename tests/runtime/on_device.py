@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphc.device import Memory
-from graphc.runtime.communicator import Communicator
+from graphc.distributed.communicator import Communicator
 
 
 class OnDevice:

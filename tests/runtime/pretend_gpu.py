@@ -1,7 +1,7 @@
 """A GPU with streams and NCCL that exist in this process only: its streams are threads, which run what is queued in order.
 
-What :mod:`graphc.runtime.nccl` asks of CuPy and of NCCL is here as CUDA and NCCL define it, so that order, errors and deadlines
-of its collectives can be tested; whether the real libraries are called rightly only a GPU can tell.
+What :mod:`graphc.distributed.nccl.communicator` asks of CuPy and of NCCL is here as CUDA and NCCL define it, so that order,
+errors and deadlines of its collectives can be tested; whether the real libraries are called rightly only a GPU can tell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from graphc.runtime.nccl_calls import Call
+from graphc.distributed.nccl.calls import Call
 from tests.backends.strict import DeviceArray, host_of
 
 # The numbers of nccl.h, and what NCCL does with them.

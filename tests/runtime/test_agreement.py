@@ -11,9 +11,9 @@ import pytest
 
 import graphc
 from graphc.compiler import training_pipeline
+from graphc.distributed.threads import ThreadCommunicator, run_threads
+from graphc.distributed.world import find_world
 from graphc.pipeline import PASSES, Context, Step, graph_pass
-from graphc.runtime.threads import ThreadCommunicator, run_threads
-from graphc.runtime.world import find_world
 from tests.cli.models import MLP, blobs, parse, write_mlp
 from tests.runtime.mpi_run import run_mpi
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from graphc.runtime.flight import load
-from graphc.runtime.launch import find_mpiexec
-from graphc.runtime.watch import is_alive
+from graphc.distributed.health.flight_recorder import load
+from graphc.distributed.health.watchdog import is_alive
+from graphc.launch.local import find_mpiexec
 from tests.runtime.mpi_run import ROOT, Done, finish, run_mpi, start_mpi
 
 pytestmark = pytest.mark.mpi
@@ -31,7 +31,7 @@ START = """
 import os, signal, sys, threading, time
 import numpy as np
 from graphc.errors import FeedError, UnsupportedOpError
-from graphc.runtime.transport import open_communicator
+from graphc.distributed.choose import open_communicator
 comm = open_communicator()
 print("pid", comm.rank, os.getpid())
 comm.barrier()

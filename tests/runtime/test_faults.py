@@ -21,9 +21,9 @@ from pathlib import Path
 import onnx
 import pytest
 
+from graphc.distributed.health.flight_recorder import load
+from graphc.distributed.health.watchdog import is_alive
 from graphc.runtime import checkpoint
-from graphc.runtime.flight import load
-from graphc.runtime.watch import is_alive
 from tests.cli.models import write_mlp
 from tests.runtime.mpi_run import Done, finish, start_mpi
 

@@ -9,8 +9,8 @@ import pytest
 
 from graphc.device import HostMemory
 from graphc.errors import FeedError
-from graphc.feeding import check_arrays
-from graphc.runtime.feeds import Feeds
+from graphc.runtime.input_staging import Feeds
+from graphc.training.feeds import check_arrays
 from tests.backends.strict import StrictMemory
 
 SPECS = {"x": ((3, 4), np.dtype(np.float32)), "label": ((3,), np.dtype(np.int64)), "empty": ((0, 2), np.dtype(np.float32))}

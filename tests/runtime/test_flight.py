@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from graphc.cli import main
+from graphc.distributed.health.flight_recorder import ENTRIES, Ring, load
+from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
 from graphc.runtime.checks import find_deadline
-from graphc.runtime.flight import ENTRIES, Ring, load
-from graphc.runtime.threads import ThreadCommunicator, run_threads
 
 
 def record(ring: Ring, sequence: int, tag: str = "b", *, ended: bool = True) -> None:
@@ -87,7 +87,7 @@ def test_logs_of_a_slow_rank(flight_logs: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from graphc.runtime.flight import dump
+    from graphc.distributed.health.flight_recorder import dump
 
     rings = [Ring(), Ring()]
     for rank, ring in enumerate(rings):
@@ -102,7 +102,7 @@ def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFix
 
 
 def test_ranks_that_parted_before_what_the_logs_hold(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from graphc.runtime.flight import dump
+    from graphc.distributed.health.flight_recorder import dump
 
     rings = [Ring(), Ring()]
     for rank, ring in enumerate(rings):

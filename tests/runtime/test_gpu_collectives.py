@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from graphc.bench.specs import SPECS
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.nccl.bindings import CupyNccl, Nccl4py
 from graphc.errors import UsageError
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.nccl_library import CupyNccl, Nccl4py
 from tests.conftest import gpus
 from tests.runtime.gpu_cases import collectives, one_rank
 from tests.runtime.mpi_run import map_ranks, run_mpi
@@ -27,7 +27,7 @@ several = pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")
 
 
 def memory_of(index: int | None = None) -> Any:
-    from graphc.backends.cupy.cuda import CudaDevice
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     return CudaDevice(index)
 
@@ -74,8 +74,8 @@ def test_a_gpu_each(start: Any) -> None:
 
 FAULT = """
 import os, sys, time
-from graphc.backends.cupy.cuda import CudaDevice
-from graphc.runtime.transport import for_memory, open_communicator
+from graphc.backends.cupy.device.cuda_device import CudaDevice
+from graphc.distributed.choose import for_memory, open_communicator
 import numpy as np
 comm, memory = open_communicator(), CudaDevice()
 gpu = for_memory(comm, memory, transport="nccl")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from graphc.distributed.world import available_cores
 from graphc.errors import MissingExtraError, UsageError
-from graphc.runtime.launch import find_mpiexec, launch, worker_environment
-from graphc.runtime.world import available_cores
+from graphc.launch.local import find_mpiexec, launch, worker_environment
 from tests.runtime.mpi_run import run_mpi
 
-OPEN = "from graphc.runtime.transport import open_communicator\ncomm = open_communicator()\n"
+OPEN = "from graphc.distributed.choose import open_communicator\ncomm = open_communicator()\n"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.mpi
 def test_module_and_environment(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import os, sys\nprint(os.environ['MINE'], sys.argv[1:], __name__)")
-    text = "from graphc.runtime.launch import launch; print(launch(2, ['-m', 'tool', 'a', '--b'], env={'MINE': 'here'}))"
+    text = "from graphc.launch.local import launch; print(launch(2, ['-m', 'tool', 'a', '--b'], env={'MINE': 'here'}))"
     done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert sorted(done.stdout.splitlines()) == ["0", *["here ['a', '--b'] __main__"] * 2]
 

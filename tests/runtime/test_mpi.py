@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphc.distributed.choose import open_communicator
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.consistency import agree
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.reductions import tree_pairs
+from graphc.distributed.world import World, find_world, threads_for
 from graphc.errors import MissingExtraError, WorldError
-from graphc.runtime.agreement import agree
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.reductions import tree_pairs
-from graphc.runtime.transport import open_communicator
-from graphc.runtime.world import World, find_world, threads_for
 from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import map_ranks, run_mpi
 
@@ -88,14 +88,14 @@ def test_queue_gather_broadcast_agree() -> None:
 
 
 def test_more_workers_than_cores() -> None:
-    done = run_mpi(5, "from graphc.runtime.transport import open_communicator as o; print(len(o().allgather_object(1)))")
+    done = run_mpi(5, "from graphc.distributed.choose import open_communicator as o; print(len(o().allgather_object(1)))")
     assert done.code == 0, done.text
     assert done.out.split() == ["5"] * 5
 
 
 def test_a_world_mpi_knows_nothing_of() -> None:
     program = (
-        "from graphc.runtime.world import World\nfrom graphc.runtime.transport import open_communicator\n"
+        "from graphc.distributed.world import World\nfrom graphc.distributed.choose import open_communicator\n"
         "open_communicator(World(0, 3, 0, 3, 'mpi'))"
     )
     done = run_mpi(2, program)

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from graphc.device import HostMemory
+from graphc.distributed.choose import Offer, choose, for_memory
+from graphc.distributed.communicator import Handle
+from graphc.distributed.health.flight_recorder import Ring
+from graphc.distributed.health.hang_report import late
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.nccl.bindings import CupyNccl, Nccl4py
+from graphc.distributed.nccl.calls import DATATYPES, OPERATIONS, plan_calls, takes
+from graphc.distributed.nccl.progress import SHIFT, Progress
+from graphc.distributed.reductions import even_parts
+from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import MissingExtraError, UsageError, WorldError
-from graphc.runtime.communicator import Handle
-from graphc.runtime.flight import Ring
-from graphc.runtime.nccl_calls import DATATYPES, OPERATIONS, plan_calls, takes
-from graphc.runtime.nccl_library import CupyNccl, Nccl4py
-from graphc.runtime.nccl_progress import SHIFT, Progress
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.reductions import even_parts
-from graphc.runtime.threads import ThreadCommunicator, run_threads
-from graphc.runtime.transport import Offer, choose, for_memory
-from graphc.runtime.verdict import late
 from tests.backends.strict import StrictMemory
 from tests.runtime.pretend_gpu import perform
 
@@ -94,7 +94,7 @@ def test_the_bindings_take_the_calls(library: Any) -> None:
         pytest.skip(f"{library.name} is not installed ({error})")
     assert len(found.identity()) == 128
     if library is Nccl4py:
-        from graphc.runtime.nccl_library import _Nccl4pyLink
+        from graphc.distributed.nccl.bindings import _Nccl4pyLink
 
         nccl = found._nccl
         assert {name: int(getattr(nccl.DataType, name.capitalize())) for name in DATATYPES} == DATATYPES

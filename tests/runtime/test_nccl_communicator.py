@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from graphc.bench.bandwidth import on_device
+from graphc.distributed.choose import device_name
+from graphc.distributed.communicator import Communicator, Handle
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.nccl import communicator
+from graphc.distributed.nccl.communicator import NcclCommunicator, on_gpu
+from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
-from graphc.runtime import nccl
-from graphc.runtime.communicator import Communicator, Handle
-from graphc.runtime.nccl import NcclCommunicator, on_gpu
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.threads import ThreadCommunicator, run_threads
-from graphc.runtime.transport import device_name
 from tests.backends.strict import StrictMemory, host_of
 from tests.runtime.collective_cases import everything
 from tests.runtime.gpu_cases import one_rank
@@ -169,8 +169,8 @@ def test_times_of_collectives() -> None:
 
 HANG = """
 import sys, time
-from graphc.runtime.transport import open_communicator
-from graphc.runtime.nccl import NcclCommunicator
+from graphc.distributed.choose import open_communicator
+from graphc.distributed.nccl.communicator import NcclCommunicator
 from tests.runtime.pretend_gpu import PretendMemory, PretendNccl
 import numpy as np
 comm = open_communicator()
@@ -205,8 +205,8 @@ def test_a_gpu_is_told_by_its_memory() -> None:
 
 def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(nccl, "TAKE_UP", 0.1)
-    monkeypatch.setattr(nccl.os, "_exit", ended.append)
+    monkeypatch.setattr(communicator, "TAKE_UP", 0.1)
+    monkeypatch.setattr(communicator.os, "_exit", ended.append)
 
     def work(comm: Any, memory: Any) -> None:
         if comm.rank == 0:
@@ -225,7 +225,7 @@ def test_nothing_is_asked_about_a_link_that_was_aborted() -> None:
     """NCCL gives its memory back."""
     comm = NcclCommunicator(NullCommunicator(), PretendMemory(0), PretendNccl(1))  # type: ignore[arg-type]
     comm.abort("enough")
-    time.sleep(3 * nccl.LOOK)
+    time.sleep(3 * communicator.LOOK)
     assert comm.link.aborted
     assert not comm.link.misused
     comm.close()

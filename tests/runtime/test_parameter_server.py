@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
 from tests.training.test_parameter_server import COUNTING, OPTIMIZERS, train
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.host_staged import StagedCommunicator, moved
+from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.staged import StagedCommunicator, moved
-from graphc.runtime.threads import ThreadCommunicator, run_threads
 from tests.backends.strict import StrictMemory
 from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import map_ranks

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.host_staged import StagedCommunicator
+from graphc.distributed.tcp_store import Store, meeting_place
+from graphc.distributed.world import find_world
 from graphc.errors import UsageError, WorldError
-from graphc.runtime.communicator import Communicator
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.staged import StagedCommunicator
-from graphc.runtime.store import Store, meeting_place
-from graphc.runtime.world import find_world
 from tests.backends.strict import StrictMemory
 from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import ROOT
@@ -30,7 +30,7 @@ from tests.runtime.test_mpi import queue_and_gather, tree_of_blocks
 OPEN = """
 import os, sys, time
 import numpy as np
-from graphc.runtime.transport import open_communicator
+from graphc.distributed.choose import open_communicator
 comm = open_communicator()
 """
 

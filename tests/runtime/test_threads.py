@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphc.distributed.choose import open_communicator
+from graphc.distributed.consistency import agree
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.threads import ThreadCommunicator, run_threads
+from graphc.distributed.world import World, find_world
 from graphc.errors import UsageError, WorldError
-from graphc.runtime.agreement import agree
-from graphc.runtime.queued import NullCommunicator
-from graphc.runtime.threads import ThreadCommunicator, run_threads
-from graphc.runtime.transport import open_communicator
-from graphc.runtime.world import World, find_world
 from tests.runtime.collective_cases import everything
 
 

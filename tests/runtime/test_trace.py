@@ -14,8 +14,8 @@ import pytest
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
-from graphc.runtime.threads import run_threads
-from graphc.runtime.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, overlap, summarise, trace_events
+from graphc.distributed.threads import run_threads
+from graphc.report.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, overlap, summarise, trace_events
 from tests.cli.models import cli, write_blobs, write_mlp
 
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from graphc.distributed.world import World, available_cores, device_index, find_world, threads_for
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
-from graphc.runtime.world import World, available_cores, device_index, find_world, threads_for
 
 
 @pytest.mark.parametrize(

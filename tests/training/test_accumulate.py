@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import graphc
-from graphc.phases import run_once
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
+from graphc.plan.accumulation import run_once
 from tests.training import torch_models
 
 

@@ -10,8 +10,8 @@ import torch
 
 import graphc
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
-from graphc.runtime.threads import run_threads
 from tests.training import small
 
 Array = np.ndarray[Any, Any]

@@ -12,8 +12,8 @@ import torch
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
-from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 

@@ -19,9 +19,9 @@ from torch import nn
 
 import graphc
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.runtime.checkpoint import state_sha256
 from graphc.runtime.state import State
-from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 from tests.training.torch_models import Array

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import graphc
+from graphc.distributed.threads import run_threads
 from graphc.engine import make_backend
 from graphc.errors import UsageError
 from graphc.ir.decomposition import decompose_graph
-from graphc.plan import make_plan
-from graphc.runtime.threads import run_threads
+from graphc.plan.partition import make_plan
 from tests.training import small
 
 STEPS = 20

@@ -13,12 +13,12 @@ import torch
 
 import graphc
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.engine import make_backend
 from graphc.errors import UsageError
 from graphc.ir.facts import static_dims
-from graphc.plan import Plan, make_plan
+from graphc.plan.partition import Plan, make_plan
 from graphc.runtime import checkpoint
-from graphc.runtime.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small
 

@@ -17,7 +17,7 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
 from graphc.errors import UnsupportedOpError
-from graphc.export import NEXT, standard_model, training_info
+from graphc.frontends.training_export import NEXT, standard_model, training_info
 from graphc.ir.names import LEARNING_RATE
 
 ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))

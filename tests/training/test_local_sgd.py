@@ -11,8 +11,8 @@ import torch
 
 import graphc
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import GraphcError, UsageError
-from graphc.runtime.threads import run_threads
 from tests.training import small
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

@@ -12,8 +12,8 @@ import pytest
 
 import graphc
 from graphc.cli import main
+from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
-from graphc.runtime.threads import run_threads
 from tests.training import small
 
 BAD = (2, 5)

@@ -18,10 +18,10 @@ from graphc import demo
 from graphc.bench.specs import SPECS
 from graphc.data import shard, share
 from graphc.device import Run
-from graphc.export import standard_model
-from graphc.roles import server_options
-from graphc.runtime.threads import run_threads
-from graphc.served import ServedTrainer
+from graphc.distributed.threads import run_threads
+from graphc.frontends.training_export import standard_model
+from graphc.parameter_server.split import server_options
+from graphc.parameter_server.trainer import ServedTrainer
 
 OPTIMIZERS = {"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}
 

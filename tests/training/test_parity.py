@@ -26,7 +26,7 @@ from graphc.compiler import training_pipeline
 from graphc.engine import make_backend
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
 from graphc.pipeline import run
-from graphc.plan import make_plan
+from graphc.plan.partition import make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 

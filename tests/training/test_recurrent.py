@@ -13,9 +13,9 @@ import torch
 import graphc
 from graphc.errors import DataDependentShapeError
 from graphc.frontends.torch import export
-from graphc.ir.bodies import finish_body, new_body
 from graphc.ir.builder import Builder
 from graphc.ir.state import add_initializer
+from graphc.ir.subgraphs import finish_body, new_body
 from tests.gradient_check import new_model, normal
 
 BATCH, TIME, FEATURES, CLASSES = 8, 6, 5, 3

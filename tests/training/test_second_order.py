@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import graphc
-from graphc.inference import run_model
 from graphc.ir.builder import Builder
 from graphc.ir.verify import verify_model
-from graphc.passes.autodiff import differentiate
+from graphc.passes.training.autodiff import differentiate
+from graphc.training.inference import run_model
 from tests.gradient_check import Run, new_model, on_onnxruntime, reference
 
 Values = dict[str, Any]

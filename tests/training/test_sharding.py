@@ -15,10 +15,10 @@ import torch
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
+from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
 from graphc.ir.declare import OPS
-from graphc.memory import memory_of
-from graphc.runtime.threads import run_threads
+from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small, torch_models
 

@@ -14,7 +14,7 @@ import graphc
 from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 

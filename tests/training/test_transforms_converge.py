@@ -11,7 +11,7 @@ import pytest
 
 import graphc
 from graphc import demo
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 
 EPOCHS = 5
 

@@ -11,7 +11,7 @@ import pytest
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 
 # BatchNormalization is left out where one worker is compared with two: its batch statistics are those of a worker's share.

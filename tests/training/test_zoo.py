@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import graphc
-from graphc.runtime.threads import run_threads
+from graphc.distributed.threads import run_threads
 
 ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
 SMALL = {"light_squeezenet", "light_shufflenet"}

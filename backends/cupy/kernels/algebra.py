@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.indexing import row_major
 from graphc.backends.cupy.kernels.text import computed, load, store, unflattened
-from graphc.backends.cupy.nodes import FLOATS, STORED, Launch, node_kernel, temporary
-from graphc.backends.cupy.views import shape_of, size_of
+from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, temporary
+from graphc.backends.fusion.indexing import row_major
+from graphc.backends.fusion.views import shape_of, size_of
 
 
 @node_kernel("Einsum", dtypes=STORED)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.expressions import literal
 from graphc.backends.cupy.kernels.text import (
     attributes_of,
     computed,
@@ -23,8 +22,9 @@ from graphc.backends.cupy.kernels.text import (
     store,
     unflattened,
 )
-from graphc.backends.cupy.nodes import FLOATS, STORED, Launch, node_kernel, wanted
-from graphc.backends.cupy.views import shape_of, size_of
+from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, wanted
+from graphc.backends.fusion.expressions import literal
+from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir.ops.channels_last import PREFIX
 from graphc.ir.ops.convolution import Window
 

@@ -18,8 +18,8 @@ from graphc.backends.cupy.kernels.text import (
     unflattened,
     window_of,
 )
-from graphc.backends.cupy.nodes import FLOATS, Launch, node_kernel
-from graphc.backends.cupy.views import integers, shape_of, size_of
+from graphc.backends.cupy.libraries.registry import FLOATS, Launch, node_kernel
+from graphc.backends.fusion.views import integers, shape_of, size_of
 from graphc.ir.ops.convolution import Window
 
 GRID = """

@@ -8,14 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.kernels.text import computed, load, store
-from graphc.backends.cupy.nodes import STORED, Launch, node_kernel
-from graphc.backends.cupy.views import integers, shape_of, size_of
+from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel
+from graphc.backends.fusion.views import integers, shape_of, size_of
 
 LINES = 4096
 """Lines from which one thread a line keeps a device busy."""
 
 WIDEST = 512
-"""Most threads of a block (see :func:`graphc.backends.cupy.launch.blocks`)."""
+"""Most threads of a block (see :func:`graphc.backends.cupy.codegen.launch_shape.blocks`)."""
 
 
 def _axis_is_known(node: ir.Node) -> bool:

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.expressions import literal
-from graphc.backends.cupy.fusion import fusible
+from graphc.backends.cupy.fusion.grouping import fusible
 from graphc.backends.cupy.kernels.sorting import sorted_order
 from graphc.backends.cupy.kernels.text import computed, dtype_of, given, load, store
-from graphc.backends.cupy.nodes import STORED, Launch, node_kernel, temporary
-from graphc.backends.cupy.uses import INTO, direct_user, stand_in
-from graphc.backends.cupy.views import RESHAPES, shape_of, size_of
+from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary
+from graphc.backends.fusion.expressions import literal
+from graphc.backends.fusion.graph_queries import INTO, direct_user, stand_in
+from graphc.backends.fusion.views import RESHAPES, shape_of, size_of
 from graphc.ir.facts import constant
 
 LINES = 2048

@@ -7,8 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backends.cupy import expressions
-from graphc.backends.cupy.views import shape_of
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.views import shape_of
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.convolution import Window
 

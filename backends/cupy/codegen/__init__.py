@@ -1,0 +1,1 @@
+"""Code generation: kernels as CUDA C."""

@@ -1,0 +1,92 @@
+"""From a generated kernel to a launch: how many threads share a row, how many blocks there are, and the text to compile."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from graphc.backends.cupy.codegen import prelude
+from graphc.backends.cupy.codegen.device_functions import needed
+from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.views import size_of
+
+WARP = 32
+BLOCKS = 264
+"""Blocks that keep the device busy: two for each of 132 multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kernel is spread over threads.
+
+    Attributes:
+        threads: of a block.
+        lanes: threads that share a row: 1, 32 or all of a block.
+        span: rows of a block.
+        splits: blocks that share the columns of a row.
+        blocks: of the grid.
+    """
+
+    threads: int
+    lanes: int
+    span: int
+    splits: int
+    blocks: int
+
+
+def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1) -> Shape:
+    """The launch shape on a device.
+
+    Args:
+        contiguous: neighbours along the columns are neighbours in memory; otherwise neighbouring rows are.
+    """
+    if columns <= 8 or not contiguous:
+        threads = 128 if rows < BLOCKS * 256 else 256
+        span = threads if columns > 1 else threads * 4
+        return Shape(threads, 1, span, splits, -(-rows // span) * splits)
+    if columns <= 1024 and rows >= BLOCKS:
+        return Shape(128, WARP, 4, splits, -(-rows // 4) * splits)
+    threads = 256 if columns <= 8192 else 512
+    return Shape(threads, threads, 1, splits, rows * splits)
+
+
+def blocks(rows: int, columns: int) -> Shape:
+    """The launch shape where a whole block works on each row and its threads exchange what they find."""
+    threads = 32 if columns <= 64 else 128 if columns <= 1024 else 512
+    return Shape(threads, threads, 1, 1, rows)
+
+
+def shared_rows(rows: int, lanes: int) -> Shape:
+    """The launch shape where ``lanes`` threads share a row."""
+    return Shape(128, lanes, 128 // lanes, 1, -(-rows // (128 // lanes)))
+
+
+def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: bool = False) -> Shape:
+    """The launch shape of the host: one thread does everything."""
+    span = vector if strided else vector * max(1, 4096 // max(1, columns) // vector)
+    return Shape(1, 1, span, splits, -(-rows // span) * splits)
+
+
+def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
+    """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
+    largest = max((size_of(v) for v in source.operands), default=1)
+    wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest, source.reach) >= 2**31 - 2**20
+    form = source.form
+    constants = {
+        "INDEX": "long long" if wide else "int",
+        "THREADS": shape.threads,
+        "LANES": shape.lanes,
+        "SPAN": shape.span,
+        "SPLITS": shape.splits,
+        "PARTS": parts,
+        "ROWS": source.rows,
+        "COLUMNS": source.columns,
+        "CHUNK": -(-source.columns // (shape.splits * form.vector)) * form.vector,
+        "VECTOR": form.vector,
+        "STRIDED": int(form.strided),
+        "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,
+    }
+    head = "".join(f"#define {key} {value}\n" for key, value in constants.items())
+    text = head + (prelude.CUDA if device else prelude.HOST) + needed(source.body) + source.body
+    name = "k" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return name, text.replace("$name", name) + "\n"

@@ -1,0 +1,138 @@
+"""How a kernel is dealt to threads: vectors, lanes and blocks, chosen from where it reads and writes.
+
+elements      a thread takes 16 bytes of each operand
+rows          a warp or a block takes a row, in vectors of neighbouring columns; what several loops read stays in registers
+strided rows  columns that are not neighbours: a thread takes a vector of neighbouring rows, as a sum over the batch needs
+"""
+
+from __future__ import annotations
+
+from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape, spread
+from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.indexing import Variable
+from graphc.backends.fusion.kernel_source import Form, Source, Spec
+from graphc.backends.fusion.sign_bits import BITS, packs
+from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import constant
+
+WIDEST = 16
+"""Bytes of one access."""
+
+THREADS = 256
+
+EACH = 32
+"""Columns of a row that one thread takes at most before more threads share the row."""
+
+HELD = 64
+"""Registers that may hold operands from one loop to the next."""
+
+FULL = 40
+"""The same in a block of 1024 threads, each of which has 64 registers in all."""
+
+UNROLLED = 64
+"""Elements of a row up to which a thread's loop over them is unrolled (:mod:`.prelude`): what it holds then has registers."""
+
+
+def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
+    """The form of a kernel whose plain ``source`` the ``generator`` has made.
+
+    Args:
+        wide: whether several threads share a row, as on a device; it decides what fits into registers.
+    """
+    spec = generator.spec
+    strided = bool(spec.axes) and not contiguous(spec)
+    along = "columns" if spec.axes and not strided else "rows"
+    vector, variable = vector_of(generator, source, along)
+    if not spec.axes or strided:
+        return Form(vector, along, variable, strided)
+    plain = Form(vector, along, variable)
+    repeated = [key for key, loops in generator.uses.items() if len(loops) > 1 and constant(key[0]) is None]
+    lanes = rows_of(spec, vector, held=True).lanes if wide else 1
+    chunks = -(-spec.columns // (lanes * vector))
+    registers = chunks * sum(-(-vector * stored_bytes(value.dtype) // 4) for value, _ in repeated if value.dtype)
+    most = FULL if lanes == 1024 else HELD
+    if not repeated or registers > (most if wide else 1 << 12) or (wide and chunks * vector > UNROLLED):
+        return plain
+    return Form(vector, along, variable, held=frozenset(repeated))
+
+
+def contiguous(spec: Spec) -> bool:
+    """Whether neighbours along the columns are neighbours in memory; otherwise neighbouring rows are."""
+    return not spec.axes or len(spec.shape) - 1 in spec.axes
+
+
+def vector_of(generator: Generator, source: Source, along: str) -> tuple[int, Variable | None]:
+    """How many neighbours a thread takes at once, and the variable that they differ in."""
+    variable, size = generator.innermost(along)
+    if variable is None:
+        return 1, None
+    taken = [access.value for access in source.traffic if dict(access.offset.terms).get(variable) == 1]
+    widths = [stored_bytes(value.dtype) for value in taken if value.dtype is not None]
+    vector = min(WIDEST // min(widths), 2 * WIDEST // max(widths)) if widths else 1
+    vector = min(8, vector)
+    # An array may begin at any multiple of its own size, as what a Scan slices off does.
+    sizes = (size, *(size_of(value) * (BITS if packs(value) else 1) for value in taken))
+    while any(each % vector for each in sizes):
+        vector //= 2
+    return (vector, variable) if vector > 1 else (1, None)
+
+
+def elements(rows: int, vector: int) -> Shape:
+    """The launch of an elementwise kernel."""
+    threads = 128 if rows < BLOCKS * THREADS * vector else THREADS
+    span = threads * vector
+    return Shape(threads, 1, span, 1, -(-rows // span))
+
+
+def rows_of(spec: Spec, vector: int, splits: int = 1, *, held: bool = False) -> Shape:
+    """The launch of a kernel whose rows are in vectors of columns; ``held`` ones need more threads for their registers."""
+    rows, chunks = spec.rows, -(-spec.columns // vector)
+    if spec.columns <= 8:
+        return spread(rows, spec.columns, splits=splits)
+    if chunks <= WARP or (spec.columns <= WARP * EACH and rows >= BLOCKS):
+        lanes = min(WARP, _power(chunks))
+        span = 128 // lanes
+        return Shape(128, lanes, span, splits, -(-rows // span) * splits)
+    lanes = next((n for n in (128, 256, 512) if spec.columns <= n * EACH), 1024 if held else 512)
+    return Shape(lanes, lanes, 1, splits, rows * splits)
+
+
+def strided_rows(rows: int, columns: int, vector: int, splits: int = 1) -> Shape:
+    """The launch of a kernel whose rows are taken in vectors, each by threads that share its columns."""
+    across = min(WARP, _power(-(-rows // vector)))
+    lanes = THREADS // across
+    while lanes > 1 and columns < lanes * 4 * splits:
+        lanes //= 2
+    across = THREADS // lanes
+    span = across * vector
+    return Shape(THREADS, lanes, span, splits, -(-rows // span) * splits)
+
+
+def parts_sum(rows: int, parts: int) -> Shape:
+    """The launch that adds up partial totals of rows."""
+    lanes = min(16, _power(-(-parts // 2)))
+    return Shape(THREADS, lanes, THREADS // lanes, 1, -(-rows // (THREADS // lanes)))
+
+
+def shape_of_form(spec: Spec, form: Form, splits: int = 1) -> Shape:
+    """The launch on a device."""
+    if not spec.axes:
+        return elements(spec.rows, form.vector)
+    if form.strided:
+        return strided_rows(spec.rows, spec.columns, form.vector, splits)
+    return rows_of(spec, form.vector, splits, held=bool(form.held))
+
+
+def wanted_splits(spec: Spec, form: Form) -> int:
+    """How many blocks should share the columns of one row, so that the device is busy."""
+    shape = shape_of_form(spec, form)
+    if shape.blocks >= BLOCKS:
+        return 1
+    each = shape.lanes * (8 if form.strided else 4 * form.vector)  # columns below which a block is not worth its start
+    return max(1, min(-(-2 * BLOCKS // shape.blocks), spec.columns // each))
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,1 @@
+"""One GPU: memory, streams, CUDA graphs, compiled kernels."""

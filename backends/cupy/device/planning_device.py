@@ -1,0 +1,119 @@
+"""A GPU that is not there: what is bound to it allocates, and nothing runs.
+
+A plan bound to it asks for exactly the memory that it will ask a GPU for, so its memory is known where there is none. The
+bytes lie in address space that the system never has to back.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy.codegen.launch_shape import Shape
+from graphc.backends.cupy.device.cuda_memory import UNIT
+from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.libraries.gemm import Product
+from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
+from graphc.backends.cupy.libraries.registry import Library
+from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.device import PASSED, Array, Event, Run, Unqueued
+
+CONTEXT = 640 << 20
+"""Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round figure, to be measured."""
+
+
+class PlannedDevice(Unqueued):
+    """Counts what a GPU would be asked for.
+
+    Attributes:
+        allocated: bytes on the device, rounded as CuPy's pool does.
+        host: bytes of pinned memory.
+        workspaces: bytes that libraries take for themselves, by name.
+        kernels: how many there are to load.
+    """
+
+    on_host = False
+    context = CONTEXT
+
+    def __init__(self, *, writes_cuda: bool = True, options: Options | None = None, kept: Kept | None = None) -> None:
+        self.writes_cuda, self.kept = writes_cuda, kept
+        self.options = options or Options()
+        self.allocated = self.host = 0
+        self.workspaces: dict[str, int] = {}
+        self.kernels: set[str] = set()
+
+    def zeros(self, nbytes: int) -> Array:
+        self.allocated += -(-max(nbytes, 1) // UNIT) * UNIT
+        return _reserved(nbytes)
+
+    empty = zeros
+
+    def pinned(self, nbytes: int) -> Array:
+        self.host += nbytes
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def put(self, array: Array) -> Array:
+        return self.zeros(array.nbytes).view(array.dtype).reshape(array.shape)
+
+    def adopt(self, array: object) -> Array | None:
+        return array if isinstance(array, np.ndarray) and _is_reserved(array) else None
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Nothing is there to be copied."""
+
+    def fetch(self, array: Array) -> Array:
+        return np.zeros(array.shape, array.dtype)
+
+    def bind_copy(self, target: Array, source: Array) -> Run:
+        return _nothing
+
+    def bind_fill(self, target: Array, value: float) -> Run:
+        return _nothing
+
+    def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
+        return PASSED
+
+    def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
+        self.kernels |= texts.keys()
+        return dict.fromkeys(texts)
+
+    def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
+        return _nothing
+
+    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+        if library is not None and library.workspace is not None:
+            name, nbytes = library.workspace
+            if name not in self.workspaces:
+                self.workspaces[name] = nbytes
+                self.zeros(nbytes)
+        if library is not None and library.own:
+            return library.bind(self, node, inputs, outputs)
+        return _nothing
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        return by_rule(joined, apart, saved)
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        return _nothing
+
+
+def _reserved(nbytes: int) -> Array:
+    """Address space that nobody can write, so that the system need not back it with memory."""
+    space = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    return np.frombuffer(space, dtype=np.uint8, count=nbytes)
+
+
+def _is_reserved(array: Array) -> bool:
+    """Whether this is memory of such a device."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
+
+
+def _nothing() -> None:
+    """What a device that is not there does."""

@@ -1,0 +1,1 @@
+"""Grouping: which nodes become one kernel."""

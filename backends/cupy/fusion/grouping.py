@@ -1,0 +1,276 @@
+"""Grouping the nodes of a segment into launches: fused kernels, and nodes that a library or a kernel of their own runs.
+
+    Add ─► ReduceMean ─► Sub ─► Mul ─► … ─► Gemm        becomes        [Add … normalisation] , [Gemm]
+
+What several kernels need is written to memory; everything else lives in registers. A value joins the last kernel that walks
+over the same elements, shares an operand with it, and stands behind everything the value depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.codegen.launch_shape import BLOCKS
+from graphc.backends.cupy.fusion.groups import (
+    OPERANDS,
+    SMALL,
+    WORK,
+    Kernel,
+    Launch,
+    Launches,
+    Opaque,
+    bytes_read,
+    is_constant,
+    nbytes_of,
+    written,
+)
+from graphc.backends.cupy.fusion.reads_cache import Reads
+from graphc.backends.cupy.libraries.registry import operands, results
+from graphc.backends.fusion import views
+from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.kernel_source import NotFusibleError, Spec
+from graphc.backends.fusion.lowering import dtype_of
+from graphc.backends.fusion.reductions import REDUCTIONS, reduced_axes
+from graphc.backends.fusion.sign_bits import UNPACKED, packs
+from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import constant, static_dims
+
+LOOK_BACK = 12
+"""How many earlier kernels a value may join."""
+
+SPREAD = 6
+"""Operations that are worth a place in memory where each element would repeat them."""
+
+LOOK_AROUND = frozenset({"ChannelsLastMaxPoolTapsGrad", UNPACKED})
+"""Ops of which each element reads several of its operands', which had better lie in memory than be computed so often."""
+
+
+@dataclass(slots=True)
+class Grouping:
+    """The launches of a segment in order.
+
+    Attributes:
+        memory: the values that are written to memory.
+        aliases: value → the value of another shape whose memory it is.
+    """
+
+    launches: list[Launch]
+    memory: set[ir.Value]
+    aliases: dict[ir.Value, ir.Value]
+
+
+def in_place_of(value: ir.Value) -> ir.Value:
+    """The value whose memory this one shares because only reshapes stand between them; a result has memory of its own."""
+    producer = value.producer()
+    while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+        if value.is_graph_output():
+            break
+        (value, *_) = (v for v in producer.inputs if v is not None)
+        producer = value.producer()
+    return value
+
+
+def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> Grouping:
+    """Group the nodes of ``graph``, whose shapes are static.
+
+    Args:
+        opaque: nodes that must not be fused because a library runs them better; what cannot be fused is opaque anyway.
+    """
+    return _Grouper(graph, opaque).run()
+
+
+class _Grouper(Launches):
+    def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> None:
+        super().__init__(graph)
+        self.nodes = [n for n in graph if not is_constant(n)]
+        self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n, self._reads)}
+        self._choose_memory()
+
+    def run(self) -> Grouping:
+        for node in self.nodes:
+            if node in self.opaque:
+                self.launches.append(Opaque(node))
+                self.made.update((out, len(self.launches) - 1) for out in node.outputs)
+            else:
+                for out in node.outputs:
+                    if out in self.memory and size_of(out):
+                        self._place(node, out)
+        self.strip()
+        self.forget()
+        self.strip()
+        self.lighten()
+        kept = {v for launch in self.launches for v in written(launch)}
+        return Grouping(self.launches, kept, self.aliases)
+
+    # What is written to memory ------------------------------------------------------------------------------------------
+
+    def _choose_memory(self) -> None:
+        """Find the values that cannot or should not live in registers only."""
+        found: set[ir.Value] = set(self.graph.outputs)
+        for node in self.opaque:
+            found.update(node.outputs)
+            for value in operands(node):
+                if value is None or constant(value) is not None:
+                    continue
+                base = in_place_of(value)
+                found.add(base)
+                if base is not value:
+                    self.aliases[value] = base
+        for node in self.nodes:
+            if node.op_type in LOOK_AROUND:
+                found.update(in_place_of(v) for v in node.inputs if v is not None and constant(v) is None)
+        self.memory = {v for v in found if v.producer() is not None and v not in self.aliases}
+        for node in self.nodes:
+            if node not in self.opaque:
+                for out in node.outputs:
+                    kept = node.op_type in REDUCTIONS or self._is_shared(node, out) or self._is_spread(out)
+                    if kept and out not in self.aliases:
+                        self.memory.add(out)
+
+    def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
+        """Whether several nodes use a value that costs something to compute again."""
+        users = _readers(out)
+        if len(users) < 2 or (node.domain == "" and node.op_type in views.RULES) or node.op_type == "Cast":
+            return False
+        size = size_of(out)
+        if size <= SMALL and all(size_of(o) >= 8 * size for user in users for o in user.outputs[:1]):
+            return False
+        return not self._is_cheap(out)
+
+    def _is_spread(self, value: ir.Value) -> bool:
+        """Whether every element of something large would compute this anew: a factor for each channel, say."""
+        shape = shape_of(value)
+        if not shape or shape[-1] == 1 or self.made_of(value)[1] < SPREAD:
+            return False
+        made = [shape_of(out) for user, _ in value.uses() if user not in self.opaque for out in user.outputs[:1]]
+        return any(math.prod(s) > max(SMALL, 8 * math.prod(shape)) for s in made)
+
+    def _is_cheap(self, value: ir.Value) -> bool:
+        """Whether each reader had better compute the value again: what it is made of takes no more memory than itself."""
+        leaves, work = self.made_of(value)
+        return work <= WORK and sum(bytes_read(leaf, size_of(value)) for leaf in leaves) <= nbytes_of(value)
+
+    # Placing values -------------------------------------------------------------------------------------------------------
+
+    def _place(self, node: ir.Node, value: ir.Value) -> None:
+        if node.op_type in REDUCTIONS and node not in self.opaque:
+            axes = reduced_axes(node)
+            assert axes is not None
+            wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
+        else:
+            wanted = Kernel(_walked(value), (), [], [value])
+        found = self.reads_of(wanted, len(self.launches))
+        if found is None:
+            raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
+        wanted.reads = found
+        first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
+        earlier = list(range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1))
+        if wanted.axes:  # sums with sums: what needs only some of them may then share a pass with what needs all
+            earlier.sort(key=lambda k: not _walks_like(self.launches[k], wanted))
+        for k in earlier:
+            launch = self.launches[k]
+            if isinstance(launch, Kernel):
+                merged = self._joined(launch, k, wanted)
+                if merged is not None:
+                    self.launches[k] = merged
+                    self.made[value] = k
+                    return
+        self.made[value] = len(self.launches)
+        self.launches.append(wanted)
+
+    def _joined(self, kernel: Kernel, at: int, new: Kernel) -> Kernel | None:
+        """``kernel`` with the result of ``new``, or None where they do not go together."""
+        found = _common_walk(kernel, new)
+        if found is None:
+            return None
+        shape, axes = found
+        if math.prod(shape) > SMALL:
+            shared = new.reads & (kernel.reads | set(kernel.stores))
+            least = min(math.prod(shape) // 4, math.prod(new.shape))
+            if not any(size_of(v) >= least for v in shared):
+                return None
+        both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
+        reads = self.reads_of(both, at)
+        if reads is None or len(reads) + len(both.stores) > OPERANDS:
+            return None
+        if axes and not (_walks_well(both) or Generator(both.spec, lambda v: v in reads).divides()):
+            return None
+        both.reads = reads
+        return both
+
+
+def _walked(value: ir.Value) -> tuple[int, ...]:
+    """The elements that a kernel walks over to write ``value``: its own, or those whose bits it holds."""
+    (source, *_) = value.producer().inputs if packs(value) else (value,)  # type: ignore[union-attr]
+    return shape_of(source)
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that use a value, or a wider copy of it: memory holds the narrow one."""
+    found = []
+    for user, _ in value.uses():
+        wider = user.outputs[0] if user.op_type == "Cast" and user.domain == "" else None
+        if wider is not None and not wider.is_graph_output() and stored_bytes(dtype_of(wider)) > stored_bytes(dtype_of(value)):
+            found += _readers(wider)
+        else:
+            found.append(user)
+    return found
+
+
+def _walks_like(launch: Launch, kernel: Kernel) -> bool:
+    return isinstance(launch, Kernel) and (launch.shape, launch.axes) == (kernel.shape, kernel.axes)
+
+
+def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(shape, axes) over which both can walk together."""
+    rows, size = kernel.spec.rows, math.prod(kernel.shape)
+    if new.axes:
+        if new.shape != kernel.shape:
+            return None
+        if new.axes == kernel.axes:
+            return kernel.shape, kernel.axes
+        return None if kernel.axes else (new.shape, new.axes)
+    if new.shape == kernel.shape or (not kernel.axes and math.prod(new.shape) == size):
+        return kernel.shape, kernel.axes
+    if kernel.axes and math.prod(new.shape) in (rows, size):
+        return kernel.shape, kernel.axes
+    return None
+
+
+def _walks_well(kernel: Kernel) -> bool:
+    """Whether one pass over rows keeps the device busy, so that a kernel may do several things one after another.
+
+    Where neighbouring rows are neighbours in memory, threads take vectors of rows: many more are needed.
+    """
+    if math.prod(kernel.shape) <= SMALL:
+        return True
+    return kernel.spec.rows >= (BLOCKS // 2 if len(kernel.shape) - 1 in kernel.axes else BLOCKS * 256)
+
+
+def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
+    """Whether a fused kernel can compute the node's results from its operands in memory.
+
+    Args:
+        reads: what is known of other kernels of the graph.
+    """
+    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *results(node))):
+        return False
+    if not any(size_of(v) for v in results(node)) or len(results(node)) < len(node.outputs):
+        return False
+    if node.op_type in REDUCTIONS and node.domain == "":
+        axes = reduced_axes(node)
+        if not axes:
+            return False
+        specs = [Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
+    else:
+        specs = [Spec(_walked(out), (), (), (out,)) for out in node.outputs if size_of(out)]
+    own, known = set(node.outputs), reads or Reads()
+    try:
+        return all(known.of(spec, lambda v: v not in own) is not None for spec in specs)
+    except (KeyError, ZeroDivisionError):  # the last: an index into nothing
+        return False

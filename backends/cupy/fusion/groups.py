@@ -1,0 +1,235 @@
+"""The launches of a segment in the making: what each computes and reads, and which values may stay out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.fusion.reads_cache import Reads
+from graphc.backends.cupy.libraries.registry import operands
+from graphc.backends.fusion import views
+from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.kernel_source import Spec
+from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.views import size_of
+
+OPERANDS = 32
+"""Most arrays one kernel touches: beyond, addresses crowd out values in registers."""
+
+WORK = 40
+"""Most operations that are worth doing again in place of reading a value; a few hundred cost as much as the memory."""
+
+COSTLY = {
+    "Exp": 4,
+    "Erf": 8,
+    "Tanh": 8,
+    "Gelu": 12,
+    "GeluGrad": 16,
+    "Log": 4,
+    "Sigmoid": 6,
+    "Div": 4,
+    "Sqrt": 4,
+    "Pow": 12,
+    "Sin": 9,
+    "Cos": 9,
+    "ChannelsLastMaxPoolTapsGrad": 16,
+    "DropoutMask": 16,
+}
+"""Operations that take several instructions."""
+
+SMALL = 1 << 16
+"""Elements below which a kernel costs its launch more than its memory, so that unrelated values may share one."""
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A fused kernel in the making.
+
+    Attributes:
+        again: values in memory that are computed again from others in place of being read.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    reductions: list[ir.Node] = field(default_factory=list)
+    stores: list[ir.Value] = field(default_factory=list)
+    reads: set[ir.Value] = field(default_factory=set)
+    again: set[ir.Value] = field(default_factory=set)
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape, self.axes, tuple(self.reductions), tuple(self.stores))
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """A node that is no fused kernel."""
+
+    node: ir.Node
+
+
+Launch = Kernel | Opaque
+
+
+class Launches:
+    """The launches of a graph so far, and what is written to memory.
+
+    Attributes:
+        aliases: value → the value of another shape whose memory it is.
+        made: value → the launch that writes it.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.opaque: set[ir.Node] = set()
+        self.aliases: dict[ir.Value, ir.Value] = {}
+        self.memory: set[ir.Value] = set()
+        self.launches: list[Launch] = []
+        self.made: dict[ir.Value, int] = {}
+        self._costs: dict[ir.Value, tuple[frozenset[ir.Value], int]] = {}
+        self._reads = Reads()
+
+    def made_of(self, value: ir.Value) -> tuple[frozenset[ir.Value], int]:
+        """The values in memory from which ``value`` is computed, and how many operations that takes."""
+        node = value.producer()
+        if node is None or value in self.memory or node in self.opaque or node.op_type in REDUCTIONS:
+            return frozenset([value]), 0
+        if is_constant(node):
+            return frozenset(), 0
+        if value not in self._costs:
+            parts = [self.made_of(v) for v in node.inputs if v is not None]
+            work = sum(w for _, w in parts) + (0 if node.op_type in views.RULES else COSTLY.get(node.op_type, 1))
+            self._costs[value] = frozenset().union(*(leaves for leaves, _ in parts)), work
+        return self._costs[value]
+
+    def reads_of(self, kernel: Kernel, at: int) -> set[ir.Value] | None:
+        """What a kernel that would stand at position ``at`` reads; None where it cannot be generated."""
+        own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
+
+        def in_memory(value: ir.Value) -> bool:
+            if value in own or value in kernel.again:
+                return False
+            made = self.made.get(value)
+            return made < at if made is not None else value.producer() is None or is_constant(value.producer())
+
+        found = self._reads.of(kernel.spec, in_memory)
+        return None if found is None else set(found)
+
+    # Clearing up ----------------------------------------------------------------------------------------------------------
+
+    def strip(self) -> None:
+        """Take out what is written and never read."""
+        while True:
+            needed = set(self.graph.outputs)
+            for launch in self.launches:
+                if isinstance(launch, Opaque):
+                    needed.update(self.aliases.get(v, v) for v in operands(launch.node) if v is not None)
+                else:
+                    needed |= launch.reads
+            before = sum(len(written(launch)) for launch in self.launches)
+            for k, launch in enumerate(self.launches):
+                if isinstance(launch, Kernel) and any(v not in needed for v in launch.stores):
+                    self.launches[k] = self._without(launch, k, needed)
+            if sum(len(written(launch)) for launch in self.launches) == before:
+                break
+        self.launches = [launch for launch in self.launches if isinstance(launch, Opaque) or launch.stores]
+        self.made = {v: k for k, launch in enumerate(self.launches) for v in written(launch)}
+
+    def _without(self, kernel: Kernel, at: int, needed: set[ir.Value]) -> Kernel:
+        less = Kernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
+        if not less.stores:
+            return less
+        reads = self.reads_of(less, at)
+        assert reads is not None
+        less.reads = reads
+        return less
+
+    def forget(self) -> None:
+        """Take out of memory what all its readers compute again from fewer bytes than writing and reading it takes."""
+        fixed = {*self.graph.outputs, *self.aliases.values()}
+        for launch in self.launches:
+            if isinstance(launch, Opaque):
+                fixed.update(v for v in operands(launch.node) if v is not None)
+        for launch in self.launches:
+            if isinstance(launch, Kernel):
+                for value in [v for v in launch.stores if v not in fixed and size_of(v) > SMALL]:
+                    self._try_to_forget(value)
+
+    def _try_to_forget(self, value: ir.Value) -> None:
+        readers = [(k, n) for k, n in enumerate(self.launches) if isinstance(n, Kernel) and value in n.reads]
+        found = [self._without_reading(value, kernel) for _, kernel in readers]
+        again = [values for values, _ in found]
+        if not all(again) or sum(nbytes for _, nbytes in found) >= (1 + len(readers)) * nbytes_of(value):
+            return
+        before = [frozenset(kernel.again) for _, kernel in readers]
+        reads = []
+        for (k, kernel), values in zip(readers, again, strict=True):
+            kernel.again |= values
+            reads.append(self.reads_of(kernel, k))
+        if any(r is None or len(r) + len(n.stores) > OPERANDS for r, (_, n) in zip(reads, readers, strict=True)):
+            for (_, kernel), values in zip(readers, before, strict=True):
+                kernel.again = set(values)
+            return
+        for (_, kernel), found_reads in zip(readers, reads, strict=True):
+            kernel.reads = found_reads or set()
+        self.memory.discard(value)
+        self._costs.clear()
+
+    def _without_reading(self, value: ir.Value, kernel: Kernel, depth: int = 2) -> tuple[frozenset[ir.Value], int]:
+        """(the values to compute again so that a kernel need not read ``value``, bytes that it then reads besides).
+
+        There are none where that cannot or should not be.
+        """
+        node = value.producer()
+        if node is None or node in self.opaque or node.op_type in REDUCTIONS:
+            return frozenset(), 0
+        parts = [self.made_of(v) for v in node.inputs if v is not None]
+        if sum(work for _, work in parts) > WORK:
+            return frozenset(), 0
+        again, total = frozenset([value]), 0
+        for leaf in frozenset().union(*(leaves for leaves, _ in parts)) - kernel.reads - set(kernel.stores):
+            nbytes = bytes_read(leaf, size_of(value))
+            more, less = self._without_reading(leaf, kernel, depth - 1) if nbytes and depth > 1 else (frozenset(), 0)
+            cheap = bool(more) and less * 4 <= nbytes
+            again, total = (again | more, total + less) if cheap else (again, total + nbytes)
+        return again, total
+
+    def lighten(self) -> None:
+        """Compute again what follows from other operands of the same kernel: a mask from what was normalised, say."""
+        for k, launch in enumerate(self.launches):
+            if isinstance(launch, Kernel):
+                for value in sorted(launch.reads, key=lambda v: v.name or ""):
+                    if value in self.made and size_of(value) > SMALL:
+                        self._try_without(launch, k, value)
+
+    def _try_without(self, kernel: Kernel, at: int, value: ir.Value) -> None:
+        again, nbytes = self._without_reading(value, kernel, 1)
+        if not again or nbytes * 4 > nbytes_of(value):
+            return
+        kernel.again.add(value)
+        reads = self.reads_of(kernel, at)
+        if reads is None or len(reads) + len(kernel.stores) > OPERANDS:
+            kernel.again.discard(value)
+        else:
+            kernel.reads = reads
+
+
+def written(launch: Launch) -> Sequence[ir.Value]:
+    return launch.stores if isinstance(launch, Kernel) else launch.node.outputs
+
+
+def is_constant(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "Constant" and node.domain == ""
+
+
+def nbytes_of(value: ir.Value) -> int:
+    assert value.dtype is not None
+    return size_of(value) * stored_bytes(value.dtype)
+
+
+def bytes_read(value: ir.Value, size: int) -> int:
+    """Bytes of ``value`` that a kernel over ``size`` elements reads; what is small stays in the caches."""
+    assert value.dtype is not None
+    return 0 if size_of(value) * 32 <= size else min(size_of(value), size) * stored_bytes(value.dtype)

@@ -1,0 +1,110 @@
+"""What kernels read from memory, found out once for kernels that are alike.
+
+Grouping asks of every kernel that it thinks of whether it can be generated, and what it reads. A network repeats its layers:
+the same computation over values of the same shapes and types reads the same operands, whichever values these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.kernel_source import NotFusibleError, Spec
+from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import constant
+
+InMemory = Callable[[ir.Value], bool]
+
+SHORT = 64
+"""Elements of a constant that is told from others by what it holds; a longer one is like itself only."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """The operands of kernels, remembered by what the kernels compute.
+
+    The nodes of the graph must stay as they are meanwhile.
+    """
+
+    _known: dict[Hashable, tuple[int, ...] | None] = field(default_factory=dict)
+    _nodes: dict[ir.Node, Hashable] = field(default_factory=dict)
+    _values: dict[ir.Value, Hashable] = field(default_factory=dict)
+
+    def of(self, spec: Spec, in_memory: InMemory) -> tuple[ir.Value, ...] | None:
+        """What the kernel of ``spec`` reads, in the order of its parameters; None where it cannot be generated."""
+        walk = _Walk(self, in_memory)
+        key = walk.key(spec)
+        if key not in self._known:
+            try:
+                source = Generator(spec, in_memory).source()
+            except NotFusibleError:
+                self._known[key] = None
+            else:
+                self._known[key] = tuple(walk.numbers[v] for v in source.operands[: source.reads])
+        found = self._known[key]
+        return None if found is None else tuple(walk.values[k] for k in found)
+
+    def node(self, node: ir.Node) -> Hashable:
+        """What a node does to its operands, whichever these are."""
+        found = self._nodes.get(node)
+        if found is None:
+            attributes = [(name, str(attr.type), _plain(attr)) for name, attr in sorted(node.attributes.items())]
+            found = self._nodes[node] = (node.domain, node.op_type, tuple(attributes))
+        return found
+
+    def value(self, value: ir.Value) -> Hashable:
+        """Shape, type and, of a constant, the elements."""
+        found = self._values.get(value)
+        if found is None:
+            known = constant(value)
+            held: Hashable = None if known is None else known.tobytes() if known.size <= SHORT else id(value)
+            found = self._values[value] = (shape_of(value), value.dtype, held)
+        return found
+
+
+class _Walk:
+    """One walk from the results of a kernel to what lies in memory; values are known by the order in which they are met."""
+
+    def __init__(self, reads: Reads, in_memory: InMemory) -> None:
+        self._reads, self._in_memory = reads, in_memory
+        self.values: list[ir.Value] = []
+        self.numbers: dict[ir.Value, int] = {}
+        self._met: list[Hashable] = []
+
+    def key(self, spec: Spec) -> Hashable:
+        stores = self._all(spec.stores)
+        reductions = self._all([node.outputs[0] for node in spec.reductions])
+        return (spec.shape, spec.axes, stores, reductions, tuple(self._met))
+
+    def _all(self, roots: Sequence[ir.Value]) -> tuple[int, ...]:
+        return tuple(self._number(value, root=True) for value in roots)
+
+    def _number(self, value: ir.Value | None, *, root: bool = False) -> int:
+        if value is None:
+            return -1
+        found = self.numbers.get(value)
+        if found is not None:
+            return found
+        found = self.numbers[value] = len(self.values)
+        self.values.append(value)
+        self._met.append(None)
+        stored, producer = self._in_memory(value), value.producer()
+        if producer is None or (stored and not root):
+            self._met[found] = (self._reads.value(value), stored)
+        else:
+            operands = tuple([self._number(operand) for operand in producer.inputs])
+            self._met[found] = (self._reads.value(value), stored, self._reads.node(producer), value.index(), operands)
+        return found
+
+
+def _plain(attr: ir.Attr) -> Hashable:
+    """The value of an attribute; of a tensor or a body only which one it is."""
+    value = attr.value
+    if isinstance(value, (int, float, str, bytes)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (int, float, str, bytes)) for item in value):
+        return tuple(value)
+    return id(value)

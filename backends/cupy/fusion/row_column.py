@@ -1,0 +1,225 @@
+"""One kernel for what is summed along the rows of an array and across them, as the gradient of a normalisation is.
+
+    rows    Σ dy·s and Σ dy·s·x̂ of each row           one kernel: threads take a row at a time, keep it in registers
+    sums    dx, and Σ dy·x̂ and Σ dy of each column    for its sums and for dx, and add to those of the columns
+
+Alone, the second kernel reads again all that the first has read. Joined, each block leaves a total of each column for the rows
+it had; a small kernel adds these up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.codegen import vectorize
+from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape
+from graphc.backends.cupy.fusion.grouping import Grouping
+from graphc.backends.cupy.fusion.groups import SMALL, Kernel, Launch
+from graphc.backends.cupy.libraries.registry import operands
+from graphc.backends.fusion.expressions import compute_type, stored_bytes
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.kernel_source import Form, NotFusibleError, Source, Spec
+from graphc.backends.fusion.lowering import dtype_of
+from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import constant
+
+REGISTERS = 128
+"""Most registers of a thread for what it holds of a row and for its sums of columns."""
+
+SHARED = 40 << 10
+"""Bytes of a block's own memory for the totals of its columns."""
+
+OTHERS = 56
+"""Registers that a thread takes beside these (by reading what the compiler reports)."""
+
+MULTIPROCESSORS, FILE = 132, 1 << 16
+"""Of the device, and registers of each."""
+
+InMemory = Callable[[ir.Value], bool]
+
+
+@dataclass(slots=True, eq=False)
+class Crossed:
+    """Two fused kernels that become one: ``rows`` sums along rows, ``sums`` across them."""
+
+    rows: Kernel
+    sums: Kernel
+
+
+def cross(grouping: Grouping) -> list[Launch | Crossed]:
+    """The launches of a segment, with pairs of kernels joined where both read one large array."""
+    found: list[Launch | Crossed] = []
+    for launch in grouping.launches:
+        at = _partner(found, launch, grouping) if isinstance(launch, Kernel) else None
+        if at is None:
+            found.append(launch)
+        else:
+            first = found.pop(at)
+            assert isinstance(first, Kernel)
+            assert isinstance(launch, Kernel)
+            found.append(Crossed(first, launch))
+    return found
+
+
+def _partner(before: Sequence[Launch | Crossed], sums: Kernel, grouping: Grouping) -> int | None:
+    """The last launch that may wait for ``sums`` and be one with it: nothing between them reads what it writes."""
+    if not sums.axes or vectorize.contiguous(sums.spec) or _elements(sums) <= SMALL:
+        return None
+    for k in reversed(range(max(0, len(before) - 4), len(before))):
+        rows = before[k]
+        if not isinstance(rows, Kernel):
+            continue
+        if _goes_with(rows, sums) and not any(_reads(b, grouping) & set(rows.stores) for b in before[k + 1 :]):
+            return k if _source(rows, sums, grouping.memory, wide=True) is not None else None
+    return None
+
+
+def _elements(kernel: Kernel) -> int:
+    return kernel.spec.rows * kernel.spec.columns
+
+
+def _goes_with(rows: Kernel, sums: Kernel) -> bool:
+    if rows.shape != sums.shape or not rows.axes or not vectorize.contiguous(rows.spec) or rows.spec.rows < BLOCKS // 2:
+        return False
+    wide = {k for k, size in enumerate(rows.shape) if size > 1}
+    if set(rows.axes) & set(sums.axes) & wide or (set(rows.axes) | set(sums.axes)) & wide != wide:
+        return False
+    return any(size_of(v) == _elements(sums) for v in rows.reads & sums.reads)
+
+
+def _reads(launch: Launch | Crossed, grouping: Grouping) -> set[ir.Value]:
+    if isinstance(launch, Kernel):
+        return launch.reads
+    if isinstance(launch, Crossed):
+        return launch.rows.reads | launch.sums.reads
+    return {grouping.aliases.get(v, v) for v in operands(launch.node) if v is not None}
+
+
+def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[Source, Source, Shape]:
+    """The kernel, that which adds up its totals, and the launch of the first, whose blocks are the parts of the second.
+
+    Args:
+        memory: the values that lie in memory.
+        wide: for a device; on the host one thread does everything.
+    """
+    found = _source(launch.rows, launch.sums, memory, wide=wide)
+    assert found is not None
+    first, shape = found
+    sums = launch.sums
+    _, second = Generator(sums.spec, _in_memory([sums], memory), Form(strided=True)).halves()
+    return first, second, shape
+
+
+def _in_memory(kernels: Sequence[Kernel], memory: set[ir.Value]) -> InMemory:
+    own = {v for kernel in kernels for v in (*kernel.stores, *(out for node in kernel.reductions for out in node.outputs))}
+    again = {v for kernel in kernels for v in kernel.again}
+
+    def found(value: ir.Value) -> bool:
+        producer = value.producer()
+        if value in own or value in again:
+            return False
+        return value in memory or producer is None or producer.op_type == "Constant"
+
+    return found
+
+
+def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) -> tuple[Source, Shape] | None:
+    """The joined kernel with its launch; None where it cannot be generated, or takes too many registers."""
+    if not Generator(sums.spec, _in_memory([sums], memory)).divides():
+        return None
+    whole = [v for v in (*rows.stores, *sums.stores) if size_of(v) == _elements(rows)]
+    single = [v for v in rows.stores if v not in whole]
+    if any(size_of(v) not in (sums.spec.rows, _elements(rows)) for v in sums.stores):
+        return None
+    spec = Spec(rows.shape, rows.axes, tuple(rows.reductions), (*whole, *single))
+    in_memory = _in_memory([rows, sums], memory)
+    plain = _Crossing(spec, in_memory, sums.reductions)
+    try:
+        source = plain.crossed()
+    except NotFusibleError:
+        return None
+    vector, variable = vectorize.vector_of(plain, source, "columns")
+    held = frozenset(key for key, loops in plain.uses.items() if len(loops) > 1 and constant(key[0]) is None)
+    if not held:
+        return None
+    sizes = [max(4, stored_bytes(dtype_of(node.outputs[0]))) for node in sums.reductions]
+    words = sum(stored_bytes(dtype_of(value)) for value, _ in held) + sum(sizes)
+    lanes = 1 if not wide else next((n for n in (WARP, 128, 256, 512) if _registers(spec, n, vector, words) <= REGISTERS), 0)
+    together = sum(
+        {compute_type(dtype_of(node.outputs[0])): size for node, size in zip(sums.reductions, sizes, strict=True)}.values()
+    )
+    each = -(-spec.columns // (max(1, lanes) * vector)) * vector
+    if not lanes or (wide and (spec.columns * together > SHARED or each > vectorize.UNROLLED)):
+        return None
+    form = Form(vector, "columns", variable, held=held)
+    shape = _shape(spec, lanes, _registers(spec, lanes, vector, words)) if wide else _host_shape(spec)
+    return _Crossing(spec, in_memory, sums.reductions, form).crossed(), shape
+
+
+def _registers(spec: Spec, lanes: int, vector: int, words: int) -> int:
+    return -(-spec.columns // (lanes * vector)) * vector * words // 4
+
+
+def _shape(spec: Spec, lanes: int, registers: int) -> Shape:
+    """As many blocks as run at once, each with many rows, so that few totals are left to add up."""
+    threads = max(128, lanes)
+    across = threads // lanes
+    blocks = MULTIPROCESSORS * max(1, FILE // ((registers + OTHERS) * threads))
+    span = -(-spec.rows // (blocks * across)) * across
+    return Shape(threads, lanes, span, 1, -(-spec.rows // span))
+
+
+def _host_shape(spec: Spec) -> Shape:
+    span = -(-spec.rows // 3)
+    return Shape(1, 1, span, 1, -(-spec.rows // span))
+
+
+class _Crossing(Generator):
+    """Generates the joined kernel: ``down`` are the sums over the rows."""
+
+    def __init__(self, spec: Spec, in_memory: InMemory, down: Sequence[ir.Node], form: Form | None = None) -> None:
+        super().__init__(spec, in_memory, form)
+        self._down = down
+
+    def crossed(self) -> Source:
+        stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
+        whole = [s for s in stores if size_of(s[0]) != self.spec.rows]
+        body: list[str] = []
+        for level in self._levels():
+            body += self._reduce(level)
+        names = [self._name("s") for _ in self._down]
+
+        def inside() -> list[str]:
+            lines = [self._store(value, name) for value, name in whole]
+            for node, name in zip(self._down, names, strict=True):
+                rule = REDUCTIONS[node.op_type]
+                each = rule.each(self._pull(node.inputs[0], self._index, None), dtype_of(node.outputs[0]))
+                lines.append(f"{name}[k][v] = {rule.combine}::of({name}[k][v], {each});")
+            return lines
+
+        body += self._loop([], inside, [])
+        body += self._row_stores([s for s in stores if s not in whole])
+        types = tuple(dtype_of(node.outputs[0]) for node in self._down)
+        before, after = [], [f"SHARED {kind} all_{kind}[COLUMNS];" for kind in dict.fromkeys(map(compute_type, types))]
+        for k, (node, name, dtype) in enumerate(zip(self._down, names, types, strict=True)):
+            rule, kind = REDUCTIONS[node.op_type], compute_type(dtype)
+            total, own = f"all_{kind}[column]", f"{name}[k][v]"
+            before.append(f"{kind} {name}[HOLD ? HOLD : 1][VECTOR];")
+            before.append(f"UNROLL for (int k = 0; k < HOLD; ++k) EACH(v) {own} = {rule.start(dtype)};")
+            after += [
+                "for (int group = 0; group < ACROSS; ++group) {",
+                "if (THREAD / LANES == group) {",
+                "UNROLL for (int k = 0; k < HOLD; ++k) EACH(v) {",
+                "const int column = (k * LANES + LANE) * VECTOR + v;",
+                f"if (column < COLUMNS) {total} = group ? {rule.combine}::of({total}, {own}) : {own};",
+                "} }",
+                "SYNC;",
+                "}",
+                f"for (int c = THREAD; c < COLUMNS; c += THREADS) p{k}[(INDEX)BLOCK * COLUMNS + c] = all_{kind}[c];",
+                "SYNC;",
+            ]
+        return self._source(body, stores, types, before=before, after=after, totals=self.spec.columns)

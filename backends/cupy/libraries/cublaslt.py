@@ -1,0 +1,336 @@
+"""Products through cuBLASLt's bindings: descriptions, the choice of an algorithm, and calls that a stream can capture.
+
+Of the algorithms that the library proposes the fastest is taken. It is measured once, on noise in memory of its own, and kept
+on disk by what the product is; so is the time, by which an epilogue is weighed against a kernel in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy.libraries.gemm import DOMAIN, HALVES, TYPES, Call, Layout, Matrix, Product, call_of, is_product
+from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
+from graphc.backends.cupy.libraries.registry import library
+from graphc.backends.cupy.libraries.tuning_cache import Choices, file_name
+from graphc.device import ALIGNMENT, Run
+from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
+
+if TYPE_CHECKING:
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
+
+WORKSPACE = 32 << 20
+"""Bytes of workspace, as NVIDIA advises for Hopper."""
+
+PROPOSALS = 8
+"""Algorithms that are measured."""
+
+COMPUTE_TYPE = 2
+"""``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``: partial sums in memory, added up in a step of their own, in a fixed order."""
+
+REFUSALS = (7, 8, 15)
+"""``CUBLAS_STATUS_INVALID_VALUE``, ``…_ARCH_MISMATCH`` and ``…_NOT_SUPPORTED``; other errors are of the device."""
+
+BYTES_PER_SECOND = 3.5e12
+LAUNCH = 2e-6
+FLOPS_PER_SECOND = 6e14
+"""What a kernel in place of an epilogue costs: its memory at the speed of an H200, and its start; and the pace of a product."""
+
+NOISE = {2: (0x83FF, 0x3800), 14: (0x807F, 0x3F00), 0: (0x807FFFFF, 0x3F000000), 1: (0x800FFFFFFFFFFFFF, 0x3FE << 52)}
+"""CUDA type → (bits that are random, bits that are set) of numbers between ½ and 1 of either sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """Addresses of the operands and results; 0 where there is none."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    bias: int
+    aux: int
+
+
+NOWHERE = 1 << 20
+"""An address for questions that read nothing: aligned as memory is."""
+
+
+@library("Gemm", "MatMul", f"{DOMAIN}::Product", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
+def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
+    """A product by cuBLASLt."""
+    return device.library(Products).bind(node, inputs, outputs)
+
+
+def version_of_products() -> str:
+    """Of cuBLASLt; empty where its bindings are not installed, which whoever needs a product says."""
+    try:
+        from nvmath.bindings import cublasLt
+    except ImportError:
+        return ""
+    return str(cublasLt.get_version())
+
+
+class Products:
+    """Binds and measures products on one device, as its options allow."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        try:
+            from nvmath.bindings import cublas, cublasLt
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'"
+            ) from error
+        self._lt, self._compute = cublasLt, cublas.ComputeType
+        self._device, options = weakref.proxy(device), device.options  # which holds this object
+        self._tf32, self._deterministic = options.tf32, options.deterministic
+        self._handle = cublasLt.create()
+        self._workspace: Any = device.zeros(WORKSPACE)
+        self._choices = Choices(None if self._deterministic else self._file())
+
+    def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
+        """A closure that queues the product; everything is described here.
+
+        Raises:
+            GraphcError: the library has no algorithm for it.
+        """
+        product, given = product_of(node), [*inputs, *[None] * (5 - len(inputs))]
+        results = list(outputs)
+        d = results.pop(0)
+        aux = results.pop(0) if product.keeps_aux else given[4]
+        bias = results.pop(0) if product.bias_gradient else given[3]
+        pointers = Pointers(*(0 if x is None else int(x.data.ptr) for x in (given[0], given[1], given[2], d, bias, aux)))
+        plan = Plan(self._lt, self._compute, product, pointers, self._tf32)
+        chosen = self._choose(product, alignments(product, pointers))
+        if chosen is None:
+            raise GraphcError(f"cuBLASLt has no algorithm for {node.name}: {product.text()}")
+        algorithm = np.array(chosen["algorithm"], dtype=np.uint64)
+        calls = [(*plan.arguments(self._handle, k), *self._tail(algorithm)) for k in range(product.rounds)]
+        matmul = self._lt.matmul
+
+        def run(held: tuple[Plan, Any] = (plan, algorithm)) -> None:  # the library reads them at every call
+            for call in calls:
+                matmul(*call)
+
+        return run
+
+    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        """Whether ``joined`` takes less time than ``apart`` and a kernel that moves ``saved`` bytes."""
+        if self._deterministic:  # times differ from run to run, and who adds up a bias gradient in which order is not said
+            allowed = by_rule(joined, apart, saved) and not any(p.bias_gradient for p in joined)
+            return allowed and all(self.seconds(p) < math.inf for p in joined)
+        kernel = saved / BYTES_PER_SECOND + LAUNCH if saved else 0.0
+        return sum(map(self.seconds, joined)) <= 1.02 * sum(map(self.seconds, apart)) + kernel
+
+    def seconds(self, product: Product) -> float:
+        """How long one product takes; infinite where the library has no algorithm."""
+        chosen = self._choose(product, alignments(product, None))
+        return math.inf if chosen is None else product.rounds * float(chosen["seconds"])
+
+    def _tail(self, algorithm: Any) -> tuple[int, ...]:
+        return algorithm.ctypes.data, self._workspace.data.ptr, WORKSPACE, self._device.stream.ptr
+
+    # Choosing an algorithm --------------------------------------------------------------------------------------------
+
+    def _choose(self, product: Product, aligned: Sequence[int]) -> dict[str, Any] | None:
+        flags = f"{'tf32 ' * self._tf32}{'fixed ' * self._deterministic}"
+        key = f"{flags}{product.text()} at {','.join(map(str, aligned))}"
+        found = self._choices.get(key)
+        if found is None or not _is_choice(found):
+            found = self._measure(product, aligned)
+            self._choices.put(key, found)
+        return found if found["algorithm"] else None
+
+    def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:
+        """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
+        bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # of these two the library looks at the address
+        nowhere = Pointers(NOWHERE, NOWHERE, NOWHERE, NOWHERE, bias, aux)
+        plan = Plan(self._lt, self._compute, product, nowhere, self._tf32)
+        proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
+        best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
+        if not proposals:
+            return best
+        try:
+            memory, pointers = (None, nowhere) if self._deterministic else self._noise(product)
+        except DeviceMemoryError:
+            memory = None
+        if memory is None:
+            return {"algorithm": proposals[0].tolist(), "seconds": product.flops / product.rounds / FLOPS_PER_SECOND}
+        plan = Plan(self._lt, self._compute, product, pointers, self._tf32)
+        for algorithm in proposals:
+            try:
+                spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
+            except self._lt.cuBLASLtError as error:  # what is proposed need not run
+                if error.status not in REFUSALS:
+                    raise
+                continue
+            if not best["algorithm"] or spent < best["seconds"]:
+                best = {"algorithm": algorithm.tolist(), "seconds": spent}
+        del memory
+        self._device.cupy.get_default_memory_pool().free_all_blocks()
+        return best
+
+    def _proposals(self, plan: Plan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
+        """Algorithms; ``exact``: where several blocks share a sum, they leave their parts in the type in which it is taken."""
+        lt = self._lt
+        preference = lt.matmul_preference_create()
+        names = lt.MatmulPreferenceAttribute
+        values = {names.MAX_WORKSPACE_BYTES: WORKSPACE}
+        values.update(zip([names[f"MIN_ALIGNMENT_{x}_BYTES"] for x in "ABCD"], aligned[:4], strict=True))
+        if exact:
+            values[names.REDUCTION_SCHEME_MASK] = COMPUTE_TYPE
+        for attribute, value in values.items():
+            held = np.array([value], dtype=lt.get_matmul_preference_attribute_dtype(int(attribute)))
+            lt.matmul_preference_set_attribute(preference, int(attribute), held.ctypes.data, held.nbytes)
+        found = np.zeros(PROPOSALS, dtype=lt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, dtype=np.int32)
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle, plan.description, *plan.layouts, preference, PROPOSALS, found.ctypes.data, count.ctypes.data
+            )
+        except lt.cuBLASLtError:  # not supported
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return [np.array(found["algo"]["data_"][k], dtype=np.uint64) for k in range(int(count[0])) if not found["state"][k]]
+
+    def _time(self, call: tuple[Any, ...]) -> float:
+        """Seconds of one call, over as many as make about two milliseconds."""
+        events, stream = self._device.cupy.cuda, self._device.stream
+        begin, end = events.Event(), events.Event()
+        spent = math.inf
+        for repeats in (1, 1, 0):
+            count = repeats or int(min(20, max(3, 2e-3 / max(spent, 1e-7))))
+            begin.record(stream)
+            for _ in range(count):
+                self._lt.matmul(*call)
+            end.record(stream)
+            end.synchronize()
+            spent = events.get_elapsed_time(begin, end) * 1e-3 / count
+        return spent
+
+    def _noise(self, p: Product) -> tuple[Any, Pointers]:
+        """Memory with numbers in it, for every operand and result; what is all zeros multiplies faster."""
+        call = call_of(p)
+        sizes = [
+            _extent(p.a, p) * p.dtype.itemsize, _extent(p.b, p) * p.dtype.itemsize,
+            0 if p.c is None else _extent(p.c, p) * p.result.itemsize, _extent(p.d, p) * p.result.itemsize,
+            max(p.m, p.n) * p.result.itemsize, 0 if p.aux is None else p.m * p.aux.row_step * p.result.itemsize,
+        ]  # fmt: skip
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + int(size)) // 256) * 256)
+        memory: Any = self._device.zeros(starts[-1])
+        random, fixed = NOISE[call.first.kind]
+        words = np.random.default_rng(0).integers(0, 1 << 63, 1 << 16, dtype=np.uint64)
+        kind = {2: np.uint16, 14: np.uint16, 0: np.uint32, 1: np.uint64}[call.first.kind]
+        block = ((words.view(kind) & kind(random)) | kind(fixed)).view(np.uint8)[: memory.nbytes]
+        filled = len(block)
+        self._device.copy(memory[:filled], block)
+        while filled < memory.nbytes:
+            part = min(filled, memory.nbytes - filled)
+            self._device.copy(memory[filled : filled + part], memory[:part])
+            filled += part
+        base = int(memory.data.ptr)
+        return memory, Pointers(*(base + start if size else 0 for start, size in zip(starts, sizes, strict=False)))
+
+    def _file(self) -> Any:
+        from graphc.backends.cupy.device.cuda_device import cache_folder
+
+        return cache_folder() / file_name("products", self._device.name, str(self._lt.get_version()))
+
+
+class Plan:
+    """The library's descriptors of one product.
+
+    Attributes:
+        description: of the product.
+        layouts: of A, B, C and D.
+    """
+
+    def __init__(self, lt: Any, compute: Any, p: Product, at: Pointers, tf32: bool) -> None:
+        self._lt, self._product, self._at = lt, p, at
+        self.description, self.layouts = 0, list[int]()
+        double = p.dtype == ir.DataType.DOUBLE
+        call = call_of(p)
+        self.description = lt.matmul_desc_create(int(compute_type(compute, p.dtype, tf32)), 1 if double else 0)
+        names = lt.MatmulDescAttribute
+        for name, value in description_attributes(lt, call, at).items():
+            held = np.array([value], dtype=lt.get_matmul_desc_attribute_dtype(int(names[name])))
+            lt.matmul_desc_set_attribute(self.description, int(names[name]), held.ctypes.data, held.nbytes)
+        self.layouts = [self._layout(x) for x in (call.first, call.second, call.addend, call.result)]
+        scale = np.float64 if double else np.float32
+        self._alpha, self._beta = np.array(p.alpha, scale), np.array(call.beta, scale)
+
+    def __del__(self) -> None:
+        for layout in self.layouts:
+            self._lt.matrix_layout_destroy(layout)
+        if self.description:
+            self._lt.matmul_desc_destroy(self.description)
+
+    def _layout(self, shape: Layout) -> int:
+        lt = self._lt
+        layout: int = lt.matrix_layout_create(shape.kind, shape.rows, shape.columns, shape.ld)
+        if shape.batch > 1:
+            names = lt.MatrixLayoutAttribute
+            for attribute, value in ((names.BATCH_COUNT, shape.batch), (names.STRIDED_BATCH_OFFSET, shape.stride)):
+                held = np.array([value], dtype=lt.get_matrix_layout_attribute_dtype(int(attribute)))
+                lt.matrix_layout_set_attribute(layout, int(attribute), held.ctypes.data, held.nbytes)
+        return layout
+
+    def arguments(self, handle: int, k: int) -> tuple[int, ...]:
+        """The arguments of call ``k`` up to the algorithm."""
+        p, at = self._product, self._at
+        first, second, addend, result = self.layouts
+        a, b, d = (
+            base + (m.offset + k * m.round_step) * int(t.itemsize)
+            for base, m, t in ((at.a, p.a, p.dtype), (at.b, p.b, p.dtype), (at.d, p.d, p.result))
+        )
+        c = d if p.c is None else at.c
+        factors = self._alpha.ctypes.data, self._beta.ctypes.data
+        return (handle, self.description, factors[0], b, first, a, second, factors[1], c, addend, d, result)
+
+
+def description_attributes(lt: Any, call: Call, at: Pointers) -> dict[str, int]:
+    """Every attribute of the description, pointers included, by its name."""
+    found = {**call.attributes, "EPILOGUE": int(lt.Epilogue[call.epilogue])}
+    if "BIAS_DATA_TYPE" in found:
+        found["BIAS_POINTER"] = at.bias
+    if "EPILOGUE_AUX_LD" in found:
+        found["EPILOGUE_AUX_POINTER"] = at.aux
+    return found
+
+
+def compute_type(compute: Any, dtype: ir.DataType, tf32: bool) -> Any:
+    """In what the library adds up: float32 for half precision, and for float32 itself unless TF32 is allowed."""
+    if dtype == ir.DataType.DOUBLE:
+        return compute.COMPUTE_64F
+    return compute.COMPUTE_32F_FAST_TF32 if dtype == ir.DataType.FLOAT and tf32 else compute.COMPUTE_32F
+
+
+def alignments(p: Product, at: Pointers | None) -> tuple[int, ...]:
+    """Bytes to which the library's A, B, C, D, bias and aux are aligned; without pointers, as values in planned memory are."""
+    found = []
+    for name, m, dtype in (("b", p.b, p.dtype), ("a", p.a, p.dtype), ("c", p.c, p.result), ("d", p.d, p.result)):
+        size = int(dtype.itemsize)
+        matrix = p.d if m is None else m
+        base = 0 if at is None else getattr(at, name if m is not None else "d")
+        found.append(math.gcd(ALIGNMENT, base, matrix.offset * size, matrix.round_step * size))
+    vectors = (0, 0) if at is None else (at.bias, at.aux)
+    return *found, *(math.gcd(ALIGNMENT, base) for base in vectors)
+
+
+def _extent(m: Matrix, p: Product) -> int:
+    """Elements from the matrix's value to its last element in the first round."""
+    last = (m.rows - 1) * m.row_step + (m.columns - 1) * m.column_step + (p.batch - 1) * m.batch_step
+    return m.offset + last + 1
+
+
+def _is_choice(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("algorithm"), list) and "seconds" in found

@@ -1,0 +1,296 @@
+"""cuDNN through its graph API: what is asked for is described first, then built, timed and bound.
+
+A description (:class:`Description`) says everything about one call: shapes, strides, types; it can be checked without a GPU.
+The library proposes plans for it; the fastest is found once by running them and kept on disk by description, device and
+version of the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.libraries.tuning_cache import Choices, file_name
+from graphc.device import Run
+from graphc.errors import GraphcError, MissingExtraError
+
+if TYPE_CHECKING:
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
+
+WORKSPACE = 256 << 20
+"""Bytes of workspace that all calls share; plans that want more are taken where there is no other."""
+
+CANDIDATES = 24
+"""Plans that are timed, in the library's order."""
+
+REPEATS = 3
+
+TYPES = {
+    ir.DataType.FLOAT: "FLOAT",
+    ir.DataType.DOUBLE: "DOUBLE",
+    ir.DataType.FLOAT16: "HALF",
+    ir.DataType.BFLOAT16: "BFLOAT16",
+    ir.DataType.BOOL: "BOOLEAN",
+}
+"""Names in ``cudnn.data_type`` by element type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An operand as the library is told of it: sizes and distances in elements, axis by axis."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: ir.DataType
+
+    @staticmethod
+    def dense(dims: Sequence[int], dtype: ir.DataType, order: Sequence[int] | None = None) -> Tensor:
+        """Without gaps; ``order`` lists the axes from the slowest to the fastest, by default as they stand."""
+        strides, step = [0] * len(dims), 1
+        for axis in reversed(range(len(dims)) if order is None else list(order)):
+            strides[axis] = step
+            step *= dims[axis]
+        return Tensor(tuple(dims), tuple(strides), dtype)
+
+
+class Description(Protocol):
+    """One call. Its ``repr`` is its identity."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Operands and results by name."""
+
+    def emit(self, cudnn: Any, graph: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Build the call over the library's tensors of the operands; returns its results by name."""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of what is read."""
+
+
+def identities(description: Description) -> dict[str, int]:
+    """The number by which the library knows each tensor."""
+    return {name: k + 1 for k, name in enumerate(description.tensors)}
+
+
+def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, dict[str, int]]:
+    """The library's graph, validated, and the id of each tensor by name.
+
+    Args:
+        options: of ``cudnn.pygraph``: the handle, or the properties of a device that need not be there.
+    """
+    kinds = cudnn.data_type
+    double = any(t.dtype == ir.DataType.DOUBLE for t in description.tensors.values())
+    wide = kinds.DOUBLE if double else kinds.FLOAT
+    graph = cudnn.pygraph(intermediate_data_type=wide, compute_data_type=wide, **options)
+    ids = identities(description)
+    held = {}
+    for name in description.operands:
+        tensor = description.tensors[name]
+        kind = getattr(kinds, TYPES[tensor.dtype])
+        held[name] = graph.tensor(name=name, dim=list(tensor.dims), stride=list(tensor.strides), data_type=kind, uid=ids[name])
+    for name, result in description.emit(cudnn, graph, held).items():
+        tensor = description.tensors[name]
+        result.set_output(True).set_dim(list(tensor.dims)).set_stride(list(tensor.strides))
+        result.set_data_type(getattr(kinds, TYPES[tensor.dtype])).set_uid(ids[name])
+    graph.validate()
+    graph.build_operation_graph()
+    return graph, ids
+
+
+def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: bool, tf32: bool) -> list[int]:
+    """The plans that the library's heuristics name for ``description``, by index, those that always work at the end.
+
+    Which of them break a rule (rounding to TF32, sums in half precision, other results in every run) shows when they are built.
+    """
+    try:
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    except cudnn.cudnnGraphNotSupportedError:
+        return []
+    notes = cudnn.numerical_note
+    graph.deselect_numeric_notes([getattr(notes, name) for name in barred(description, deterministic=deterministic, tf32=tf32)])
+    return [k for k in range(graph.get_execution_plan_count()) if graph.get_plan_name_at_index(k).startswith("eng")]
+
+
+def barred(description: Description, *, deterministic: bool, tf32: bool) -> list[str]:
+    """What no plan for ``description`` may do, by the names in ``cudnn.numerical_note``.
+
+    Only operands of float32 could be rounded to TF32: what else is of that type, such as the numbers that attention saves for
+    its gradient, says nothing about the products.
+    """
+    found = ["REDUCED_PRECISION_REDUCTION"]
+    if deterministic:
+        found.append("NONDETERMINISTIC")
+    if not tf32 and description.tensors[description.operands[0]].dtype == ir.DataType.FLOAT:
+        found += ["TENSOR_CORE", "DOWN_CONVERT_INPUTS"]
+    return found
+
+
+def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE) -> Iterator[int]:
+    """Those of ``plans`` that are not barred, build, and want no more than ``limit`` bytes of workspace."""
+    for index in plans:
+        try:
+            graph.build_plan_at_index(index)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            continue
+        if graph.get_workspace_size_plan_at_index(index) <= limit:
+            yield index
+
+
+def named(graph: Any, plans: Sequence[int], name: str | None) -> list[int]:
+    """Which of ``plans`` was recorded: plans are known by name, since not every knob of an engine can be given back."""
+    return [index for index in plans if graph.get_plan_name_at_index(index) == name]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A call with a plan, and the workspace that it wants; nodes that ask for the same share it."""
+
+    graph: Any
+    ids: Mapping[str, int]
+    nbytes: int
+
+
+class Dnn:
+    """Binds calls on one device, as its options allow."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        try:
+            import cudnn
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the cupy backend needs cudnn-frontend ({error}); run: pip install 'graphc[gpu]'"
+            ) from error
+        self._cudnn: Any = cudnn
+        self._device, self._tf32 = weakref.proxy(device), device.options.tf32  # it holds this object
+        self.deterministic = device.options.deterministic
+        self._handle = cudnn.create_handle()
+        cudnn.set_stream(handle=self._handle, stream=device.stream.ptr)
+        self._workspaces: list[Any] = [device.zeros(WORKSPACE)]
+        self._choices = Choices(None if self.deterministic else self._file())
+        self._built: dict[Description, Built] = {}
+
+    def bind(self, description: Description, arrays: Mapping[str, Any]) -> Run:
+        """A closure that queues the call over ``arrays``, one for each tensor of the description.
+
+        Raises:
+            GraphcError: the library has no plan for it.
+        """
+        built = self._built.get(description)
+        if built is None:
+            built = self._built[description] = self._build(description, arrays)
+        pointers = {built.ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+        return functools.partial(built.graph.execute, pointers, self._room(built.nbytes), self._handle)
+
+    def _room(self, nbytes: int) -> int:
+        """Where as much workspace begins; a larger one joins those that bound calls know."""
+        if nbytes > self._workspaces[-1].nbytes:
+            self._workspaces.append(self._device.zeros(nbytes))
+        return int(self._workspaces[-1].data.ptr)
+
+    # Choosing a plan ----------------------------------------------------------------------------------------------------
+
+    def _build(self, description: Description, arrays: Mapping[str, Any]) -> Built:
+        """With the fastest plan: as it was chosen in an earlier run, or timed now."""
+        key = f"{'tf32 ' * self._tf32}{description!r}"
+        found, known = self._load(description, key), self._choices.get(key)
+        if found is not None:
+            return found
+        found = None if known is None else self._with_plan(description, known)
+        if found is None:
+            name = self._choose(description, arrays)
+            found = self._with_plan(description, name)
+            self._choices.put(key, name)
+        if found is None:
+            raise GraphcError(f"cuDNN built {name} for {description} once, and not again")
+        self._keep(found, key)
+        return found
+
+    def _with_plan(self, description: Description, name: str) -> Built | None:
+        """The call with this plan and no other, which would stay loaded; None where the library no longer has it."""
+        graph, ids, plans = self._proposals(description)
+        plan = next(usable(self._cudnn, graph, named(graph, plans, name), sys.maxsize), None)
+        return None if plan is None else Built(graph, ids, int(graph.get_workspace_size_plan_at_index(plan)))
+
+    def _choose(self, description: Description, arrays: Mapping[str, Any]) -> str:
+        """The name of the fastest plan, or, where runs must be equal, of the first."""
+        graph, ids, plans = self._proposals(description)
+        pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+        small = usable(self._cudnn, graph, plans)
+        plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
+        if plan is None:
+            plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
+        if plan is None:
+            raise GraphcError(f"cuDNN has no plan for {description}")
+        return str(graph.get_plan_name_at_index(plan))
+
+    def _proposals(self, description: Description) -> tuple[Any, Mapping[str, int], list[int]]:
+        graph, ids = build(self._cudnn, description, handle=self._handle)
+        plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
+        return graph, ids, plans
+
+    def _fastest(self, graph: Any, plans: Iterable[int], pointers: Mapping[int, int]) -> int | None:
+        spent = {index: self._time(graph, index, pointers) for index in itertools.islice(plans, CANDIDATES)}
+        ran = [index for index, time in spent.items() if time < math.inf]
+        return min(ran, key=lambda index: spent[index], default=None)
+
+    def _time(self, graph: Any, index: int, pointers: Mapping[int, int]) -> float:
+        """Milliseconds; infinite where the plan does not run."""
+        cuda, stream = self._device.cupy.cuda, self._device.stream
+        run = functools.partial(graph.execute_plan_at_index, pointers, self._room(0), index, self._handle)
+        begin, end = cuda.Event(), cuda.Event()
+        try:
+            run()
+            begin.record(stream)
+            for _ in range(REPEATS):
+                run()
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError):
+            return math.inf
+        end.record(stream)
+        end.synchronize()
+        return float(cuda.get_elapsed_time(begin, end))
+
+    # On disk: what was chosen, and each plan with its compiled kernel, which takes a second or two to compile --------------
+
+    def _file(self) -> Path:
+        from graphc.backends.cupy.device.cuda_device import cache_folder
+
+        return cache_folder() / file_name("cudnn", self._device.name, str(self._cudnn.backend_version()))
+
+    def _plan_file(self, key: str) -> Path | None:
+        path = self._choices.path
+        return None if path is None else path.with_suffix("") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.plan"
+
+    def _load(self, description: Description, key: str) -> Built | None:
+        """The call as it was kept; None where it was not, or where it no longer fits this library or device."""
+        path = self._plan_file(key)
+        if path is None or self._choices.get(key) is None or not path.exists():
+            return None
+        graph = self._cudnn.pygraph(handle=self._handle)
+        try:
+            graph.deserialize(self._handle, path.read_bytes())
+            return Built(graph, identities(description), int(graph.get_workspace_size()))
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, OSError):
+            return None
+
+    def _keep(self, built: Built, key: str) -> None:
+        path = self._plan_file(key)
+        if path is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError, self._cudnn.cudnnGraphNotSupportedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.tmp")
+            partial.write_bytes(bytes(built.graph.serialize()))
+            partial.replace(path)

@@ -1,0 +1,218 @@
+"""Scaled dot-product attention and its gradient through cuDNN: scores and probabilities never reach memory.
+
+The library wants batch, heads, length and size of a head, each with a stride; a layout of the op is just that, and parts of a
+packed projection begin at an offset. So operands are read where the product before left them, and gradients are written where
+the product after them reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Dnn, Tensor
+from graphc.backends.cupy.libraries.registry import library
+from graphc.backends.fusion.views import shape_of
+from graphc.device import Array, Run
+from graphc.errors import GraphcError
+from graphc.ir.facts import describe
+from graphc.ir.ops.attention import HEADS, drawn_mask, operand_axes, packed, written
+
+LARGEST_HEAD = 256
+"""Elements of a head up to which the library has plans."""
+
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an operand lies: its form as batch, heads, length, size, and the element at which it begins."""
+
+    form: Tensor
+    offset: int = 0
+
+    @staticmethod
+    def of(shape: Sequence[int], axes: str, dtype: ir.DataType) -> Place:
+        """``axes`` names the axes of a dense tensor of ``shape``, as in a layout of the op."""
+        dense = Tensor.dense(shape, dtype)
+        steps = dict(zip(axes, zip(dense.dims, dense.strides, strict=True), strict=True))
+        whole = dense.dims[0] * dense.strides[0]
+        dims, strides = zip(*(steps.get(letter, (1, whole)) for letter in HEADS), strict=True)
+        part = packed(axes)
+        return Place(Tensor(dims, strides, dtype), 0 if part is None else int(axes[part]) * dense.strides[part])
+
+    def within(self, array: Any) -> Any:
+        return array.reshape(-1)[self.offset :]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """y = softmax(scale · q·kᵀ + mask)·v and what each row saves, or the gradient with respect to q, k and v.
+
+    Attributes:
+        y: form of the result (forward) and of its adjoint (backward).
+        mask: numbers that are added to the scores, None: none.
+        keep: zeros and ones by which a dropout multiplies the probabilities, and then by ``factor``; None: none.
+        deterministic: of the gradient: sums in one order.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    y: Tensor
+    mask: Tensor | None
+    scale: float
+    causal: bool
+    backward: bool = False
+    deterministic: bool = False
+    keep: Tensor | None = None
+    factor: float = 1.0
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        names = ("dy", "q", "k", "v", "y", "saved") if self.backward else ("q", "k", "v")
+        return *names, *self._optional
+
+    @property
+    def _optional(self) -> dict[str, Tensor]:
+        return {name: form for name, form in (("mask", self.mask), ("keep", self.keep)) if form is not None}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        saved = Tensor.dense((*self.q.dims[:3], 1), ir.DataType.FLOAT)
+        own = {"q": self.q, "k": self.k, "v": self.v, "y": self.y, "saved": saved}
+        if self.backward:
+            own |= {"dy": self.y, "dq": self.q, "dk": self.k, "dv": self.v}
+        return own | self._optional
+
+    def emit(self, cudnn: Any, graph: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        options: dict[str, Any] = {"attn_scale": self.scale, "use_causal_mask": self.causal}
+        if self.mask is not None:
+            options["bias"] = tensors["mask"]
+        if self.keep is not None:
+            numbers = (self.factor, 1 / self.factor) if self.backward else (self.factor,)
+            kind = cudnn.scalar_type.RUNTIME_PARAM
+            options["dropout"] = (tensors["keep"], *(graph.tensor_scalar(number, kind) for number in numbers))
+        q, k, v = (tensors[name] for name in ("q", "k", "v"))
+        if not self.backward:
+            y, saved = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
+            return {"y": y, "saved": saved}
+        found = graph.sdpa_backward(
+            q=q, k=k, v=v, o=tensors["y"], dO=tensors["dy"], stats=tensors["saved"],
+            use_deterministic_algorithm=self.deterministic, **options,
+        )  # fmt: skip
+        return dict(zip(("dq", "dk", "dv"), found, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An attention node: the call, and for each of its tensors (outputs, inputs of the node by index) where it begins."""
+
+    call: Attention
+    inputs: Mapping[str, tuple[int, Place]]
+    outputs: Mapping[str, tuple[int, Place]]
+
+
+def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
+    """The call that a node is."""
+    backward = node.op_type.endswith("Grad")
+    layout = node.attributes["layout"].as_string()
+    axes = dict(zip(("q", "k", "v", "y"), operand_axes(layout), strict=True))
+    shift = 1 if backward else 0
+    q = node.inputs[shift]
+    assert q is not None
+    assert q.dtype is not None
+    places = {name: Place.of(shape_of(node.inputs[shift + k]), axes[name], q.dtype) for k, name in enumerate("qkv")}
+    places["y"] = Place.of(shape_of(node.inputs[5] if backward else node.outputs[0]), axes["y"], q.dtype)
+    mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
+    form = None if mask is None else _mask_form(mask)
+    keep = _keep(node)
+    bits = None if keep is None else _mask_form(keep)
+    of_q, of_k, of_v, of_y = (places[name].form for name in ("q", "k", "v", "y"))
+    numbers = node.attributes["scale"].as_float(), bool(node.attributes.get_int("causal", 0))
+    factor = node.attributes.get_float("factor", 1.0)
+    call = Attention(of_q, of_k, of_v, of_y, form, *numbers, backward, backward and deterministic, bits, factor)
+    inputs = {name: (shift + k, places[name]) for k, name in enumerate("qkv")}
+    saved = Place(call.tensors["saved"])
+    if form is not None:
+        inputs["mask"] = (shift + 3, Place(form))
+    if bits is not None:
+        inputs["keep"] = (7 if backward else 4, Place(bits))
+    if not backward:
+        return Placed(call, inputs, {"y": (0, places["y"]), "saved": (1, saved)})
+    inputs |= {"dy": (0, places["y"]), "y": (5, places["y"]), "saved": (6, saved)}
+    return Placed(call, inputs, _gradients(layout, axes, places))
+
+
+def _gradients(layout: str, axes: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, tuple[int, Place]]:
+    """Of each gradient the output that it is or is part of."""
+    index = {"qkv"[operand]: output for output, operand in enumerate(written(layout))}
+    whole = next((index[name] for name in "qkv" if name in index and packed(axes[name]) is not None), 0)
+    return {f"d{name}": (index[name] if packed(axes[name]) is None else whole, places[name]) for name in "qkv"}
+
+
+def _mask_form(mask: ir.Value) -> Tensor:
+    shape = shape_of(mask)
+    assert mask.dtype is not None
+    return Tensor.dense((*[1] * (4 - len(shape)), *shape), mask.dtype)
+
+
+def _takes(node: ir.Node) -> bool:
+    """Whether the library has a plan: heads are whole vectors of 16 bytes, one after another, and each row saves a number.
+
+    It has none for the gradient of one query and one key. A mask of a dropout must be zeros and ones, or be drawn, so that it
+    can be: the same pass as below draws it.
+    That it saves more can still change, as long as nobody else looks at it: the ``flash_attention`` pass sees to it.
+    """
+    shift, saved = int(node.op_type.endswith("Grad")), _saved(node)
+    lengths = set()
+    for value, axes in zip(node.inputs[shift : shift + 3], operand_axes(node.attributes["layout"].as_string()), strict=False):
+        size = shape_of(value)[-1]
+        lengths.add(shape_of(value)[axes.index("t")] if "t" in axes else 1)
+        if not axes.endswith("d") or size % 8 or size > LARGEST_HEAD or 0 in shape_of(value):
+            return False
+    keep, q = _keep(node), node.inputs[shift]
+    if lengths == {1} or (keep is not None and q is not None and keep.dtype != q.dtype and drawn_mask(keep) is None):
+        return False
+    if node.attributes.get_string("saves", "probabilities") == "logsumexp":
+        return True
+    own = saved is not None and not saved.is_graph_output()
+    return own and all(reader.op_type.endswith("AttentionGrad") for reader in saved.consumers())  # type: ignore[union-attr]
+
+
+def _keep(node: ir.Node) -> ir.Value | None:
+    """The mask of a dropout."""
+    return (*node.inputs, None)[7] if node.op_type.endswith("Grad") else (*node.inputs, None, None)[4]
+
+
+def _saved(node: ir.Node) -> ir.Value | None:
+    return node.inputs[6] if node.op_type.endswith("Grad") else node.outputs[1]
+
+
+@library(
+    "graphc::ScaledDotProductAttention",
+    "graphc::ScaledDotProductAttentionGrad",
+    dtypes=HALVES,
+    when=_takes,
+    workspace=("cuDNN", WORKSPACE),
+)
+def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    """Bind the node on a GPU.
+
+    Raises:
+        GraphcError: the node has not gone through the ``flash_attention`` pass.
+    """
+    masked = (node.inputs[4] if node.op_type.endswith("Grad") else (*node.inputs, None)[3]) is not None
+    keep, q = _keep(node), node.inputs[1 if node.op_type.endswith("Grad") else 0]
+    rewritten = keep is None or (q is not None and keep.dtype == q.dtype)  # zeros and ones; what was drawn is float32
+    plain = masked and not node.attributes.get_int("finite", 0)
+    if node.attributes.get_string("saves", "") != "logsumexp" or plain or not rewritten:
+        raise GraphcError(f"{describe(node)} is not in the form that cuDNN takes: run the pass flash_attention")
+    dnn = device.library(Dnn)
+    placed = attention_of(node, deterministic=dnn.deterministic)
+    arrays = {name: place.within(inputs[k]) for name, (k, place) in placed.inputs.items()}
+    arrays |= {name: place.within(outputs[k]) for name, (k, place) in placed.outputs.items()}
+    return dnn.bind(placed.call, arrays)  # type: ignore[no-any-return]

@@ -1,0 +1,200 @@
+"""Nodes that the fusion compiler leaves alone: those with a kernel of their own, and those that a library runs.
+
+    @node_kernel("CumSum", dtypes=NUMBERS)               text for one or more launches, for CUDA and for the host's compiler
+    def cum_sum(node): return [Launch(body, reads={"x": …}, writes={"y": …}, rows=…)]
+
+    @library("Gemm", "MatMul", when=is_product)          bound on the GPU through an object that is made once a device
+    def product(device, node, inputs, outputs): return device.library(Products).bind(node, inputs, outputs)
+
+One table serves grouping (what stands here is not fused), ``CupyBackend.holds``, the report of what runs on the host, and
+the list of ops. What is in neither table and cannot be generated runs on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.kernel_source import Source
+from graphc.device import Array, Run
+from graphc.gradient import key_of
+from graphc.ir.facts import constant, static_dims
+from graphc.ir.subgraphs import bodies, captured
+
+MODULES = (
+    "libraries.cublaslt",
+    "updates.finite_check",
+    "libraries.cudnn_attention",
+    "libraries.cudnn_convolution",
+    "kernels",
+)
+"""Modules of this package that fill the tables."""
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+STORED = tuple(expressions.STORAGE)
+"""Every element type that kernels can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a kernel that is written by hand.
+
+    Attributes:
+        body: C statements for one ``row`` (``0 <= row < rows``) over the names of ``reads``, ``updates`` and ``writes``, which
+            are pointers to the storage types of :data:`.expressions.STORAGE`. ``LANES`` threads share a row when it has
+            columns; :mod:`.prelude` names what may be used.
+        reads: values that are only read, by the name of their pointer.
+        updates: values that an earlier launch wrote and this one reads and overwrites.
+        writes: values that this launch writes first.
+        rows, columns: how the work is spread over threads.
+        block: a whole block of threads works on a row and may use ``SHARED`` and ``SYNC``; loops step by ``THREADS``.
+        lanes: threads that share a row; 0: what suits the columns.
+        head: functions and types in front of the kernel.
+        moved: bytes that it moves, where it touches a part of its operands only; else 0.
+    """
+
+    body: str
+    reads: Mapping[str, ir.Value]
+    writes: Mapping[str, ir.Value]
+    rows: int
+    columns: int = 1
+    updates: Mapping[str, ir.Value] = field(default_factory=dict)
+    block: bool = False
+    lanes: int = 0
+    head: str = ""
+    moved: int = 0
+
+    def source(self) -> Source:
+        """As the source of a kernel, whose operands are the reads, the updates and the writes."""
+        read = [f"const {_storage(v)}* {name}" for name, v in self.reads.items()]
+        changed = [f"{_storage(v)}* {name}" for name, v in (*self.updates.items(), *self.writes.items())]
+        text = f"{self.head}\nKERNEL $name({', '.join([*read, *changed])}) {{\nFOR_ROWS(row) {{\n{self.body}\n}}\n}}"
+        values = (*self.reads.values(), *self.updates.values(), *self.writes.values())
+        return Source(text, values, len(self.reads) + len(self.updates), self.rows, self.columns, moved=self.moved)
+
+
+KernelRule: TypeAlias = Callable[[ir.Node], Sequence[Launch]]
+Condition: TypeAlias = Callable[[ir.Node], bool]
+BindRule: TypeAlias = Callable[[Any, ir.Node, Sequence["Array | None"], Sequence[Array]], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKernel:
+    """An op with a kernel of its own.
+
+    Attributes:
+        dtypes: the element types of the first operand for which it holds.
+        when: further condition on the node, whose shapes are static.
+    """
+
+    op: str
+    build: KernelRule
+    dtypes: Sequence[ir.DataType]
+    when: Condition | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An op that a library of the vendor runs.
+
+    Attributes:
+        bind: (device, node, inputs, outputs) → closure that queues the call.
+        workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
+        own: whether it is this package that launches kernels, which it does on every device.
+    """
+
+    op: str
+    bind: BindRule
+    dtypes: Sequence[ir.DataType]
+    when: Condition | None = None
+    workspace: tuple[str, int] | None = None
+    own: bool = False
+
+
+KERNELS: dict[str, list[NodeKernel]] = {}
+LIBRARIES: dict[str, list[Library]] = {}
+
+
+def node_kernel(
+    *ops: str, dtypes: Sequence[ir.DataType] = FLOATS, when: Condition | None = None
+) -> Callable[[KernelRule], KernelRule]:
+    """Register the kernel of ``ops`` (``"CumSum"``, ``"graphc::MaxPoolGrad"``); of several the first that accepts is taken."""
+
+    def register(function: KernelRule) -> KernelRule:
+        for op in ops:
+            KERNELS.setdefault(op, []).append(NodeKernel(op, function, dtypes, when))
+        return function
+
+    return register
+
+
+def library(
+    *ops: str,
+    dtypes: Sequence[ir.DataType] = FLOATS,
+    when: Condition | None = None,
+    workspace: tuple[str, int] | None = None,
+    own: bool = False,
+) -> Callable[[BindRule], BindRule]:
+    """Register the library call of ``ops``."""
+
+    def register(function: BindRule) -> BindRule:
+        for op in ops:
+            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when, workspace, own))
+        return function
+
+    return register
+
+
+def special(node: ir.Node) -> NodeKernel | Library | None:
+    """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
+    load()
+    key = key_of(node.domain, node.op_type)
+    entries: list[NodeKernel | Library] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
+    return next((entry for entry in entries if _accepts(entry, node)), None)
+
+
+def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:
+    present = [v for v in node.inputs if v is not None] + results(node)
+    if any(v.dtype is None or static_dims(v) is None for v in present) or not present:
+        return False
+    return present[0].dtype in entry.dtypes and (entry.when is None or entry.when(node))
+
+
+def operands(node: ir.Node) -> list[ir.Value | None]:
+    """The inputs of a node, then what its bodies read from around it; constants of those are theirs."""
+    if not any(True for _ in bodies(node)):
+        return list(node.inputs)
+    return [*node.inputs, *(v for v in captured(node) if constant(v) is None and v not in node.inputs)]
+
+
+def wanted(value: ir.Value) -> bool:
+    """Whether anything reads this output of a node."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def results(node: ir.Node) -> list[ir.Value]:
+    """The outputs of a node without those that are left out."""
+    return [v for v in node.outputs if v.dtype is not None and (static_dims(v) is not None or wanted(v))]
+
+
+def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:
+    """Memory that the launches of one node hand on to each other; it lies in the scratch of the segment."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+
+
+def _storage(value: ir.Value) -> str:
+    assert value.dtype is not None
+    return expressions.STORAGE[value.dtype]
+
+
+@functools.cache
+def load() -> None:
+    """Fill the tables."""
+    for name in MODULES:
+        importlib.import_module(f"graphc.backends.cupy.{name}")

@@ -1,0 +1,83 @@
+"""Casts and transposes in the order in which products can take them in."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.libraries.gemm import DOMAIN, TYPES, is_product
+from graphc.backends.fusion.graph_queries import MOVES, direct_user, drop, in_memory, stand_in
+from graphc.backends.fusion.views import size_of
+from graphc.ir.builder import Builder
+
+
+def casts_before_views(graph: ir.Graph, op: Builder) -> None:
+    """Cast(view(x)) ─► view(Cast(x)) in front of products, which then read x's own order."""
+    known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in graph if n.op_type == "Cast" and n.domain == ""}
+    for node in [n for n in graph if n.op_type == "Cast" and n.domain == "" and n.outputs[0].dtype in TYPES]:
+        source = node.inputs[0]
+        view = None if source is None else source.producer()
+        if view is None or view.domain or view.op_type not in MOVES or not _feeds_product(node.outputs[0]):
+            continue
+        inner = view.inputs[0]
+        assert inner is not None
+        op.before, op.scope = node, node.name or "Cast"
+        dtype = node.outputs[0].dtype
+        assert dtype is not None
+        cast = known.get((inner, dtype))
+        if cast is None:
+            cast = known[inner, dtype] = op.Cast(inner, to=int(dtype))
+        (again,) = op.emit(view.op_type, [cast, *view.inputs[1:]], dict(view.attributes))
+        stand_in(node.outputs[0], again)
+
+
+def small_casts_first(graph: ir.Graph, size: int) -> None:
+    """Casts of what comes from outside, of up to ``size`` elements, in front: there a few kernels take them all."""
+    chosen = [
+        node
+        for node in graph
+        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if node.inputs[0].producer() is None and size_of(node.outputs[0]) <= size and not node.outputs[0].is_graph_output()
+    ]
+    taken = set(chosen)
+    rest = next((node for node in graph if node not in taken), None)
+    if chosen and rest is not None:
+        graph.remove(chosen)
+        graph.insert_before(rest, chosen)
+
+
+def small_casts_last(graph: ir.Graph, size: int) -> None:
+    """Casts of a library's results of up to ``size`` elements that nobody here reads, gradients of biases say, behind all."""
+    chosen = [
+        node
+        for node in graph
+        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if node.outputs[0].is_graph_output() and not node.outputs[0].uses() and size_of(node.outputs[0]) <= size
+        if (producer := node.inputs[0].producer()) is not None and producer.domain == DOMAIN
+    ]
+    graph.remove(chosen)
+    graph.extend(chosen)
+
+
+def views_before_casts(graph: ir.Graph, op: Builder) -> None:
+    """Transpose(Cast(product)) ─► Cast(Transpose(product)), so that the product is written as it is read."""
+    for node in [n for n in graph if n.op_type == "Transpose" and n.domain == ""]:
+        source = node.inputs[0]
+        cast = None if source is None else source.producer()
+        if source is None or cast is None or cast.op_type != "Cast" or cast.domain or direct_user(source) is not node:
+            continue
+        inner = cast.inputs[0]
+        made = None if inner is None else in_memory(inner).producer()
+        if inner is None or made is None or not is_product(made):
+            continue
+        op.before, op.scope = node, node.name or "Transpose"
+        given = {"perm": node.attributes["perm"].as_ints()} if "perm" in node.attributes else {}
+        turned = op.Transpose(inner, **given)
+        stand_in(node.outputs[0], op.Cast(turned, to=cast.attributes["to"].as_int()))
+        drop(graph, cast)
+
+
+def _feeds_product(value: ir.Value) -> bool:
+    for user, _ in value.uses():
+        if user.domain == "" and (is_product(user) or (user.op_type in MOVES and _feeds_product(user.outputs[0]))):
+            return True
+    return False

@@ -1,0 +1,5 @@
+"""Standard ops without a kernel of their own, by simpler ones; importing a file adds its rules to :data:`.table.RULES`."""
+
+from graphc.backends.cupy.rewrite.rules import indexing, normalisation, products, quantisation, recurrent, signals
+
+__all__ = ["indexing", "normalisation", "products", "quantisation", "recurrent", "signals"]

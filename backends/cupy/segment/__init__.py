@@ -1,0 +1,1 @@
+"""One segment on a GPU: compiled, bound, cached on disk."""

@@ -1,0 +1,264 @@
+"""A segment bound to memory: every address is settled, and a run is a walk over closures.
+
+Values that never leave a segment lie in one scratch buffer that all segments of a backend share, for they run one after
+another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
+from graphc.backends.cupy.device.protocol import Device
+from graphc.backends.cupy.libraries.registry import operands, results
+from graphc.backends.cupy.segment.compile import Segment
+from graphc.backends.cupy.segment.control_flow import Control, bind
+from graphc.backends.cupy.segment.program import Call, KernelCall, NodeCall, reads, writes
+from graphc.backends.cupy.segment.scratch_reuse import Idle
+from graphc.backends.fusion.expressions import compute_type
+from graphc.backends.fusion.views import shape_of, size_of
+from graphc.device import Array, Run
+from graphc.errors import GraphcError
+from graphc.ir.facts import constant
+from graphc.plan.arena import Arena
+
+
+class Scratch:
+    """Memory that bound segments take turns to use.
+
+    How much it is, and which kernels there are, is known when the last segment of a plan is bound: :meth:`settle` allocates
+    it, compiles all of them together, and gives the segments their addresses.
+
+    Args:
+        report: called with the segments that are settled together.
+    """
+
+    def __init__(self, device: Device, report: Callable[[Sequence[Segment]], None] | None = None) -> None:
+        self.device, self._report = device, report
+        self.nbytes = 0
+        self._memory: Array | None = None
+        self._waiting: list[BoundSegment] = []
+
+    def add(self, segment: BoundSegment, nbytes: int) -> None:
+        """``segment`` needs ``nbytes``; what was handed out before keeps its memory."""
+        if nbytes > self.nbytes:
+            self.nbytes, self._memory = nbytes, None
+        self._waiting.append(segment)
+
+    def _allocate(self) -> Array:
+        try:
+            return self.device.empty(self.nbytes)
+        except GraphcError:
+            self.nbytes = 0  # the next plan, which may be smaller, asks for no more than its own
+            raise
+
+    def settle(self) -> None:
+        """Bind the segments that wait."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if self._report is not None:
+            self._report([segment.segment for segment in waiting])
+        if self._memory is None:
+            self._memory = self._allocate()
+        kernels = self.device.compile({name: text for segment in waiting for name, text in segment.texts().items()})
+        for segment in waiting:
+            segment.bind(kernels, self._memory)
+
+
+class BoundSegment:
+    """A callable that runs ``segment``.
+
+    Args:
+        inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
+        constants: arrays of constants, where several bindings of one segment share them.
+        rooms: see :meth:`graphc.backend.Backend.bind_segment`.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        device: Device,
+        scratch: Scratch,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        constants: dict[ir.Value, Array] | None = None,
+        rooms: Sequence[Array] = (),
+    ) -> None:
+        self.segment = segment
+        self._device, self._scratch = device, scratch
+        self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
+        self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
+        self._rooms, self._lodged = rooms, dict[ir.Value, tuple[int, int]]()
+        places = _offsets(segment, set(self._arrays))
+        if rooms:
+            lodged: dict[ir.Value, tuple[int, int]] = {}
+            other = _offsets(segment, set(self._arrays), _idle(segment, rooms, inputs, outputs), lodged)
+            if other[2] <= places[2]:
+                places, self._lodged = other, lodged
+        self._offsets, self._partials, nbytes = places
+        self._constants = {} if constants is None else constants
+        self._runs: list[Run] = []
+        scratch.add(self, nbytes)
+
+    def texts(self) -> dict[str, str]:
+        """The kernels of the segment and of the bodies in it, by name."""
+        return _texts(self.segment)
+
+    def bind(self, kernels: Mapping[str, Any], memory: Array) -> None:
+        """Give every call its kernel and its addresses; ``memory`` is the scratch."""
+        self._kernels, self._memory = kernels, memory
+        self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
+
+    @property
+    def queued(self) -> bool:
+        """Whether a run only queues work."""
+        return self.segment.queued
+
+    def calls(self) -> list[tuple[KernelCall | NodeCall | Control, Run]]:
+        """Every call and what runs it, once the segment is bound."""
+        return list(zip(self.segment.calls, self._runs, strict=True))
+
+    def __call__(self) -> None:
+        if not self._runs:
+            self._scratch.settle()
+        for run in self._runs:
+            run()
+
+    def _bind(self, index: int, call: Call) -> Run:
+        if isinstance(call, Control):
+            inner = Scratch(self._device)
+            run = bind(call, self._device, self._array, functools.partial(_bind_body, self._device, inner))
+            inner.settle()
+            return run
+        if isinstance(call, NodeCall):
+            inputs = [None if v is None else self._array(v) for v in operands(call.node)]
+            outputs = [self._array(v) for v in results(call.node)]
+            return self._device.node(call.node, call.library, inputs, outputs)
+        arrays = [self._array(v) for v in call.source.operands]
+        for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
+            kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
+            count = call.parts * (call.source.totals or call.source.rows)
+            arrays.append(self._memory[offset : offset + count * kind.itemsize].view(kind))
+        return self._device.launch(self._kernels[call.name], arrays, call.shape)
+
+    def _array(self, value: ir.Value) -> Array:
+        found = self._arrays.get(value)
+        if found is None:
+            base = self.segment.aliases.get(value)
+            if base is not None:
+                found = self._array(base).reshape(shape_of(value))
+            elif value in self._offsets:
+                found = _part(self._memory, self._offsets[value], value)
+            elif value in self._lodged:
+                room, offset = self._lodged[value]
+                found = _part(self._rooms[room], offset, value)
+            elif not size_of(value):
+                found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
+            else:
+                known = constant(value)
+                if known is None and value.const_value is not None:
+                    known = value.const_value.numpy()
+                assert known is not None, f"{value.name} has no place"
+                if value not in self._constants:
+                    self._constants[value] = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
+                found = self._constants[value]
+            self._arrays[value] = found
+        return found
+
+
+def _part(memory: Array, offset: int, value: ir.Value) -> Array:
+    return memory[offset : offset + _nbytes(value)].view(_dtype(value)).reshape(shape_of(value))
+
+
+def _texts(segment: Segment) -> dict[str, str]:
+    found = {call.name: call.text for call in segment.calls if isinstance(call, KernelCall)}
+    for call in segment.calls:
+        if isinstance(call, Control):
+            for body in call.bodies:
+                found.update(_texts(body))
+    return found
+
+
+def _bind_body(
+    device: Device,
+    scratch: Scratch,
+    segment: Segment,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    constants: dict[ir.Value, Array],
+) -> Run:
+    return BoundSegment(segment, device, scratch, inputs, outputs, constants=constants)
+
+
+def _idle(segment: Segment, rooms: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Idle:
+    """The places of results that lie in ``rooms`` until they are written."""
+    base = _bases(segment)
+    written: dict[ir.Value, int] = {}
+    for k, call in enumerate(segment.calls):
+        for value in map(base, writes(call)):
+            written.setdefault(value, k)
+    results = [(outputs[v.name or ""], written[v]) for v in dict.fromkeys(segment.graph.outputs) if v in written]
+    return Idle(rooms, results, inputs.values())
+
+
+def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:
+    """Value → the value whose memory it is."""
+
+    def base(value: ir.Value) -> ir.Value:
+        while value in segment.aliases:
+            value = segment.aliases[value]
+        return value
+
+    return base
+
+
+def _offsets(
+    segment: Segment,
+    placed: set[ir.Value],
+    idle: Idle | None = None,
+    lodged: dict[ir.Value, tuple[int, int]] | None = None,
+) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
+    """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together.
+
+    Args:
+        placed: the values that have memory already.
+        idle: where values go first; ``lodged`` then tells (room, offset) of each.
+    """
+    base = _bases(segment)
+    last = {base(v): k for k, call in enumerate(segment.calls) for v in (*reads(call), *writes(call))}
+    arena = Arena(ALIGNMENT)
+    offsets: dict[ir.Value, int] = {}
+    partials: dict[int, tuple[int, ...]] = {}
+    found: dict[ir.Value, tuple[int, int]] = {} if lodged is None else lodged
+    for k, call in enumerate(segment.calls):
+        for value in map(base, writes(call)):
+            if value in placed or value in offsets or value in found:
+                continue
+            place = None if idle is None else idle.take(_nbytes(value), k, last[value])
+            if place is None:
+                offsets[value] = arena.take(_nbytes(value), last[value])
+            else:
+                found[value] = place
+        if isinstance(call, KernelCall) and call.source.partials:
+            if call.shape.splits > 1 or call.source.totals:
+                partials[k] = tuple(arena.take(size, k + 1) for size in call.source.partial_bytes(call.parts))
+            else:
+                partials[k] = partials[k - 1]
+        arena.free_after(k)
+    return offsets, partials, arena.size
+
+
+def _dtype(value: ir.Value) -> np.dtype[np.generic]:
+    assert value.dtype is not None
+    return np.dtype(value.dtype.numpy())
+
+
+def _nbytes(value: ir.Value) -> int:
+    return int(np.prod(shape_of(value), dtype=np.int64)) * _dtype(value).itemsize

@@ -1,0 +1,180 @@
+"""A segment as a list of calls: generated kernels and nodes left to a library or the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import onnx
+import onnx_ir as ir
+
+from graphc.backends.cupy.codegen import vectorize
+from graphc.backends.cupy.codegen.launch_shape import Shape, blocks, host, render, shared_rows, spread
+from graphc.backends.cupy.fusion.grouping import group, in_place_of
+from graphc.backends.cupy.fusion.groups import SMALL, Kernel, Opaque
+from graphc.backends.cupy.fusion.row_column import Crossed, cross, sources
+from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
+from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.libraries.gemm_epilogues import Choose, by_rule, join_products
+from graphc.backends.cupy.rewrite.cast_order import small_casts_first, small_casts_last
+from graphc.backends.cupy.rewrite.decompose import take_apart
+from graphc.backends.cupy.segment.control_flow import Control, body_models
+from graphc.backends.cupy.segment.inplace import overwrite
+from graphc.backends.cupy.segment.program import Call, KernelCall, NodeCall
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.graph_queries import INTO, sweep
+from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.lowering import is_expression
+from graphc.backends.fusion.sign_bits import pack_masks
+from graphc.backends.fusion.views import size_of
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.infer import propagate
+from graphc.ir.subgraphs import CONTROL
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The calls of a segment, in order.
+
+    Attributes:
+        graph: the values that calls refer to.
+        aliases: value → the value whose memory it is: of another shape, or what becomes of it in place.
+    """
+
+    graph: ir.Graph
+    calls: list[Call]
+    aliases: dict[ir.Value, ir.Value]
+
+    @property
+    def fallbacks(self) -> list[ir.Node]:
+        """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
+        own = [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
+        inner = [body for call in self.calls if isinstance(call, Control) for body in call.bodies]
+        return [*own, *(node for body in inner for node in body.fallbacks)]
+
+    @property
+    def queued(self) -> bool:
+        """Whether a run only queues work for the device, so that it can be captured."""
+        return not self.fallbacks and all(call.queued for call in self.calls if isinstance(call, Control))
+
+
+def compile_segment(
+    model: onnx.ModelProto,
+    *,
+    device: bool = True,
+    splits: Callable[[int, int, bool], int] | None = None,
+    choose: Choose = by_rule,
+    loose_gelu: bool = False,
+) -> Segment:
+    """Turn a segment of standard ops with static shapes into calls.
+
+    Args:
+        device: write CUDA C; otherwise C++ for the host.
+        splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
+        choose, loose_gelu: what becomes the epilogue of a product (:func:`.epilogues.join_products`).
+    """
+    graph = ir.from_proto(model).graph
+    graph.initializers.clear()  # they keep their values: in a segment they are constants, of whatever type and rank
+    propagate(graph)
+    take_apart(graph)
+    propagate(graph)
+    sweep(graph)
+    scatter_into_sums(graph)
+    join_products(graph, choose, loose_gelu=loose_gelu)
+    if decompose_graph(graph, lambda node: registry.special(node) is not None or is_expression(node)):
+        propagate(graph)
+        take_apart(graph)
+    omit_fills(graph)
+    sweep(graph)
+    small_casts_first(graph, SMALL)
+    small_casts_last(graph, SMALL)
+    pack_masks(graph, SMALL)
+    grouping = group(graph, lambda node: registry.special(node) is not None)
+    calls: list[Call] = []
+    for launch in cross(grouping):
+        if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
+            models = body_models(launch.node)
+            within = functools.partial(compile_segment, device=device, splits=splits, choose=choose, loose_gelu=loose_gelu)
+            calls.append(Control(launch.node, tuple(map(within, models))) if models is not None else NodeCall(launch.node))
+        elif isinstance(launch, Opaque):
+            calls += _node_calls(launch.node, grouping.aliases, device)
+        elif isinstance(launch, Crossed):
+            calls += _crossed_calls(launch, grouping.memory, device)
+        else:
+            calls += _kernel_calls(launch, grouping.memory, device, splits)
+    in_place = {in_place_of(n.inputs[0]): n.outputs[0] for n in graph if INTO in n.meta and n.inputs[0] is not None}
+    return Segment(graph, *overwrite(graph, calls, {**grouping.aliases, **in_place}, device=device))
+
+
+def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:
+    if not any(size_of(out) for out in registry.results(node)):
+        return []  # nothing to compute: every result is empty
+    found = registry.special(node)
+    if not isinstance(found, registry.NodeKernel):
+        return [NodeCall(node, found)]
+    calls: list[KernelCall | NodeCall] = []
+    for launch in found.build(node):
+        if not launch.rows:
+            continue
+        source = launch.source()
+        source = replace(source, operands=tuple(aliases.get(v, v) for v in source.operands))
+        if not device:
+            shape = host(source.rows, source.columns)
+        elif launch.block:
+            shape = blocks(source.rows, source.columns)
+        elif launch.lanes:
+            shape = shared_rows(source.rows, launch.lanes)
+        elif source.columns == 1:
+            shape = shared_rows(source.rows, 1)  # a thread has more to do than to store one number
+        else:
+            shape = spread(source.rows, source.columns)
+        name, text = render(source, shape, device=device)
+        calls.append(KernelCall(source, name, text, shape))
+    return calls
+
+
+def _kernel_calls(
+    kernel: Kernel, memory: set[ir.Value], device: bool, splits: Callable[[int, int, bool], int] | None
+) -> list[KernelCall | NodeCall]:
+    own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
+
+    def in_memory(value: ir.Value) -> bool:
+        producer = value.producer()
+        if value in own or value in kernel.again:
+            return False
+        return value in memory or producer is None or producer.op_type == "Constant"
+
+    spec = kernel.spec
+    plain = Generator(spec, in_memory)
+    form = vectorize.choose(plain, plain.source(), wide=device)
+    generator = Generator(spec, in_memory, form)
+    parts = 1
+    if kernel.axes and generator.divides():
+        asked = splits(spec.rows, spec.columns, not form.strided) if splits else vectorize.wanted_splits(spec, form)
+        parts = max(1, min(asked, spec.columns // (1 if form.strided else form.vector)))
+    if parts == 1:
+        return [_call(generator.source(), vectorize.shape_of_form(spec, form), device)]
+    first, second = generator.halves()
+    return [
+        _call(first, vectorize.shape_of_form(spec, first.form, parts), device, parts),
+        _call(second, vectorize.parts_sum(spec.rows, parts), device, parts),
+    ]
+
+
+def _crossed_calls(launch: Crossed, memory: set[ir.Value], device: bool) -> list[KernelCall | NodeCall]:
+    first, second, shape = sources(launch, memory, wide=device)
+    name, text = render(first, shape, device=device)
+    parts = shape.blocks
+    return [
+        KernelCall(first, name, text, shape, parts),
+        _call(second, vectorize.parts_sum(launch.sums.spec.rows, parts), device, parts),
+    ]
+
+
+def _call(source: Source, shape: Shape, device: bool, parts: int = 1) -> KernelCall:
+    if not device:
+        form, columns = source.form, source.columns if shape.splits == 1 else 1
+        shape = host(source.rows, columns, splits=shape.splits, vector=form.vector, strided=form.strided)
+    name, text = render(source, shape, device=device, parts=parts)
+    return KernelCall(source, name, text, shape, parts)

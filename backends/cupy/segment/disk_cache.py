@@ -1,0 +1,229 @@
+"""Compiled segments on disk: calls, kernel texts and aliases of a segment that an earlier process has compiled.
+
+    key = digest of: this package's sources, versions of what it builds on, the options of the compilation, the segment
+
+So nothing that is found is out of date. A file begins with a digest of the rest: one that is damaged is as good as none, and
+one that cannot be written is not missed. Segments with bodies, and those that a plugin has a hand in, are compiled every time.
+
+What comes back is what :class:`.bound.BoundSegment` and :mod:`.cost` need: of the graph, only the nodes that libraries run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.libraries.gemm import PRODUCT
+from graphc.backends.cupy.libraries.registry import Library
+from graphc.backends.cupy.segment.compile import Segment
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall
+from graphc.backends.fusion.views import shape_of
+from graphc.ir import DOMAIN
+from graphc.ir.facts import constant
+
+PLAIN = frozenset(
+    {ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.STRING}
+    | {ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS}
+)
+
+DIGEST = hashlib.sha256().digest_size
+
+
+class Kept:
+    """The segments of one folder.
+
+    Args:
+        folder: made when it is first needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, model: onnx.ModelProto, options: str, compile: Callable[[], Segment]) -> Segment:
+        """The segment of ``model``, from disk or from ``compile``.
+
+        Args:
+            options: whatever else decides what ``compile`` gives.
+        """
+        sources = _sources() if _is_ours(model) else b""
+        if not sources:
+            return compile()
+        text = model.SerializeToString(deterministic=True)
+        path = self.folder / f"{hashlib.sha256(b'|'.join((sources, options.encode(), text))).hexdigest()}.segment"
+        found = _read(path)
+        if found is None:
+            found = compile()
+            _write(path, found)
+        return found
+
+
+def _is_ours(model: onnx.ModelProto) -> bool:
+    """Whether only code of this package has to do with a segment."""
+    registry.load()
+    makers = [entry.build for found in registry.KERNELS.values() for entry in found]
+    binders = [entry.bind for found in registry.LIBRARIES.values() for entry in found]
+    known = all(maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
+    return known and all(opset.domain in ("", "ai.onnx", DOMAIN) for opset in model.opset_import)
+
+
+@functools.cache
+def _sources() -> bytes:
+    """Digest of this package's sources and of the versions of what they build on; nothing where there are no sources."""
+    packages = [importlib.util.find_spec(name) for name in ("graphc", "graphc.backends", "graphc.passes")]
+    folders = {folder for spec in packages if spec is not None for folder in spec.submodule_search_locations or ()}
+    files = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
+    digest = hashlib.sha256(f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__}".encode())
+    for path in files:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest() if files else b""
+
+
+def _read(path: Path) -> Segment | None:
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(held[DIGEST:]).digest() != held[:DIGEST]:
+        return None
+    return _Reader(held[DIGEST:]).segment()
+
+
+def _write(path: Path, segment: Segment) -> None:
+    try:
+        held = _Writer(segment).bytes()
+    except _NotKeptError:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
+        partial.write_bytes(hashlib.sha256(held).digest() + held)
+        partial.replace(path)
+    except OSError:
+        return  # kernels are kept in the same place, and that is warned about
+
+
+class _NotKeptError(Exception):
+    """The segment has something that no file can hold."""
+
+
+class _Writer(pickle.Pickler):
+    """A segment as bytes: values and nodes as tables, of which everything else holds numbers."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=5)
+        self._values: dict[ir.Value, int] = {}
+        self._segment = segment
+
+    def bytes(self) -> bytes:
+        segment = self._segment
+        if not all(isinstance(call, KernelCall | NodeCall) for call in segment.calls):
+            raise _NotKeptError
+        calls: list[tuple[Any, ...]] = []
+        for call in segment.calls:
+            if isinstance(call, KernelCall):
+                calls.append((call,))
+            elif isinstance(call, NodeCall):
+                calls.append((_described(call.node), call.library))
+        ends = list(segment.graph.inputs), list(segment.graph.outputs)
+        self.dump((ends, calls, list(segment.aliases.items())))
+        body = self._buffer.getvalue()
+        head = pickle.dumps([_described_value(v) for v in self._values], protocol=5)
+        return len(head).to_bytes(8, "little") + head + body
+
+    def persistent_id(self, item: Any) -> Any:
+        if isinstance(item, ir.Value):
+            return self._values.setdefault(item, len(self._values))
+        if isinstance(item, Library):
+            return item.op, registry.LIBRARIES[item.op].index(item)
+        if isinstance(item, ir.Node | ir.Graph):
+            raise _NotKeptError
+        return None
+
+
+def _described(node: ir.Node) -> tuple[Any, ...]:
+    attributes = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.TENSOR:
+            attributes.append((attr.name, int(attr.type), np.array(attr.as_tensor().numpy())))
+        elif attr.type in PLAIN:
+            attributes.append((attr.name, int(attr.type), attr.value))
+        else:
+            raise _NotKeptError
+    return (
+        (node.domain, node.op_type, node.name),
+        attributes,
+        list(node.inputs),
+        list(node.outputs),
+        node.meta.get(PRODUCT),
+    )
+
+
+def _described_value(value: ir.Value) -> tuple[Any, ...]:
+    known = constant(value)
+    if known is None and value.const_value is not None:
+        known = value.const_value.numpy()
+    if value.dtype is None:
+        return value.name, None, None, None
+    return value.name, int(value.dtype), shape_of(value), None if known is None else np.array(known)
+
+
+class _Reader(pickle.Unpickler):
+    """The way back."""
+
+    def __init__(self, held: bytes) -> None:
+        size = int.from_bytes(held[:8], "little")
+        self._values = [_value(*described) for described in pickle.loads(held[8 : 8 + size])]
+        super().__init__(io.BytesIO(held[8 + size :]))
+
+    def segment(self) -> Segment:
+        (inputs, outputs), calls, aliases = self.load()
+        found = [call[0] if len(call) == 1 else NodeCall(_node(*call[0]), call[1]) for call in calls]
+        graph = ir.Graph(inputs, outputs, nodes=[call.node for call in found if isinstance(call, NodeCall)], name="segment")
+        return Segment(graph, found, dict(aliases))
+
+    def persistent_load(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return self._values[key]
+        registry.load()
+        op, index = key
+        return registry.LIBRARIES[op][index]
+
+
+def _value(name: str | None, dtype: int | None, shape: tuple[int, ...] | None, known: Any) -> ir.Value:
+    if dtype is None or shape is None:
+        return ir.Value(name=name)
+    held = None if known is None else ir.Tensor(known, dtype=ir.DataType(dtype), name=name)
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType(dtype)), shape=ir.Shape(shape), const_value=held)
+
+
+def _node(
+    names: tuple[str, str, str | None],
+    attributes: list[tuple[str, int, Any]],
+    inputs: list[ir.Value | None],
+    outputs: list[ir.Value],
+    product: Any,
+) -> ir.Node:
+    domain, op_type, name = names
+    made = []
+    for key, kind, value in attributes:
+        tensor = kind == ir.AttributeType.TENSOR
+        made.append(ir.Attr(key, ir.AttributeType(kind), ir.Tensor(value) if tensor else value))
+    node = ir.Node(domain, op_type, inputs, made, outputs=outputs, name=name)
+    if product is not None:
+        node.meta[PRODUCT] = product
+    return node

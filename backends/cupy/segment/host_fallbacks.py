@@ -1,0 +1,83 @@
+"""What runs where: how each op is run, and the nodes of a plan that the host has to run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from graphc.backend import COVERAGE, Fallback
+from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.rewrite import decompose
+from graphc.backends.cupy.rewrite.rules import table
+from graphc.backends.cupy.segment.compile import Segment
+from graphc.backends.fusion import expressions, lowering, reductions, views
+from graphc.backends.fusion.views import size_of
+from graphc.ir import DOMAIN
+from graphc.ir.declare import OPS
+from graphc.ir.facts import constant, static_dims
+from graphc.ir.functions import has_body
+from graphc.ir.subgraphs import CONTROL
+
+LOG = logging.getLogger("graphc.cupy")
+
+FOLDED = frozenset({"Constant", "Shape", "Size"})
+"""Ops whose results are known before anything runs."""
+
+
+def fallbacks_of(segment: Segment) -> list[Fallback]:
+    """The nodes of a segment that the host runs, with what is copied for them."""
+    found = []
+    for node in segment.fallbacks:
+        moved = [v for v in registry.operands(node) if v is not None and constant(v) is None] + registry.results(node)
+        sizes = [size_of(v) * expressions.stored_bytes(v.dtype) for v in moved if v.dtype and static_dims(v) is not None]
+        found.append(Fallback(node.op_type, node.name or "", sum(sizes)))
+    return found
+
+
+def warn(segments: Sequence[Segment]) -> None:
+    """One line about everything that the host runs in these segments, which are those of a plan."""
+    found = [fallback for segment in segments for fallback in fallbacks_of(segment)]
+    if found:
+        counts = Counter(fallback.op for fallback in found)
+        ops = ", ".join(f"{op} ×{n}" if n > 1 else op for op, n in sorted(counts.items()))
+        moved = sum(fallback.nbytes for fallback in found) / 1e6
+        LOG.warning(
+            "on the host in every step, with %.3f MB copied to and fro: %s;"
+            " 'graphc show plan --backend cupy' lists them",
+            moved, ops,
+        )  # fmt: skip
+
+
+def how(key: str) -> str:
+    """How the backend runs an op: generated, library, kernel, decomposed, folded, loop or host; the best of them first."""
+    registry.load()
+    domain, _, name = key.rpartition("::")
+    found = []
+    if name in FOLDED and not domain:
+        found.append("folded")
+    if _is_generated(key, name, domain):
+        found.append("generated")
+    if key in registry.LIBRARIES:
+        found.append("library")
+    declaration = OPS.get(name) if domain == DOMAIN else None
+    if key in registry.KERNELS or (declaration is not None and declaration.next_value):
+        found.append("kernel")
+    if name in CONTROL and not domain and name != "SequenceMap":
+        found.append("loop")
+    if declaration is not None and declaration.effect:
+        return "collective"
+    if not found and (key in decompose.RULES or key in table.RULES or has_body(name, domain)):
+        found.append("decomposed")
+    if not found and declaration is not None and declaration.decompose is not None:
+        found.append("decomposed")
+    return ", ".join(found) or "host"
+
+
+def _is_generated(key: str, name: str, domain: str) -> bool:
+    if domain:
+        return key in lowering.SPECIAL
+    return name in {*expressions.RULES, *lowering.SPECIAL, *views.RULES, *reductions.REDUCTIONS}
+
+
+COVERAGE["cupy"] = how

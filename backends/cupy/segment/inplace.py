@@ -1,0 +1,89 @@
+"""Results of kernels in the memory of what they are computed from, where nobody reads that any more.
+
+    before   d = (exp(x − max) ÷ Σ − hot) · dy      x and d beside each other: of logits, two gigabytes each
+    after    the same kernel, d where x lay         d is an alias of x
+
+A kernel may write over an operand when each thread reads an element before it writes the one in its place, and no thread reads
+another's: the places of both are the same function of the loop variables, and of a row that several threads share both are
+accessed in its columns. Such a kernel promises the compiler nothing about these two arrays (no ``__restrict__``, no loads
+through the read-only cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.codegen.launch_shape import render
+from graphc.backends.cupy.segment.program import Call, KernelCall, reads, writes
+from graphc.backends.fusion.lowering import dtype_of
+from graphc.backends.fusion.views import size_of
+
+PLAIN, CHANGING = "load_pack", "load_changing"
+"""Functions of the prelude that load a vector."""
+
+
+def overwrite(
+    graph: ir.Graph, calls: Sequence[Call], aliases: Mapping[ir.Value, ir.Value], *, device: bool
+) -> tuple[list[Call], dict[ir.Value, ir.Value]]:
+    """``calls`` and ``aliases`` (value → the value whose memory it is) with results in the memory of operands.
+
+    Args:
+        device: see :func:`.launch.render`.
+    """
+    found, known = list(calls), dict(aliases)
+    fixed = {*graph.inputs, *graph.outputs}
+
+    def base(value: ir.Value) -> ir.Value:
+        while value in known:
+            value = known[value]
+        return value
+
+    last = {base(v): k for k, call in enumerate(calls) for v in (*reads(call), *writes(call))}
+    made: set[ir.Value] = set()
+    for k, call in enumerate(calls):
+        free = {v for v in map(base, reads(call)) if v in made and v not in fixed and last[v] == k}
+        for result in writes(call):
+            target = base(result)
+            if isinstance(call, KernelCall) and target is result and not {target} & (fixed | made):
+                given = next((v for v in reads(call) if base(v) in free and _same_places(call, v, result)), None)
+                if given is not None and _alike(base(given), result):
+                    free.discard(base(given))
+                    last[base(given)] = last[result]
+                    known[result] = base(given)
+                    call = found[k] = _changing(call, given, result, device)
+            made.add(base(result))
+    return found, known
+
+
+def _alike(one: ir.Value, other: ir.Value) -> bool:
+    return dtype_of(one) == dtype_of(other) and size_of(one) == size_of(other)
+
+
+def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
+    """Whether the thread that writes an element of ``result`` is the only one that reads this element of ``operand``."""
+    source = call.source
+    if not _alike(operand, result) or (source.form.strided and source.rows % call.shape.span):
+        return False  # threads beyond the last of strided rows do its work again
+    read = [access for access in source.traffic if access.value is operand]
+    written = [access for access in source.traffic if access.value is result]
+    places = {access.offset for access in (*read, *written)}
+    elements = source.form.along == "rows" and not source.form.strided
+    return bool(read and written) and len(places) == 1 and all(elements or access.inner for access in (*read, *written))
+
+
+def _changing(call: KernelCall, operand: ir.Value, result: ir.Value, device: bool) -> KernelCall:
+    """The call with a kernel that knows that ``operand`` changes."""
+    source = call.source
+    start, end = source.body.index("("), source.body.index(")")
+    parameters, body = source.body[start + 1 : end].split(", "), source.body[end:]
+    for value in (operand, result):
+        at = source.operands.index(value)
+        parameters[at] = parameters[at].replace("* RESTRICT ", "* ")
+    name = parameters[source.operands.index(operand)].split()[-1]
+    body = body.replace(f"{PLAIN}<VECTOR>({name} +", f"{CHANGING}<VECTOR>({name} +")
+    source = replace(source, body=source.body[: start + 1] + ", ".join(parameters) + body)
+    name, text = render(source, call.shape, device=device, parts=call.parts)
+    return replace(call, source=source, name=name, text=text)

@@ -1,0 +1,1 @@
+"""Optimizer updates and the NaN check over flat arrays."""

@@ -1,0 +1,282 @@
+"""Updates of state on a device: bound one by one, joined where a step is recorded.
+
+    Increment, RunningAverage × 106, AdamW(bucket 0), Narrow(bucket 0), AdamW(bucket 1), Narrow(bucket 1)
+        become three launches: Increment | RunningAverage × 106 | (AdamW with Narrow) × 2
+
+Two updates of arrays of one length, of which the second reads what the first writes, become one kernel; equal kernels become
+one launch over a table of arrays. Order is kept wherever one touches what another writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.device.protocol import Device
+from graphc.backends.cupy.updates.kernel import WIDTH, Call, NotElementwiseError, Program, skip_index, slots_read, written
+from graphc.backends.cupy.updates.multi_tensor import Row, bind_table, place_of
+from graphc.device import Array, Run
+from graphc.ir.declare import declaration_of, declared, is_update
+
+SLOTS = 40
+"""Most arrays of one kernel."""
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """Updates that are one kernel, over arrays of one length.
+
+    Attributes:
+        arrays: the array of each slot of the program.
+        count: elements of the flat ones.
+    """
+
+    device: Device
+    program: Program
+    arrays: tuple[Array, ...]
+    count: int
+    _run: Run | None = field(default=None, repr=False)
+
+    def __call__(self) -> None:
+        if self._run is None:
+            (self._run,) = bind_launches([[self]])
+        self._run()
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """(begin, end) in bytes of all arrays."""
+        return [(place_of(a), place_of(a) + a.nbytes) for a in self.arrays]
+
+    @property
+    def writes(self) -> list[tuple[int, int]]:
+        """(begin, end) in bytes of the arrays that change."""
+        places = self.reads
+        return [places[k] for k in self.program.written]
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the flat arrays that the kernel reads and writes."""
+        touched = [*slots_read(self.program), *self.program.written]
+        return sum(self.count * int(self.program.slots[k][0].itemsize) for k in touched if self.program.slots[k][1])
+
+
+def is_elementwise(node: ir.Node) -> bool:
+    """Whether an update kernel computes the node's next states."""
+    declaration = declaration_of(node)
+    if not is_update(node) or declaration is None or declaration.decompose is None:
+        return False
+    flat = {*declaration.next_value.values(), *((1,) if 1 in declaration.reduces or declaration.elementwise else ())}
+    types = tuple(None if v is None or v.dtype is None else (v.dtype, k in flat) for k, v in enumerate(node.inputs))
+    return _can_be_written(node.domain, node.op_type, tuple(sorted(_attributes(node).items())), types, len(node.outputs))
+
+
+@functools.lru_cache(maxsize=256)
+def _can_be_written(
+    domain: str,
+    op: str,
+    attributes: tuple[tuple[str, Any], ...],
+    types: tuple[tuple[ir.DataType, bool] | None, ...],
+    outputs: int,
+) -> bool:
+    slots = tuple(t for t in types if t is not None)
+    places = iter(range(len(slots)))
+    inputs = tuple(None if t is None else next(places) for t in types)
+    program = _program(domain, op, attributes, inputs, slots, outputs, True)
+    try:
+        written(program, device=False)
+    except NotElementwiseError:
+        return False
+    return True
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    """As hashable Python values, by which equal updates have equal kernels; where they run is no part of it."""
+    found = {name: attr.value for name, attr in node.attributes.items() if name not in ("bucket", "shard", "offload")}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+
+def _program(
+    domain: str,
+    op: str,
+    attributes: tuple[tuple[str, Any], ...],
+    inputs: tuple[int | None, ...],
+    slots: tuple[tuple[ir.DataType, bool], ...],
+    outputs: int,
+    vector: bool,
+) -> Program:
+    declaration = declared(domain, op)
+    assert declaration is not None
+    at, given = skip_index(domain, op), list(inputs)
+    skip = None
+    if at is not None and at < len(given) and given[at] is not None:
+        skip, given[at] = given[at], None
+    while given and given[-1] is None:
+        given.pop()
+    following = declaration.next_value
+    targets = tuple(inputs[following[k]] if following[k] < len(inputs) else None for k in range(outputs))
+    return Program(slots, (Call(domain, op, attributes, tuple(given), targets),), skip, vector)
+
+
+def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -> Update:
+    """One update of flat arrays, in place."""
+    declaration = declaration_of(node)
+    assert declaration is not None
+    flat = {k for k in declaration.next_value.values() if k < len(inputs)}
+    count = next(a.size for k, a in enumerate(inputs) if k in flat and a is not None)
+    if 1 in declaration.reduces or declaration.elementwise:
+        flat.add(1)
+    arrays: list[Array] = []
+    known: dict[tuple[int, int, str], int] = {}
+    places: list[int | None] = []
+    slots: list[tuple[ir.DataType, bool]] = []
+    for k, array in enumerate(inputs):
+        if array is None:
+            places.append(None)
+            continue
+        key = (place_of(array), array.size, str(array.dtype))
+        if key not in known:
+            known[key] = len(arrays)
+            arrays.append(array.reshape(-1))
+            slots.append((ir.DataType.from_numpy(array.dtype), k in flat))
+        places.append(known[key])
+    vector = all(
+        place_of(a) % (WIDTH * a.dtype.itemsize) == 0 for a, (_, is_flat) in zip(arrays, slots, strict=True) if is_flat
+    )
+    attributes = tuple(sorted(_attributes(node).items()))
+    program = _program(node.domain, node.op_type, attributes, tuple(places), tuple(slots), len(node.outputs), vector)
+    return Update(device, program, tuple(arrays), count)
+
+
+# Joining ---------------------------------------------------------------------------------------------------------------
+
+
+def join_updates(runs: Iterable[Run]) -> list[Run]:
+    """``runs`` with every row of updates in as few launches as their order allows."""
+    found: list[Run] = []
+    row: list[Update] = []
+    for run in runs:
+        if isinstance(run, Update):
+            row.append(run)
+            continue
+        found += bind_launches(launches_of(row))
+        row = []
+        found.append(run)
+    return [*found, *bind_launches(launches_of(row))]
+
+
+def launches_of(updates: Sequence[Update]) -> list[list[Update]]:
+    """The updates of each launch, in order; those that become one kernel are one."""
+    kernels: list[Update] = []
+    for update in updates:
+        k = _latest(kernels, update, lambda earlier, new: _fused(earlier, new) is not None)
+        if k is None:
+            kernels.append(update)
+        else:
+            fused = _fused(kernels[k], update)
+            assert fused is not None
+            kernels[k] = fused
+    rows: list[list[Update]] = []
+    for kernel in kernels:
+        k = _latest([row[0] for row in rows], kernel, lambda earlier, new: earlier.program == new.program, rows)
+        if k is None:
+            rows.append([kernel])
+        else:
+            rows[k].append(kernel)
+    return rows
+
+
+def _latest(
+    candidates: Sequence[Update],
+    new: Update,
+    joins: Callable[[Update, Update], bool],
+    rows: Sequence[Sequence[Update]] | None = None,
+) -> int | None:
+    """The last of ``candidates`` that ``new`` may join without running before something it depends on."""
+    for k in reversed(range(len(candidates))):
+        members = [candidates[k]] if rows is None else rows[k]
+        apart = not any(_conflict(member, new) for member in members)
+        if joins(candidates[k], new) and (apart or rows is None):
+            return k
+        if not apart:
+            return None
+    return None
+
+
+def _conflict(a: Update, b: Update) -> bool:
+    """Whether one writes what the other touches."""
+    return _overlap(a.writes, b.reads) or _overlap(b.writes, a.reads)
+
+
+def _overlap(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
+    return any(a < d and c < b for a, b in first for c, d in second)
+
+
+def _fused(a: Update, b: Update) -> Update | None:
+    """Both as one kernel: ``b`` reads elements of what ``a`` writes, and those of the same index only."""
+    if a.count != b.count or a.program.vector != b.program.vector:
+        return None
+    slots, arrays = list(a.program.slots), list(a.arrays)
+    known = {(place_of(x), x.nbytes): k for k, x in enumerate(arrays)}
+    moved: dict[int, int] = {}
+    for k, array in enumerate(b.arrays):
+        key = (place_of(array), array.nbytes)
+        if key not in known:
+            known[key] = len(arrays)
+            arrays.append(array)
+            slots.append(b.program.slots[k])
+        moved[k] = known[key]
+        if slots[moved[k]] != b.program.slots[k]:
+            return None
+    shared = [k for k in moved.values() if k < len(a.arrays) and slots[k][1]]
+    exact = {known[place_of(x), x.nbytes] for x in a.arrays}
+    if len(arrays) > SLOTS or not any(k in a.program.written for k in shared):
+        return None
+    outside = [x for x in b.arrays if known[place_of(x), x.nbytes] not in exact]
+    if _overlap(a.writes, [(place_of(x), place_of(x) + x.nbytes) for x in outside]):
+        return None
+    changed = [b.arrays[k] for k in b.program.written if moved[k] not in exact]
+    if _overlap([(place_of(x), place_of(x) + x.nbytes) for x in changed], a.reads):
+        return None
+    if any(k in a.program.written and not slots[k][1] for k in moved.values()):
+        return None  # a scalar that the first changes is read once a block, before that
+    skips = (a.program.skip, None if b.program.skip is None else moved[b.program.skip])
+    if skips[0] != skips[1]:
+        return None
+    calls = tuple(_renumbered(call, moved) for call in b.program.calls)
+    program = replace(a.program, slots=tuple(slots), calls=(*a.program.calls, *calls))
+    return Update(a.device, program, tuple(arrays), a.count)
+
+
+def _renumbered(call: Call, moved: Mapping[int, int]) -> Call:
+    def slots(places: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        return tuple(None if k is None else moved[k] for k in places)
+
+    return replace(call, inputs=slots(call.inputs), targets=slots(call.targets))
+
+
+def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
+    """One launch for each row of updates with equal programs."""
+    if not rows:
+        return []
+    device = rows[0][0].device
+    texts = [_written(row[0].program, device.writes_cuda) for row in rows]
+    kernels = device.compile(dict(texts))
+    tables = [[Row(update.arrays, update.count) for update in row] for row in rows]
+    return [
+        replace(bind_table(device, kernels[name], table), name=name_of(row[0]), traffic=sum(update.traffic for update in row))
+        for (name, _), table, row in zip(texts, tables, rows, strict=True)
+    ]
+
+
+def name_of(update: Update) -> str:
+    """The ops that one kernel computes."""
+    return "+".join(call.op for call in update.program.calls)
+
+
+@functools.lru_cache(maxsize=256)
+def _written(program: Program, device: bool) -> tuple[str, str]:
+    return written(program, device=device)

@@ -1,0 +1,250 @@
+"""The text of an update kernel, from the decompositions of the updates in it: one pass over flat arrays, in place.
+
+    AdamW(W, dW, m, v, step, lr, divisor, skip), Narrow(W::bf16, ·)      becomes
+
+    if (skip) return;                                    nothing is written in a step that is to leave no trace
+    once a block: lr ÷ (1 − β1ᵗ), … in float64           what depends on scalars only
+    four elements a thread: read W, dW, m, v;  write W, m, v, W::bf16
+
+The kernel gets its arrays by a table in memory, an entry for each group of arrays, so that one launch updates any number of
+groups of one kind: twenty buckets, or the running statistics of a hundred layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, named
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.expressions import STORAGE, compute_type, literal
+from graphc.ir import DOMAIN_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declared
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import constant
+
+WIDTH = 4
+"""Elements that a thread reads at once."""
+
+SAME = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+"""Ops that leave a scalar, or each element of a flat array, as it is."""
+
+LENGTH = 64
+"""Elements of the arrays for which the text is made: it is the same for all lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One update op over slots.
+
+    Attributes:
+        inputs: the slot of each operand; None where it is left out.
+        targets: the slot that each result is written to; None: nobody asks for it.
+    """
+
+    domain: str
+    op: str
+    attributes: tuple[tuple[str, Any], ...]
+    inputs: tuple[int | None, ...]
+    targets: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What an update kernel computes.
+
+    Attributes:
+        slots: element type of each array, and whether it is flat; others hold one number.
+        calls: the updates, in order; a later one sees what an earlier one wrote.
+        skip: the slot of the flag in whose presence nothing is written.
+        vector: whether every flat array is aligned for reads of :data:`WIDTH` elements.
+    """
+
+    slots: tuple[tuple[ir.DataType, bool], ...]
+    calls: tuple[Call, ...]
+    skip: int | None
+    vector: bool
+
+    @property
+    def written(self) -> list[int]:
+        """The slots that are written."""
+        return sorted({t for call in self.calls for t in call.targets if t is not None})
+
+
+class NotElementwiseError(Exception):
+    """The update does something else than arithmetic on single elements."""
+
+
+def skip_index(domain: str, op: str) -> int | None:
+    """Which operand holds the update back where it is true: the optional one of the name ``skip``."""
+    declaration = declared(domain, op)
+    if declaration is None:
+        return None
+    return next((k for k, formal in enumerate(declaration.inputs) if formal.name == "skip" and formal.optional), None)
+
+
+class _Writer:
+    """Statements for scalars and for the elements of one index."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.once: list[str] = []
+        self.each: list[str] = []
+        self.shared: dict[str, str] = {}
+        self._texts: dict[ir.Value, str] = {}
+        self._flat: set[ir.Value] = set()
+        self._count = 0
+
+    def run(self) -> None:
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": DOMAIN_VERSION}, name="update")
+        op = Builder(graph)
+        held: list[ir.Value] = []
+        for k, (dtype, flat) in enumerate(self.program.slots):
+            value = ir.Value(name=f"i{k}", type=ir.TensorType(dtype), shape=ir.Shape([LENGTH] if flat else []))
+            graph.inputs.append(value)
+            held.append(value)
+            if flat:
+                self._flat.add(value)
+                self._texts[value] = f"i{k}"
+            else:
+                self._texts[value] = self._scalar(expressions.load(dtype, f"*(const {STORAGE[dtype]}*)at[{k}]"), dtype)
+        for call in self.program.calls:
+            made = op.emit(
+                call.op,
+                [None if k is None else held[k] for k in call.inputs],
+                dict(call.attributes),
+                domain=call.domain,
+                outputs=len(call.targets),
+            )
+            for target, value in zip(call.targets, made, strict=True):
+                if target is not None:
+                    held[target] = value
+        graph.outputs.extend(held[k] for k in self.program.written)
+        decompose_graph(graph, lambda node: False)
+        for node in graph:
+            self._node(node)
+        for k, value in zip(self.program.written, graph.outputs, strict=True):
+            dtype, flat = self.program.slots[k]
+            if not flat or value.dtype != dtype:
+                raise NotElementwiseError(f"{value.name} is no flat array of {dtype}")
+            self.each.append(expressions.store(dtype, f"o{k}", self._texts[value]))
+
+    @property
+    def read(self) -> list[int]:
+        """The flat slots of which elements are read: not those of a result that replaces whatever was there."""
+        words = set(re.findall(r"\w+", " ".join(self.each)))
+        return [k for k, (_, flat) in enumerate(self.program.slots) if flat and f"i{k}" in words]
+
+    def _node(self, node: ir.Node) -> None:
+        if node.op_type == "Constant" and node.domain == "":
+            return
+        operands = [v for v in node.inputs if v is not None]
+        flat = any(v in self._flat for v in operands)
+        if len(node.outputs) != 1 or node.domain:
+            raise NotElementwiseError(f"{node.op_type} is no arithmetic")
+        out = node.outputs[0]
+        assert out.dtype is not None
+        text = self._expression(node, out.dtype)
+        if flat:
+            self._flat.add(out)
+            self._count += 1
+            self.each.append(f"const {compute_type(out.dtype)} e{self._count} = {text};")
+            self._texts[out] = f"e{self._count}"
+        else:
+            self._texts[out] = self._scalar(text, out.dtype)
+
+    def _expression(self, node: ir.Node, dtype: ir.DataType) -> str:
+        first = node.inputs[0]
+        if node.op_type in SAME:
+            return self._text(first)
+        if node.op_type in ("Cast", "CastLike"):
+            assert first is not None
+            assert first.dtype is not None
+            return expressions.cast(first.dtype, dtype, self._text(first), node)
+        rule = expressions.RULES.get(node.op_type)
+        if rule is None:
+            raise NotElementwiseError(f"{node.op_type} is no arithmetic")
+        leading = node.inputs[1] if node.op_type == "Where" else first
+        assert leading is not None
+        assert leading.dtype is not None
+        return rule(["" if v is None else self._text(v) for v in node.inputs], node, leading.dtype)
+
+    def _text(self, value: ir.Value | None) -> str:
+        assert value is not None
+        known = constant(value)
+        if known is None:
+            return self._texts[value]
+        if known.size != 1 or value.dtype is None:
+            raise NotElementwiseError(f"{value.name} is an array of constants")
+        return literal(value.dtype, known.reshape(-1)[0])
+
+    def _scalar(self, text: str, dtype: ir.DataType) -> str:
+        self._count += 1
+        name = f"c{self._count}"
+        self.shared[name] = compute_type(dtype)
+        self.once.append(f"{name} = {text};")
+        return name
+
+
+def written(program: Program, *, device: bool) -> tuple[str, str]:
+    """(name, text) of the kernel.
+
+    Raises:
+        NotElementwiseError: something in it is no arithmetic on single elements.
+    """
+    writer = _Writer(program)
+    writer.run()
+    flat = {k: dtype for k, (dtype, is_flat) in enumerate(program.slots) if is_flat}
+    read = writer.read
+    entry = len(program.slots) + 1
+    lines = [
+        "template <class T> struct alignas(sizeof(T) < 4 ? 4 * sizeof(T) : 16) Quad { T at[4]; };",
+        "KERNEL $name(const long long* table, const int* chunks) {",
+        f"const long long* at = table + (long long)chunks[2 * BLOCK] * {entry};",
+        f"const long long first = (long long)chunks[2 * BLOCK + 1] * {ELEMENTS}, count = at[{entry - 1}];",
+        f"const long long last = first + {ELEMENTS} < count ? first + {ELEMENTS} : count;",
+    ]
+    if program.skip is not None:
+        lines.append(f"if (*(const unsigned char*)at[{program.skip}]) return;")
+    lines += [f"SHARED {kind} {name};" for name, kind in writer.shared.items()]
+    lines += ["if (THREAD == 0) {", *writer.once, "}", "SYNC;"]
+    lines += [f"{STORAGE[dtype]}* x{k} = ({STORAGE[dtype]}*)at[{k}];" for k, dtype in flat.items()]
+    outputs = program.written
+    start = "first"
+    if program.vector:
+        start = "whole"
+        lines.append(f"const long long whole = first + (last - first) / {WIDTH} * {WIDTH};")
+        lines.append(f"for (long long k = first + (long long)THREAD * {WIDTH}; k < whole; k += THREADS * {WIDTH}) {{")
+        lines += [f"const Quad<{STORAGE[flat[k]]}> q{k} = *(const Quad<{STORAGE[flat[k]]}>*)(x{k} + k);" for k in read]
+        lines += [f"Quad<{STORAGE[flat[k]]}> r{k};" for k in outputs]
+        lines += ["UNROLL", f"for (int v = 0; v < {WIDTH}; ++v) {{"]
+        lines += [_loaded(flat[k], k, f"q{k}.at[v]") for k in read]
+        lines += [_placed(line, {k: f"r{k}.at[v]" for k in outputs}) for line in writer.each]
+        lines += ["}", *(f"*(Quad<{STORAGE[flat[k]]}>*)(x{k} + k) = r{k};" for k in outputs), "}"]
+    lines.append(f"for (long long k = {start} + THREAD; k < last; k += THREADS) {{")
+    lines += [_loaded(flat[k], k, f"x{k}[k]") for k in read]
+    lines += [_placed(line, {k: f"x{k}[k]" for k in outputs}) for line in writer.each]
+    lines += ["}", "}"]
+    return named("\n".join(lines), device)
+
+
+def slots_read(program: Program) -> list[int]:
+    """The flat slots that the kernel reads."""
+    writer = _Writer(program)
+    writer.run()
+    return writer.read
+
+
+def _loaded(dtype: ir.DataType, slot: int, place: str) -> str:
+    return f"const {compute_type(dtype)} i{slot} = {expressions.load(dtype, place)};"
+
+
+def _placed(line: str, places: Mapping[int, str]) -> str:
+    """The statement with its result where it belongs."""
+    found = re.match(r"o(\d+)\b", line)
+    return line if found is None else places[int(found[1])] + line[found.end() :]

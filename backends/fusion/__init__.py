@@ -1,0 +1,1 @@
+"""The fusion compiler: the parts that no target owns."""

@@ -1,0 +1,289 @@
+"""C source of one fused kernel, made by pulling each result through the nodes that define it.
+
+A kernel walks over **rows** (the dimensions that stay) and, where it reduces, over the **columns** of each row. What does
+not depend on the column is computed once a row; every level of reductions is one loop over the columns:
+
+    softmax     row → loop: maximum → loop: Σ exp(x − maximum) → loop: store exp(x − maximum) ÷ Σ
+
+Between two elementwise nodes, ops that only move elements are index arithmetic (:mod:`~graphc.backends.fusion.indexing`). A
+thread takes a vector of neighbours at once (:class:`.Form`): of elements, of columns where these are neighbours in memory, else
+of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.expressions import compute_type
+from graphc.backends.fusion.indexing import Variable, flatten, unflatten
+from graphc.backends.fusion.kernel_source import Access, Form, NotFusibleError, Source, Spec
+from graphc.backends.fusion.lowering import Scope, Values, dtype_of
+from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.sign_bits import BITS, packs
+from graphc.backends.fusion.views import shape_of, size_of
+
+Stores = Sequence[tuple[ir.Value, str]]
+
+LONG = 1 << 14
+"""Columns beyond which a softmax finds maximum and sum in one loop (M. Milakov and N. Gimelshein, 2018): reading a row twice
+costs more than correcting the sum when the maximum grows."""
+
+
+class Generator(Values):
+    """Generates the source of ``spec``.
+
+    Args:
+        in_memory: whether a value lies in memory when the kernel starts.
+
+    Raises:
+        NotFusibleError: a value that is neither in memory nor computable here.
+    """
+
+    def __init__(self, spec: Spec, in_memory: Any, form: Form | None = None) -> None:
+        super().__init__(spec, in_memory, form or Form())
+
+    def source(self) -> Source:
+        """The whole kernel."""
+        body: list[str] = []
+        for level in self._levels():
+            body += self._reduce(level)
+        stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
+        whole = [s for s in stores if self.spec.axes and size_of(s[0]) != self.spec.rows]
+        if whole:
+            body += self._loop([], lambda: [self._store(value, name) for value, name in whole], [])
+        return self._source([*body, *self._row_stores([s for s in stores if s not in whole])], stores)
+
+    def divides(self) -> bool:
+        """Whether :meth:`halves` can be made: one level of reductions, on which nothing of the whole shape depends."""
+        whole = [v for v in self.spec.stores if size_of(v) != self.spec.rows]
+        return len(self._levels()) == 1 and not self._online() and not any(self._reductions_before(v, {}) for v in whole)
+
+    def halves(self) -> tuple[Source, Source]:
+        """The kernel in two: many blocks add up parts of the columns of one row, then the parts are added up.
+
+        For a kernel that :meth:`divides`.
+        """
+        nodes = self.spec.reductions
+        stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
+        whole = [s for s in stores if size_of(s[0]) != self.spec.rows]
+        body = self._reduce(nodes, final=False, beside=whole)
+        types = tuple(dtype_of(node.outputs[0]) for node in nodes)
+        lane, each = ("EACH(v) ", " + v") if self.form.strided else ("", "")
+        body.append("if (LANE == 0) {")
+        body += [f"{lane}p{k}[(INDEX)SPLIT * ROWS + row{each}] = {self._totals[node]};" for k, node in enumerate(nodes)]
+        first = self._source([*body, "}"], whole, types)
+        self.form = Form(strided=True)
+        self._begin()
+        body = []
+        for k, node in enumerate(nodes):
+            name, rule = self._name("s"), REDUCTIONS[node.op_type]
+            self._totals[node] = f"{name}[v]"
+            body.append(f"{compute_type(types[k])} {name}[VECTOR] = {{{rule.start(types[k])}}};")
+            total = f"{rule.combine}::of({name}[0], p{k}[(INDEX)k * ROWS + row])"
+            body.append(f"for (int k = LANE; k < PARTS; k += LANES) {name}[0] = {total};")
+            body.append(f"reduce_across<{rule.combine}>({name});")
+            body.append(f"EACH(v) {name}[v] = {rule.last(self._totals[node], types[k], self.spec.columns)};")
+        single = [s for s in stores if s not in whole]
+        return first, self._source([*body, *self._row_stores(single)], single, types)
+
+    def innermost(self, along: str) -> tuple[Variable | None, int]:
+        """The variable of which neighbours may form a vector, and over how many elements; after a source was made."""
+        groups = (self._columns if along == "columns" else self._rows).merged()
+        if not groups:
+            return None, 1
+        size = 1
+        for variable in groups[-1]:
+            size *= variable.size
+        return groups[-1][-1], size
+
+    # Structure --------------------------------------------------------------------------------------------------------
+
+    def _row_stores(self, stores: Stores) -> list[str]:
+        if not self.spec.axes:
+            self._scope = self._row
+        results = [self._store_row(value, name) for value, name in stores]
+        if not self.spec.axes:
+            self._row.lines += results
+            return self._flush()
+        if not results:
+            return self._flush()
+        if self.form.strided:
+            return [*self._flush(), "if (LANE == 0) { EACH(v) {", "@lane@", *results, "} }"]
+        return [*self._flush(), "if (LANE == 0) {", *results, "}"]
+
+    def _source(
+        self,
+        body: Sequence[str],
+        stores: Stores,
+        partials: tuple[ir.DataType, ...] = (),
+        *,
+        before: Sequence[str] = (),
+        after: Sequence[str] = (),
+        totals: int = 0,
+    ) -> Source:
+        parameters = [f"const {expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in self._operands.items()]
+        parameters += [f"{expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in stores]
+        parameters += [f"{compute_type(dtype)}* RESTRICT p{k}" for k, dtype in enumerate(partials)]
+        walk = "ROW_CHUNK(row)" if self.form.strided else "FOR_ROW_CHUNKS(row)" if not self.spec.axes else "FOR_ROWS(row)"
+        lines = [f"KERNEL $name({', '.join(parameters)}) {{", *before, walk + " {", "@rows@", *body, "}", *after, "}"]
+        operands = (*self._operands, *(value for value, _ in stores))
+        text = self._resolved("\n".join(lines))
+        spec, traffic = self.spec, tuple(self._traffic)
+        reach = max((abs(bound) for linear, _ in self._linears for bound in linear.bounds()), default=0)
+        reads, rows, columns = len(self._operands), spec.rows, spec.columns
+        return Source(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
+
+    def _levels(self) -> list[list[ir.Node]]:
+        """Reductions by how many others of the kernel come before them."""
+        level: dict[ir.Node, int] = {}
+        online = self._online()
+        for node in self.spec.reductions:
+            before = self._reductions_before(node.inputs[0], {}) - {online.get(node)}
+            level[node] = 1 + max((level[other] for other in before), default=-1)
+            if node in online:
+                level[node] = max(level[node], level[online[node]])
+        count = max(level.values(), default=-1) + 1
+        return [[n for n in self.spec.reductions if level[n] == k] for k in range(count)]
+
+    def _online(self) -> dict[ir.Node, ir.Node]:
+        """Sums of exp(x − maximum) over long rows → the maximum, which is found in the same loop."""
+        if self.form.strided or self.spec.columns <= LONG:
+            return {}
+        found = {}
+        for node in self.spec.reductions:
+            exp = self._inside(node.inputs[0], "Exp") if node.op_type == "ReduceSum" else None
+            moved = self._inside(exp.inputs[0], "Sub") if exp is not None else None
+            most = moved.inputs[1].producer() if moved is not None and moved.inputs[1] is not None else None
+            if moved is None or most not in self.spec.reductions or most is None or most.op_type != "ReduceMax":
+                continue
+            if most.inputs[0] is moved.inputs[0] and dtype_of(node.outputs[0]) == ir.DataType.FLOAT:
+                found[node] = most
+        return found
+
+    def _inside(self, value: ir.Value | None, op_type: str) -> ir.Node | None:
+        """The node of this type that makes ``value`` in this kernel."""
+        node = value.producer() if value is not None and not self._in_memory(value) else None
+        return node if node is not None and node.op_type == op_type and node.domain == "" else None
+
+    def _reductions_before(self, value: ir.Value | None, seen: dict[ir.Value, set[ir.Node]]) -> set[ir.Node]:
+        if value is None or value in seen or self._in_memory(value):
+            return set()
+        seen[value] = set()
+        producer = value.producer()
+        if producer is None:
+            return set()
+        if producer in self.spec.reductions:
+            return {producer}
+        found: set[ir.Node] = set()
+        for operand in producer.inputs:
+            found |= self._reductions_before(operand, seen)
+        return found
+
+    def _reduce(self, nodes: Sequence[ir.Node], *, final: bool = True, beside: Stores = ()) -> list[str]:
+        """One loop over the columns that adds up all of ``nodes`` and stores what is ``beside`` them."""
+        strided, online = self.form.strided, {s: m for s, m in self._online().items() if s in nodes and m in nodes}
+        names = {node: self._name("s") for node in sorted(nodes, key=lambda n: n in online)}
+        before, after = [], []
+        maxima = {m: names[s] for s, m in online.items()}
+        for node, name in names.items():
+            dtype, rule = dtype_of(node.outputs[0]), REDUCTIONS[node.op_type]
+            self._totals[node] = f"{name}[v]" if strided else name
+            if strided:
+                before.append(f"{compute_type(dtype)} {name}[VECTOR]; EACH(v) {name}[v] = {rule.start(dtype)};")
+                after.append(f"reduce_across<{rule.combine}>({name});")
+            else:
+                before.append(f"{compute_type(dtype)} {name} = {rule.start(dtype)};")
+                if node in maxima:
+                    after.append(f"const float {name}_own = {name};")
+                elif node in online:
+                    after.append(f"{name} = rescaled({name}, {names[online[node]]}_own, {names[online[node]]});")
+                after.append(f"{name} = reduce_lanes<LANES, {rule.combine}>({name});")
+            last = rule.last(self._totals[node], dtype, self.spec.columns)
+            if final and last != self._totals[node]:
+                after.append(f"{'EACH(v) ' if strided else ''}{self._totals[node]} = {last};")
+
+        def inside() -> list[str]:
+            lines = [self._store(value, name) for value, name in beside]
+            for node in nodes:
+                dtype, rule, total = dtype_of(node.outputs[0]), REDUCTIONS[node.op_type], self._totals[node]
+                if node in online:
+                    continue
+                if node in maxima:
+                    held = self._name("e")
+                    self._scope.heads.append(f"float {held}[VECTOR];")
+                    self._scope.tails.append(f"add_exponentials<VECTOR>({maxima[node]}, {total}, {held});")
+                    lines.append(f"{held}[v] = {self._pull(node.inputs[0], self._index, None)};")
+                    continue
+                each = rule.each(self._pull(node.inputs[0], self._index, None), dtype)
+                lines.append(f"{total} = {rule.combine}::of({total}, {each});")
+            return lines
+
+        return self._loop(before, inside, after)
+
+    def _loop(self, before: list[str], inside: Any, after: list[str]) -> list[str]:
+        """One loop over the columns, behind whatever its body needs of the row."""
+        self._loop_number += 1
+        self._scope = Scope()
+        results = inside()
+        inner, self._scope = self._scope, self._row
+        lines = [*inner.heads, "EACH(v) {", "@lane@", *inner.lines, *results, "}", *inner.tails]
+        walk = "FOR_COLUMNS(column) {" if self.form.strided else "FOR_CHUNKS(column, k) {"
+        return [*self._flush(), *before, walk, "@columns@", *lines, "}", *after]
+
+    def _flush(self) -> list[str]:
+        """The statements of the row so far."""
+        row = self._row
+        heads, lines, tails = row.heads, row.lines, row.tails
+        row.heads, row.lines, row.tails = [], [], []
+        if self.spec.axes and not self.form.strided:
+            return [*heads, *lines]
+        return [*heads, *(["EACH(v) {", "@lane@", *lines, "}"] if lines else []), *tails]
+
+    def _store(self, value: ir.Value, name: str) -> str:
+        offset = flatten(self._index, self.spec.shape)
+        return self._written(value, name, offset, self._scope)
+
+    def _store_row(self, value: ir.Value, name: str) -> str:
+        kept = tuple(part for k, part in enumerate(self._index) if k not in self.spec.axes)
+        shape = tuple(size for k, size in enumerate(self.spec.shape) if k not in self.spec.axes)
+        return self._written(value, name, flatten(kept, shape), None if self.spec.axes else self._row)
+
+    def _written(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
+        """The statement that stores an element; in ``scope`` whole vectors may be stored behind their last element."""
+        if packs(value):
+            return self._written_bit(value, name, offset, scope)
+        result = self._pull(value, unflatten(offset, shape_of(value)), None, root=True)
+        whole = scope is not None and self._is_whole(offset, scope)
+        self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
+        if not whole or scope is None:
+            return self._stored(value, f"{name}[{self._text(offset)}]", result)
+        pack = self._name("w")
+        scope.heads.append(f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR> {pack};")
+        scope.tails.append(f"store_pack<VECTOR>({name} + {self._text(offset, base=True)}, {pack});")
+        return self._stored(value, f"{pack}.at[v]", result)
+
+    def _stored(self, value: ir.Value, place: str, result: str) -> str:
+        """The statement that writes ``result``; what is a bfloat already is not rounded again."""
+        if dtype_of(value) == ir.DataType.BFLOAT16 and result in self._exact:
+            return f"{place} = {self._exact[result]};"
+        return expressions.store(dtype_of(value), place, result)
+
+    def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
+        """The statement that adds the bit of an element to a byte, which is stored behind the last of its vector."""
+        (mask,) = value.producer().inputs  # type: ignore[union-attr]
+        assert mask is not None
+        bit = self._pull(mask, unflatten(offset, shape_of(mask)), None)
+        whole = scope is not None and self._is_whole(offset, scope)
+        self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
+        if self.form.variable is None:  # a look at what the kernel reads and writes, before its vectors are chosen
+            return expressions.store(ir.DataType.UINT8, f"{name}[({self._text(offset)}) / {BITS}]", bit)
+        if not whole or scope is None or self.form.vector != BITS:
+            raise NotFusibleError(f"bits of {mask.name} in vectors of {self.form.vector}")
+        byte = self._name("w")
+        scope.heads.append(f"unsigned char {byte} = 0;")
+        scope.tails.append(f"{name}[({self._text(offset, base=True)}) / {BITS}] = {byte};")
+        return f"{byte} |= (unsigned char)(({bit} ? 1 : 0) << v);"

@@ -1,0 +1,121 @@
+"""Who reads a value of a segment, behind the reshapes that cost nothing, and taking nodes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from graphc.backends.fusion import views
+from graphc.backends.fusion.reductions import reduced_axes
+from graphc.backends.fusion.views import shape_of
+
+MOVES = frozenset({*views.RESHAPES, "Transpose"})
+"""Ops whose result holds every element of its operand once."""
+
+
+INTO = "graphc.into"
+"""Mark of a node that changes its first operand in place, whose memory is that of its result."""
+
+
+def sweep(graph: ir.Graph) -> None:
+    """Remove the nodes whose results nobody reads."""
+    for node in reversed(list(graph)):
+        if not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            graph.remove(node, safe=True)
+
+
+def drop(graph: ir.Graph, node: ir.Node) -> None:
+    """Remove a node, and what reads its results, as far as nothing comes of them."""
+    for out in node.outputs:
+        for user, _ in list(out.uses()):
+            if user.graph is graph:
+                drop(graph, user)
+    if node.graph is graph and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+        graph.remove(node, safe=True)
+
+
+def stand_in(old: ir.Value, new: ir.Value) -> None:
+    """Let ``new`` be read in place of ``old``, under whose name a result of the graph stays known."""
+    if old.is_graph_output():
+        name = old.name
+        old.name = f"{name}.replaced"
+        new.name = name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def users(value: ir.Value) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+    """(node, input, value) of all that read ``value`` or a reshape of it."""
+    for user, index in list(value.uses()):
+        if user.domain == "" and user.op_type in views.RESHAPES and index == 0:
+            yield from users(user.outputs[0])
+        else:
+            yield user, index, value
+
+
+def is_kept(value: ir.Value) -> bool:
+    """Whether the value, or a reshape of it, is a result of the graph."""
+    if value.is_graph_output():
+        return True
+    return any(u.op_type in views.RESHAPES and not u.domain and is_kept(u.outputs[0]) for u, _ in value.uses())
+
+
+def only_user(value: ir.Value) -> tuple[ir.Node, int, ir.Value] | None:
+    """The one node that reads the value, behind reshapes; None where there are several, or it is a result."""
+    if is_kept(value):
+        return None
+    found = list(users(value))
+    return found[0] if len(found) == 1 else None
+
+
+def direct_user(value: ir.Value) -> ir.Node | None:
+    uses = list(value.uses())
+    return uses[0][0] if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def in_memory(value: ir.Value) -> ir.Value:
+    producer = value.producer()
+    while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+        assert producer.inputs[0] is not None
+        value = producer.inputs[0]
+        producer = value.producer()
+    return value
+
+
+def ends(value: ir.Value) -> bool:
+    """Whether the value only moves on to a result of the graph, or to what changes it in place."""
+    while not value.is_graph_output():
+        user = direct_user(value)
+        if user is not None and INTO in user.meta and user.inputs[0] is value:
+            return True
+        if user is None or user.domain or user.op_type not in MOVES:
+            return False
+        value = user.outputs[0]
+    return not value.uses()
+
+
+def before_cast(value: ir.Value | None) -> ir.Value | None:
+    """The float32 number of which ``value`` is a rounded copy."""
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type != "Cast" or producer.domain:
+        return None
+    source = producer.inputs[0]
+    return source if source is not None and source.dtype == ir.DataType.FLOAT else None
+
+
+def row_sums(value: ir.Value, length: int) -> Iterator[ir.Node]:
+    """The sums of the rows of ``value``, rows of ``length`` elements."""
+    for user, index, seen in users(value):
+        if user.op_type == "ReduceSum" and user.domain == "" and index == 0:
+            axes = reduced_axes(user)
+            if axes == tuple(range(len(shape_of(seen)) - 1)) and axes and shape_of(seen)[-1] == length:
+                yield user
+
+
+def leads_to_transpose(value: ir.Value) -> bool:
+    user = direct_user(value)
+    while user is not None and user.domain == "" and user.op_type in MOVES:
+        if user.op_type == "Transpose":
+            return True
+        user = direct_user(user.outputs[0])
+    return False

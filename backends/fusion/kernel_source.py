@@ -1,0 +1,111 @@
+"""What a generated kernel computes, and what comes out: its text with the operands it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.backends.fusion.indexing import Linear, Variable
+
+
+class NotFusibleError(Exception):
+    """The kernel cannot compute this value; it has to be in memory before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What one kernel computes.
+
+    Attributes:
+        shape: the dimensions it walks over.
+        axes: those of them that are columns; empty for an elementwise kernel.
+        reductions: the reduction nodes it evaluates, in topological order; each reduces ``axes`` of ``shape``.
+        stores: the values it writes, of the whole shape or of one element a row.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    reductions: tuple[ir.Node, ...] = ()
+    stores: tuple[ir.Value, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return math.prod([d for k, d in enumerate(self.shape) if k not in self.axes])
+
+    @property
+    def columns(self) -> int:
+        return math.prod([self.shape[k] for k in self.axes])
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One place where a kernel reads or writes an array.
+
+    Attributes:
+        offset: the element, by loop variables.
+        inner: whether it is inside a loop over the columns; otherwise once a row.
+        whole: whether elements come in vectors.
+        loop: number of the loop over the columns.
+    """
+
+    value: ir.Value
+    offset: Linear
+    inner: bool
+    whole: bool
+    loop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a kernel's elements are dealt to threads.
+
+    Attributes:
+        vector: neighbouring elements that a thread takes at once, as one access of up to 16 bytes.
+        along: what ``vector`` counts: ``columns`` or ``rows``.
+        variable: the loop variable of these elements; None where ``vector`` is 1.
+        strided: whether neighbouring threads take neighbouring rows, and threads further apart share the columns of a row.
+        held: (value, offset) of what is loaded once and kept in registers for all loops over the columns.
+    """
+
+    vector: int = 1
+    along: str = "rows"
+    variable: Variable | None = None
+    strided: bool = False
+    held: frozenset[tuple[ir.Value, Linear]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A generated kernel.
+
+    Attributes:
+        body: the function, which calls itself ``$name`` and takes its sizes from the macros of :meth:`text`.
+        operands: the values it reads, then those it writes, in the order of its parameters.
+        reads: how many of the operands it only reads.
+        rows, columns: the extent of its loops.
+        form: how its elements are dealt to threads.
+        traffic: where it reads and writes memory.
+        partials: element types of the partial totals, ``SPLITS`` × rows each, that stand behind the operands of both halves
+            of a reduction whose columns several blocks share.
+        totals: how many totals each block leaves, where these are of its columns; else 0: one for each of its rows.
+        moved: bytes that move, where the kernel touches a part of its operands only; else 0.
+        reach: the greatest index that the kernel computes, which may be one of a value that is not in memory.
+    """
+
+    body: str
+    operands: tuple[ir.Value, ...]
+    reads: int
+    rows: int
+    columns: int
+    partials: tuple[ir.DataType, ...] = ()
+    form: Form = Form()
+    traffic: tuple[Access, ...] = ()
+    totals: int = 0
+    moved: int = 0
+    reach: int = 0
+
+    def partial_bytes(self, parts: int) -> list[int]:
+        """Bytes of each array of partial totals."""
+        return [parts * (self.totals or self.rows) * max(4, int(dtype.itemsize)) for dtype in self.partials]

@@ -1,0 +1,450 @@
+"""Values of a generated kernel, pulled through the nodes that define them to what lies in memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from graphc.backends.fusion import expressions, lowering_rules, views
+from graphc.backends.fusion.expressions import compute_type, literal
+from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Variable, flatten
+from graphc.backends.fusion.kernel_source import Access, Form, NotFusibleError, Spec
+from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.sign_bits import UNPACKED
+from graphc.backends.fusion.views import shape_of
+from graphc.gradient import key_of
+from graphc.ir import DOMAIN
+from graphc.ir.facts import constant
+
+
+@dataclass(slots=True)
+class Scope:
+    """Statements of a row, or of an element.
+
+    Attributes:
+        heads: once for all elements of a vector.
+        lines: for each of them.
+        tails: once behind them.
+        known: what has a name already.
+    """
+
+    heads: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tails: list[str] = field(default_factory=list)
+    known: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+
+class Values:
+    """Expressions for elements of values, and the index arithmetic in them.
+
+    Args:
+        in_memory: whether a value lies in memory when the kernel starts.
+
+    Attributes:
+        uses: (value, offset) of loads inside loops → the loops.
+    """
+
+    def __init__(self, spec: Spec, in_memory: Callable[[ir.Value], bool], form: Form) -> None:
+        self.spec, self.form = spec, form
+        self.uses: dict[tuple[ir.Value, Linear], set[int]] = {}
+        self._in_memory = in_memory
+        self._variables = [Variable(f"{'c' if k in spec.axes else 'r'}{k}", size) for k, size in enumerate(spec.shape)]
+        self._index: Map = tuple(Linear.of(v) for v in self._variables)
+        self._inner = {v.name for k, v in enumerate(self._variables) if k in spec.axes}
+        self._totals: dict[ir.Node, str] = {}
+        self._count = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all text."""
+        axes = self.spec.axes
+        self._rows = Domain([v for k, v in enumerate(self._variables) if k not in axes])
+        self._columns = Domain([v for k, v in enumerate(self._variables) if k in axes])
+        self._linears: list[tuple[Linear, bool]] = []
+        self._operands: dict[ir.Value, str] = {}
+        self._held: dict[tuple[ir.Value, Linear], str] = {}
+        self._traffic: list[Access] = []
+        self._row = Scope()
+        self._scope = self._row
+        self._uniform: set[str] = set()
+        self._exact: dict[str, str] = {}  # names of what is a bfloat → as it is stored
+        self._varying: set[str] = set()
+        self._loop_number = 0
+        self._here: dict[tuple[ir.Value | None, int], Linear] = {}
+
+    def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
+        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        assert value is not None
+        known = constant(value)
+        if known is not None and known.size == 1:
+            return literal(dtype_of(value), known.reshape(-1)[0])
+        key = (value, index, guard)
+        for scope in (self._row, self._scope):
+            if key in scope.known:
+                return scope.known[key]
+        if not root and self._in_memory(value):
+            return self._remember(key, index, guard, value, self._load(value, index, guard))
+        producer = value.producer()
+        if producer is None:
+            raise NotFusibleError(f"{value.name!r} is not in memory")
+        if producer in self.spec.reductions:
+            return self._total(producer, index)
+        if producer.domain == "" and producer.op_type in views.RULES:
+            pieces = views.RULES[producer.op_type](producer, value.index() or 0, index)
+            if pieces is not None:
+                return self._remember(key, index, guard, value, self._pieces(producer, value, pieces, guard))
+        text = self._expression(producer, value, index, guard)
+        return self._remember(key, index, guard, value, text)
+
+    def _remember(self, key: tuple[object, ...], index: Map, guard: str | None, value: ir.Value, text: str) -> str:
+        if re.fullmatch(r"\w+(\[v\])?", text):
+            return text
+        scope = self._scope_of(index, guard)
+        scope.known[key] = name = self._define(scope, "t", compute_type(dtype_of(value)), text)
+        if text.startswith("bfloat_load("):
+            self._exact[name] = f"bfloat_exact({name})"
+        elif text.startswith("bfloat_round("):
+            self._exact[name] = f"bfloat_store{text.removeprefix('bfloat_round')}"
+        return name
+
+    def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
+        """A new variable in ``scope``; of a vector of rows each has its own, which the loops over the columns find again."""
+        name = self._name(letter)
+        if scope is self._row and self.form.strided:
+            scope.heads.append(f"{kind} {name}[VECTOR];")
+            scope.lines.append(f"{name}[v] = {text};")
+            return f"{name}[v]"
+        if self._varies(text):
+            self._varying.add(name)
+            scope.lines.append(f"const {kind} {name} = {text};")
+        else:
+            scope.heads.append(f"const {kind} {name} = {text};")
+        if scope is not self._row:
+            self._inner.add(name)
+        return name
+
+    def _varies(self, text: str) -> bool:
+        """Whether elements of one vector differ in ``text``; the compiler does not find out what is equal for all of them."""
+        words = re.findall(r"\w+", text)
+        if self.form.variable is None or "v" in words or not self._varying.isdisjoint(words):
+            return True
+        for number in re.findall(r"@(\d+)@", text):
+            linear, base = self._linears[int(number)]
+            for variable, _ in linear.variables():
+                if variable.name in self._varying or (variable == self.form.variable and not base):
+                    return True
+        return False
+
+    def _scope_of(self, index: Map, guard: str | None) -> Scope:
+        """Where a value with this index is computed: once a row unless it depends on the column."""
+        names = {v.name for part in (*index, *self._here.values()) for v, _ in part.variables()}
+        if guard is not None:
+            names.add(guard)
+        return self._row if names.isdisjoint(self._inner) else self._scope
+
+    def _load(self, value: ir.Value, index: Map, guard: str | None) -> str:
+        name = self._operands.setdefault(value, f"x{len(self._operands)}")
+        dtype, offset = dtype_of(value), flatten(index, shape_of(value))
+        scope, key = self._scope_of(index, guard), (value, offset)
+        inner, free, uniform = scope is not self._row, guard is None, guard is None or guard in self._uniform
+        held = inner and free and key in self.form.held and (self.form.vector == 1 or self._is_whole(offset, scope))
+        whole = held or (uniform and self._is_whole(offset, scope))
+        if inner and free:
+            self.uses.setdefault(key, set()).add(self._loop_number)
+        if not (held and key in self._held):
+            self._traffic.append(Access(value, offset, inner, whole, self._loop_number))
+        if whole:
+            return expressions.load(dtype, f"{self._pack(scope, value, name, offset, held, guard)}.at[v]")
+        if free and inner and self._is_same(offset):
+            only = self._name("q")
+            scope.heads.append(f"const {expressions.STORAGE[dtype]} {only} = {name}[{self._text(offset, base=True)}];")
+            return expressions.load(dtype, only)
+        text = expressions.load(dtype, f"{name}[{self._text(offset)}]")
+        return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
+
+    def _is_whole(self, offset: Linear, scope: Scope) -> bool:
+        """Whether the elements of a vector are neighbours in memory, the first of them at a multiple of the vector's length.
+
+        What is read where the vector begins must not depend on a place that is found out element by element.
+        """
+        form = self.form
+        if form.variable is None:
+            return False
+        found_out = {v for v, _ in offset.variables()}.difference(self._variables)
+        unsettled = self._varying if scope is self._row else self._inner
+        if any(form.strided or v.name in unsettled for v in found_out):
+            return False
+        found = 0
+        for term, coefficient in offset.terms:
+            if term == form.variable:
+                found = coefficient
+            elif coefficient % form.vector or any(v == form.variable for v, _ in Linear.of(term).variables()):
+                return False
+        return found == 1 and offset.constant % form.vector == 0
+
+    def _is_same(self, offset: Linear) -> bool:
+        """Whether all elements of a vector read one place: their index counts in quotients by multiples of its length only."""
+        form = self.form
+        if form.variable is None or any(v not in self._variables for v, _ in offset.variables()):
+            return False
+        for term, _ in offset.terms:
+            if form.variable in {v for v, _ in Linear.of(term).variables()}:
+                if not isinstance(term, Quotient) or term.by % form.vector or term.of.constant % form.vector:
+                    return False
+                if any(c % form.vector for t, c in term.of.terms if t != form.variable):
+                    return False
+        return True
+
+    def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool, guard: str | None) -> str:
+        """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop.
+
+        Where ``guard`` forbids the load, it is zeros.
+        """
+        kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
+        load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
+        if held:
+            if key not in self._held:
+                self._held[key] = self._name("h")
+                self._row.heads.append(f"{kind} {self._held[key]}[HOLD];")
+                scope.heads.append(f"{self._held[key]}[k] = {load};")
+            return f"{self._held[key]}[k]"
+        name = self._name("q")
+        scope.heads.append(f"const {kind} {name} = {load if guard is None else f'{guard} ? {load} : {kind}()'};")
+        return name
+
+    def _total(self, node: ir.Node, index: Map) -> str:
+        kept = [part for k, part in enumerate(self._index) if k not in self.spec.axes]
+        if node.attributes.get_int("keepdims", 1):
+            wanted: Map = tuple(Linear() if k in self.spec.axes else part for k, part in enumerate(self._index))
+        else:
+            wanted = tuple(kept)
+        if node not in self._totals or index != wanted:
+            raise NotFusibleError(f"{node.name} is not reduced at this place of the kernel")
+        return self._totals[node]
+
+    def _pieces(self, node: ir.Node, value: ir.Value, pieces: Sequence[views.Piece], guard: str | None) -> str:
+        dtype = dtype_of(value)
+        result: list[tuple[str | None, str]] = []
+        for piece in pieces:
+            condition = self.guarded(piece.when, guard)
+            inside = condition or guard
+            if piece.operand is None:
+                fill = node.inputs[piece.fill] if piece.fill is not None else None
+                text = literal(dtype, 0) if fill is None else self._pull(fill, (Linear(),) * len(shape_of(fill)), guard)
+                result.append((condition, text))
+            else:
+                result.append((condition, self._pull(node.inputs[piece.operand], piece.index, inside)))
+            if condition is None:
+                break
+        text = result[-1][1]
+        for condition, part in reversed(result[:-1]):
+            text = f"({condition} ? {part} : {text})"
+        return text
+
+    def guarded(self, when: Sequence[tuple[Linear, int, int]], guard: str | None) -> str | None:
+        """The name of the condition that low ≤ linear < high in each of ``when``; None where that is always so."""
+        tests, linears = [], []
+        for linear, low, high in when:
+            least, most = linear.bounds()
+            tests += [f"{self._text(linear)} >= {low}"] if least < low else []
+            tests += [f"{self._text(linear)} < {high}"] if most >= high else []
+            linears += [linear] if least < low or most >= high else []
+        if not tests:
+            return None
+        scope = self._scope_of(tuple(linears), guard)
+        text = " && ".join([*([guard] if guard else []), *tests])
+        if not self._is_uniform(linears, guard):
+            return self._define(scope, "b", "bool", text)
+        name = self._name("b")
+        scope.heads.append(f"const bool {name} = {text};")
+        self._uniform.add(name)
+        if scope is not self._row:
+            self._inner.add(name)
+        return name
+
+    def _is_uniform(self, linears: Sequence[Linear], guard: str | None) -> bool:
+        """Whether a condition is the same for all elements of a vector, so that it may forbid the whole of a load."""
+        if self.form.variable is None or not (guard is None or guard in self._uniform):
+            return False
+        used = {v for linear in linears for v, _ in linear.variables()}
+        return self.form.variable not in used and used <= set(self._variables)
+
+    def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
+        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        return self._pull(value, index, guard)
+
+    def number(self, value: ir.Value) -> str:
+        """The only element of a value in memory, as text for any place in the kernel."""
+        self._traffic.append(Access(value, Linear(), False, False, self._loop_number))
+        return f"{self._operands.setdefault(value, f'x{len(self._operands)}')}[0]"
+
+    def of_vector(
+        self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
+    ) -> str | None:
+        """The name of a ``kind`` that holds something for all elements of a vector, made once from the number of the first.
+
+        None where a vector does not hold neighbours, the first of which has a number that ``multiple`` divides.
+        """
+        scope = self._scope_of(index, guard)
+        if self.form.vector % multiple or not self._is_whole(offset, scope):
+            return None
+        name = self._name("q")
+        scope.heads.append(f"const {kind} {name} = {text(self._text(offset, base=True))};")
+        return name
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
+        return self._in_memory(value)
+
+    def text(self, linear: Linear) -> str:
+        """``linear`` as part of the kernel's text."""
+        return self._text(linear)
+
+    def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
+        """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
+        known = constant(indices)
+        if known is not None and known.size == 1:
+            return Linear.of(int(known.reshape(-1)[0]) % size)
+        read = self._pull(indices, at, guard)
+        # An index out of range would be a wild read; clamped it is only a wrong number, and labels are checked before.
+        wrapped = f"({read} < 0 ? {read} + {size} : {read})"
+        scope = self._scope_of(at, guard)
+        return Linear.of(Variable(self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})"), size))
+
+    def _expression(self, node: ir.Node, value: ir.Value, index: Map, guard: str | None) -> str:
+        special = SPECIAL.get(key_of(node.domain, node.op_type))
+        if special is not None:
+            return special(self, node, index, guard)
+        rule = expressions.RULES.get(node.op_type) if node.domain == "" else None
+        if rule is None:
+            raise NotFusibleError(f"{node.op_type} is no expression")
+        operands = []
+        for operand in node.inputs:
+            if operand is None:
+                operands.append("")
+            else:
+                operands.append(self._pull(operand, views.broadcast(index, shape_of(operand)), guard))
+        first = node.inputs[1] if node.op_type == "Where" else node.inputs[0]
+        return rule(operands, node, dtype_of(first))
+
+    def gathered(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """An element of input 0 whose place along ``axis`` is read from input 1 (Gather and GatherElements)."""
+        data, indices = node.inputs[0], node.inputs[1]
+        shape, places = shape_of(data), shape_of(indices)
+        axis = node.attributes.get_int("axis", 0) % len(shape)
+        at = index if node.op_type == "GatherElements" else index[axis : axis + len(places)]
+        here = self._here.get((indices, axis)) if node.op_type == "GatherElements" else None
+        chosen = self.place(indices, at, shape[axis], guard) if here is None else here
+        if node.op_type == "GatherElements":
+            source = (*index[:axis], chosen, *index[axis + 1 :])
+        else:
+            source = (*index[:axis], chosen, *index[axis + len(places) :])
+        return self._pull(data, source, guard)
+
+    def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
+        """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
+        return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
+
+    def _scattered_here(
+        self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
+    ) -> str:
+        """An update, for the one element that takes it: what it gathers by the same indices is the element in its own place.
+
+        Other elements compute something that they do not take, so nothing of it may be known by name behind it.
+        """
+        before = [(scope, dict(scope.known)) for scope in (self._row, self._scope)]
+        self._here[key] = here
+        try:
+            return self._pull(updates, at, guard)
+        finally:
+            del self._here[key]
+            for scope, known in before:
+                scope.known = known
+
+    def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
+        """ScatterElements of one element a row: everywhere else the element of input 0."""
+        data, indices, updates = node.inputs
+        axis = node.attributes.get_int("axis", 0) % len(index)
+        wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
+        reduction = node.attributes.get_string("reduction", "none")
+        if shape_of(indices) != wanted or reduction not in ("none", "add"):
+            raise NotFusibleError("ScatterElements of several elements a row")
+        at = (*index[:axis], Linear(), *index[axis + 1 :])
+        place, old = self._pull(indices, at, guard), self._pull(data, index, guard)
+        new = self._scattered_here(updates, at, (indices, axis), index[axis], guard)
+        chosen = self.class_of(at, place, shape_of(data)[axis], guard)
+        changed = f"({old} + {new})" if reduction == "add" else new
+        return f"({chosen} == {self._text(index[axis])} ? {changed} : {old})"
+
+    # Text -------------------------------------------------------------------------------------------------------------
+
+    def _name(self, letter: str) -> str:
+        self._count += 1
+        return f"{letter}{self._count}"
+
+    def _text(self, linear: Linear, *, base: bool = False) -> str:
+        """A mark for ``linear`` (at the first element of a vector), written out once it is known which variables merge."""
+        self._linears.append((linear, base))
+        self._rows.used.append(linear)
+        self._columns.used.append(linear)
+        return f"@{len(self._linears) - 1}@"
+
+    def _resolved(self, text: str) -> str:
+        names: dict[Variable, str] = {}
+        first: dict[Variable, str] = {}
+        lines = {"@lane@": ""}
+        for domain, counter in ((self._rows, "row"), (self._columns, "column")):
+            groups = domain.merged()
+            found, rest = [], counter
+            for k, group in reversed(list(enumerate(groups))):
+                size = math.prod([v.size for v in group])
+                name = target = group[-1].name
+                names.update((v, "0") for v in group[:-1])
+                if group[-1] == self.form.variable:
+                    first[group[-1]] = target = f"{name}_0"
+                    lines["@lane@"] = f"const INDEX {name} = {target} + v;"
+                if k == 0:
+                    found.append(f"const INDEX {target} = {rest};")
+                else:
+                    found.append(f"const INDEX {target} = {rest} % {size}, {name}_rest = {rest} / {size};")
+                    rest = f"{name}_rest"
+            lines[f"@{counter}s@"] = "\n".join(found)
+        for mark, block in lines.items():
+            text = text.replace(mark, block)
+        bases = names | first
+
+        def written(match: re.Match[str]) -> str:
+            linear, base = self._linears[int(match[1])]
+            return f"({linear.text(bases if base else names)})"
+
+        return re.sub(r"@(\d+)@", written, text)
+
+
+SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
+    "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
+    "Cast": lowering_rules.cast, "CastLike": lowering_rules.cast, "Trilu": lowering_rules.triangle,
+    "OneHot": lowering_rules.one_hot,
+    "EyeLike": lowering_rules.diagonal, "GatherND": lowering_rules.gather_nd, "BitCast": lowering_rules.bit_cast,
+    "graphc::GeluGrad": lowering_rules.gelu_gradient, "graphc::DropoutMask": lowering_rules.dropout_mask,
+    "graphc::ChannelsLastMaxPoolTapsGrad": lowering_rules.pooled_gradient, key_of(DOMAIN, UNPACKED): lowering_rules.unpacked,
+}  # fmt: skip
+
+
+def is_expression(node: ir.Node) -> bool:
+    """Whether kernels know the op; a node of it may still be one that they cannot compute."""
+    name = node.op_type
+    if node.domain != "":
+        return key_of(node.domain, name) in SPECIAL
+    known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
+    return known and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
+
+
+def dtype_of(value: ir.Value | None) -> ir.DataType:
+    """The element type of a value that has one."""
+    assert value is not None
+    assert value.dtype is not None
+    return value.dtype

@@ -1,0 +1,1 @@
+"""Communicators, and how ranks find each other."""

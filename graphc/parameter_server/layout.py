@@ -1,0 +1,144 @@
+"""What lies where in the windows of parameter servers (:mod:`graphc.parameter_server.server`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.device import ALIGNMENT, Array
+from graphc.distributed.rma_windows import CELL
+from graphc.errors import UsageError, WorldError
+from graphc.ir.facts import state_updates, static_dims
+from graphc.parameter_server.split import ServerOptions, nbytes, pulled, pushes, server_options, server_part
+
+# Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
+VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED, HASH = 0, 1, 2, 3, 4, 5, 6, 7, 8
+PER_WORKER = 12  # the first cell of the tables; HASH takes four
+PUSH, COLLECT, STOP = 1, 2, 3  # entries of the log
+TEXT = 4096  # bytes for the words of a failure
+PUSHES, APPLIED, DONE, LIVE = 0, 1, 2, 3  # tables of one cell a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Where a tensor lies in a region of a window: byte ``offset``, shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def view(self, region: Array) -> Array:
+        """The tensor in ``region`` (uint8)."""
+        count = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        found: Array = region[self.offset : self.offset + count].view(self.dtype).reshape(self.shape)
+        return found
+
+
+class Region:
+    """Tensors one behind the other, each on a cache line of its own."""
+
+    def __init__(self) -> None:
+        self.fields: dict[Any, Field] = {}
+        self.nbytes = 0
+
+    def add(self, key: Any, shape: Iterable[int], dtype: Any) -> None:
+        field = Field(self.nbytes, tuple(shape), np.dtype(dtype))
+        self.fields[key] = field
+        count = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
+        self.nbytes += -(-max(count, 1) // ALIGNMENT) * ALIGNMENT
+
+    def add_value(self, key: Any, value: ir.Value) -> None:
+        assert value.dtype is not None
+        nbytes(value)  # refuses a value without a static shape
+        self.add(key, static_dims(value) or (), value.dtype.numpy())
+
+
+class Layout:
+    """Who is what, and where everything lies in the windows; equal on all ranks."""
+
+    def __init__(self, model: ir.Model, size: int) -> None:
+        options = server_options(model.graph)
+        assert options is not None
+        self.options: ServerOptions = options
+        self.servers = options.servers
+        self.workers = size - options.servers
+        self.parts = [server_part(model, k) for k in range(self.servers)]
+        self.published = [self._published(model.graph, k) for k in range(self.servers)]
+        self.mailbox = [self._mailbox(k) for k in range(self.servers)]
+        self.state = [self._state(k) for k in range(self.servers)]
+        self.outputs = [v.name or "" for v in model.graph.outputs]
+        self.entry = 2 + self.workers  # cells of a log entry: kind, learning rate, who
+        self.ring = 2 * self.workers + 4
+        self.log = PER_WORKER + 4 * self.workers
+        self.text = (self.log + self.ring * self.entry) * CELL
+        self.halves = -(-(self.text + TEXT) // ALIGNMENT) * ALIGNMENT
+
+    def _published(self, graph: ir.Graph, server: int) -> Region:
+        region = Region()
+        for value in pulled(graph, server):
+            region.add_value(value.name, value)
+        if server == 0:
+            region.add("::live", (self.workers,), np.int64)
+            region.add("::outputs", (len(graph.outputs),), np.float64)
+        return region
+
+    def _mailbox(self, server: int) -> Region:
+        region = Region()
+        region.add("::samples", (1,), np.int64)
+        for node in pushes(self.parts[server].graph, server):
+            for k, value in enumerate(node.inputs):
+                assert value is not None
+                region.add_value((node.name, k), value)
+        return region
+
+    def _state(self, server: int) -> Region:
+        region = Region()
+        for _, value, _ in state_updates(self.parts[server].graph):
+            region.add_value(value.name, value)
+        return region
+
+    def half(self, server: int, version: int) -> int:
+        """Byte offset of the parameters of ``version``."""
+        return self.halves + (version % 2) * self.published[server].nbytes
+
+    def box(self, server: int, worker: int) -> int:
+        """Byte offset of a worker's mailbox."""
+        return self.halves + 2 * self.published[server].nbytes + worker * self.mailbox[server].nbytes
+
+    def collected(self, server: int) -> int:
+        """Byte offset of the copy of all state that server 0 asks for."""
+        return self.box(server, self.workers)
+
+    def nbytes(self, rank: int) -> int:
+        """Size of the window of ``rank``."""
+        if rank >= self.servers:
+            return 0
+        return self.collected(rank) + (self.state[rank].nbytes if rank else 0)
+
+    def table(self, name: int) -> slice:
+        """Where the cells ``pushed`` (0), ``applied`` (1), ``done`` (2) or ``live`` (3) of all workers are."""
+        start = PER_WORKER + name * self.workers
+        return slice(start, start + self.workers)
+
+
+def check_world(options: ServerOptions, size: int, workers: int | None) -> None:
+    """Refuse a world that is no ``servers + workers`` ranks.
+
+    Raises:
+        UsageError: no rank is left for a worker.
+        WorldError: another number of ranks than servers and the mesh's workers.
+    """
+    if size <= options.servers:
+        raise UsageError(
+            f"servers={options.servers} takes {options.servers} of {size} process(es) and leaves no worker; start at least "
+            f"{options.servers + 1}: 'graphc launch -n {options.servers + 1} --keep-going …'"
+        )
+    if workers is not None and size != options.servers + workers:
+        raise WorldError(
+            f"the mesh data={workers} and {options.servers} parameter server(s) want {options.servers + workers} processes, "
+            f"the world has {size}; start with 'graphc launch -n {options.servers + workers} --keep-going …'"
+        )

@@ -1,0 +1,165 @@
+"""The parts of a training graph with parameter servers: what a worker runs, and what one server runs.
+
+    whole     W ─► Pull ─► forward, backward ─► dW ─► Push ─► Adam(W, ·) ─► W::next
+    worker    W ─► forward, backward ─► dW ─► Push
+    server    (dW) ─► Push ─► Adam(W, ·) ─► W::next
+
+Each is a graph of its own, with a plan of its own. A worker's results (the loss) are those of its own share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Abilities
+from graphc.errors import ModelError
+from graphc.ir.declare import is_update
+from graphc.ir.facts import describe, static_dims
+from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
+from graphc.ir.subgraphs import captured
+from graphc.pipeline import PASSES, Context
+from graphc.plan.partition import Plan, make_plan
+
+PUSHED = "pushed/"
+"""What precedes the name of a pushed value in the name of the input that stands for it in a server's part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the graph says about its servers: how many, and the bound of the staleness (None: no bound)."""
+
+    servers: int
+    staleness: int | None
+
+
+def server_options(graph: ir.Graph) -> ServerOptions | None:
+    """The options of the ``parameter_server`` pass that made ``graph``; None for a graph without servers."""
+    for node in _exchanges(graph, "Push"):
+        staleness = node.attributes["staleness"].as_int()
+        return ServerOptions(node.attributes["servers"].as_int(), None if staleness == UNBOUNDED else staleness)
+    return None
+
+
+def pushes(graph: ir.Graph, server: int) -> list[ir.Node]:
+    """The Push nodes whose operands ``server`` gets, in order."""
+    return [node for node in _exchanges(graph, "Push") if _server(node) in (server, EVERY)]
+
+
+def pulled(graph: ir.Graph, server: int) -> list[ir.Value]:
+    """The state that workers read from ``server``, in order."""
+    nodes = [n for n in _exchanges(graph, "Pull") if _server(n) == server or (_server(n) == EVERY and server == 0)]
+    return [value for node in nodes for value in node.inputs if value is not None]
+
+
+def worker_part(model: ir.Model) -> ir.Model:
+    """Everything up to the pushes, and the results over this worker's own share. Its parameters are no state."""
+    part = model.clone()
+    graph = part.graph
+    for node in list(_exchanges(graph, "Pull")):
+        for value, old in zip(node.inputs, node.outputs, strict=True):
+            assert value is not None
+            old.replace_all_uses_with(value)
+        graph.remove(node, safe=True)
+    for node in _exchanges(graph, "Push"):
+        for value, old in zip(node.inputs, node.outputs, strict=True):
+            assert value is not None
+            old.replace_all_uses_with(value, replace_graph_outputs=True)
+    _keep(graph, [*_exchanges(graph, "Push")], list(graph.outputs))
+    PASSES["simplify"].function(part, Context())
+    return part
+
+
+def server_part(model: ir.Model, server: int) -> ir.Model:
+    """What follows the pushes to ``server``: the updates of its state; the first server also has the graph's outputs."""
+    part = model.clone()
+    graph = part.graph
+    owner = {v: _server(node) for node in _exchanges(graph, "Pull") for v in node.inputs}
+    updates = [n for n in graph if is_update(n) and owner.get(n.inputs[0], EVERY) in (server, EVERY)]
+    arrived = pushes(graph, server)
+    own = set(graph.inputs)
+    graph.inputs.clear()
+    for node in arrived:
+        for index, value in enumerate(node.inputs):
+            assert value is not None
+            shape, type_ = static_dims(value), value.type
+            if shape is None:
+                raise ModelError(f"what is pushed must have a static shape: {describe(node)}")
+            entry = ir.Value(name=f"{PUSHED}{value.name}", type=type_, shape=ir.Shape(list(shape)))
+            graph.inputs.append(entry)
+            node.replace_input_with(index, entry)
+    if server != 0:
+        graph.outputs.clear()
+    _keep(graph, [*arrived, *updates], list(graph.outputs))
+    missing = next((v for node in graph for v in (*node.inputs, *captured(node)) if v in own), None)
+    foreign = next((node for node in _exchanges(graph, "Push") if node not in arrived), None)
+    if missing is not None or foreign is not None:
+        what = f"the input {missing.name!r}" if missing is not None else f"what {foreign.name if foreign else ''!r} carries"
+        raise ModelError(f"an update on server {server} needs {what}, which is not pushed to it")
+    return part
+
+
+class Exchanging:
+    """The abilities of ``backend``, and that of running one side of an exchange as a kernel."""
+
+    def __init__(self, backend: Abilities) -> None:
+        self._abilities = backend
+        self.alignment, self.rewrites, self.state_rewrites = backend.alignment, backend.rewrites, backend.state_rewrites
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return (node.op_type == "Push" and node.domain == "graphc") or self._abilities.prefers_native(node)
+
+    def holds(self, node: ir.Node) -> bool:
+        return self._abilities.holds(node)
+
+    def computes_halves(self, node: ir.Node) -> bool:
+        return self._abilities.computes_halves(node)
+
+
+def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Abilities) -> dict[str, Plan]:
+    """The plan of ``worker``, whose inputs have ``shapes``, and of ``server 0`` and so on."""
+    own = Exchanging(backend)
+    found = {"worker": make_plan(worker_part(model), shapes, own, world_size=2)}
+    options = server_options(model.graph)
+    for server in range(options.servers if options is not None else 0):
+        part = server_part(model, server)
+        arrived = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
+        found[f"server {server}"] = make_plan(part, arrived, own, world_size=2)
+    return found
+
+
+def nbytes(value: ir.Value) -> int:
+    """Bytes of a value of static shape."""
+    shape = static_dims(value)
+    if shape is None or value.dtype is None:
+        raise ModelError(f"{value.name!r} has no static shape")
+    return int(np.prod(shape, dtype=np.int64)) * int(value.dtype.itemsize)
+
+
+def _exchanges(graph: ir.Graph, op_type: str) -> Iterator[ir.Node]:
+    return (node for node in graph if node.op_type == op_type and node.domain == "graphc")
+
+
+def _server(node: ir.Node) -> int:
+    return node.attributes["server"].as_int() if "server" in node.attributes else 0
+
+
+def _keep(graph: ir.Graph, nodes: list[ir.Node], outputs: list[ir.Value]) -> None:
+    """Remove all nodes but ``nodes``, the producers of ``outputs``, and what these depend on; and unused initializers."""
+    kept = set(nodes)
+    waiting = [*nodes, *(p for v in outputs if (p := v.producer()) is not None)]
+    kept.update(waiting)
+    while waiting:
+        node = waiting.pop()
+        for value in (*node.inputs, *captured(node)):
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer not in kept:
+                kept.add(producer)
+                waiting.append(producer)
+    graph.remove([node for node in graph if node not in kept], safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]

@@ -1,0 +1,316 @@
+"""Where the values of a plan live: slices of flat buckets, operands of collectives, and the activation arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import static_dims
+from graphc.ir.ops.collectives import collective_of
+from graphc.plan.arena import Arena
+from graphc.plan.steps import Slice, Step, Transfer, UpdateGroup, shares
+
+ARENA, RESULTS = "arena", "results"
+"""The buffers that belong to a plan alone: of what steps hand to each other, and of what a step gives."""
+
+Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
+
+ACCESS = 16
+"""Bytes of the widest access of a GPU: an array that begins elsewhere cannot be read in such pieces."""
+
+
+def lay_out(
+    graph: ir.Graph,
+    steps: Sequence[Step],
+    groups: Sequence[UpdateGroup],
+    views: Mapping[ir.Value, ir.Value],
+    homes: Homes,
+    world_size: int,
+    alignment: int,
+) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
+    """Where every value lives that crosses steps, and the size in bytes of each buffer; fills in the steps' transfers.
+
+    Args:
+        alignment: of what lies in the arena, in bytes.
+
+    Sharded state and gradients have no place: a rank may hold any part of one, or nothing.
+    """
+    places: dict[ir.Value, Slice] = {}
+    buffers: dict[str, int] = {}
+    for group in groups:
+        _place_group(group, places, buffers)
+    blocks = _Blocks(views)
+    waits = {step.transfer.tag: step for step in steps if step.transfer is not None and step.kind == "wait"}
+    for step in steps:
+        if step.transfer is not None and step.kind == "start":
+            _place_transfer(step, waits[step.transfer.tag], homes, world_size, places, blocks)
+    for view, source in views.items():
+        if view in places:
+            places[source] = replace(places[view], shape=_shape(source))
+    _place_activations(graph, steps, views, places, buffers, blocks, Arena(alignment))
+    for view, source in views.items():
+        if source in places:
+            places[view] = replace(places[source], shape=_shape(view))
+    return places, buffers
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    found = static_dims(value)
+    if found is None:
+        raise ModelError(f"{value.name!r} has no static shape")
+    return found
+
+
+def _dtype(value: ir.Value) -> np.dtype[Any]:
+    assert value.dtype is not None
+    return np.dtype(value.dtype.numpy())
+
+
+def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
+    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place."""
+    declaration = declaration_of(group.nodes[0])
+    assert declaration is not None
+    for index in group.flat:
+        dtype, name = group.dtype(index), group.buffer(index)
+        buffers[name] = group.nbytes(index)
+        if index in group.scattered:
+            continue
+        for node, offset in zip(group.nodes, group.offsets, strict=True):
+            value = node.inputs[index]
+            assert value is not None
+            place = Slice(name, offset * dtype.itemsize, _shape(value), dtype)
+            places.setdefault(_operand(value), place)
+            rounded = _rounded(value)
+            if rounded is not None:
+                places.setdefault(rounded, place)
+    for output, index in declaration.next_value.items():
+        for node in group.nodes:
+            state = node.inputs[index] if index < len(node.inputs) else None
+            if state is not None and state in places and output < len(node.outputs):
+                places[node.outputs[output]] = places[state]
+
+
+def _rounded(value: ir.Value) -> ir.Value | None:
+    """For a gradient that travelled in a low type, what was rounded to it: both take the same memory."""
+    widened = value.producer()
+    low = widened.inputs[value.index() or 0] if widened is not None and widened.op_type == "Widen" else None
+    sent = _operand(low) if low is not None else None
+    producer = sent.producer() if sent is not None else None
+    if sent is None or producer is None or producer.op_type != "RoundTo":
+        return None
+    found = producer.inputs[sent.index() or 0]
+    return found if found is not None and found.dtype == value.dtype else None
+
+
+def _operand(value: ir.Value) -> ir.Value:
+    """What is reduced, for a value that a collective gives; the value itself for any other."""
+    producer = value.producer()
+    if producer is None or collective_of(producer) is None or not producer.op_type.endswith("Wait"):
+        return value
+    flying = producer.inputs[value.index() or 0]
+    start = flying.producer() if flying is not None else None
+    assert flying is not None
+    assert start is not None
+    operand = start.inputs[flying.index() or 0]
+    assert operand is not None
+    return operand
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A range of the arena for the flat array of one collective: its members live and die together.
+
+    Attributes:
+        members: value as it is written → byte offset in the range.
+        readers: (member, value) that shares its place: what the start and the wait give.
+    """
+
+    transfer: Transfer
+    members: dict[ir.Value, int]
+    readers: list[tuple[ir.Value, ir.Value]]
+
+
+class _Blocks:
+    def __init__(self, views: Mapping[ir.Value, ir.Value]) -> None:
+        self.views = views
+        self.of: dict[ir.Value, _Block] = {}
+
+    def add(
+        self, transfer: Transfer, offsets: Sequence[int], written: Sequence[ir.Value], shared: Sequence[Sequence[ir.Value]]
+    ) -> None:
+        """A block whose array is first written through ``written``, and which the values of each of ``shared`` lie in too."""
+        roots = [self.views.get(v, v) for v in written]
+        readers = [(root, out) for values in shared for root, out in zip(roots, values, strict=True) if out is not root]
+        block = _Block(transfer, dict(zip(roots, offsets, strict=True)), readers)
+        for root in roots:
+            self.of[root] = block
+
+
+def _place_transfer(
+    step: Step, wait: Step, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
+) -> None:
+    """Operands of a collective are one contiguous range: a buffer of their group, or a block of the arena."""
+    transfer = step.transfer
+    assert transfer is not None
+    transfer.dtype = _dtype(step.inputs[0])
+    home = _home(step, wait, homes)
+    if home is None:
+        _dense_block(step, wait, homes, world_size, blocks)
+        return
+    group, index = home
+    transfer.elements = group.elements
+    transfer.parts = group.parts if transfer.owner else None
+    transfer.lengths = _distances(group.offsets, group.elements)
+    if transfer.owner and not group.sharded:
+        raise ModelError(f"{transfer} divides the bucket {group.name!r}, whose updates are not sharded")
+    if index not in group.scattered:
+        transfer.buffer = group.buffer(index)
+        for source, flying, result in zip(step.inputs, step.outputs, wait.outputs, strict=True):
+            places[flying] = places[result] = places[source]
+        return
+    gathers = transfer.op == "AllGather"
+    offsets = _offsets_of(step.inputs if gathers else wait.outputs, group, index)
+    if len(offsets) != len(group.offsets):
+        raise ModelError(f"{transfer} takes a part of the bucket {group.name!r}")
+    where = [offset * transfer.dtype.itemsize for offset in offsets]
+    if gathers:
+        transfer.source = group.buffer(index)
+        blocks.add(transfer, where, step.outputs, [step.outputs, wait.outputs])
+        return
+    transfer.sink = group.buffer(index)
+    _fill_gaps(transfer, offsets, step.inputs)
+    blocks.add(transfer, where, step.inputs, [step.outputs])
+
+
+def _offsets_of(values: Sequence[ir.Value], group: UpdateGroup, index: int) -> list[int]:
+    """Element offset of each of ``values``, which are flat input ``index`` of the updates of ``group`` in any order."""
+    found = {node.inputs[index]: offset for node, offset in zip(group.nodes, group.offsets, strict=True)}
+    return [found[value] for value in values]
+
+
+def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | None:
+    """The group and flat input that a collective serves: whose state it gathers, or whose gradients it reduces."""
+    for operands in (step.inputs, wait.outputs):
+        found = [homes.get(v) for v in operands]
+        first = found[0]
+        if first is None:
+            continue
+        if any(f is None or f[0] is not first[0] or f[1] != first[1] for f in found):
+            raise ModelError(f"the operands of {step.transfer} lie in several buffers")
+        return first
+    return None
+
+
+def _offsets_of_rounded(wait: Step, homes: Homes) -> tuple[list[int], int] | None:
+    """Offsets and length, in elements, of the array in which a group's gradients travel in a low type: those of the group."""
+    (user, *others) = wait.outputs[0].consumers() or (None,)
+    if user is None or others or user.op_type != "Widen" or list(user.inputs) != list(wait.outputs):
+        return None
+    home = homes.get(user.outputs[0])
+    if home is None:
+        return None
+    group, index = home
+    offset_of = {node.inputs[index]: offset for node, offset in zip(group.nodes, group.offsets, strict=True)}
+    if offset_of.keys() != set(user.outputs):
+        return None
+    return [offset_of[v] for v in user.outputs], group.elements
+
+
+def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: _Blocks) -> None:
+    transfer = step.transfer
+    assert transfer is not None
+    if any(_dtype(v) != transfer.dtype for v in step.inputs):
+        raise ModelError(f"the operands of {transfer} differ in type")
+    alike = _offsets_of_rounded(wait, homes)
+    if alike is not None:  # as the gradients lie, so that one sweep converts all of them
+        offsets, transfer.elements = alike
+        order = sorted(zip(offsets, step.inputs, strict=True), key=lambda pair: pair[0])
+        _fill_gaps(transfer, [offset for offset, _ in order], [value for _, value in order])
+        where = [offset * transfer.dtype.itemsize for offset in offsets]
+        blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
+        return
+    offsets, position, apart = [], 0, max(1, ACCESS // transfer.dtype.itemsize)
+    for value in step.inputs:
+        size = int(np.prod(_shape(value), dtype=np.int64))
+        if size > 1:  # scalars pack densely: a padded buffer would send 64 bytes for each
+            position = -(-position // apart) * apart
+        offsets.append(position)
+        position += size
+    unit = world_size if transfer.owner == "even" else 1
+    transfer.elements = -(-position // unit) * unit
+    transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
+    transfer.lengths = _distances(offsets, transfer.elements)
+    _fill_gaps(transfer, offsets, step.inputs)
+    where = [offset * transfer.dtype.itemsize for offset in offsets]
+    blocks.add(transfer, where, step.inputs, [step.outputs, wait.outputs])
+
+
+def _fill_gaps(transfer: Transfer, offsets: Sequence[int], operands: Sequence[ir.Value]) -> None:
+    used = sorted((o, o + int(np.prod(_shape(v), dtype=np.int64))) for o, v in zip(offsets, operands, strict=True))
+    following = [*(start for start, _ in used[1:]), transfer.elements]
+    transfer.gaps = [(stop, start) for (_, stop), start in zip(used, following, strict=True) if stop < start]
+
+
+def _distances(offsets: Sequence[int], end: int) -> list[int]:
+    return [after - before for before, after in zip(offsets, [*offsets[1:], end], strict=True)]
+
+
+def _place_activations(
+    graph: ir.Graph,
+    steps: Sequence[Step],
+    views: Mapping[ir.Value, ir.Value],
+    places: dict[ir.Value, Slice],
+    buffers: dict[str, int],
+    blocks: _Blocks,
+    arena: Arena,
+) -> None:
+    """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it.
+
+    Results of the step, and of its check, lie side by side, so that one transfer brings them to the host.
+    """
+    last_use: dict[ir.Value, int] = {}
+    for k, step in enumerate(steps):
+        for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
+            last_use[views.get(value, value)] = k
+    kept = {views.get(value, value) for value in graph.outputs}
+    results = Arena()
+    for k, step in enumerate(steps):
+        for value in step.outputs:
+            if value in places or value.dtype is None:
+                continue
+            block = blocks.of.get(value)
+            if block is not None:
+                _place_block(block, arena, places, last_use, kept, len(steps))
+            elif step.kind not in ("update", "start", "wait"):
+                result = value in kept or step.kind == "check"
+                place = Slice(RESULTS if result else ARENA, 0, _shape(value), _dtype(value))
+                place.offset = (results if result else arena).take(place.nbytes, last_use.get(value, k))
+                places[value] = place
+        arena.free_after(k)
+    buffers[ARENA] = arena.size
+    if results.size:
+        buffers[RESULTS] = results.size
+
+
+def _place_block(
+    block: _Block,
+    arena: Arena,
+    places: dict[ir.Value, Slice],
+    last_use: Mapping[ir.Value, int],
+    kept: set[ir.Value],
+    end: int,
+) -> None:
+    shared = [*block.members, *(out for _, out in block.readers)]
+    dies = end if not kept.isdisjoint(shared) else max(last_use[v] for v in shared if v in last_use)
+    transfer = block.transfer
+    transfer.buffer, transfer.offset = ARENA, arena.take(transfer.nbytes, dies)
+    for value, offset in block.members.items():
+        places[value] = Slice(ARENA, transfer.offset + offset, _shape(value), _dtype(value))
+    for source, out in block.readers:
+        places[out] = replace(places[source], shape=_shape(out))

@@ -1,0 +1,431 @@
+"""From a scheduled training graph to the steps that one rank executes.
+
+    specialise   symbolic dimensions get sizes, shape arithmetic folds away
+    decompose    graphc ops for which the backend has no kernel become standard ops
+    partition    nodes, in order, become steps: segment | kernel | start | wait | check | update
+    layout       every value that crosses steps gets a place: a slice of a flat bucket, or of the activation arena
+
+A plan holds no arrays: :mod:`graphc.runtime.executor` allocates and binds it. It prints as text with :meth:`Plan.text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backend import STANDARD, Abilities
+from graphc.errors import DataDependentShapeError, FeedError, ModelError
+from graphc.ir import DOMAIN
+from graphc.ir.builder import Builder
+from graphc.ir.declare import SHARD, declaration_of, is_update
+from graphc.ir.decomposition import decompose_graph, is_decomposed
+from graphc.ir.facts import constant, describe, dims, is_state, static_dims
+from graphc.ir.infer import propagate
+from graphc.ir.ops.collectives import COLLECTIVES, collective_of
+from graphc.ir.subgraphs import bodies, captured
+from graphc.pipeline import PASSES, Context, parse
+from graphc.plan.accumulation import is_accumulation, run_once
+from graphc.plan.buffers import lay_out
+from graphc.plan.half_precision import emulate_halves, narrow_storage
+from graphc.plan.skip_flag import guard
+from graphc.plan.steps import Slice, Step, Transfer, UpdateGroup
+from graphc.plan.update_groups import find_homes, update_groups
+
+
+@dataclass(slots=True)
+class Plan:
+    """The steps of one rank for one set of feed shapes.
+
+    Attributes:
+        model: the specialised graph the steps refer to.
+        places: where each value that crosses steps lives.
+        buffers: name → bytes of every flat buffer and of the ``arena``.
+        groups: the update groups, which own the flat state buffers.
+        views: value → the value whose memory it shares under another shape.
+        homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
+        stop: the flag by which the check step holds the updates back; None: it stops the step itself.
+        collectives: one text line per collective in order, equal on all ranks.
+    """
+
+    model: ir.Model
+    steps: list[Step]
+    places: dict[ir.Value, Slice]
+    buffers: dict[str, int]
+    groups: list[UpdateGroup]
+    views: dict[ir.Value, ir.Value]
+    world_size: int
+    rank: int
+    homes: dict[ir.Value, tuple[UpdateGroup, int]]
+    stop: ir.Value | None = None
+
+    @property
+    def collectives(self) -> list[str]:
+        lines = []
+        for step in self.steps:
+            if step.kind == "start" and step.transfer is not None:
+                shapes = ",".join(f"{v.dtype.name if v.dtype else '?'}{list(static_dims(v) or ())}" for v in step.inputs)
+                lines.append(f"{step.transfer} over {step.transfer.group}: {shapes}")
+        return lines
+
+    def text(self) -> str:
+        """One line a step, with sizes: what runs, in which order, on this rank."""
+        lines = [f"plan for {self.world_size} worker(s): {len(self.steps)} steps"]
+        for k, step in enumerate(self.steps):
+            written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
+            detail = f"{len(step.nodes)} nodes" if len(step.nodes) != 1 else step.nodes[0].op_type
+            lines.append(f"{k:4d}  {step.kind:<8} {step.name:<40} {detail:<24} {written / 1e6:9.3f} MB")
+        lines.extend(f"      buffer {name:<40} {size / 1e6:9.3f} MB" for name, size in self.buffers.items())
+        return "\n".join(lines)
+
+
+# Specialisation -------------------------------------------------------------------------------------------------------
+
+
+def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
+    """A copy of ``model`` whose graph inputs have the concrete ``shapes``; every value becomes static.
+
+    Raises:
+        FeedError: a shape that contradicts the graph input, or two sizes for one symbol.
+        ModelError: a value whose shape depends on data.
+    """
+    symbols: dict[str, int] = {}
+    for value in model.graph.inputs:
+        declared = dims(value)
+        shape = tuple(shapes[value.name or ""])
+        if declared is not None and len(declared) != len(shape):
+            raise FeedError(
+                f"feed {value.name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}"
+            )
+        for have, want in zip(shape, declared or (), strict=False):
+            if isinstance(want, str):
+                if symbols.setdefault(want, have) != have:
+                    raise FeedError(
+                        f"feed {value.name!r} has shape {list(shape)}: its {want!r} is {have} here, {symbols[want]} elsewhere"
+                    )
+            elif want is not None and want != have:
+                raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants {_show(declared or ())}")
+    copy = model.clone()
+    for value in copy.graph.inputs:
+        value.shape = ir.Shape([int(d) for d in shapes[value.name or ""]])
+    for node in copy.graph:
+        for out in node.outputs:
+            if node.op_type != "Constant":
+                out.shape = None
+    propagate(copy.graph)
+    return copy
+
+
+def _show(declared: Sequence[Any]) -> str:
+    return "[" + ", ".join("?" if d is None else str(d) for d in declared) + "]"
+
+
+def prepare(
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    abilities: Abilities = STANDARD,
+    *,
+    world_size: int = 1,
+    regions: bool = False,
+) -> ir.Model:
+    """Specialise, decompose what the backend has no kernel for, and simplify.
+
+    Args:
+        abilities: the backend's; what it does not compute in half precision runs in float32
+        (:mod:`graphc.plan.half_precision`). regions: keep what divides the graph for a plan: the marks in front of recomputed
+            regions, without which these would be merged away, and the sums over micro-batches.
+    """
+    copy = specialise(model, shapes)
+    ctx = Context()
+    simplify = PASSES["simplify"].function
+    simplify(copy, ctx)
+    emulated = emulate_halves(copy.graph, abilities.computes_halves)
+
+    def keep(node: ir.Node) -> bool:
+        if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
+            return True
+        declaration = declaration_of(node)
+        if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
+            return world_size > 1 or (not declaration.effect and abilities.prefers_native(node))
+        return abilities.prefers_native(node) or abilities.holds(node)
+
+    def decompose() -> bool:
+        found = False
+        while not is_decomposed(copy.graph, keep):
+            decompose_graph(copy.graph, keep)
+            found |= emulate_halves(copy.graph, abilities.computes_halves)
+            simplify(copy, ctx)
+        return found
+
+    emulated |= decompose()
+    if abilities.rewrites:
+        for step in parse(abilities.rewrites):
+            PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
+        simplify(copy, ctx)
+        emulated |= decompose()
+    if emulated:
+        simplify(copy, ctx)
+        narrow_storage(copy.graph)
+    return copy
+
+
+# Partition ------------------------------------------------------------------------------------------------------------
+
+
+def make_plan(
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    abilities: Abilities = STANDARD,
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    guarded: bool = False,
+) -> Plan:
+    """Plan one rank's steps.
+
+    Args:
+        model: a training (or inference) graph as the pipeline leaves it.
+        shapes: concrete shape of every graph input.
+        abilities: those of the backend that will run it.
+        world_size: ranks on the data axis; on one rank collectives vanish.
+        rank: whose plan it is; plans differ in what a rank owns of sharded state.
+        guarded: let the check for NaN hold updates back by a flag on the device (:mod:`graphc.plan.skip_flag`).
+    """
+    ready = prepare(model, shapes, abilities, world_size=world_size, regions=True)
+    _privatise(ready.graph)
+    stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
+    groups = update_groups(ready.graph, world_size, rank)
+    steps = list(_steps(ready.graph, abilities.prefers_native, groups))
+    _dissolve_regions(ready.graph)
+    _add_check(steps, stop)
+    steps, views = _take_out_views(steps, groups)
+    _connect(ready.graph, steps, views)
+    _refuse_unknown_sizes(steps)
+    homes = find_homes(groups)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size, abilities.alignment)
+    return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes, stop)
+
+
+def _privatise(graph: ir.Graph) -> None:
+    """Give every value that will be overwritten in a flat buffer a copy of its own when others use it too.
+
+    A collective works in place and a gradient lives in its bucket: an operand that occurs twice, is read elsewhere, or is
+    no node's result (an input, a constant) is copied first. State is meant to be overwritten.
+    """
+    operands: list[tuple[ir.Node, int]] = []
+    for node in graph:
+        declaration = declaration_of(node)
+        begins = collective_of(node) is not None and node.op_type.endswith("Start")
+        if begins or (node.op_type == "RoundTo" and node.domain == DOMAIN):
+            operands.extend((node, k) for k in range(len(node.inputs)))
+        elif declaration is not None and declaration.next_value and (1 in declaration.reduces or declaration.elementwise):
+            operands.append((node, 1))
+    op, follower = Builder(graph), _followers(graph)
+    for node, index in operands:
+        value = node.inputs[index]
+        assert value is not None
+        producer = value.producer()
+        if producer is not None and (is_update(producer) or (is_update(node) and _is_wait(producer))):
+            continue
+        if producer is None and is_state(value) and not is_update(node):
+            continue
+        fixed = producer is None or producer.op_type == "Constant"
+        uses = sum(not _only_measures(user) for user, _ in value.uses())
+        if fixed or uses > 1 or value.is_graph_output():
+            op.before, op.scope = node if fixed else follower[value], f"copy/{value.name}"
+            node.replace_input_with(index, op.Identity(value))
+
+
+def _followers(graph: ir.Graph) -> dict[ir.Value, ir.Node | None]:
+    """Value → the node behind its producer: a copy that is made there shares a segment, and mostly a kernel, with it."""
+    nodes = list(graph)
+    return {out: after for node, after in zip(nodes, [*nodes[1:], None], strict=True) for out in node.outputs}
+
+
+def _is_wait(node: ir.Node) -> bool:
+    return collective_of(node) is not None and node.op_type.endswith("Wait")
+
+
+def _only_measures(node: ir.Node) -> bool:
+    """Whether the node reads a bucket where it lies and leaves nothing but a number: a sum of squares, a test for NaN."""
+    declaration = declaration_of(node)
+    return declaration is not None and bool(declaration.combine)
+
+
+def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[Step]:
+    group_of = {node: group for group in groups for node in group.nodes}
+    segment: list[ir.Node] = []
+    sums: list[ir.Node] = []
+    pending = {id(group): len(group.nodes) for group in groups}
+    transfers: dict[str, Transfer] = {}
+    once = run_once(graph)
+
+    def close() -> Iterator[Step]:
+        if segment:
+            yield Step("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
+            segment.clear()
+        if sums:  # behind the segment: one that is cut at every gradient runs slower
+            yield Step("accumulate", sums[-1].name or "accumulate", list(sums))
+            sums.clear()
+
+    for node in graph:
+        if node.op_type == "Constant" and node.domain == "":
+            continue
+        declaration = declaration_of(node)
+        if (segment and (segment[0] in once) != (node in once)) or (sums and node in once):
+            yield from close()
+        if is_accumulation(node):
+            sums.append(node)
+        elif node in group_of:
+            yield from close()
+            group = group_of[node]
+            pending[id(group)] -= 1
+            if pending[id(group)] == 0:
+                yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group, once=True)
+        elif declaration is not None and declaration.effect and not native(node):
+            yield from close()
+            if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
+                raise ModelError(f"{describe(node)} is not scheduled: run the 'schedule' pass")
+            kind = "wait" if _is_wait(node) else "start"
+            tag = node.attributes["tag"].as_string()
+            if kind == "start":
+                transfers[tag] = _transfer(node)
+            inputs = [v for v in node.inputs if v is not None]
+            yield Step(kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag], once=node in once)
+        elif declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
+            yield from close()
+            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
+        elif node.op_type == "Recompute" and node.domain == DOMAIN:
+            yield from close()  # a runtime orders and merges the nodes of one segment as it likes
+        elif native(node):
+            yield from close()
+            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
+        else:
+            segment.append(node)
+    yield from close()
+
+
+def _transfer(node: ir.Node) -> Transfer:
+    """What a started collective does; where, is a matter of the layout."""
+    name, declaration = collective_of(node), declaration_of(node)
+    assert name is not None
+    assert declaration is not None
+    values = declaration.attribute_values(node)
+    own = {
+        k: values[k]
+        for k in ("tag", "group", "reduce", "owner", "root", "every", "since", "first", "last", "nonzero")
+        if k in values
+    }
+    return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)
+
+
+def _dissolve_regions(graph: ir.Graph) -> None:
+    """Let recomputed regions read the saved values themselves: their place in the order of steps is settled."""
+    for node in list(graph):
+        if node.op_type == "Recompute" and node.domain == DOMAIN:
+            for saved, again in zip(node.inputs, node.outputs, strict=True):
+                assert saved is not None
+                again.replace_all_uses_with(saved)
+            graph.remove(node, safe=True)
+
+
+def _add_check(steps: list[Step], stop: ir.Value | None) -> None:
+    first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
+    if first is not None:
+        steps.insert(first, Step("check", "finite?", [], outputs=[] if stop is None else [stop], once=True))
+
+
+VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+"""Ops whose result is the same memory under another shape."""
+
+
+def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tuple[list[Step], dict[ir.Value, ir.Value]]:
+    """Let values that only change shape between steps share memory, where a runtime would copy from buffer to buffer.
+
+    Returns the steps without those nodes, and value → the value whose memory it shares. A view stays in its segment where
+    other nodes of the segment read it (inside one run it costs nothing), and where it is a result of the graph.
+    """
+    home = _homes(steps)
+    operands = {v for step in steps if step.kind == "start" for v in step.inputs}
+    operands |= {v for group in groups for node in group.nodes for i in group.flat if (v := node.inputs[i]) is not None}
+    views: dict[ir.Value, ir.Value] = {}
+    for k, step in enumerate(steps):
+        if step.kind != "segment":
+            continue
+        for node in list(step.nodes):
+            source, view = node.inputs[0] if node.inputs else None, node.outputs[0]
+            if node.op_type not in VIEWS or node.domain or source is None or view.is_graph_output() or _inlined(source):
+                continue
+            producer = source.producer()
+            if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
+                continue  # a bucket is overwritten by its reduction: whoever else reads the source needs it intact
+            users = [home.get(user) for user in view.consumers()]
+            if producer is not None and home.get(producer) == k and k in users:
+                if any(user != k for user in users):
+                    views[view] = views.get(source, source)
+                continue
+            views[view] = views.get(source, source)
+            step.nodes.remove(node)
+            del home[node]
+    return [step for step in steps if step.nodes or step.kind == "check"], views
+
+
+def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir.Value]) -> None:
+    """Fill in what segments and kernels read from and write to buffers."""
+    home = _homes(steps)
+    outputs = set(graph.outputs)
+    for k, step in enumerate(steps):
+        if step.kind not in ("segment", "kernel", "update", "accumulate"):
+            continue
+        reads: dict[ir.Value, None] = {}
+        for node in step.nodes:
+            for value in [*node.inputs, *captured(node)]:
+                if value is None or _inlined(value):
+                    continue
+                producer = value.producer()
+                if producer is None or home.get(producer) != k:
+                    reads.setdefault(value)
+        step.inputs = list(reads)
+        for node in step.nodes:
+            for out in node.outputs:
+                users = [u for u in out.consumers() if home.get(u) != k]
+                if users or out in outputs or step.kind != "segment":
+                    written = views.get(out, out)
+                    if written not in step.outputs:
+                        step.outputs.append(written)
+
+
+def _refuse_unknown_sizes(steps: Sequence[Step]) -> None:
+    """Inside a segment a shape may depend on data; what crosses steps lives in memory that was planned.
+
+    Raises:
+        DataDependentShapeError: a value that crosses steps, or is an output, has no shape before it is computed.
+    """
+    for step in steps:
+        for value in step.outputs:
+            producer = value.producer()
+            if value.dtype is None:
+                continue  # an optional output that is left out
+            if static_dims(value) is None or not isinstance(value.type, ir.TensorType):
+                where = describe(producer) if producer is not None else ""
+                hint = "; give the Loop a constant trip count" if producer is not None and producer.op_type == "Loop" else ""
+                raise DataDependentShapeError(
+                    f"the shape of {value.name!r} depends on data, which a plan cannot hold: {where}{hint}"
+                )
+
+
+def _homes(steps: Sequence[Step]) -> dict[ir.Node, int]:
+    """The step that each node runs in; the nodes of a body run where their owner does."""
+    home: dict[ir.Node, int] = {}
+    for k, step in enumerate(steps):
+        for node in step.nodes:
+            home[node] = k
+            home.update((inner, k) for body in bodies(node) for inner in body.all_nodes())
+    return home
+
+
+def _inlined(value: ir.Value) -> bool:
+    """Whether the value is a constant, which each step that reads it holds itself."""
+    return constant(value) is not None

@@ -1,0 +1,85 @@
+"""Nodes as a runtime gets them: the model of a segment, and single ops of graphc bound to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.backend import Backend
+from graphc.device import Array, Run
+from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import constant, static_dims
+from graphc.ir.subgraphs import captured
+from graphc.plan.steps import Step
+
+
+def segment_model(step: Step) -> onnx.ModelProto:
+    """The ONNX model of a segment: its nodes, the constants they read as initializers, static types throughout."""
+    graph = onnx.GraphProto(name="segment")
+    constants: dict[str, ir.Value] = {}
+    bound = set(step.inputs)
+    for node in step.nodes:
+        graph.node.append(ir.serde.serialize_node(node))
+        for value in node.inputs:
+            if value is not None and value not in bound and constant(value) is not None:
+                constants[value.name or ""] = value
+        for inner in captured(node):
+            if inner not in bound and constant(inner) is not None:
+                constants[inner.name or ""] = inner
+    for name, value in constants.items():
+        known = constant(value)
+        assert known is not None
+        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(known).reshape(known.shape), name))
+    graph.input.extend(_value_info(v) for v in step.inputs)
+    graph.output.extend(_value_info(v) for v in step.outputs)
+    domains = {"": OPSET}
+    for node in step.nodes:
+        if node.domain != "" and node.graph is not None:
+            domains[node.domain] = node.graph.opset_imports[node.domain]
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in sorted(domains.items())]
+    return onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
+
+
+def _value_info(value: ir.Value) -> onnx.ValueInfoProto:
+    assert value.dtype is not None
+    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), static_dims(value))
+
+
+def bind_op(
+    backend: Backend,
+    op_type: str,
+    attributes: Mapping[str, Any],
+    inputs: Sequence[Array | None],
+    outputs: Sequence[Array | None],
+    *,
+    domain: str = "graphc",
+) -> Run:
+    """Bind one op to arrays, as a segment: what the backend does not hold is decomposed.
+
+    Args:
+        outputs: None where nothing is written.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": DOMAIN_VERSION}, name=op_type)
+    values: list[ir.Value | None] = []
+    bound: dict[str, Array] = {}
+    for index, array in enumerate(inputs):
+        if array is None:
+            values.append(None)
+            continue
+        kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        value = ir.Value(name=f"i{index}", type=kind, shape=ir.Shape(list(array.shape)))
+        graph.inputs.append(value)
+        values.append(value)
+        bound[f"i{index}"] = array
+    op = Builder(graph)
+    produced = op.emit(op_type, values, dict(attributes), domain=domain, outputs=[f"o{k}" for k in range(len(outputs))])
+    graph.outputs.extend(value for value, array in zip(produced, outputs, strict=True) if array is not None)
+    decompose_graph(graph, backend.holds)
+    results = {f"o{k}": array for k, array in enumerate(outputs) if array is not None}
+    return backend.bind_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), bound, results)

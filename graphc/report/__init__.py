@@ -1,0 +1,1 @@
+"""Reports about a program: memory, predicted time, advice, coverage, trace."""

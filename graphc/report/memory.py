@@ -1,0 +1,256 @@
+"""What a training step holds in memory on one worker, read from its plan.
+
+The figures are sizes of buffers that a plan lays out: exact for what graphc allocates. What a runtime allocates inside one
+segment (values that no other step reads) is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Unpack
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend
+from graphc.device import Array
+from graphc.distributed.communicator import Handle, Options
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.engine import make_backend, name_of
+from graphc.errors import UsageError
+from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import dims, is_parameter, static_dims
+from graphc.pipeline import PASSES, Context
+from graphc.plan.buffers import ARENA, RESULTS
+from graphc.plan.partition import Plan, make_plan
+from graphc.plan.state_rewrites import adapted
+from graphc.plan.steps import UpdateGroup
+from graphc.plan.update_groups import offloaded_buffers
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
+
+NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
+"""Update ops whose state is neither a parameter nor an optimizer's."""
+
+BESIDE = ("host", "pinned", "context", "evaluation")
+"""Fields of :class:`Memory` that are no part of the total, or counted in it once already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one worker.
+
+    Attributes:
+        parameters: what the computation reads: what trains, and what is frozen.
+        masters: float32 parameters of which the computation reads a copy in a lower type.
+        gradients: the flat buffers of the buckets.
+        optimizer: momenta and the like.
+        other_state: running statistics with their batch values, counters.
+        feeds: the inputs of a step.
+        activations: the arena of what steps hand to each other, at its peak.
+        collectives: buffers of collectives beside these.
+        scratch: values inside segments, where the backend plans them.
+        workspace: what libraries take for themselves.
+        bound: what else the backend allocates when the plan is bound: constants of segments, temporaries of updates, the
+            staging of feeds, and what rounding costs.
+        host: of all this, what lies in the host's memory (offloaded masters and optimizer state).
+        pinned: memory of the host through which transfers go; beside the total.
+        context: what a driver and its libraries keep on a device, about; beside the total.
+        evaluation: whole float32 copies of parameters that the first evaluation or export makes where a worker has a part of
+            them, or the host; beside the total.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer: int
+    other_state: int
+    feeds: int
+    activations: int
+    collectives: int
+    scratch: int = 0
+    workspace: int = 0
+    bound: int = 0
+    host: int = 0
+    pinned: int = 0
+    context: int = 0
+    evaluation: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes where the backend computes."""
+        everything: dict[str, int] = asdict(self)
+        return sum(n for name, n in everything.items() if name not in BESIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSide(Memory):
+    """The same of a backend that computes elsewhere than in the host's memory: what is offloaded is not in its total."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return Memory.total.fget(self) - self.host  # type: ignore[attr-defined,no-any-return]
+
+
+def memory_of(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1, rank: int = 0
+) -> Memory:
+    """The memory of a training graph (or of a model in inference) for feeds of these shapes.
+
+    Args:
+        model: as a pipeline leaves it.
+        shapes: concrete shape of every graph input.
+        backend: whose plan is measured; backends cut a graph into different segments.
+        world_size: ranks on the data axis.
+        rank: the worker; ranks differ where the state of a strategy is divided unevenly.
+
+    Raises:
+        FeedError: shapes that contradict the graph.
+    """
+    BACKENDS.load()
+    if name_of(backend) in PLANNERS:
+        return predicted(model, shapes, PLANNERS[name_of(backend)](), world_size=world_size, rank=rank)
+    engine = make_backend(backend, threads=1)
+    try:
+        return memory_of_plan(make_plan(adapted(model, engine), shapes, engine, world_size=world_size, rank=rank))
+    finally:
+        engine.close()
+
+
+def predicted(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
+) -> Memory:
+    """What a backend with a device of its own will ask it for: the plan is bound as a trainer binds it, to no device.
+
+    Args:
+        planner: a new one.
+    """
+    model = adapted(model, planner)
+    guarded = any(is_update(node) for node in model.graph)
+    plan = make_plan(model, shapes, planner, world_size=world_size, rank=rank, guarded=guarded)
+    known = memory_of_plan(plan, DeviceSide)
+    state = State(model, rank, world_size, planner.memory)
+    comm = Unconnected(rank, world_size) if world_size > 1 else None
+    Executor(plan, state, planner, comm, host=host_backend(threads=1) if state.offloaded else None)
+    device = planner.memory
+    workspace = sum(device.workspaces.values())
+    return replace(
+        known,
+        scratch=planner.scratch,
+        workspace=workspace,
+        bound=device.allocated - known.total - planner.scratch - workspace,
+        pinned=device.host,
+        context=device.context,
+    )
+
+
+class Unconnected(NullCommunicator):
+    """Takes part in a world of which there is nobody: collectives can be bound, none can be run."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+        handle = Handle(lambda: None, options.get("kind", "allreduce"), op, tag, array.nbytes)
+        handle.queued = True
+        return handle
+
+
+def memory_of_plan(plan: Plan, result: type[Memory] = Memory) -> Memory:
+    """The same for a plan that is at hand; :class:`DeviceSide` where its backend computes on a device."""
+    sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
+    copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}
+    counted: set[str] = set()
+    for group in plan.groups:
+        for index in group.flat:
+            name = group.buffer(index)
+            if name in counted:
+                continue
+            counted.add(name)
+            kind = _kind(group, index, copied)
+            sizes[kind] += plan.buffers[name]
+            sizes["host"] += plan.buffers[name] if group.offload and kind in ("masters", "optimizer") else 0
+    updated = _updated(plan.model.graph)
+    for name, value in plan.model.graph.initializers.items():
+        if name not in updated:
+            sizes["parameters" if is_parameter(value) else "other_state"] += _nbytes(value)
+    rest = {name: size for name, size in plan.buffers.items() if name not in counted}
+    arena = rest.pop(ARENA, 0) + rest.pop(RESULTS, 0)
+    feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
+    copies = _copies_for_evaluation(plan, on_device=result is DeviceSide)
+    return result(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()), evaluation=copies)
+
+
+def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
+    """Bytes of the parameters that are not whole where a graph of float32 is computed."""
+    offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
+    for group in plan.groups:
+        if group.nodes[0].op_type in (*NOT_OPTIMIZERS, "Narrow"):
+            continue
+        if 0 in group.scattered or group.buffer(0) in offloaded:
+            found += sum(_nbytes(v) for node in group.nodes if (v := node.inputs[0]) is not None)
+    return found
+
+
+def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:
+    if group.nodes[0].op_type in NOT_OPTIMIZERS:
+        return "other_state"
+    if index == 0:
+        return "masters" if group.buffer(0) in copied else "parameters"
+    return "gradients" if index == 1 else "optimizer"
+
+
+def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:
+    """Shapes of the graph inputs with ``batch`` in place of every symbolic dimension."""
+    return {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in model.graph.inputs}
+
+
+def has_recomputation(model: ir.Model) -> bool:
+    """Whether the ``recompute`` pass has changed the graph."""
+    return any(n.op_type == "Recompute" and n.domain == "graphc" for n in model.graph)
+
+
+def without_recomputation(model: ir.Model) -> ir.Model:
+    """A copy that keeps every activation, as if the ``recompute`` pass had not run.
+
+    Raises:
+        UsageError: the graph recomputes nothing.
+    """
+    if not has_recomputation(model):
+        raise UsageError("the graph recomputes nothing: compile it with --recompute")
+    copy = model.clone()
+    graph = copy.graph
+    decompose_graph(graph, lambda node: node.op_type != "Recompute")
+    PASSES["simplify"].function(copy, Context())
+    masks: dict[tuple[object, ...], ir.Node] = {}
+    for node in list(graph):
+        if node.op_type == "DropoutMask" and node.domain == "graphc":
+            declaration = declaration_of(node)
+            assert declaration is not None
+            key = (*node.inputs, repr(sorted(declaration.attribute_values(node).items())))
+            first = masks.setdefault(key, node)
+            if first is not node:
+                node.outputs[0].replace_all_uses_with(first.outputs[0])
+    PASSES["simplify"].function(copy, Context())
+    return copy
+
+
+def _updated(graph: ir.Graph) -> set[str]:
+    found: set[str] = set()
+    for node in graph:
+        declaration = declaration_of(node)
+        if declaration is not None and is_update(node):
+            states = (node.inputs[k] for k in declaration.next_value.values() if k < len(node.inputs))
+            found.update(v.name or "" for v in states if v is not None)
+    return found
+
+
+def _nbytes(value: ir.Value) -> int:
+    shape = static_dims(value)
+    if shape is None or value.dtype is None:
+        return 0
+    return int(np.prod(shape, dtype=np.int64) * value.dtype.itemsize)

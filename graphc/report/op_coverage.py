@@ -1,0 +1,269 @@
+"""What graphc knows of every ONNX operator: how it is differentiated, to which order, and who runs it natively.
+
+The table of ``graphc ops`` and of ``docs/ops.md``. It is read from the registries, so it cannot promise what is not there:
+
+* **direct**: a rule in :mod:`graphc.passes.gradients`.
+* **through body**: no rule, but the standard defines the op by simpler ones, and that definition is differentiated.
+* **zero**: piecewise constant, or without a float input; nothing flows back and nothing is blocked.
+* **none**: nothing to differentiate, with the reason.
+* **refused**: whoever asks for the derivative is told why there is none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import onnx
+
+from graphc.gradient import GRADIENTS, key_of
+from graphc.ir import DOMAIN
+from graphc.ir.declare import OPS
+
+DOMAINS = ("", "ai.onnx.preview", "ai.onnx.preview.training")
+
+_STRINGS = "its operands are strings"
+_UPDATE = "updates a parameter: the `optimizer` pass writes graphc's own update ops instead"
+NO_GRADIENT: dict[str, str] = {
+    "ImageDecoder": "decodes bytes into integers",
+    "RegexFullMatch": _STRINGS,
+    "StringConcat": _STRINGS,
+    "StringNormalizer": _STRINGS,
+    "StringSplit": _STRINGS,
+    "TfIdfVectorizer": "counts strings or integers",
+    "ai.onnx.preview::FlexAttention": "a draft of the standard, which no runtime has",
+    "ai.onnx.preview.training::Adagrad": _UPDATE,
+    "ai.onnx.preview.training::Adam": _UPDATE,
+    "ai.onnx.preview.training::Gradient": "a request for gradients: the `autodiff` pass answers it",
+    "ai.onnx.preview.training::Momentum": _UPDATE,
+}
+"""Ops that have no gradient, with the reason."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """One operator.
+
+    Attributes:
+        since: the opset in which its newest version came.
+        gradient: ``direct``, ``through body``, ``zero``, ``none``, or ``missing`` when nobody has accounted for it.
+        reason: why there is none.
+        second_order: whether every op that its gradient is made of has a gradient itself.
+        kernels: the backends with a native kernel.
+        gpu: how the cupy backend runs it; ``host``: the nodes of a plan that do are reported.
+    """
+
+    name: str
+    domain: str
+    since: int
+    gradient: str
+    reason: str
+    second_order: bool
+    kernels: tuple[str, ...]
+    gpu: str
+
+    def row(self) -> dict[str, Any]:
+        return {**asdict(self), "kernels": list(self.kernels)}
+
+
+def schemas() -> list[Any]:
+    """The newest version of every op that is not deprecated, by domain and name: ``onnx.defs.OpSchema`` objects."""
+    newest: dict[tuple[str, str], Any] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        key = schema.domain, schema.name
+        if schema.domain in DOMAINS and (key not in newest or newest[key].since_version < schema.since_version):
+            newest[key] = schema
+    return [newest[key] for key in sorted(newest) if not newest[key].deprecated]
+
+
+def standard() -> list[Coverage]:
+    """Every op of the standard, with the domains that are in preview."""
+    return [_of(schema) for schema in schemas()]
+
+
+def _of(schema: Any) -> Coverage:
+    key = key_of(schema.domain, schema.name)
+    kind = gradient_of(key, schema)
+    return Coverage(
+        name=schema.name,
+        domain=schema.domain or "ai.onnx",
+        since=schema.since_version,
+        gradient=kind,
+        reason=NO_GRADIENT.get(key, "") if kind == "none" else "",
+        second_order=second_order(key),
+        kernels=_kernels(key),
+        gpu=_on_gpu(key),
+    )
+
+
+def gradient_of(key: str, schema: Any = None) -> str:
+    """How the op with this registry key is differentiated."""
+    rule = GRADIENTS.get(key)
+    if rule is not None and rule.refuses:
+        return "refused"
+    if rule is not None:
+        return "zero" if rule.function is None else "direct"
+    if key in NO_GRADIENT:
+        return "none"
+    domain, _, name = key.rpartition("::")
+    if domain == DOMAIN:
+        declaration = OPS[name]
+        return "through body" if declaration.decompose is not None and not declaration.effect else "none"
+    schema = schema or (onnx.defs.get_schema(name, domain) if onnx.defs.has(name, domain) else None)
+    body = schema is not None and (schema.has_function or schema.has_context_dependent_function)
+    return "through body" if body else "missing"
+
+
+def own() -> list[dict[str, Any]]:
+    """The ops of the ``graphc`` domain."""
+    rows = []
+    for name in OPS:
+        declaration = OPS[name]
+        kind = "update" if declaration.next_value else "collective" if declaration.effect else "compute"
+        key = key_of(DOMAIN, name)
+        rows.append(
+            {
+                "name": name,
+                "kind": kind,
+                "decomposes": declaration.decompose is not None,
+                "gradient": "none" if kind == "update" else gradient_of(key),
+                "kernels": list(_kernels(key)),
+                "gpu": _on_gpu(key),
+                "doc": declaration.doc.partition("\n")[0],
+            }
+        )
+    return rows
+
+
+def summary(rows: Iterable[Coverage]) -> dict[str, int]:
+    """Counts over the ``ai.onnx`` ops: differentiable and of those covered; zero, none, and differentiable twice."""
+    rows = [row for row in rows if row.domain == "ai.onnx"]
+    count = {kind: sum(r.gradient == kind for r in rows) for kind in ("direct", "through body", "zero", "none", "missing")}
+    covered = count["direct"] + count["through body"]
+    return {
+        "operators": len(rows),
+        "differentiable": covered + count["missing"],
+        "covered": covered,
+        "direct": count["direct"],
+        "through_body": count["through body"],
+        "zero": count["zero"],
+        "none": count["none"],
+        "second_order": sum(r.second_order for r in rows),
+    }
+
+
+def _kernels(key: str) -> tuple[str, ...]:
+    from graphc.backend import BACKENDS, KERNELS
+
+    BACKENDS.load()
+    return tuple(sorted(backend for backend, op in KERNELS if op == key))
+
+
+def _on_gpu(key: str) -> str:
+    from graphc.backend import BACKENDS, COVERAGE
+
+    BACKENDS.load()
+    return COVERAGE["cupy"](key) if "cupy" in COVERAGE else ""
+
+
+# Second order --------------------------------------------------------------------------------------------------------
+
+
+def second_order(key: str) -> bool:
+    """Whether the gradient of this op can be differentiated again, as far as the ops it emits tell."""
+    kind = gradient_of(key)
+    if kind == "direct":
+        rule = GRADIENTS[key].function
+        emitted = set(_emitted(rule)) if rule is not None else set()
+        return all(gradient_of(name) in ("direct", "through body", "zero") for name in emitted)
+    if kind != "through body":
+        return False
+    domain, _, name = key.rpartition("::")
+    if domain == DOMAIN:
+        return all(gradient_of(name) in ("direct", "through body", "zero") for name in set(_emitted(OPS[name].decompose)))
+    schema: Any = onnx.defs.get_schema(name, domain)
+    if not schema.has_function:
+        return True  # its body depends on the node; what such bodies are made of all has rules
+    return all(second_order(node.op_type) or gradient_of(node.op_type) == "zero" for node in schema.function_body.node)
+
+
+def _emitted(function: Any) -> Iterator[str]:
+    """The registry keys of the ops that a rule and the functions it calls name."""
+    names, own_names = _op_names()
+    seen: set[int] = set()
+    pending: list[Any] = [function]
+    while pending:
+        current = pending.pop()
+        current = getattr(current, "__wrapped__", current)
+        if isinstance(current, functools.partial):
+            pending.append(current.func)
+        if not isinstance(current, FunctionType) or id(current) in seen:
+            continue
+        seen.add(id(current))
+        words = set(_words(current.__code__))
+        yield from words & names
+        yield from (key_of(DOMAIN, word) for word in words & own_names)
+        scope = {k: v for k, v in current.__globals__.items() if k in words}
+        pending += [v for v in scope.values() if str(getattr(v, "__module__", "")).startswith("graphc.")]
+        pending += [cell.cell_contents for cell in current.__closure__ or () if callable(cell.cell_contents)]
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from (c for c in code.co_consts if isinstance(c, str) and c.isidentifier() and "emit" in code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _words(inner)
+
+
+@functools.cache
+def _op_names() -> tuple[frozenset[str], frozenset[str]]:
+    return frozenset(s.name for s in schemas() if s.domain == ""), frozenset(OPS)
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """``docs/ops.md``."""
+    rows = standard()
+    counts = summary(rows)
+    lines = [
+        "# Operators",
+        "",
+        "Written by `python -m graphc.report.op_coverage docs/ops.md`; `graphc ops` prints the same.",
+        "",
+        f"Of {counts['operators']} operators of `ai.onnx`, {counts['differentiable']} can be differentiated and "
+        f"{counts['covered']} are: {counts['direct']} by a rule, {counts['through_body']} through their ONNX definition. "
+        f"{counts['zero']} are piecewise constant or take no floats: nothing flows back, nothing is blocked. "
+        f"{counts['none']} have nothing to differentiate. {counts['second_order']} gradients can be differentiated again.",
+        "",
+        "On a GPU (`cupy`): *generated* ops are fused into kernels written for the model; a *library* or a *kernel* of its own "
+        "runs a node; *decomposed* ones become others of this list; a *loop* runs its body on the device; *folded* ones are "
+        "known before anything runs. What is left to the *host*, `graphc show plan --backend cupy` lists for a model.",
+        "",
+        "| operator | since | gradient | second order | native kernels | on a GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = row.name if row.domain == "ai.onnx" else f"{row.domain}.{row.name}"
+        gradient = f"none: {row.reason}" if row.gradient == "none" else row.gradient
+        twice, kernels = "yes" if row.second_order else "", ", ".join(row.kernels)
+        lines.append(f"| {name} | {row.since} | {gradient} | {twice} | {kernels} | {row.gpu} |")
+    lines += ["", "## Operators of the `graphc` domain", ""]
+    lines += ["| operator | kind | gradient | native kernels | on a GPU | what it is |", "|---|---|---|---|---|---|"]
+    for entry in own():
+        doc = entry["doc"].replace("|", "\\|")
+        kernels = ", ".join(entry["kernels"])
+        lines.append(f"| {entry['name']} | {entry['kind']} | {entry['gradient']} | {kernels} | {entry['gpu']} | {doc} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

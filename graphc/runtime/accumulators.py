@@ -1,0 +1,117 @@
+"""Sums over the micro-batches of a step, which plans for different shapes share, and their results after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Backend
+from graphc.device import Array, Choice, Run, in_order
+from graphc.plan.buffers import ARENA, RESULTS
+from graphc.plan.segment_model import bind_op
+from graphc.runtime.buffers import Places
+
+
+@dataclass(slots=True)
+class Turn:
+    """Which micro-batch of a step runs now.
+
+    Attributes:
+        depth: levels of a sum by a tree.
+    """
+
+    index: int = 0
+    last: bool = True
+    depth: int = 0
+
+    def place(self) -> int:
+        """0: the first of several, 1: the only one, 2: one in between, 3: the last."""
+        return 2 * bool(self.index) + self.last
+
+    def carries(self) -> int:
+        """Levels that are full: as in a binary counter, level k holds the sum of 2ᵏ neighbours that waits for the next 2ᵏ."""
+        return (~self.index & (self.index + 1)).bit_length() - 1
+
+    def place_in_tree(self) -> int:
+        """The number of full levels, and ``depth`` more in the end."""
+        return self.carries() + self.depth * self.last
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """``x`` is added to ``levels[0]``, and becomes ``y`` in the end; a sum by a tree has a level for each power of two."""
+
+    x: Array
+    levels: list[Array]
+    y: Array
+
+
+def bind_sums(nodes: Sequence[ir.Node], places: Places, backend: Backend, turn: Turn) -> Run:
+    """One call for the sums of a step of a plan."""
+    tree = bool(nodes[0].attributes.get_int("tree", 0))
+    sums = [_sum_of(node, places, tree) for node in nodes]
+    if places.memory.on_host:
+        return _tree_on_host(sums, turn) if tree else _on_host(sums, turn)
+    return _tree_on_device(sums, places, backend, turn) if tree else _on_device(sums, places, backend, turn)
+
+
+def _sum_of(node: ir.Node, places: Places, tree: bool) -> _Sum:
+    (value,), result = node.inputs, node.outputs[0]
+    assert value is not None
+    y = places.array(result)
+    steps = node.attributes["steps"].as_int() // (places.plan.world_size if tree else 1)
+    levels = max(1, steps.bit_length() - 1) if tree else 1
+    shared = places.plan.places[result].buffer not in (ARENA, RESULTS) and not tree  # y itself outlives the plan
+    names = [f"accumulated/{result.name}/{level}" for level in range(levels)]
+    own = [] if shared else [places.state.buffer(name, y.nbytes).view(y.dtype).reshape(y.shape) for name in names]
+    return _Sum(places.array(value), own or [y], y)
+
+
+def _on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
+    def accumulate() -> None:
+        for one in sums:
+            out = one.y if turn.last else one.levels[0]
+            if turn.index == 0:
+                np.copyto(out, one.x)
+            else:
+                np.add(one.levels[0], one.x, out=out)
+
+    return accumulate
+
+
+def _tree_on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
+    def accumulate() -> None:
+        carries = turn.carries()
+        for one in sums:
+            total = one.x
+            for level in range(carries):
+                total = np.add(one.levels[level], total, out=one.levels[level])
+            np.copyto(one.y if turn.last else one.levels[carries], total)
+
+    return accumulate
+
+
+def _on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Turn) -> Run:
+    copy = places.memory.bind_copy
+    begin = [in_order([copy(s.levels[0], s.x) for s in sums]), in_order([copy(s.y, s.x) for s in sums])]
+    keep = [bind_op(backend, "Add", {}, [s.levels[0], s.x], [s.levels[0]], domain="") for s in sums]
+    end = [bind_op(backend, "Add", {}, [s.levels[0], s.x], [s.y], domain="") for s in sums]
+    further = [in_order(keep), in_order(end)]
+
+    return Choice([*begin, *further], turn.place)
+
+
+def _tree_on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Turn) -> Run:
+    copy, depth = places.memory.bind_copy, len(sums[0].levels)
+    totals = [[s.x, *s.levels] for s in sums]  # what arrives at a level
+    add = [
+        in_order([bind_op(backend, "Add", {}, [t[k + 1], t[k]], [t[k + 1]], domain="") for t in totals]) for k in range(depth)
+    ]
+    keep = [in_order([copy(t[k + 1], t[k]) for t in totals]) for k in range(depth)]
+    end = [in_order([copy(s.y, t[k]) for s, t in zip(sums, totals, strict=True)]) for k in range(depth + 1)]
+
+    turn.depth = depth
+    return Choice([in_order([*add[:k], last[k]]) for last in (keep, end) for k in range(len(last))], turn.place_in_tree)

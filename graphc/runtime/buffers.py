@@ -1,0 +1,104 @@
+"""The memory of a bound plan: its buffers, and the arrays that its values are in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.device import Array, Memory, Run, Waits
+from graphc.errors import ModelError
+from graphc.ir.facts import constant, static_dims
+from graphc.plan.buffers import ARENA, RESULTS
+from graphc.plan.partition import Plan
+from graphc.plan.steps import Slice, UpdateGroup
+from graphc.runtime.input_staging import Feeds
+from graphc.runtime.state import State
+
+
+class Places:
+    """Finds the array of every value of ``plan``.
+
+    Attributes:
+        rooms: where results of segments lie: the arena, and the buffers of gradients.
+        feeds: the way of the graph's inputs to the device.
+        inputs, outputs: the arrays of the graph's, by name.
+    """
+
+    def __init__(self, plan: Plan, state: State, memory: Memory) -> None:
+        self.plan, self.state, self.memory = plan, state, memory
+        self.buffers: dict[str, Array] = {}
+        if not memory.on_host:
+            state.lay_side_by_side({n: nbytes for n, nbytes in plan.buffers.items() if n not in (ARENA, RESULTS)})
+        for name, nbytes in plan.buffers.items():
+            self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
+        self.rooms = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.rooms]
+        self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
+        self.inputs = self.feeds.inputs
+        self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}
+        self._lent: dict[ir.Value, tuple[Array, Array]] = {}
+        self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Zeroed memory that nothing else uses."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.memory.zeros(nbytes).view(dtype).reshape(shape)
+
+    def array(self, value: ir.Value) -> Array:
+        """Where ``value`` lies."""
+        view = self._views.get(value)
+        if view is None:
+            place = self.plan.places.get(value)
+            if place is not None:
+                view = self._view(place)
+            elif value in self.plan.views:
+                view = self.array(self.plan.views[value]).reshape(static_dims(value) or ())
+            elif value.is_initializer():
+                view = self.state.array(value.name or "")
+            else:
+                view = self._constant(value)
+            self._views[value] = view
+        return view
+
+    def within_reach(self, value: ir.Value) -> Array:
+        """Where the backend reads ``value``: of state that lies in the host's memory, a copy on the device."""
+        array = self.array(value)
+        if not value.is_initializer() or not self.state.is_offloaded(value.name or ""):
+            return array
+        if value not in self._lent:
+            self._lent[value] = self.state.lend(value.name or ""), array
+        return self._lent[value][0]
+
+    def bind_lent(self) -> Run | None:
+        """What brings the copies of :meth:`within_reach` up to date; None: there are none."""
+        copy, lent = self.memory.copy, list(self._lent.values())
+
+        def run() -> None:
+            for here, there in lent:
+                copy(here, there)
+
+        return Waits(run) if lent else None
+
+    def _view(self, place: Slice) -> Array:
+        buffer = self.buffers[place.buffer]
+        return buffer[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
+
+    def _constant(self, value: ir.Value) -> Array:
+        known = constant(value)
+        if known is None:
+            raise ModelError(f"value {value.name!r} has no place in the plan")
+        held = np.ascontiguousarray(known).reshape(known.shape)
+        if self.memory.on_host:
+            return held
+        found = self.new(held.shape, held.dtype)
+        self.memory.copy(found, held)
+        return found
+
+    def part(self, group: UpdateGroup, index: int) -> Array:
+        """The elements of flat input ``index`` that this rank updates."""
+        array = self.buffers[group.buffer(index)].view(group.dtype(index))
+        return array if index in group.scattered else array[slice(*group.owned)]
+
+
+def _spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    assert value.dtype is not None
+    return static_dims(value) or (), np.dtype(value.dtype.numpy())

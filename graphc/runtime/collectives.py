@@ -1,0 +1,192 @@
+"""Binding the collectives of a plan: each starts at one step and is waited for at another."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from graphc.device import Array, Choice, Run, Waits, in_order
+from graphc.distributed.communicator import Communicator
+from graphc.errors import ModelError
+from graphc.ir.names import STEP
+from graphc.plan.steps import Step, Transfer, UpdateGroup
+from graphc.runtime.buffers import Places
+from graphc.runtime.sparse_allreduce import SparseSum
+
+
+class Transfers:
+    """Binds the start and the wait steps of a plan."""
+
+    def __init__(self, places: Places, comm: Communicator | None) -> None:
+        self._places, self._comm = places, comm
+        self._handles: dict[str, Any] = {}
+        self._prepared: dict[str, Any] = {}
+        self._sparse: dict[str, SparseSum] = {}
+        self._done = 0
+        self._ahead: set[str] = set()  # tags of what only queues, in steps that are known before they begin
+        self._picks: dict[tuple[float, ...], Callable[[], int]] = {}
+
+    def bind(self, step: Step, index: int) -> Run:
+        """``step`` is step ``index`` of the plan."""
+        transfer, plan, memory = step.transfer, self._places.plan, self._places.memory
+        assert transfer is not None
+        if self._comm is None:
+            raise ModelError(f"the plan has the collective {transfer.tag!r}, but there is no communicator")
+        start, nbytes = transfer.offset, transfer.nbytes
+        flat = self._places.buffers[transfer.buffer][start : start + nbytes].view(transfer.dtype)
+        if transfer.sparse(plan.world_size):
+            return self._bind_sparse_wait(transfer) if step.kind == "wait" else self._bind_sparse(step, index, flat)
+        part = flat[slice(*transfer.parts[plan.rank])] if transfer.parts else flat[:0]
+        if step.kind == "wait":
+            sink = self._places.buffers[transfer.sink].view(transfer.dtype) if transfer.sink else None
+            return self._bind_wait(transfer, index, [memory.bind_copy(sink, part)] if sink is not None else [])
+        before = [memory.bind_fill(flat[slice(*gap)], 0) for gap in transfer.gaps]
+        if transfer.source:
+            before.append(memory.bind_copy(part, self._places.buffers[transfer.source].view(transfer.dtype)))
+        return self._bind_start(step, index, flat, before)
+
+    def _bind_wait(self, transfer: Transfer, index: int, after: list[Run]) -> Run:
+        handles, comm, tag, prepared = self._handles, self._comm, transfer.tag, self._prepared[transfer.tag]
+        assert comm is not None
+        if tag in self._ahead:
+            return self._queued(transfer, index, after, [functools.partial(comm.wait, prepared), *after])
+
+        def wait() -> None:
+            handle = handles.pop(tag, None)
+            if handle is not None:
+                comm.wait(handle)
+            for run in after:
+                run()
+
+        return Waits(wait)
+
+    def _bind_start(self, step: Step, index: int, flat: Array, before: list[Run]) -> Run:
+        transfer, handles, comm = step.transfer, self._handles, self._comm
+        assert transfer is not None
+        assert comm is not None
+        tag, overlap = transfer.tag, self._overlaps(step, index)
+        if transfer.kind == "allreduce":
+            lengths = transfer.lengths if transfer.reduce == "adasum" else None
+            handle = comm.prepare(flat, transfer.reduce, tag, lengths=lengths, overlap=overlap)
+        else:
+            reduce, kind = transfer.reduce or "sum", transfer.kind
+            handle = comm.prepare(flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root, overlap=overlap)
+        self._prepared[tag] = handle
+        if handle.queued and self._known_ahead(transfer, index):
+            self._ahead.add(tag)
+            return self._queued(transfer, index, before, [*before, functools.partial(comm.begin, handle)])
+        skipped = self._skips(transfer, index)
+
+        def start() -> None:
+            for run in before:
+                run()
+            if not skipped():
+                handles[tag] = handle
+                comm.begin(handle)
+
+        return Waits(start)
+
+    def _queued(self, transfer: Transfer, index: int, without: list[Run], whole: list[Run]) -> Run:
+        """``whole``, which only queues, or ``without`` in the steps that leave the collective out."""
+        if not _is_conditional(transfer):
+            return in_order(whole)
+        key = (transfer.every, transfer.since, transfer.first, transfer.last)
+        if key not in self._picks:  # shared by all that run in the same steps, so that they are one choice
+            skipped = self._skips(transfer, index)
+            self._picks[key] = lambda: int(not skipped())
+        return Choice([in_order(without), in_order(whole)], self._picks[key])
+
+    def _overlaps(self, step: Step, index: int) -> bool:
+        """Whether anything is computed between the start of a collective, which is step ``index``, and its wait."""
+        rest = self._places.plan.steps[index + 1 :]
+        end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
+        return any(s.transfer is None for s in rest[:end])
+
+    def _bind_sparse(self, step: Step, index: int, flat: Array) -> Run:
+        transfer, handles, plan = step.transfer, self._handles, self._places.plan
+        assert transfer is not None
+        tag = transfer.tag
+        exchange = SparseSum(flat, transfer.nonzero, plan.rank, plan.world_size, self._places.memory)
+        handle = exchange.prepare(self._comm, tag, overlap=self._overlaps(step, index))
+        self._sparse[tag] = exchange
+        skipped = self._skips(transfer, index)
+
+        def start() -> None:
+            if not skipped():
+                handles[tag] = handle
+                exchange.start()
+
+        return Waits(start)
+
+    def _bind_sparse_wait(self, transfer: Transfer) -> Run:
+        handles, exchange, tag = self._handles, self._sparse[transfer.tag], transfer.tag
+
+        def wait() -> None:
+            if handles.pop(tag, None) is not None:
+                exchange.finish()
+
+        return Waits(wait)
+
+    # What does not run in every step ----------------------------------------------------------------------------------
+
+    def bind_count(self) -> Run | None:
+        """What notes, at the beginning of a step on a device, how many steps are done; None where nothing asks."""
+        conditional = any(s.transfer is not None and _is_conditional(s.transfer) for s in self._places.plan.steps)
+        if not conditional or self._places.memory.on_host:
+            return None
+        scalars = self._places.state.scalars
+
+        def note() -> None:
+            self._done = scalars.read(STEP)
+
+        return Waits(note)
+
+    def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
+        """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""
+        if not _is_conditional(transfer):
+            return lambda: False
+        state = self._places.state
+        if STEP not in state.arrays:
+            raise ModelError(f"{transfer} runs in some steps only, but the graph does not count steps in {STEP!r}")
+        every, since, first, last = transfer.every, transfer.since, transfer.first, transfer.last or math.inf
+        number = self._number(transfer, index)
+
+        def skipped() -> bool:
+            now = number()
+            return not first <= now <= last or (now > since and now % every != 0)
+
+        return skipped
+
+    def _number(self, transfer: Transfer, index: int) -> Callable[[], int]:
+        """The number of the present step, 1 for the first."""
+        places = self._places
+        done, memory = places.state.arrays[STEP], places.memory
+        if memory.on_host:
+            counted = self._counted(index)
+            return lambda: int(done) + (not counted)
+        if not self._known_ahead(transfer, index):
+            return lambda: int(memory.fetch(done))
+        return lambda: self._done + 1
+
+    def _known_ahead(self, transfer: Transfer, index: int) -> bool:
+        """Whether the host knows before a step on a device if it holds the collective, which is step ``index`` of the plan.
+
+        A step that is skipped has not been counted, which only the device knows by then.
+        """
+        skips = any(group.nodes[0].op_type in ("Tally", "LossScale") for group in self._places.plan.groups)
+        return not (_is_conditional(transfer) and skips and self._counted(index))
+
+    def _counted(self, index: int) -> bool:
+        """Whether the graph has counted the present step before step ``index`` of the plan."""
+        return any(s.group is not None and _counts_steps(s.group) for s in self._places.plan.steps[:index])
+
+
+def _is_conditional(transfer: Transfer) -> bool:
+    return transfer.every > 1 or transfer.first > 1 or transfer.last > 0
+
+
+def _counts_steps(group: UpdateGroup) -> bool:
+    state = group.nodes[0].inputs[0]
+    return state is not None and state.name == STEP

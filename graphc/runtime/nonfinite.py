@@ -1,0 +1,123 @@
+"""The check between the backward pass and the updates: a step with a NaN or an infinity changes nothing.
+
+On the host it raises. On a device it sets the flag that holds the updates back (:mod:`graphc.plan.skip_flag`), and the executor
+raises when it has fetched the results; where the updates take no flag, the check waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from graphc.backend import Backend
+from graphc.device import Array, Run, Waits, in_order
+from graphc.distributed.communicator import Communicator
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import is_float
+from graphc.plan.segment_model import bind_op
+from graphc.runtime.buffers import Places
+
+FINITE = "finite?"
+"""Tag of the AllReduce by which ranks that hold parts of the gradients agree on whether all are finite."""
+
+
+class NonFiniteStepError(ArithmeticError):
+    """Raised by the check, or after it, where no update has changed anything."""
+
+
+class Check:
+    """The check of a plan.
+
+    Attributes:
+        scaled: the flag of a step that overflowed, the loss scale, and the least that this may become, where the graph has a
+            loss scale and no ``Tally``: what stops the run then is an overflow that no smaller scale can cure.
+        counted: whether the graph skips and counts such steps itself, whatever they are.
+    """
+
+    def __init__(self, places: Places, backend: Backend, comm: Communicator | None) -> None:
+        self._places, self._backend, self._comm = places, backend, comm
+        self.counted = any(group.nodes[0].op_type == "Tally" for group in places.plan.groups)
+        self.scaled = None if self.counted else self._scaled()
+
+    def bind(self) -> Run | None:
+        """Test all gradients of parameters, and the scalars reported, before the first update; None: there is no need."""
+        if self.counted or (self.scaled is not None and not self._places.memory.on_host):
+            return None
+        if self.scaled is not None:
+            return self._bind_scaled(*self.scaled)
+        plan = self._places.plan
+        watched = [self._places.array(v).reshape(-1) for v in plan.model.graph.outputs if is_float(v)]
+        gradients = [group for group in plan.groups if 1 in group.flat and group.buffer(1) not in self._places.state.flat]
+        watched += [part for group in gradients if (part := self._places.part(group, 1)).size]
+        comm = self._comm if any(group.sharded for group in gradients) else None
+        if self._places.memory.on_host:
+            return self._bind_on_host(watched, comm)
+        return self._bind_on_device(watched, comm)
+
+    def _bind_scaled(self, flag: Array, scale: Array, least: float) -> Run:
+        def check_scale() -> None:
+            if flag and scale <= least:
+                raise NonFiniteStepError
+
+        return check_scale
+
+    def _bind_on_host(self, watched: list[Array], comm: Communicator | None) -> Run:
+        finite = self._backend.all_finite
+        if comm is None:
+
+            def check() -> None:
+                for array in watched:
+                    if not finite(array):
+                        raise NonFiniteStepError
+
+            return check
+        flag = np.zeros(1, dtype=np.float32)
+
+        def check_together() -> None:
+            """A rank sees its own parts only: all stop when one of them meets a NaN."""
+            flag[0] = not all(finite(array) for array in watched)
+            comm.allreduce(flag, "max", FINITE)
+            if flag[0]:
+                raise NonFiniteStepError
+
+        return check_together
+
+    def _bind_on_device(self, watched: list[Array], comm: Communicator | None) -> Run:
+        places, backend = self._places, self._backend
+        stop = places.plan.stop
+        flag = places.array(stop) if stop is not None else places.new((), np.dtype(np.bool_))
+        dtypes = list(dict.fromkeys(array.dtype for array in watched))
+        found = [flag] if len(dtypes) == 1 else [places.new((), np.dtype(np.bool_)) for _ in dtypes]
+        runs = [
+            bind_op(backend, "AnyNonFinite", {}, [array for array in watched if array.dtype == dtype], [one])
+            for dtype, one in zip(dtypes, found, strict=True)
+        ]
+        before = found[0]
+        for other in found[1:]:
+            runs.append(bind_op(backend, "Or", {}, [before, other], [flag], domain=""))
+            before = flag
+        if comm is not None:
+            number = places.new((1,), np.dtype(np.float32))
+            runs.append(bind_op(backend, "Cast", {"to": 1}, [flag.reshape((1,))], [number], domain=""))
+            handle = comm.prepare(number, "max", FINITE, overlap=False)
+            meet = in_order([functools.partial(comm.begin, handle), functools.partial(comm.wait, handle)])
+            runs.append(meet if handle.queued else Waits(meet))
+            runs.append(bind_op(backend, "Cast", {"to": 9}, [number], [flag.reshape((1,))], domain=""))
+        if stop is None:
+            runs.append(Waits(lambda: self._raise_if(flag)))
+        return in_order(runs)
+
+    def _raise_if(self, flag: Array) -> None:
+        if self._places.memory.fetch(flag):
+            raise NonFiniteStepError
+
+    def _scaled(self) -> tuple[Array, Array, float] | None:
+        for group in self._places.plan.groups:
+            node = group.nodes[0]
+            if node.op_type == "LossScale" and node.inputs[2] is not None and node.inputs[0] is not None:
+                declaration = declaration_of(node)
+                assert declaration is not None
+                least = float(declaration.attribute_values(node)["minimum"])
+                return self._places.array(node.inputs[2]), self._places.array(node.inputs[0]), least
+        return None

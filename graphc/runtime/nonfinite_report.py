@@ -1,0 +1,148 @@
+"""What stopped a step: the first NaN or infinity, by running it again with every value kept; or a GPU that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Backend, host_backend
+from graphc.device import Array, Memory
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.host_staged import StagedCommunicator
+from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError
+from graphc.ir.declare import is_update
+from graphc.ir.facts import constant, is_float, static_dims
+from graphc.ir.ops.losses import label_checks
+from graphc.plan.partition import prepare
+from graphc.plan.segment_model import segment_model
+from graphc.plan.steps import Step
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
+from graphc.training.microbatch import MicroBatch
+
+
+def first_nonfinite(
+    model: ir.Model, executor: Executor, feeds: Mapping[str, Array], state: State, backend: Backend
+) -> str | None:
+    """Name of the first value in graph order that is not finite: a feed, a parameter, or an intermediate of this rank.
+
+    None when this rank's replay is finite throughout (the fault lies on another rank, or in a sum over ranks).
+    """
+    memory = backend.memory
+    for name, array in [*feeds.items(), *state.arrays.items()]:
+        if array.dtype.kind == "f" and not np.isfinite(memory.fetch(array)).all():
+            return name
+    shapes = {name: buffer.shape for name, buffer in executor.inputs.items()}
+    graph = prepare(model, shapes).graph
+    nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
+    made = {out for n in nodes for out in n.outputs}
+    nodes = [
+        n for n in nodes if all(v is None or v in made or v.producer() is None or constant(v) is not None for v in n.inputs)
+    ]
+    made = {out for n in nodes for out in n.outputs}
+    reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
+    step = Step("segment", "replay", nodes, reads, [out for n in nodes for out in n.outputs if is_float(out)])
+    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
+    try:
+        return _replay(step, sources, backend)
+    except DeviceMemoryError:  # all values at once need more than a step does
+        host = host_backend(threads=1)
+        try:
+            return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
+        finally:
+            host.close()
+
+
+def again(
+    parts: Sequence[tuple[Executor, MicroBatch]], place: Callable[[MicroBatch], None], memory: Memory
+) -> Iterator[tuple[Executor, Mapping[str, Array]]]:
+    """The plans and feeds of a step, each with its place in the global batch while it is looked at."""
+    for k, (executor, part) in enumerate(parts):
+        place(part)
+        feeds = part.feeds
+        if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
+            feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
+        yield executor, feeds
+
+
+def explain(
+    model: ir.Model,
+    runs: Iterable[tuple[Executor, Mapping[str, Array]]],
+    state: State,
+    backend: Backend,
+    comm: Communicator,
+    step: int,
+) -> NonFiniteError:
+    """What stops the run on all workers, each of which calls this with the plans and feeds of its own step."""
+    tensor, nothing = None, True
+    for executor, feeds in runs:
+        nothing = nothing and _all_ignored(model.graph, feeds)
+        tensor = tensor or first_nonfinite(model, executor, feeds, state, backend)
+    everyone = comm.allgather_object((tensor, nothing)) if comm.size > 1 else [(tensor, nothing)]
+    rank, first = next(((r, t) for r, (t, _) in enumerate(everyone) if t is not None), (comm.rank, None))
+    because = "every label of the batch is the one that is ignored, so that there is nothing to average"
+    advice = because if all(found for _, found in everyone) else _advice(model.graph, first)
+    return nonfinite_error(step, first, f"rank {rank}", "in the gradients", advice)
+
+
+def _all_ignored(graph: ir.Graph, feeds: Mapping[str, Array]) -> bool:
+    """Whether a loss looks at labels, and ignores all of them."""
+    labels = [(feeds.get(name), ignore) for name, (_, _, ignore) in label_checks(graph).items()]
+    return bool(labels) and all(
+        ignore is not None and isinstance(array, np.ndarray) and bool((array == ignore).all()) for array, ignore in labels
+    )
+
+
+_STEADIER = "a smaller learning rate or gradient clipping may help"
+
+
+def _advice(graph: ir.Graph, tensor: str | None) -> str:
+    if any(value.name == tensor for value in graph.inputs):
+        return "it is in the data"
+    if tensor in graph.initializers:
+        return "it was there before the step: in the model's file, in a checkpoint, or since an update"
+    return _STEADIER
+
+
+def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, advice: str = _STEADIER) -> NonFiniteError:
+    """What stops a run: the ``tensor`` in which :func:`first_nonfinite` found it on ``who``, or ``elsewhere``."""
+    where = f"first in tensor {tensor!r} on {who}" if tensor else f"{elsewhere}, and not again on replay"
+    return NonFiniteError(
+        f"a NaN or infinity appeared in step {step}, {where}; the state is that of the last good step ({advice})",
+        step=step,
+        tensor=tensor,
+    )
+
+
+def _replay(step: Step, sources: Mapping[str, Array], backend: Backend) -> str | None:
+    """Name of the first output of ``step`` that is not finite; ``sources`` lie in the backend's memory, or in the host's."""
+    memory = backend.memory
+    inputs: dict[str, Array] = {}
+    for name, array in sources.items():
+        inputs[name] = np.ascontiguousarray(array).reshape(array.shape) if isinstance(array, np.ndarray) else array
+        if isinstance(array, np.ndarray) and not memory.on_host:
+            inputs[name] = _new(memory, array.shape, array.dtype)
+            memory.copy(inputs[name], array)
+    values = [(v.name or "", v) for v in step.outputs if v.dtype is not None]
+    results = {name: _new(memory, static_dims(v) or (), v.dtype.numpy()) for name, v in values if v.dtype is not None}
+    backend.bind_segment(segment_model(step), inputs, results)()
+    return next((name for name, array in results.items() if not np.isfinite(memory.fetch(array)).all()), None)
+
+
+def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return memory.zeros(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+
+def explain_lost(error: DeviceError, comm: Communicator, step: int, saved: tuple[Path, int] | None) -> str:
+    """Who lost the GPU and when, what was under way, and what is left; ``saved``: the last checkpoint, and its steps."""
+    during = f" {error.during}" if error.during else ""
+    if isinstance(comm, StagedCommunicator) and (collective := comm.under_way()):
+        during += f", with {collective!r} under way"
+    left = "no checkpoint was saved or restored in this run"
+    if saved is not None:
+        left = f"the last checkpoint is {saved[0]}, after step {saved[1]}"
+    return f"rank {comm.rank} lost its GPU in step {step}{during}: {error}; {left}"

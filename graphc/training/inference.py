@@ -1,0 +1,151 @@
+"""Running a model through graphc's own plan and backend, without training anything.
+
+    legalize ─► simplify ─► plan ─► executor       tensors whose shapes follow from the feeds'
+                       └─► the backend, whole      sequences, optionals, strings, shapes that depend on data
+
+A file of an opset newer than the legal one runs as it is where an operator of it has no form in the legal opset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc import frontends
+from graphc.backend import Backend
+from graphc.compiler import ModelSource
+from graphc.distributed.world import available_cores
+from graphc.engine import make_backend
+from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
+from graphc.ir.decomposition import decompose_graph
+from graphc.pipeline import Step, run
+from graphc.plan.partition import make_plan
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
+
+Feed: TypeAlias = "Any"
+"""A numpy array; a list of arrays for a sequence; None for an optional without a value."""
+
+
+def run_model(
+    model: ModelSource, feeds: Mapping[str, Feed], backend: str = "auto", *, threads: int | None = None
+) -> dict[str, Any]:
+    """The outputs of ``model`` for ``feeds``, in the mode in which the file was saved.
+
+    Args:
+        model: path, ``onnx.ModelProto`` or ``onnx_ir.Model``.
+        feeds: one array per graph input, of its element type (``ml_dtypes`` for those that numpy lacks, ``object`` for
+            strings); a list of arrays for a sequence, None for an optional that is empty. An input that has an
+            initializer may be left out.
+        backend: ``"auto"``, or a name that ``graphc backends`` lists.
+        threads: of the backend; None takes all cores this process may use.
+
+    Returns:
+        Output name → array, or list of arrays for a sequence, or None for an empty optional.
+
+    Raises:
+        FeedError: a feed with a wrong name, shape or dtype.
+    """
+    original = frontends.load(model)
+    given = _check_feeds(original.graph, feeds)
+    engine = make_backend(backend, threads=threads or available_cores())
+    try:
+        legal = original.clone()
+        _fed_initializers_are_inputs(legal.graph, given)
+        try:
+            run(legal, [Step("legalize"), Step("simplify")])
+        except NewerOpsetError:
+            return _run_whole(engine, original.clone(), given)
+        wanted = [value.name or "" for value in legal.graph.inputs]
+        given = {name: given[name] for name in wanted}
+        if _is_plannable(legal.graph):
+            try:
+                shapes = {name: np.shape(given[name]) for name in wanted}
+                plan = make_plan(legal, shapes, engine)
+            except DataDependentShapeError:
+                pass  # runs whole, below
+            else:
+                executor = Executor(plan, State(legal, memory=engine.memory), engine)
+                executor.run(given)
+                return {name: array.copy() for name, array in executor.outputs.items()}
+        decompose_graph(legal.graph, lambda node: False)
+        return _run_whole(engine, legal, given)
+    finally:
+        engine.close()
+
+
+def _check_feeds(graph: ir.Graph, feeds: Mapping[str, Feed]) -> dict[str, Feed]:
+    """The feeds as the backend takes them; each is for an input, and each input without an initializer has one."""
+    wanted = {value.name or "": value for value in graph.inputs}
+    required = [name for name, value in wanted.items() if not value.is_initializer()]
+    for name in feeds:
+        if name not in wanted:
+            raise FeedError(f"there is no input {name!r}{nearest(name, wanted)}; the inputs are {', '.join(required)}")
+    for name in required:
+        if name not in feeds:
+            raise FeedError(f"the feed {name!r} is missing; the inputs are {', '.join(required)}")
+    return {name: _check_feed(wanted[name], feed) for name, feed in feeds.items()}
+
+
+def _check_feed(value: ir.Value, feed: Feed) -> Feed:
+    type_ = value.type
+    if isinstance(type_, ir.OptionalType):
+        if feed is None:
+            return None
+        type_ = type_.elem_type
+    if isinstance(type_, ir.SequenceType):
+        if not isinstance(feed, (list, tuple)):
+            raise FeedError(f"feed {value.name!r} is {type(feed).__name__}, the model wants a list of arrays")
+        return [_check_array(value.name or "", type_.elem_type, item) for item in feed]
+    return _check_array(value.name or "", type_, feed)
+
+
+def _check_array(name: str, type_: ir.TypeProtocol | None, feed: Feed) -> Feed:
+    if feed is None:
+        raise FeedError(f"feed {name!r} is None, the model wants a tensor")
+    array = np.asarray(feed)
+    if not isinstance(type_, ir.TensorType):
+        return array
+    if type_.dtype == ir.DataType.STRING:
+        if array.dtype.kind not in "OSU":
+            raise FeedError(f"feed {name!r} is {array.dtype}, the model wants strings")
+        return array.astype(object)
+    if array.dtype != type_.dtype.numpy():
+        raise FeedError(f"feed {name!r} is {array.dtype}, the model wants {type_.dtype.numpy()}")
+    return array
+
+
+def _fed_initializers_are_inputs(graph: ir.Graph, feeds: Mapping[str, Feed]) -> None:
+    """An initializer that is also an input is a default; the feed replaces it."""
+    for value in graph.inputs:
+        if value.is_initializer() and value.name in feeds:
+            del graph.initializers[value.name or ""]
+            value.const_value = None
+
+
+def _is_plannable(graph: ir.Graph) -> bool:
+    """Whether every value is a tensor of a fixed-size element type, so that buffers can be planned."""
+    values = [*graph.inputs, *graph.outputs, *(v for node in graph for v in node.outputs if v.name)]
+    return all(isinstance(v.type, ir.TensorType) and v.dtype != ir.DataType.STRING for v in values)
+
+
+def _run_whole(engine: Backend, model: ir.Model, feeds: Mapping[str, Feed]) -> dict[str, Any]:
+    """Run the graph as one piece, whose buffers the backend allocates while it runs.
+
+    Initializers are fed as arrays, so that weights are neither copied into a message nor bound by its size.
+    """
+    graph, arrays = model.graph, dict(feeds)
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or value.is_graph_output():
+            continue
+        if name not in arrays:
+            arrays[name] = np.asarray(tensor.numpy())
+        value.type, value.shape, value.const_value = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy()), None
+        del graph.initializers[name]
+        if value not in graph.inputs:
+            graph.inputs.append(value)
+    return engine.run_whole(ir.to_proto(model), arrays)

@@ -1,0 +1,170 @@
+"""What a worker runs in one step: its share of the batch, in micro-batches, or a stand-in where it has no sample.
+
+Every rank takes part in every collective. One without samples runs a sample of an earlier step (zeros before the first) with
+``graphc.live`` = 0: the loss, its weight and the counts of batch statistics are 0 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.data import Batch, share
+from graphc.device import Array
+from graphc.distributed.communicator import Communicator
+from graphc.errors import FeedError, UsageError
+from graphc.ir.facts import dims
+from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
+from graphc.training.feeds import batches_of, feed_shape
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Feeds of one run of the forward and backward pass.
+
+    Attributes:
+        feeds: one array per graph input, at least one sample each.
+        offset: index of the first sample in the global batch.
+        live: whether the samples count.
+    """
+
+    feeds: Mapping[str, Array]
+    offset: int
+    live: bool
+
+
+class MicroBatches:
+    """Cuts feeds along the batch axis: the first axis of the first input, and of those that share its symbol.
+
+    Args:
+        graph: the training graph.
+        steps: micro-batches of a step.
+        aligned: whether every rank runs every micro-batch, an empty one too, because there are collectives inside them.
+        equal: whether all micro-batches must have one size, for the same bits on any number of ranks.
+
+    Attributes:
+        first: the first input with axes.
+        batched: the inputs whose first axis is the batch.
+    """
+
+    def __init__(self, graph: ir.Graph, steps: int, *, aligned: bool, equal: bool = False) -> None:
+        self._steps, self._aligned, self._equal = steps, aligned, equal
+        self._shapes = {v.name or "": dims(v) or () for v in graph.inputs}
+        self._types = {v.name or "": v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
+        first = next(((name, shape[0]) for name, shape in self._shapes.items() if shape), ("", None))
+        self.first, self._axis = first
+        self.batched = [name for name, shape in self._shapes.items() if shape and (shape[0] is None or shape[0] == self._axis)]
+        self._last: Mapping[str, Array] = {}
+
+    def check_divides(self, global_batch: int, workers: int) -> None:
+        """Refuse a batch that does not divide into equal micro-batches; a shorter last batch of an epoch may be uneven.
+
+        Raises:
+            UsageError: micro-batches of different size.
+        """
+        if self._steps > 1 and global_batch % (self._steps * workers):
+            raise UsageError(
+                f"accumulate={self._steps} does not divide the batch: {global_batch} samples over {workers} worker(s) give"
+                f" {global_batch / workers:g} each; make the batch a multiple of {self._steps * workers}"
+            )
+
+    def rows(self, feeds: Mapping[str, Array]) -> int:
+        """The samples of ``feeds``; 1 where no input has a batch axis.
+
+        Raises:
+            FeedError: the input that says it is missing, or no array.
+        """
+        if not self.first:
+            return 1
+        if self.first not in feeds:
+            raise FeedError(f"the feed {self.first!r} is missing; the inputs are {', '.join(self._shapes)}")
+        shape = feed_shape(feeds[self.first])
+        if not shape:
+            raise FeedError(f"feed {self.first!r} is a single number, the model wants an array")
+        return shape[0]
+
+    def empty(self) -> dict[str, Array]:
+        """Feeds without samples, for a rank whose data have ended."""
+        shapes = {name: [d if isinstance(d, int) else 1 for d in shape] for name, shape in self._shapes.items()}
+        for name in self.batched:
+            shapes[name][0] = 0
+        known = {name: (self._last[name][:0] if name in self.batched else self._last[name]) for name in self._last}
+        return {name: known.get(name, np.zeros(shape, self._types[name])) for name, shape in shapes.items()}
+
+    def split(self, feeds: Mapping[str, Array], offset: int) -> list[MicroBatch]:
+        """The micro-batches of a share whose first sample has index ``offset`` in the global batch.
+
+        Raises:
+            UsageError: a share that must be cut, of a model whose batch size is fixed.
+        """
+        count = self.rows(feeds)
+        if count:
+            self._last = feeds
+        if self._equal and (count == 0 or count % self._steps):
+            raise UsageError(
+                f"a share of {count} samples does not divide into {self._steps} shards of one size, which equal bits on any"
+                " number of workers need: make the global batch a multiple of the shards, and drop a shorter last one"
+            )
+        if self._steps == 1 or not self.batched:
+            return [self._whole(feeds, offset, count)]
+        if isinstance(self._axis, int):
+            raise UsageError(
+                f"accumulation cuts the batch, which the model fixes at {self._axis}; give compile(batch='N') to make it free"
+            )
+        parts = [share(count, k, self._steps) for k in range(self._steps)]
+        parts = parts if self._aligned else [p for p in parts if p.start < p.stop] or parts[:1]
+        cut = ({**feeds, **{name: feeds[name][part] for name in self.batched}} for part in parts)
+        return [self._whole(piece, offset + part.start, part.stop - part.start) for piece, part in zip(cut, parts, strict=True)]
+
+    def _whole(self, feeds: Mapping[str, Array], offset: int, count: int) -> MicroBatch:
+        return MicroBatch(feeds, offset, True) if count else MicroBatch(self._stand_in(feeds), 0, False)
+
+    def _stand_in(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        found = dict(feeds)
+        size = self._axis if isinstance(self._axis, int) else 1
+        for name in self.batched:
+            shape, last = feed_shape(feeds[name]), self._last.get(name)
+            if last is not None and feed_shape(last)[1:] == shape[1:] and len(last) >= size:
+                found[name] = last[-size:]
+            else:
+                found[name] = np.zeros((size, *shape[1:]), self._types[name])
+        return found
+
+
+def until_all_end(items: Iterable[Mapping[str, Array] | Batch], micro: MicroBatches, comm: Communicator) -> Iterator[Batch]:
+    """This rank's batches, and empty ones after them for as long as any other rank has one.
+
+    Ranks tell each other how many samples they have, so that offsets and global sizes are exact for any shares.
+    """
+    walk = batches_of(items)
+    while True:
+        item = next(walk, None)
+        if isinstance(item, Batch) and comm.size == 1:
+            yield item
+            continue
+        feeds = item.feeds if isinstance(item, Batch) else item
+        mine = None if feeds is None else micro.rows(feeds)
+        counts: list[int | None] = comm.allgather_object(mine) if comm.size > 1 else [mine]
+        if all(count is None for count in counts):
+            return
+        sizes = [count or 0 for count in counts]
+        yield Batch(micro.empty() if feeds is None else feeds, sum(sizes[: comm.rank]), sum(sizes))
+
+
+def micro_batches(graph: ir.Graph, workers: int) -> MicroBatches:
+    """How a worker cuts its share for a training graph.
+
+    Raises:
+        UsageError: shards that cannot be divided among the workers.
+    """
+    steps = accumulation_steps(graph)
+    if not sums_by_tree(graph):
+        return MicroBatches(graph, steps, aligned=reduces_within(graph))
+    if steps % workers:
+        raise UsageError(
+            f"deterministic='any-world' has {steps} shards for {workers} workers: take a power of two up to {steps}"
+        )
+    return MicroBatches(graph, steps // workers, aligned=True, equal=True)

@@ -1,0 +1,138 @@
+"""The plans of a program, one for each set of feed shapes, bound to the state and the backend of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.backend import Backend, host_backend
+from graphc.compiler import Program
+from graphc.device import Array, Run
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.consistency import agree
+from graphc.errors import DeviceMemoryError, UsageError, WorldError
+from graphc.ir.ops.losses import label_checks
+from graphc.pause import collection_paused
+from graphc.plan.partition import Plan, make_plan
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
+from graphc.training.feeds import check_arrays, check_names, key_of_shapes
+
+Wrap = Callable[[str, str, Run], Run]
+
+
+class Bindings:
+    """What runs a program's training and evaluation graphs on one worker.
+
+    Args:
+        program: the graphs.
+        backend, comm: of the worker.
+        threads: for a backend of the host, where one is needed beside a device.
+        check: whether gradients and loss are tested for NaN and infinity before the updates.
+        batched: the feeds whose first axis is the batch.
+
+    Attributes:
+        state: what all plans share.
+        training, evaluation: the bound plans, by the shapes of their feeds.
+
+    Raises:
+        DeviceMemoryError: the state does not fit on the device.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Backend,
+        comm: Communicator,
+        *,
+        threads: int,
+        check: bool,
+        batched: Sequence[str],
+    ) -> None:
+        self.training: dict[tuple[Any, ...], Executor] = {}
+        self.evaluation: dict[tuple[Any, ...], Executor] = {}
+        self._program, self._backend, self._comm = program, backend, comm
+        self._threads, self.check, self._batched = threads, check, batched
+        self._host: Backend | None = None
+        self._labels = label_checks(program.model.graph)
+        self._collectives: list[str] | None = None
+        self._available = backend.memory.available() or 0
+        self.state = self._make_state()
+        self._left = backend.memory.available() or 0
+
+    def for_training(self, feeds: Mapping[str, Array], wrap: Wrap | None = None) -> Executor:
+        """The plan of the training graph for the shapes of ``feeds``; ``wrap`` as for :class:`Executor`.
+
+        Raises:
+            FeedError: names or shapes that contradict the graph.
+            DeviceMemoryError: the plan does not fit on the device; nothing has run.
+            WorldError: the ranks' collectives differ, or depend on the batch.
+        """
+        key = key_of_shapes(feeds)
+        found = self.training.get(key)
+        if found is None:
+            found = self.training[key] = self._bind(feeds, self._program.model, wrap)
+        return found
+
+    def for_evaluation(self, feeds: Mapping[str, Array], wrap: Wrap | None = None) -> Executor:
+        """The plan of the evaluation graph for the shapes of ``feeds``; errors as of :meth:`for_training`."""
+        key = key_of_shapes(feeds)
+        found = self.evaluation.get(key)
+        if found is None:
+            found = self.evaluation[key] = self._bind(feeds, self._program.inference, wrap)
+        return found
+
+    def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The feeds of a plan as arrays of the types and with the labels that the graph asks for, or FeedError."""
+        return check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
+
+    def on_host(self) -> Backend:
+        """A backend of the host beside one that works elsewhere; made when it is first asked for."""
+        if self._host is None:
+            self._host = host_backend(threads=self._threads, spin=False)
+        return self._host
+
+    def close(self) -> None:
+        """Release the backend of the host."""
+        if self._host is not None:
+            self._host.close()
+
+    def _make_state(self) -> State:
+        try:
+            return State(self._program.model, self._comm.rank, self._comm.size, self._backend.memory)
+        except DeviceMemoryError as error:
+            from graphc.report.memory_advice import explain_state
+
+            raise explain_state(self._program.model, self._available, self._backend.name, self._remade) from error
+
+    @collection_paused()
+    def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
+        shapes, rank, size = check_names(feeds, model.graph), self._comm.rank, self._comm.size
+        guarded = self.check and not self._backend.memory.on_host
+        plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded)
+        if model is self._program.model:
+            self._compare_collectives(plan)
+        comm = self._comm if size > 1 else None
+        taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
+        host = self.on_host() if self.state.offloaded else None  # runs updates whose state lies there
+        try:
+            return Executor(plan, self.state, self._backend, comm, host=host, check=self.check, wrap=wrap)
+        except DeviceMemoryError as error:
+            from graphc.report.memory_advice import Case, explain
+
+            case = Case(model, shapes, self._batched, size, rank, self._available - max(0, taken), self._remade)
+            raise explain(case, plan, self._backend.name, error) from error
+
+    def _remade(self, **options: object) -> ir.Model:
+        if self._program.again is None:
+            raise UsageError("the program has a pipeline of its own")
+        return self._program.again(**options).model
+
+    def _compare_collectives(self, plan: Plan) -> None:
+        if self._collectives is None:
+            agree(self._comm, plan.collectives, "collective")
+            self._collectives = plan.collectives
+        elif self._collectives != plan.collectives:
+            raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")

@@ -1,0 +1,1 @@
+"""Reductions over ranks, buckets, schedules, sharding."""

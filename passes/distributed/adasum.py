@@ -1,0 +1,74 @@
+"""adasum: combine the gradients of the ranks by adaptive summation in place of the mean.
+
+    before   dW ─► AllReduce(sum) ─► Adam(W, ·, divisor=Σ weight)
+    after    dW/weight ─► AllReduce(adasum) ─► Adam(W, ·, divisor=1)
+
+Each rank divides by its own weight, so that what is combined are mean gradients over the ranks' shares; the reported loss
+stays the mean over the global batch. Per tensor, orthogonal gradients are added and parallel ones averaged (S. Maleki et al.,
+"Scaling Distributed Training with Adaptive Summation", MLSys 2021): so the result depends on the number of workers, and on one
+it is the mean gradient. It runs after ``bucket``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.passes.distributed.reductions import gradient_reductions, operand_of, reduced_weight
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("adasum", requires=("optimizer", "allreduce", "bucket"))
+def adasum(model: ir.Model, ctx: Context) -> bool:
+    """Reduce every gradient by adasum.
+
+    Raises:
+        UsageError: a gradient that is not reduced as it stands, but compressed.
+    """
+    graph = model.graph
+    reductions = gradient_reductions(graph, "adasum")
+    weight = divide_by_own_weight(graph, reductions)
+    for node in reductions:
+        node.attributes["reduce"] = ir.AttrString("reduce", "adasum")
+    ctx.note(f"adasum: {len(reductions)} buckets" + ("" if weight else ", of sums: the loss is no mean"))
+    return bool(reductions)
+
+
+def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
+    """Make the operands of ``reductions`` mean gradients over this rank's samples, and 1 what the updates divide by.
+
+    Returns whether the loss is a mean at all.
+    """
+    total = reduced_weight(graph)
+    if total is None:
+        return False
+    own = operand_of(total)
+    order = list(graph)
+    position, following = {n: k for k, n in enumerate(order)}, dict(itertools.pairwise(order))
+    op = Builder(graph, scope="mean")
+    for node in reductions:
+        for index, gradient in enumerate(node.inputs):
+            assert gradient is not None
+            op.before = _after(node, (gradient, own), position, following)
+            count = op.cast_like(own, gradient)
+            # A rank without samples has a gradient of zero.
+            divisor = op.Where(op.Equal(count, 0.0), op.ones_like(count), count)
+            node.replace_input_with(index, op.Div(gradient, divisor))
+    assert total.dtype is not None
+    one = op.const(np.ones((), dtype=total.dtype.numpy()))
+    for user, index in list(total.uses()):
+        if user.op_type != "Mean":
+            user.replace_input_with(index, one)
+    return True
+
+
+def _after(
+    node: ir.Node, values: tuple[ir.Value, ...], position: Mapping[ir.Node, int], following: Mapping[ir.Node, ir.Node]
+) -> ir.Node:
+    """The first node in front of which all ``values`` exist; ``node`` where nothing computes them."""
+    producers = [p for p in (v.producer() for v in values) if p is not None and p in position]
+    return following.get(max(producers, key=lambda p: position[p]), node) if producers else node

@@ -1,0 +1,28 @@
+"""central_storage: one rank keeps the optimizer's state and updates the parameters; every rank computes.
+
+    before   dW ─► AllReduce ─► Adam(W, …)
+    after    dW ─► ReduceScatter(owner=root) ─► Adam(W, …, shard=root) ─► W::next ─► AllGather(owner=root)
+
+Gradients are reduced to rank 0, in the host's memory, and only rank 0 updates; the new parameters are broadcast.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.passes.distributed.sharding import buckets_note, gather_next, shard_updates
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("central_storage", requires=("optimizer", "allreduce", "bucket"))
+def central_storage(model: ir.Model, ctx: Context) -> bool:
+    """Let rank 0 hold what the optimizer needs, on the host, and update for all.
+
+    Raises:
+        UsageError: an optimizer that cannot run over flat buffers, or another strategy in the graph already.
+    """
+    buckets = shard_updates(model.graph, "central_storage", owner="root", transient=True, offload=True)
+    for bucket in buckets:
+        gather_next(model.graph, bucket, "root")
+    ctx.note(f"central_storage: {buckets_note(buckets)}, by rank 0")
+    return True

@@ -1,0 +1,192 @@
+"""parameter_server: workers pull parameters and push gradients; the updates belong to the servers.
+
+    before   W ─► forward, backward ─► dW ─► AllReduce ─► Adam(W, ·)
+    after    W ─► Pull ─► forward, backward ─► dW ─► Push ─► Adam(W, ·)
+
+What depends on a ``Push`` is the servers' part of the graph, what a ``Push`` depends on the workers'
+(:mod:`graphc.parameter_server.split` cuts it). Updates are dealt to the servers whole, the largest first, each to the server
+that holds least so far; a value that updates on several servers need, like the weight of the loss, goes to every server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import ModelError, UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.facts import describe, is_state, static_dims
+from graphc.ir.names import LOSS_SCALE
+from graphc.ir.ops.collectives import collective_of
+from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
+from graphc.ir.subgraphs import bodies, captured
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("parameter_server", requires=("allreduce",))
+def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, staleness: int | None = None) -> bool:
+    """Replace every AllReduce by a Push, and let what computes gradients read the parameters through a Pull.
+
+    Args:
+        servers: processes beside the workers that hold and update the parameters.
+        staleness: how many steps a worker may be ahead of the slowest live one; None: no bound; 0: synchronous, with the
+            results of the mirrored strategy.
+
+    Raises:
+        UsageError: an option out of range, more servers than parameters, a loss scale without ``staleness=0``, or what needs
+            all workers in the middle of a step: micro-batches, ``sync_batchnorm``, PowerSGD, top-k.
+    """
+    if servers < 1 or (staleness is not None and staleness < 0):
+        raise UsageError(f"servers must be at least 1 and staleness at least 0, not servers={servers}, staleness={staleness}")
+    graph = model.graph
+    if LOSS_SCALE in graph.initializers and staleness != 0:
+        raise UsageError(
+            "the loss scale of fp16 changes between the pull and the push of an asynchronous worker; "
+            "take precision bf16, or staleness=0"
+        )
+    _refuse_meetings(graph)
+    common = {"servers": servers, "staleness": UNBOUNDED if staleness is None else staleness}
+    owner = _deal([node for node in graph if is_update(node) and _has_gradient(node)], servers)
+    reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
+    wanted = {node: _wanted(node, owner) for node in reductions}
+    for node in graph:
+        if is_update(node) and node not in owner:
+            _follow(node, owner)
+    for node in reductions:
+        _push(graph, node, wanted[node], common)
+    _pull(graph, owner, common)
+    ctx.note(f"parameter_server: {len(owner)} updates on {servers} server(s)")
+    return True
+
+
+def _refuse_meetings(graph: ir.Graph) -> None:
+    """A worker meets nobody before its push, and keeps no state of its own."""
+    reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
+    reduced = _descendants(value for node in reductions for value in node.outputs)
+    for node in graph:
+        foreign = collective_of(node) not in (None, "AllReduce") or (node.op_type == "Accumulate" and node.domain == "graphc")
+        own = is_update(node) and node not in reduced and any(set(n.inputs) & set(graph.inputs) for n in _ancestors([node]))
+        if foreign or own or (node in reduced and node in reductions):
+            raise UsageError(
+                "parameter servers go with neither micro-batches, sync_batchnorm nor compression that keeps state or takes "
+                f"several reductions; leave these out, or take another strategy: {node.name} ({node.op_type})"
+            )
+
+
+def _has_gradient(node: ir.Node) -> bool:
+    declaration = declaration_of(node)
+    return declaration is not None and 1 in declaration.reduces
+
+
+def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
+    """Update → server, balanced by the bytes of what is updated."""
+    if servers > len(updates):
+        raise UsageError(f"{servers} servers are more than the {len(updates)} parameters to divide among them")
+    held = [0] * servers
+    owner: dict[ir.Node, int] = {}
+    for node in sorted(updates, key=_nbytes, reverse=True):
+        owner[node] = server = held.index(min(held))
+        held[server] += _nbytes(node)
+    return owner
+
+
+def _nbytes(node: ir.Node) -> int:
+    state = node.inputs[0]
+    assert state is not None
+    shape = static_dims(state)
+    if shape is None or state.dtype is None:
+        raise ModelError(f"state {state.name!r} has no static shape: {describe(node)}")
+    return int(np.prod(shape, dtype=np.int64)) * int(state.dtype.itemsize)
+
+
+def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
+    """For each operand the one server that needs it, or every server; what the graph returns is the first one's."""
+    found = []
+    for value in reduction.outputs:
+        reached = _descendants([value])
+        servers = {owner.get(node, EVERY) for node in reached if is_update(node)}
+        if value.is_graph_output() or any(out.is_graph_output() for node in reached for out in node.outputs):
+            servers.add(0)
+        found.append(servers.pop() if len(servers) == 1 else EVERY)
+    return found
+
+
+def _follow(node: ir.Node, owner: dict[ir.Node, int]) -> None:
+    """State computed from a parameter's next value lives where the parameter does."""
+    servers = {owner[n] for n in _ancestors([node]) if n in owner}
+    if len(servers) > 1:
+        raise UsageError(f"with several servers, one update may not need the results of two of them: {describe(node)}")
+    if servers:
+        owner[node] = servers.pop()
+
+
+def _push(graph: ir.Graph, reduction: ir.Node, wanted: list[int], common: Mapping[str, int]) -> None:
+    """One Push for each server that gets operands of the AllReduce, in its place."""
+    attributes = {name: reduction.attributes[name].value for name in ("reduce", "bucket") if name in reduction.attributes}
+    tag = reduction.attributes["tag"].as_string()
+    op = Builder(graph, before=reduction)
+    for server in sorted(set(wanted)):
+        places = [k for k, s in enumerate(wanted) if s == server]
+        name = f"push/{tag}/{'every' if server == EVERY else server}"
+        values = op.emit(
+            "Push",
+            [reduction.inputs[k] for k in places],
+            {"tag": name, "server": server, **common, **attributes},
+            domain="graphc",
+            name=name,
+        )
+        for k, value in zip(places, values, strict=True):
+            reduction.outputs[k].replace_all_uses_with(value, replace_graph_outputs=True)
+    graph.remove(reduction, safe=True)
+
+
+def _pull(graph: ir.Graph, owner: Mapping[ir.Node, int], common: Mapping[str, int]) -> None:
+    """Pulls of all state that is updated on one server, and of what else the workers read, in front of everything."""
+    workers = _ancestors([node for node in graph if node.op_type == "Push" and node.domain == "graphc"])
+    held: dict[int, list[ir.Value]] = {}
+    for node, server in sorted(owner.items(), key=lambda item: item[0].name or ""):
+        assert node.inputs[0] is not None
+        held.setdefault(server, []).append(node.inputs[0])
+    dealt = {v for values in held.values() for v in values}
+    home = {inner: node for node in graph for body in bodies(node) for inner in body.all_nodes()}
+    readers = {v: {home.get(user, user) for user, _ in v.uses()} for v in graph.initializers.values()}
+    for value in graph.initializers.values():
+        if value not in dealt and is_state(value) and not workers.isdisjoint(readers[value]):
+            held.setdefault(EVERY, []).append(value)
+    op = Builder(graph, before=next(iter(graph)))
+    for server, values in sorted(held.items()):
+        name = f"pull/{'every' if server == EVERY else server}"
+        pulled = op.emit("Pull", values, {"tag": name, "server": server, **common}, domain="graphc", name=name)
+        for value, new in zip(values, pulled, strict=True):
+            for user, index in list(value.uses()):
+                if home.get(user, user) in workers:
+                    user.replace_input_with(index, new)
+
+
+def _ancestors(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """The nodes that ``nodes`` depend on, without themselves."""
+    found: set[ir.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        for value in (*node.inputs, *captured(node)):
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer not in found:
+                found.add(producer)
+                waiting.append(producer)
+    return found
+
+
+def _descendants(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """The nodes that depend on ``values``; none of them stands in a body."""
+    found: set[ir.Node] = set()
+    waiting = list(values)
+    while waiting:
+        for node in waiting.pop().consumers():
+            if node not in found:
+                found.add(node)
+                waiting.extend(node.outputs)
+    return found

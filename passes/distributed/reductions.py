@@ -1,0 +1,59 @@
+"""Finding what is reduced over the ranks, for strategies that reduce something else."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.passes.precision.update_graph import trains, updates_of
+
+
+def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
+    """The AllReduces whose results the optimizer's updates take as gradients, in node order.
+
+    Raises:
+        UsageError: a gradient that comes of something else.
+    """
+    wanted: set[ir.Node] = set()
+    for node in updates_of(graph):
+        if not trains(node):
+            continue
+        producer = node.inputs[1].producer() if node.inputs[1] is not None else None
+        if producer is None or not _is_plain_sum(producer):
+            raise UsageError(f"strategy {strategy!r} takes gradients as they are; leave compress and other strategies out")
+        wanted.add(producer)
+    return [node for node in graph if node in wanted]
+
+
+def _is_plain_sum(node: ir.Node) -> bool:
+    attributes = node.attributes
+    plain = attributes.get_string("reduce", "sum") == "sum" and not attributes.get_int("nonzero", 0)
+    return node.op_type == "AllReduce" and node.domain == "graphc" and plain
+
+
+def reduced_weight(graph: ir.Graph) -> ir.Value | None:
+    """The summed weight by which the reported loss is divided, where it is a mean."""
+    return _reduced_operand(graph, 1)
+
+
+def reduced_total(graph: ir.Graph) -> ir.Value | None:
+    """The summed total of the reported loss."""
+    return _reduced_operand(graph, 0)
+
+
+def operand_of(reduced: ir.Value) -> ir.Value:
+    """This rank's own value, of what an AllReduce gives."""
+    reduction = reduced.producer()
+    own = reduction.inputs[reduced.index() or 0] if reduction is not None else None
+    assert own is not None
+    return own
+
+
+def _reduced_operand(graph: ir.Graph, index: int) -> ir.Value | None:
+    for node in graph:
+        if node.op_type == "Mean" and node.domain == "graphc" and len(node.inputs) > index:
+            value = node.inputs[index]
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer.op_type == "AllReduce":
+                return value
+    return None

@@ -1,0 +1,243 @@
+"""schedule: start each collective when its last operand exists, wait for it before its first use.
+
+    before   … dW2 … dW1 … AllReduce(b0) AllReduce(b1) Adam Adam
+    after    … dW2 AllReduceStart(b0) … dW1 AllReduceStart(b1) AllReduceWait(b0) AllReduceWait(b1) Adam Adam
+
+The order of nodes is the order of execution, and it has three parts.
+
+1. The computation. A collective that it needs itself (shared batch statistics: one whose results reach another collective) is
+   waited for in front of its first use; where the loss or a gradient needs it, what its start does not need moves behind that,
+   so that there is work to do while it is under way:
+
+       before   dx2 dW2 sums1 AllReduce(sums1) dx1          after   dx2 sums1 AllReduceStart dW2 AllReduceWait dx1
+
+   One that reads nothing but state (the parameters of a sharded model) starts one ahead: as soon as the one
+   before it has arrived. A ``transient`` one is waited for when the next of its kind starts, so that two are in memory.
+   One of a few numbers, as the loss, starts with the next: a start ends a segment, and what waits for the backward pass would
+   have to lie in memory as the graph has it, logarithms of all probabilities in float32 for example.
+2. What depends on the last results: all waits, in the order of the starts (equal on every rank), then their users.
+3. Updates, so that a non-finite gradient can still stop the step before any state has changed; and collectives of new state,
+   each started behind the updates that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import is_update
+from graphc.ir.facts import static_dims
+from graphc.ir.ops.collectives import collective_of
+from graphc.ir.subgraphs import captured
+from graphc.passes.precision.update_graph import computed_for_gradients
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("schedule")
+def schedule(model: ir.Model, ctx: Context) -> bool:
+    """Split every collective into Start and Wait and reorder the graph."""
+    graph, op = model.graph, Builder(model.graph)
+    whole = [n for n in graph if collective_of(n) is not None and not n.op_type.endswith(("Start", "Wait"))]
+    pairs = [_split(graph, op, node) for node in whole]
+    order = _Order(graph, pairs).run()
+    changed = list(graph) != order
+    if changed:
+        graph.remove(order)
+        graph.extend(order)
+    ctx.note(f"schedule: {len(pairs)} collectives overlap with the computation")
+    return changed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    start: ir.Node
+    wait: ir.Node
+
+    @property
+    def prefetched(self) -> bool:
+        return all(v is None or v.is_initializer() for v in self.start.inputs)
+
+    @property
+    def transient(self) -> bool:
+        return self.start.attributes.get_int("transient", 0) != 0
+
+
+def _split(graph: ir.Graph, op: Builder, node: ir.Node) -> _Pair:
+    op.before = node
+    attributes = {k: a.value for k, a in node.attributes.items()}
+    name = node.name or node.op_type.lower()
+    flying = op.emit(f"{node.op_type}Start", node.inputs, attributes, domain="graphc", name=f"{name}/start")
+    landed = op.emit(f"{node.op_type}Wait", flying, attributes, domain="graphc", name=f"{name}/wait")
+    for old, new in zip(node.outputs, landed, strict=True):
+        old.replace_all_uses_with(new)
+    graph.remove(node, safe=True)
+    start, wait = flying[0].producer(), landed[0].producer()
+    assert start is not None
+    assert wait is not None
+    return _Pair(start, wait)
+
+
+class _Order:
+    """The new order of nodes, built by one walk in the old one."""
+
+    def __init__(self, graph: ir.Graph, pairs: Sequence[_Pair]) -> None:
+        self.graph, self.nodes = graph, list(graph)
+        self.pair_of = {node: pair for pair in pairs for node in (pair.start, pair.wait)}
+        self.starts = {pair.start for pair in pairs}
+        self.waits = {pair.wait for pair in pairs}
+        self.sources = {node: _sources(node) for node in self.nodes}
+        self.order: list[ir.Node] = []
+        self.done: set[ir.Node] = set()
+        self.missing = {start: len(self.sources[start]) for start in self.starts}
+        self.readers: dict[ir.Node, list[ir.Node]] = {}
+        for start in (n for n in self.nodes if n in self.starts):
+            for source in self.sources[start]:
+                self.readers.setdefault(source, []).append(start)
+        self.gathers = self._gathers(pairs)
+        self.flying: _Pair | None = None
+        self.held: list[ir.Node] = []
+
+    def run(self) -> list[ir.Node]:
+        updates = {n for n in self.nodes if is_update(n)}
+        after = self._reached(updates)
+        inner = self._inner(after)
+        late = self._reached({n for n in self.waits if n not in inner and n not in after}) | after
+        for pair in self.gathers[:1]:
+            self._emit(pair.start)
+        prefetched = {pair.start for pair in self.gathers}
+        for start in (n for n in self.nodes if n in self.starts and n not in prefetched):
+            if not self.sources[start]:
+                self._emit(start)
+        for node in self._overlapped([n for n in self.nodes if n not in late], inner):
+            self._walk(node)
+        self._land()
+        for node in self.nodes:
+            if node not in after:
+                self._walk(node)
+        for node in self.nodes:
+            self._walk(node)
+        self._land()
+        return self.order
+
+    def _walk(self, node: ir.Node) -> None:
+        if node not in self.starts and node not in self.waits:
+            self._need(node)
+
+    def _need(self, node: ir.Node) -> None:
+        """Emit ``node`` behind the waits, and the starts, that it takes."""
+        if node in self.done:
+            return
+        if node in self.starts or node in self.waits or self.waits.intersection(self.sources[node]):
+            for source in self.sources[node]:
+                if source in self.waits or source in self.starts:
+                    self._need(source)
+        if node not in self.done:  # a start goes out by itself as soon as it is ready
+            self._emit(node)
+
+    def _emit(self, node: ir.Node) -> None:
+        pair = self.pair_of.get(node)
+        if pair is not None and node is pair.start and not pair.prefetched:
+            self._let_go(node)
+        if pair is not None and node is pair.start and pair.transient:
+            if self.flying is not None:
+                self._need(self.flying.wait)
+            self.flying = pair
+        self.order.append(node)
+        self.done.add(node)
+        if pair is not None and node is pair.wait and pair in self.gathers:
+            following = self.gathers[self.gathers.index(pair) + 1 :][:1]
+            for later in following:
+                if later.start not in self.done:
+                    self._emit(later.start)
+        for start in self.readers.get(node, []):
+            self.missing[start] -= 1
+            if self.missing[start] == 0 and start not in self.done:
+                if _is_small(start):
+                    self.held.append(start)
+                else:
+                    self._emit(start)
+
+    def _let_go(self, start: ir.Node | None = None) -> None:
+        """Emit the small starts that were held back, in their order, as far as ``start`` is not one of them."""
+        while self.held and start not in self.done:
+            first = self.held.pop(0)
+            if first is not start and first not in self.done:
+                self._emit(first)
+            elif first is start:
+                return
+
+    def _land(self) -> None:
+        """Wait for everything that is under way, in the order of the starts."""
+        self._let_go()
+        for node in [n for n in self.order if n in self.starts]:
+            self._need(self.pair_of[node].wait)
+
+    def _gathers(self, pairs: Sequence[_Pair]) -> list[_Pair]:
+        """Collectives of state alone, in the order of their first use."""
+        position = {node: k for k, node in enumerate(self.nodes)}
+        users: dict[ir.Node, int] = {}
+        for node, sources in self.sources.items():
+            for source in sources:
+                users[source] = min(users.get(source, len(position)), position[node])
+        found = [pair for pair in pairs if pair.prefetched]
+        return sorted(found, key=lambda pair: users.get(pair.wait, len(position)))
+
+    def _overlapped(self, nodes: Sequence[ir.Node], inner: set[ir.Node]) -> list[ir.Node]:
+        """``nodes`` with each start that the loss or a gradient needs in front of what it does not need since the last wait."""
+        needed = computed_for_gradients(self.graph)
+        wait_of = {p.start: w for w in inner if w in needed and not (p := self.pair_of[w]).prefetched}
+        hoisted = set(wait_of.values())
+        order: list[ir.Node] = []
+        since = 0
+        for node in nodes:
+            if node in hoisted:
+                continue
+            landing = [source for source in self.sources[node] if source in hoisted]
+            if landing:
+                hoisted.difference_update(landing)
+                since = len(order)
+            order.append(node)
+            if node in wait_of:
+                order[since:] = self._start_first(order[since:])
+                since = order.index(node, since) + 1
+        return order
+
+    def _start_first(self, nodes: Sequence[ir.Node]) -> list[ir.Node]:
+        """``nodes``, whose last one is a start, with all that it does not need behind it."""
+        needed = {nodes[-1]}
+        for node in reversed(nodes):
+            if node in needed:
+                needed.update(self.sources[node])
+        return [n for n in nodes if n in needed] + [n for n in nodes if n not in needed]
+
+    def _reached(self, seeds: Iterable[ir.Node]) -> set[ir.Node]:
+        """``seeds`` and everything that depends on them."""
+        found = set(seeds)
+        for node in self.nodes:
+            if node not in found and not found.isdisjoint(self.sources[node]):
+                found.add(node)
+        return found
+
+    def _inner(self, after: set[ir.Node]) -> set[ir.Node]:
+        """Waits whose results reach another collective in front of the updates."""
+        leads: set[ir.Node] = set()
+        for node in reversed(self.nodes):
+            if node in after:
+                continue
+            if node in leads or node in self.starts:
+                leads.update(self.sources[node])
+        return {n for n in self.waits if n in leads}
+
+
+def _is_small(start: ir.Node) -> bool:
+    """Whether a collective is over single numbers."""
+    return all(v is not None and static_dims(v) == () for v in start.inputs)
+
+
+def _sources(node: ir.Node) -> list[ir.Node]:
+    """The nodes that produce what ``node`` reads."""
+    values = [*node.inputs, *captured(node)]
+    return list(dict.fromkeys(p for v in values if v is not None and (p := v.producer()) is not None))

@@ -1,0 +1,207 @@
+"""Sharded updates: the rewrite that ``zero`` and ``central_storage`` share.
+
+    before   dW ─► AllReduce(b) ─► Adam(W, …) ─► W::next
+    after    dW ─► ReduceScatter(b, owner) ─► Adam(W, …, shard=owner) ─► W::next ─► AllGather(b, owner)
+
+Which elements a rank owns is a matter of the plan, so the graph is the same for any number of ranks. What reads all gradients
+(a norm, a test for NaN) reads this rank's part of them, and its results are reduced over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update
+from graphc.ir.names import BUCKET
+from graphc.ir.ops.collectives import collective_of
+from graphc.passes.precision.update_graph import is_reduced, updates_of
+
+REPLICATED = ("RunningAverage",)
+"""Updates of reduced values that every rank runs: statistics are small, and evaluation reads them whole."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Updates that are sharded together.
+
+    Attributes:
+        updates: those that take the gradients.
+        copies: updates that keep a copy of the new parameters in a narrower type (``Narrow``), in the same order.
+        reduction: the ReduceScatter of the gradients.
+    """
+
+    name: str
+    updates: list[ir.Node]
+    copies: list[ir.Node]
+    reduction: ir.Node
+
+    @property
+    def group(self) -> str:
+        return self.reduction.attributes["group"].as_string()
+
+    def read_states(self) -> list[list[ir.Value]]:
+        """The states that the computation reads, the whole bucket of each kind."""
+        found = []
+        for nodes in (self.updates, self.copies):
+            states = [state for node in nodes if (state := node.inputs[0]) is not None]
+            if any(not is_update(user) for state in states for user in state.consumers()):
+                found.append(states)
+        return found
+
+
+def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool, offload: bool) -> list[Bucket]:
+    """Let every rank reduce and update only the elements that it owns of each bucket.
+
+    Args:
+        strategy: the name of the pass, for errors.
+        owner: ``even`` or ``root``; see :mod:`graphc.ir.ops.collectives`.
+        transient: whether gradients take memory only until they are reduced.
+        offload: whether the optimizer's state lies in the host's memory.
+
+    Raises:
+        UsageError: an update that cannot run over a part of its bucket, or gradients that something else reads whole.
+    """
+    updates = [n for n in updates_of(graph) if is_reduced(n) and n.op_type not in REPLICATED]
+    if not updates:
+        raise UsageError(f"{strategy}: there is nothing to shard; the graph has no optimizer")
+    buckets: dict[ir.Node, list[ir.Node]] = {}
+    for node in updates:
+        buckets.setdefault(_reduction_of(node, strategy), []).append(node)
+    copies = {n.inputs[1]: n for n in updates_of(graph) if n.op_type == "Narrow"}
+    op = Builder(graph)
+    readers = _measures(buckets, strategy)
+    found = []
+    for reduction, nodes in buckets.items():
+        narrow = [copies[n.outputs[0]] for n in nodes if n.outputs[0] in copies]
+        for node in (*nodes, *narrow):
+            node.attributes[SHARD] = ir.AttrString(SHARD, owner)
+        for node in nodes if offload else ():
+            node.attributes[OFFLOAD] = ir.AttrInt64(OFFLOAD, 1)
+        scatter = _scatter(graph, op, reduction, owner, transient)
+        found.append(Bucket(nodes[0].attributes[BUCKET].as_string(), nodes, narrow, scatter))
+    for node in readers:
+        _measure_parts(graph, op, node, owner)
+    return found
+
+
+def gather_next(graph: ir.Graph, bucket: Bucket, owner: str) -> None:
+    """Put an AllGather behind the updates, so that every rank has all of the new parameters."""
+    op = Builder(graph, scope=f"gather/{bucket.name}")
+    for k, states in enumerate(bucket.read_states()):
+        following = [_next_value(state) for state in states]
+        tag = f"{bucket.group}/{bucket.name}/gather{k or ''}"
+        attributes = {"tag": tag, "group": bucket.group, BUCKET: bucket.name, "owner": owner}
+        op.emit("AllGather", following, attributes, domain="graphc", name=f"gather/{bucket.name}{k or ''}")
+
+
+def _next_value(state: ir.Value) -> ir.Value:
+    for user, index in state.uses():
+        declaration = declaration_of(user)
+        for output, of in declaration.next_value.items() if declaration is not None else ():
+            if of == index:
+                return user.outputs[output]
+    raise AssertionError(f"{state.name!r} is no state")
+
+
+def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
+    """The AllReduce of the update's gradient, of a bucket all of which may be sharded."""
+    state, gradient = node.inputs[0], node.inputs[1]
+    assert state is not None
+    assert gradient is not None
+    declaration = declaration_of(node)
+    assert declaration is not None
+    if not declaration.elementwise:
+        raise UsageError(
+            f"{strategy} cannot shard the optimizer {node.op_type} of {state.name!r}: an element of its result depends on more"
+            " than that element of the parameter and its gradient (its declaration does not say elementwise=True)"
+        )
+    if node.attributes.get_string(SHARD, ""):
+        raise UsageError(f"{strategy}: the update of {state.name!r} is sharded already; a program has one strategy")
+    reduction = gradient.producer()
+    if reduction is None or collective_of(reduction) != "AllReduce" or reduction.attributes.get_int("nonzero", 0) > 0:
+        between = f"{reduction.op_type} ({reduction.name!r})" if reduction is not None else "nothing"
+        raise UsageError(
+            f"{strategy} replaces the AllReduce in front of each update, but the gradient of {state.name!r} comes from"
+            f" {between}; compression and other strategies exclude it"
+        )
+    values = reduction.attributes
+    dense = values.get_int("every", 1) == 1 and values.get_int("nonzero", 0) == 0
+    if values.get_string("reduce", "sum") not in ("sum", "mean") or not dense:
+        how = values.get_string("reduce", "sum")
+        raise UsageError(
+            f"{strategy} takes gradients all of which are summed in every step, unlike {reduction.name!r} (reduce={how});"
+            " top-k compression, adasum and deterministic='any-world' exclude it"
+        )
+    if not node.attributes.get_string(BUCKET, ""):
+        raise UsageError(f"{strategy} shards flat buffers: run 'bucket' before it")
+    return reduction
+
+
+def _measures(buckets: dict[ir.Node, list[ir.Node]], strategy: str) -> list[ir.Node]:
+    """What reads the reduced gradients besides the updates, as far as results over parts can be put together."""
+    found: dict[ir.Node, None] = {}
+    for reduction, nodes in buckets.items():
+        for value in reduction.outputs:
+            for user in value.consumers():
+                declaration = declaration_of(user)
+                if declaration is not None and declaration.combine:
+                    found.setdefault(user)
+                elif user not in nodes:
+                    raise UsageError(
+                        f"{strategy} leaves each rank a part of the gradients, but {user.op_type} ({user.name!r}) reads"
+                        f" {value.name!r} whole"
+                    )
+    return list(found)
+
+
+def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, transient: bool) -> ir.Node:
+    """Replace the AllReduce by a ReduceScatter; what accumulates over micro-batches is kept whole all the same."""
+    op.before, op.scope = reduction, reduction.name or "scatter"
+    attributes = {k: a.value for k, a in reduction.attributes.items() if k not in ("every", "nonzero")}
+    accumulated = any((p := v.producer()) is not None and p.op_type == "Accumulate" for v in reduction.inputs if v is not None)
+    attributes.update({"owner": owner, "transient": int(transient and not accumulated)})
+    name = (reduction.name or "").replace("allreduce/", "scatter/")
+    results = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
+    for old, new in zip(reduction.outputs, results, strict=True):
+        old.replace_all_uses_with(new)
+    graph.remove(reduction, safe=True)
+    scatter = results[0].producer()
+    assert scatter is not None
+    return scatter
+
+
+def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> None:
+    """Compute ``node`` over this rank's parts, and put the results of all ranks together."""
+    declaration = declaration_of(node)
+    assert declaration is not None
+    result, attributes = node.outputs[0], {k: a.value for k, a in node.attributes.items()}
+    sharded = [v for v in node.inputs if v is not None and _is_scattered(v)]
+    whole = [v for v in node.inputs if v is not None and not _is_scattered(v)]
+    op.before, op.scope = node, node.name or node.op_type
+    (part,) = op.emit(node.op_type, sharded, {**attributes, SHARD: owner}, domain=node.domain)
+    group = sharded[0].producer().attributes["group"].as_string()  # type: ignore[union-attr]
+    flag = part.dtype == ir.DataType.BOOL
+    number = op.Cast(part, to=int(ir.DataType.FLOAT)) if flag else part
+    total = op.graphc.AllReduce(number, tag=f"{group}/{node.name}", group=group, reduce=declaration.combine)
+    total = op.Cast(total, to=int(ir.DataType.BOOL)) if flag else total
+    if whole:
+        (other,) = op.emit(node.op_type, whole, attributes, domain=node.domain)
+        join = {"max": op.Or if flag else op.Max, "sum": op.Add}[declaration.combine]
+        total = join(total, other)
+    result.replace_all_uses_with(total, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _is_scattered(value: ir.Value) -> bool:
+    producer = value.producer()
+    return producer is not None and collective_of(producer) == "ReduceScatter"
+
+
+def buckets_note(buckets: Sequence[Bucket]) -> str:
+    """``"12 updates in 3 buckets"``."""
+    return f"{sum(len(b.updates) for b in buckets)} updates in {len(buckets)} buckets"

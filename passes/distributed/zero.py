@@ -1,0 +1,98 @@
+"""zero: optimizer state, gradients and parameters divided among the ranks (S. Rajbhandari et al., "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", SC 2020).
+
+    before    dW ─► AllReduce ─► Adam(W, …)
+    stage 1   dW ─► ReduceScatter ─► Adam(W, …, shard=even) ─► W::next ─► AllGather
+    stage 2   the same with transient gradients: a rank keeps its part of the sum and nothing else
+    stage 3   W ─► AllGather ─► forward;   W ─► AllGather ─► backward;   and no AllGather behind the update
+
+Each bucket is one flat array; a rank owns the r-th of N equal parts of it, updates only that, and keeps optimizer state (and
+float32 masters) only for that. In stage 3 it keeps only that of the parameters too: a bucket of them is whole from shortly
+before its first use to its last use in the forward pass, and again in the backward pass. ``schedule`` starts each AllGather
+one bucket ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.declare import is_update
+from graphc.ir.names import BUCKET, LOSS_TOTAL
+from graphc.ir.subgraphs import bodies, captured
+from graphc.passes.distributed.sharding import Bucket, buckets_note, gather_next, shard_updates
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("zero", requires=("optimizer", "allreduce", "bucket"))
+def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False) -> bool:
+    """Shard what training keeps in memory over the ranks of the data axis.
+
+    Args:
+        stage: 1 optimizer state, 2 gradients as well, 3 parameters as well.
+        offload: optimizer state lies in the host's memory, and updates run there.
+
+    Raises:
+        UsageError: another stage, or an optimizer that cannot be sharded.
+    """
+    if stage not in (1, 2, 3):
+        raise UsageError(f"zero: stage={stage}; the stages are 1, 2 and 3")
+    graph = model.graph
+    buckets = shard_updates(graph, "zero", owner="even", transient=stage >= 2, offload=offload)
+    forward = _forward(graph) if stage == 3 else set()
+    for bucket in buckets:
+        if stage < 3:
+            gather_next(graph, bucket, "even")
+        else:
+            _gather_before_use(graph, bucket, forward)
+    ctx.note(f"zero: stage {stage}, {buckets_note(buckets)}")
+    return True
+
+
+def _forward(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes from which the loss is computed."""
+    found: set[ir.Node] = set()
+    for node in reversed(graph):
+        if node in found or any(LOSS_TOTAL in v.metadata_props for v in node.outputs):
+            found.add(node)
+            found.update(p for v in (*node.inputs, *captured(node)) if v is not None and (p := v.producer()) is not None)
+    return found
+
+
+def _gather_before_use(graph: ir.Graph, bucket: Bucket, forward: set[ir.Node]) -> None:
+    """An AllGather of the bucket in front of its first use in the forward pass, and one for the backward pass."""
+    for k, states in enumerate(bucket.read_states()):
+        wanted = set(states)
+        readers = [n for n in graph if not is_update(n) and not wanted.isdisjoint(_reads(n))]
+        phases = (("forward", [n for n in readers if n in forward]), ("backward", [n for n in readers if n not in forward]))
+        for phase, nodes in phases:
+            if nodes:
+                _gather(graph, bucket, f"{phase}{k or ''}", states, nodes)
+
+
+def _gather(graph: ir.Graph, bucket: Bucket, phase: str, states: Sequence[ir.Value], readers: Sequence[ir.Node]) -> None:
+    op = Builder(graph, before=readers[0], scope=f"gather/{bucket.name}/{phase}")
+    attributes = {"tag": f"{bucket.group}/{bucket.name}/{phase}", "group": bucket.group, BUCKET: bucket.name, "owner": "even"}
+    results = op.emit("AllGather", list(states), attributes, domain="graphc", name=f"gather/{bucket.name}/{phase}")
+    whole = dict(zip(states, results, strict=True))
+    for node in readers:
+        _replace(node, whole)
+
+
+def _reads(node: ir.Node) -> Iterable[ir.Value]:
+    return [v for v in (*node.inputs, *captured(node)) if v is not None]
+
+
+def _replace(node: ir.Node, by: dict[ir.Value, ir.Value]) -> None:
+    for index, value in enumerate(node.inputs):
+        if value is not None and value in by:
+            node.replace_input_with(index, by[value])
+    for body in bodies(node):
+        for inner in body:
+            _replace(inner, by)
+        for k, value in enumerate(list(body.outputs)):
+            if value in by:
+                body.outputs[k] = by[value]

@@ -1,0 +1,1 @@
+"""Any ONNX file becomes the core subset."""

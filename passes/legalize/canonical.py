@@ -1,0 +1,186 @@
+"""One form for what ONNX lets one say in several ways, on nodes whose inputs are typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, dims
+from graphc.passes.legalize.parameters import constant_tensor
+
+_WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
+
+_RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+
+_OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
+"""Variadic ops that are the identity of a single input."""
+
+
+def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Bring ``node`` into its canonical form; new output values when it had to be replaced."""
+    while node.inputs and node.inputs[-1] is None:
+        node.resize_inputs(len(node.inputs) - 1)
+    if node.op_type in _WINDOWED:
+        explicit_pads(node)
+    elif node.op_type in _OF_ONE and len(node.inputs) == 1:
+        return [op.Identity(node.inputs[0])]
+    elif node.op_type in ("Dropout", "MaxPool", "LayerNormalization"):
+        _drop_unused_outputs(node)
+    elif node.op_type == "BatchNormalization":
+        training = node.attributes.get("training_mode")
+        if training is None or not training.as_int():
+            node.attributes.pop("training_mode", None)
+            _drop_unused_outputs(node)
+    elif node.op_type == "Constant" and "value" not in node.attributes:
+        tensor = constant_tensor(node)
+        if tensor is None:
+            raise ModelError(f"a sparse Constant is not supported: {describe(node)}; export it as a dense tensor")
+        node.attributes.clear()
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+    elif node.op_type == "SpaceToDepth" and "mode" in node.attributes:
+        return [_space_to_depth(op, node)]
+    elif node.op_type == "Swish":
+        return [_swish(op, node)]
+    elif node.op_type == "GlobalLpPool":
+        return [_global_lp_pool(op, node)]
+    elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
+        count = op.rank(_first(node))  # onnx.reference knows no negative axes
+        node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])
+    elif node.op_type in _RECURRENT and _int(node, "layout"):
+        return _sequence_first(op, node)
+    if node.op_type == "MaxPool":
+        _drop_unused_outputs(node)
+    return None
+
+
+def _swish(op: Builder, node: ir.Node) -> ir.Value:
+    """x·sigmoid(αx): onnxruntime has no kernel for the op, and fuses this."""
+    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
+    return op.Mul(x, op.Sigmoid(x if alpha == 1 else op.Mul(x, alpha)))  # type: ignore[no-any-return]
+
+
+def _sequence_first(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """A recurrent node with ``layout=1`` (batch first), which onnxruntime refuses, between transpositions."""
+    inputs = [op.Transpose(v, perm=[1, 0, 2]) if v is not None and k in (0, 5, 6) else v for k, v in enumerate(node.inputs)]
+    attributes = {name: attr for name, attr in node.attributes.items() if name != "layout"}
+    outputs = op.emit(node.op_type, inputs, attributes, outputs=len(node.outputs))
+    return [op.Transpose(v, perm=[2, 0, 1, 3] if k == 0 else [1, 0, 2]) for k, v in enumerate(outputs)]
+
+
+def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
+    """Since opset 28 the channels may stay together: mode CRD is the other order of blocks and channels."""
+    size = node.attributes["blocksize"].as_int()
+    y: ir.Value = op.SpaceToDepth(node.inputs[0], blocksize=size)
+    if node.attributes["mode"].as_string() != "CRD":
+        return y
+    rest = [op.Shape(y, start=2, end=3), op.Shape(y, start=3, end=4)]
+    apart = op.Reshape(y, op.Concat(op.const([0, size * size, -1]), *rest, axis=0))
+    return op.reshape_like(op.Transpose(apart, perm=[0, 2, 1, 3, 4]), y)
+
+
+def _first(node: ir.Node) -> ir.Value:
+    (x,) = (v for v in node.inputs[:1] if v is not None)
+    return x
+
+
+def _global_lp_pool(op: Builder, node: ir.Node) -> ir.Value:
+    """(Σ|x|ᵖ)^(1/p) by other ops: neither runtime has a kernel for the op."""
+    x, p = _first(node), node.attributes.get_int("p", 2)
+    if dims(x) is None:
+        raise ModelError(f"the rank of {x.name!r} is unknown: {describe(node)}; run the exporter's shape inference")
+    axes = list(range(2, op.rank(x)))
+    if p <= 2:
+        return op.ReduceL1(x, axes) if p == 1 else op.ReduceL2(x, axes)  # type: ignore[no-any-return]
+    size = (dims(x) or ())[2:]
+    if 1 <= len(size) <= 3 and all(isinstance(d, int) for d in size):
+        return op.LpPool(x, p=p, kernel_shape=list(size))  # type: ignore[no-any-return]
+    total = op.ReduceSum(op.Pow(op.Abs(x), float(p)), axes)
+    return op.Pow(total, 1.0 / p)  # type: ignore[no-any-return]
+
+
+def _drop_unused_outputs(node: ir.Node) -> None:
+    count = len(node.outputs)
+    while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
+        count -= 1
+    if count != len(node.outputs):
+        node.resize_outputs(count)
+
+
+def explicit_pads(node: ir.Node) -> bool:
+    """Replace ``auto_pad`` (and ConvTranspose's ``output_shape``) by ``pads``; False when sizes are not known."""
+    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    transposed = node.op_type == "ConvTranspose"
+    wanted = _ints(node, "output_shape") if transposed else None
+    if auto == "NOTSET" and wanted is None:
+        node.attributes.pop("auto_pad", None)
+        return True
+    kernel = _kernel(node)
+    if kernel is None:
+        return False
+    spatial = len(kernel)
+    if auto == "VALID" and wanted is None:
+        pads: list[int] | None = [0] * (2 * spatial)
+    else:
+        pads = _pads(node, kernel, upper=auto == "SAME_UPPER", wanted=wanted)
+    if pads is None:
+        return False
+    node.attributes.pop("auto_pad", None)
+    node.attributes.pop("output_shape", None)
+    node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+    return True
+
+
+def _kernel(node: ir.Node) -> list[int] | None:
+    kernel = _ints(node, "kernel_shape")
+    if kernel is not None:
+        return kernel
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    shape = dims(weight) if weight is not None else None
+    if shape is None or not all(isinstance(d, int) for d in shape[2:]):
+        return None
+    return [int(d) for d in shape[2:] if isinstance(d, int)]
+
+
+def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | None) -> list[int] | None:
+    x = node.inputs[0]
+    shape = dims(x) if x is not None else None
+    if shape is None:
+        return None
+    size = shape[len(shape) - len(kernel) :]
+    ones = [1] * len(kernel)
+    strides, dilations = _ints(node, "strides") or ones, _ints(node, "dilations") or ones
+    extra = _ints(node, "output_padding") or [0] * len(kernel)
+    begins, ends = [], []
+    for k, (d, width) in enumerate(zip(size, kernel, strict=True)):
+        reach = (width - 1) * dilations[k] + 1
+        if node.op_type == "ConvTranspose":
+            if wanted is None:  # SAME: the output is stride times as large, whatever the input is
+                total = max(0, reach + extra[k] - strides[k])
+            elif isinstance(d, int):
+                total = strides[k] * (d - 1) + extra[k] + reach - wanted[len(wanted) - len(kernel) + k]
+                if total < 0:  # more is wanted than the kernels reach: zeros behind
+                    extra[k], total = extra[k] - total, 0
+                    node.attributes["output_padding"] = ir.AttrInt64s("output_padding", extra)
+            else:
+                return None
+        elif isinstance(d, int):
+            total = max(0, (-(-d // strides[k]) - 1) * strides[k] + reach - d)
+        elif strides[k] == 1:
+            total = reach - 1
+        else:
+            return None
+        small, large = total // 2, total - total // 2
+        begins.append(small if upper else large)
+        ends.append(large if upper else small)
+    return begins + ends
+
+
+def _int(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0
+
+
+def _ints(node: ir.Node, name: str) -> list[int] | None:
+    return list(node.attributes[name].as_ints()) if name in node.attributes else None

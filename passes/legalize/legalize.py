@@ -1,0 +1,290 @@
+"""legalize: any ONNX model of opset 6 to 28 becomes a graph of the one form that all other passes work on.
+
+    before  opset 9:   shape ─► ConstantOfShape ─► W;  Dropout(x, ratio=0.5);  Softmax(x, axis=1);  Conv(auto_pad=SAME_UPPER)
+    after   opset 26:  W is an initializer;  Dropout(x, 0.5);  Softmax(x, axis=-1);  Conv(pads=[1, 1, 1, 1])
+
+One opset, no functions, parameters as initializers (none of them a graph input), constants as ``Constant`` nodes, every
+value typed, every node and value with a name of its own. Names of inputs, outputs and parameters stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
+from graphc.gradient import key_of
+from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import describe, dims
+from graphc.ir.functions import emit_body, has_body
+from graphc.ir.infer import apply, fold
+from graphc.ir.opset_adapters import adapt
+from graphc.ir.subgraphs import CONTROL, bodies, type_body_inputs
+from graphc.ir.toposort import sort_and_link
+from graphc.ir.verify import refused_type
+from graphc.ir.weights import not_finite
+from graphc.passes.gradients.attention import by_parts as attention_by_parts
+from graphc.passes.legalize.canonical import canonicalise, explicit_pads
+from graphc.passes.legalize.contrib_ops import adapt_contributed
+from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
+from graphc.passes.legalize.parameters import filler_nodes, promote, small_initializers_to_constants
+from graphc.passes.legalize.sequences import dissolve
+from graphc.passes.legalize.structure import (
+    initializers_are_no_inputs,
+    inline_functions,
+    name_everything,
+    normalise_domains,
+    opset_of,
+    remove_dead,
+    untyped,
+)
+from graphc.passes.legalize.subgraphs import hoist_initializers, name_inputs
+from graphc.pipeline import Context, graph_pass
+
+_WINDOW = frozenset({"left_window_size", "right_window_size"})
+"""Attributes of Attention that came late; onnxruntime does not know them."""
+
+
+@graph_pass("legalize")
+def legalize(model: ir.Model, ctx: Context) -> bool:
+    """Bring ``model`` into the one form that the other passes work on.
+
+    Raises:
+        ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
+        UnsupportedOpError: an operator of a domain that nobody declares.
+    """
+    graph, version, before = model.graph, opset_of(model), len(model.graph)
+    normalise_domains(model)
+    sort_and_link(graph)
+    hoist_initializers(graph)
+    name_everything(graph)
+    initializers_are_no_inputs(graph)
+    fillers = filler_nodes(graph)  # before functions are inlined: what is in their bodies has no name in the user's file
+    inline_functions(model)
+    name_everything(graph)
+    name_inputs(graph)
+    parameters = promote(model, fillers)
+    remove_dead(graph)
+    small_initializers_to_constants(graph)
+    put_gradients_last(graph)
+    _convert(graph, version, model.opset_imports)
+    dissolve(graph)
+    _complete_shapes(model, version)
+    remove_dead(graph)
+    _refuse_untyped(graph)
+    used = {node.domain for node in graph.all_nodes()} - {"", DOMAIN}
+    extra = {d: v for d, v in model.opset_imports.items() if d in used or d == DOMAIN}
+    model.opset_imports.clear()
+    model.opset_imports.update({"": OPSET, **extra})
+    model.ir_version = IR_VERSION
+    broken = not_finite(graph)
+    if broken:
+        names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
+        ctx.note(f"legalize: warning: NaN or infinity in {names}")
+    ctx.note(f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, {parameters} parameters taken from nodes")
+    return True
+
+
+def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Builder | None = None) -> None:
+    """Convert, canonicalise and type every node, in order, so that each adapter sees typed inputs."""
+    op = inner or Builder(graph)
+    for node in list(graph):
+        op.before, op.scope = node, node.name or node.op_type
+        if node.domain == "" and node.op_type in CONTROL and not (node.op_type == "Scan" and version < 9):
+            type_body_inputs(node.op_type, node.inputs, node.attributes)
+        for body in bodies(node):
+            _convert(body, version, imports, op.inside(body))
+        replaced = _replacement(op, node, version)
+        if replaced is not None:
+            if inner is None:
+                for old, new in zip(node.outputs, replaced, strict=False):
+                    _agree(node, old.name, (old.type, old.shape), new)
+            _substitute(graph, op, node, replaced)
+            continue
+        _check_known(node, version)
+        if any(v is not None and v.type is None for v in node.inputs):
+            continue
+        annotated = [(v.type, v.shape) for v in node.outputs]
+        apply(node, version=OPSET if node.domain == "" else imports.get(node.domain, 1))
+        fold(node)
+        if inner is None:
+            for said, value in zip(annotated, node.outputs, strict=True):
+                _agree(node, value.name, said, value)
+
+
+def _agree(node: ir.Node, name: str | None, said: tuple[ir.TypeProtocol | None, ir.Shape | None], value: ir.Value) -> None:
+    """Refuse a value whose type in the file (``value_info`` or graph output) contradicts what its node makes."""
+    type_, shape = said
+    if not isinstance(type_, ir.TensorType) or not isinstance(value.type, ir.TensorType):
+        return
+    wrong = type_ != value.type
+    if not wrong and shape is not None and value.shape is not None:
+        pairs = zip(shape.dims, value.shape.dims, strict=False)
+        wrong = len(shape) != len(value.shape) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
+    if wrong:
+        raise ModelError(
+            f"the file says that {name!r} is {_show(type_, shape)}, but its node makes {_show(value.type, value.shape)}: "
+            f"{describe(node)}; correct the value_info of {name!r}, or remove it"
+        )
+
+
+def _show(type_: ir.TypeProtocol | None, shape: ir.Shape | None) -> str:
+    dtype = type_.dtype.name.lower() if isinstance(type_, ir.TensorType) else str(type_)
+    return dtype + ("" if shape is None else "[" + ", ".join(str(d) for d in shape.dims) + "]")
+
+
+def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
+    if node.domain != DOMAIN and declaration_of(node) is not None:
+        return None  # whoever declares an op says what it is
+    if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
+        return adapt_contributed(op, node)
+    if is_gradient(node):
+        return derivatives(op, node)
+    if node.domain != "" or not onnx.defs.has(node.op_type, OPSET) or (version > OPSET and refused_type(node, OPSET)):
+        return _body(op, node)
+    if node.op_type == "Attention" and _WINDOW & set(node.attributes):
+        return attention_by_parts(op, node)
+    if version < OPSET:
+        replaced = adapt(op, node, version)
+        if replaced is not None:
+            return replaced
+    return canonicalise(op, node)
+
+
+def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """The function that defines an op which the legal opset does not have, emitted in the legal opset; None without one."""
+    if node.domain not in ("", "ai.onnx.preview") or not has_body(node.op_type, node.domain):
+        return None
+    before = {id(n) for n in op.graph}
+    try:
+        values = emit_body(op, node)
+    except ModelError:
+        return None  # the body itself needs a newer opset
+    if values is None or None in values:
+        return None
+    meant: dict[ir.Value, ir.Value] = {}
+    for made in [n for n in op.graph if id(n) not in before]:
+        op.before = made
+        replaced = canonicalise(op, made)
+        if replaced is not None:
+            meant.update(zip(made.outputs, replaced, strict=False))
+            for old, new in zip(made.outputs, replaced, strict=False):
+                old.replace_all_uses_with(new)
+            op.graph.remove(made, safe=True)
+    op.before = node
+    return [meant.get(v, v) for v in values if v is not None]
+
+
+def _check_known(node: ir.Node, version: int) -> None:
+    """Refuse ops nobody declares and, in files of a newer opset, what the legal opset does not have."""
+    if declaration_of(node) is None and not (node.domain != DOMAIN and onnx.defs.has(node.op_type, node.domain)):
+        name = key_of(node.domain, node.op_type)
+        how = (
+            f"; declare it with @graphc.custom_op({name!r}, …), see docs/custom-ops.md"
+            if node.domain not in ("", DOMAIN)
+            else ""
+        )
+        raise UnsupportedOpError(f"unknown operator {name}: {describe(node)}{how}")
+    if node.domain != "" or version <= OPSET:
+        return
+    if not onnx.defs.has(node.op_type, OPSET):
+        raise NewerOpsetError(f"{node.op_type} is newer than opset {OPSET}: {describe(node)}; export with opset {OPSET}")
+    schema = onnx.defs.get_schema(node.op_type, OPSET)
+    new = [name for name in node.attributes if name not in schema.attributes]
+    if new or len(node.inputs) > schema.max_input or len(node.outputs) > schema.max_output:
+        what = f"attribute {new[0]!r}" if new else "number of inputs or outputs"
+        raise NewerOpsetError(f"the {what} of {describe(node)} is newer than opset {OPSET}; export with opset {OPSET}")
+    refused = refused_type(node, OPSET)
+    if refused is not None:
+        raise NewerOpsetError(
+            f"{node.op_type} takes {refused} only in opsets newer than {OPSET}: {describe(node)}; cast it to another type"
+        )
+
+
+def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir.Value]) -> None:
+    """Let ``values`` stand for the node's outputs under their names, and remove the node."""
+    for old, new in zip(list(node.outputs), values, strict=False):
+        if not old.uses() and not old.is_graph_output():
+            continue
+        if new.producer() is None or new.is_graph_output() or new.name == old.name:
+            (new,) = op.emit("Identity", [new])
+        name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name = name
+        new.metadata_props.update(old.metadata_props)
+    graph.remove(node, safe=True)
+
+
+def _complete_shapes(model: ir.Model, version: int) -> None:
+    """Ask ONNX's whole-graph inference, which follows symbolic dimensions through shape arithmetic, where ours stopped."""
+    graph = model.graph
+    if not any(_incomplete(v) for node in graph.all_nodes() for v in node.outputs):
+        return
+    model.opset_imports[""], model.ir_version = OPSET, IR_VERSION
+    found = _whole_graph_inference(model)
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            known = found.get(value.name or "")
+            if known is not None and _incomplete(value):
+                _merge(value, known)
+    for node in graph:
+        if "auto_pad" in node.attributes:
+            explicit_pads(node)
+
+
+def _incomplete(value: ir.Value) -> bool:
+    found = dims(value)
+    return bool(value.name) and (value.type is None or found is None or None in found)
+
+
+def _merge(value: ir.Value, proto: onnx.TypeProto) -> None:
+    if value.type is None:
+        value.type = ir.serde.deserialize_type_proto_for_type(proto)
+    shape = ir.serde.deserialize_type_proto_for_shape(proto)
+    if shape is None or not isinstance(value.type, ir.TensorType):
+        return
+    have = dims(value)
+    if have is None or len(have) != len(shape):
+        value.shape = shape
+        return
+    theirs = [d if isinstance(d, int) else d.value for d in shape.dims]
+    value.shape = ir.Shape([h if h is not None else t for h, t in zip(have, theirs, strict=True)])
+
+
+def _whole_graph_inference(model: ir.Model) -> dict[str, onnx.TypeProto]:
+    """Value name → type by ``onnx.shape_inference``, with parameters passed as types only."""
+    graph, held = model.graph, list(model.graph.initializers.values())
+    inputs = list(graph.inputs)
+    graph.initializers.clear()
+    graph.inputs.extend(held)
+    try:
+        proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise ModelError(f"the model is ill-typed: {error}") from None
+    finally:
+        graph.inputs.clear()
+        graph.inputs.extend(inputs)
+        for value in held:
+            graph.register_initializer(value)
+    found: dict[str, onnx.TypeProto] = {}
+    pending = [proto.graph]
+    while pending:
+        part = pending.pop()
+        found.update((v.name, v.type) for v in [*part.value_info, *part.output])
+        for node in part.node:
+            pending.extend(a.g for a in node.attribute if a.HasField("g"))
+            pending.extend(g for a in node.attribute for g in a.graphs)
+    return found
+
+
+def _refuse_untyped(graph: ir.Graph) -> None:
+    missing = list(untyped(graph))
+    if missing:
+        names = ", ".join(repr(v.name) for v in missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        node = missing[0].producer()
+        where = f": {describe(node)}" if node is not None else ""
+        raise ModelError(f"the element types of {names} cannot be inferred{where}; run the exporter's shape inference")

@@ -1,0 +1,206 @@
+"""Repairs of single nodes whose operands were baked for one batch size; see :mod:`graphc.passes.legalize.rebatch`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import Dim, constant, dims
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a repair knows.
+
+    Attributes:
+        op: builds nodes in front of the node to repair.
+        symbol: name of the new batch dimension.
+        declared: the old batch size.
+        before: dimensions that each value had for the old batch size.
+        source: a graph input whose first dimension is the batch.
+        outer: for values whose batch shares an axis with something in front of it (time × batch): the size of that.
+    """
+
+    op: Builder
+    symbol: str
+    declared: int
+    before: Mapping[ir.Value, tuple[Dim, ...] | None]
+    source: ir.Value
+    outer: dict[ir.Value, int] = field(default_factory=dict)
+
+    def axis(self, value: ir.Value | None) -> int | None:
+        """The axis of ``value`` in which the batch is; None when there is none.
+
+        Raises:
+            ModelError: it is in several axes.
+        """
+        found = dims(value) if value is not None else None
+        axes = [k for k, d in enumerate(found or ()) if isinstance(d, str) and self.symbol in d.split("*")]
+        if len(axes) > 1:
+            raise ModelError(f"the batch is in several dimensions of {value.name if value else None!r}: {found}")
+        return axes[0] if axes else None
+
+    def old(self, value: ir.Value) -> list[int] | None:
+        """The old dimensions when all are numbers."""
+        found = self.before.get(value)
+        return (
+            None
+            if found is None or not all(isinstance(d, int) for d in found)
+            else [int(d) for d in found if isinstance(d, int)]
+        )
+
+    def inherit(self, node: ir.Node) -> None:
+        """An output whose batch axis has the size of an input's has the same order inside that axis."""
+        for out in node.outputs:
+            axis = None if out in self.outer else self.axis(out)
+            for value in node.inputs if axis is not None else ():
+                place = self.axis(value) if value in self.outer else None
+                if value is not None and place is not None and (dims(value) or ())[place] == (dims(out) or ())[axis or 0]:
+                    self.outer[out] = self.outer[value]
+
+    def repeated(self, value: ir.Value, axis: int) -> ir.Value:
+        """``value``, which has one element (or the old batch) along ``axis``, repeated for the new batch."""
+        rank = self.op.rank(value)
+        if (dims(value) or ())[axis] != 1:
+            value = self.op.Slice(value, [0], [1], [axis])
+        size = self.op.Shape(self.source, start=0, end=1)
+        ones = np.ones(1, dtype=np.int64)
+        target = self.op.Concat(*(size if k == axis else ones for k in range(rank)), axis=0) if rank > 1 else size
+        return self.op.Expand(value, target)  # type: ignore[no-any-return]
+
+
+Repair = Callable[[Change, ir.Node], None]
+
+
+def _reshape(change: Change, node: ir.Node) -> None:
+    """Let the target say where the batch goes: ``[1, 1024]`` becomes ``[0, 1024]``."""
+    x, target = node.inputs[0], constant(node.inputs[1])
+    axis = change.axis(x)
+    if x is None or axis is None or target is None:
+        return
+    source, result = change.old(x), change.old(node.outputs[0])
+    if source is None or result is None:
+        raise ModelError(f"the target shape {target.tolist()} is fixed while other dimensions are symbolic")
+    position = math.prod(source[:axis]) * change.outer.get(x, 1)
+    place = batch_place(position, result, change.declared)
+    if place is None:
+        raise ModelError(f"it is not clear where the batch (dimension {axis} of {source}) goes in {result}")
+    outer = position // math.prod(result[:place])
+    if outer > 1:
+        change.outer[node.outputs[0]] = outer
+    same = place == axis and result[place] == source[axis] and math.prod(result[:place]) == math.prod(source[:axis])
+    new = [(0 if same else -1) if k == place else d for k, d in enumerate(result)]
+    node.attributes.pop("allowzero", None)
+    node.replace_input_with(1, change.op.const(np.array(new, dtype=np.int64)))
+
+
+def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
+    """The axis of ``result`` that takes up a batch with ``position`` = product of the sizes in front of it.
+
+    Reshape keeps the order of elements, so the position is the same before and after. With a batch of 1 that leaves a
+    choice: an axis of just the batch is taken first, then the axis behind the position, except that the last axis (the
+    features) is left alone where the one in front can take the batch.
+    """
+    candidates = []
+    for k, size in enumerate(result):
+        start = math.prod(result[:k])
+        if start <= position and position * batch <= start * size and position % start == 0 and size % batch == 0:
+            candidates.append(k)
+    exact = [k for k in candidates if result[k] == batch and math.prod(result[:k]) == position]
+    if exact:
+        return exact[0]
+    if len(candidates) > 1 and candidates[-1] == len(result) - 1:
+        return candidates[-2]
+    return candidates[-1] if candidates else None
+
+
+def _expand(change: Change, node: ir.Node) -> None:
+    """Along the batch an Expand to the old size is none: 1 keeps what the operand has."""
+    x, target = node.inputs[0], constant(node.inputs[1])
+    axis = change.axis(x)
+    if x is None or axis is None or target is None:
+        return
+    place = len(target) - change.op.rank(x) + axis
+    if 0 <= place < len(target) and target[place] != 1:
+        new = target.copy()
+        new[place] = 1
+        node.replace_input_with(1, change.op.const(new))
+
+
+def _slice(change: Change, node: ir.Node) -> None:
+    """A slice that took the whole old batch takes the whole new one."""
+    x = node.inputs[0]
+    axis = change.axis(x)
+    starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
+    if x is None or axis is None or starts is None or ends is None:
+        return
+    axes = constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else np.arange(len(starts))
+    steps = constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones_like(starts)
+    size = (change.before.get(x) or ())[axis]
+    if axes is None or steps is None or not isinstance(size, int):
+        return
+    new = ends.copy()
+    for k, a in enumerate(axes):
+        if int(a) % change.op.rank(x) == axis and starts[k] == 0 and steps[k] == 1 and size <= ends[k]:
+            new[k] = np.iinfo(ends.dtype).max
+    if not np.array_equal(new, ends):
+        node.replace_input_with(2, change.op.const(new))
+
+
+def _resize(change: Change, node: ir.Node) -> None:
+    """Sizes are given for every axis but the batch."""
+    sizes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+    x, axis = node.inputs[0], change.axis(node.inputs[0])
+    if x is None or sizes is None or axis is None or "axes" in node.attributes:
+        return
+    others = [k for k in range(change.op.rank(x)) if k != axis]
+    node.attributes["axes"] = ir.AttrInt64s("axes", others)
+    node.replace_input_with(3, change.op.const(sizes[others]))
+
+
+def _concat(change: Change, node: ir.Node) -> None:
+    """Operands made for one batch (a class token) are repeated for the new one."""
+    places = {axis for v in node.inputs if (axis := change.axis(v)) is not None}
+    if len(places) != 1:
+        return
+    (axis,) = places
+    rank = change.op.rank(node.outputs[0])
+    if node.attributes["axis"].as_int() % rank == axis:
+        return
+    _repeat_operands(change, node, range(len(node.inputs)), axis)
+
+
+def _recurrent(change: Change, node: ir.Node) -> None:
+    """Initial states made for one batch are repeated for the new one."""
+    axis = 0 if "layout" in node.attributes and node.attributes["layout"].as_int() else 1
+    if change.axis(node.inputs[0]) == axis:
+        _repeat_operands(change, node, range(5, min(7, len(node.inputs))), axis)
+
+
+def _repeat_operands(change: Change, node: ir.Node, indices: Sequence[int], axis: int) -> None:
+    for index in indices:
+        value = node.inputs[index]
+        if value is None or change.axis(value) is not None:
+            continue
+        found = change.before.get(value) or dims(value)
+        if found is not None and found[axis] == change.declared:
+            node.replace_input_with(index, change.repeated(value, axis))
+
+
+REPAIRS: dict[str, Repair] = {
+    "Concat": _concat,
+    "Expand": _expand,
+    "GRU": _recurrent,
+    "LSTM": _recurrent,
+    "RNN": _recurrent,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Slice": _slice,
+}
+"""Op type → repair of a node, done before its outputs are inferred anew."""

@@ -1,0 +1,59 @@
+"""Bodies of If, Loop, Scan and SequenceMap as they were read: names of their own, and weights that the whole graph knows.
+
+before  Loop { w = initializer; y = MatMul(s, w) }        after  w = initializer;  Loop { y = MatMul(s, w) }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.ir.builder import Builder
+from graphc.ir.facts import describe, dims
+from graphc.ir.opset_adapters import until
+from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, new_body
+
+
+def hoist_initializers(graph: ir.Graph) -> None:
+    """Make the initializers of bodies initializers of the graph, so that they can train; their bodies capture them."""
+    for body, value, name in body_initializers(graph):
+        del body.initializers[value.name or ""]
+        value.name = name
+        graph.register_initializer(value)
+
+
+def name_inputs(graph: ir.Graph) -> None:
+    """Give the inputs of bodies names that no other value has: a body sees the values around it."""
+    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
+    for body in graph.subgraphs():
+        for k, value in enumerate(body.inputs):
+            name, count = value.name or f"{body.name or 'body'}.input.{k}", 0
+            fresh = name
+            while fresh in taken:
+                count += 1
+                fresh = f"{name}.{count}"
+            value.name = fresh
+            taken.add(fresh)
+
+
+@until(9, "Scan")
+def batched_scan(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """The Scan of opset 8, which runs over each sample of a batch: a Scan over the samples whose body is a Scan over time.
+
+    Raises:
+        UnsupportedOpError: the sequences of a batch differ in length.
+    """
+    if node.inputs[0] is not None:
+        raise UnsupportedOpError(f"{describe(node)} has sequence_lens, which later opsets lack; export with opset 9 or newer")
+    operands = [v for v in node.inputs[1:] if v is not None]
+    width = node.attributes["num_scan_inputs"].as_int()
+    ways = node.attributes["directions"].as_ints() if "directions" in node.attributes else [0] * width
+    samples = [(f"{v.name}.sample", v.type, ir.Shape(dims(v)[1:]) if v.shape is not None else None) for v in operands]  # type: ignore[index]
+    graph, inner, values = new_body(op, samples, name=f"{node.name}/samples")
+    body = copy_body(inner, node.attributes["body"].as_graph(), {})
+    attributes = {"body": body, "num_scan_inputs": width, "scan_input_directions": list(ways)}
+    finish_body(inner, inner.emit("Scan", values, attributes, outputs=len(node.outputs)))
+    return op.emit("Scan", operands, {"body": graph, "num_scan_inputs": len(operands)}, outputs=len(node.outputs))

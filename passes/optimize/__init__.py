@@ -1,0 +1,1 @@
+"""Fewer nodes, better nodes."""

@@ -1,0 +1,447 @@
+"""attention: softmax(scale·Q·Kᵀ + mask)·V becomes one op, together with the copies that put its operands in order.
+
+    before   s = Add(Mul(MatMul(q, Transpose(k)), scale), mask);  y = Transpose(MatMul(Softmax(s), v), perm=[0, 2, 1, 3])
+    after    y, saved = graphc.ScaledDotProductAttention(q, k, v, mask; scale, layout="bhtd,bhtd,bhtd->bthd")
+
+Found by its Softmax: the scores are followed back to the product (scale on either side of it, masks that are added or that
+choose), the probabilities forward to theirs. Heads may be repeated for groups of queries. Transposes, reshapes and the parts
+of a packed projection around it are read as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A mask that
+``train_mode`` drew for a dropout of the probabilities is handed to the op. ``ai.onnx::Attention`` is taken over where it has
+no cache, cap or window. Where the probabilities are used otherwise (a product of their own, an output), nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UsageError, nearest
+from graphc.ir import OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, describe, dims, is_float, rank
+from graphc.ir.infer import evaluate
+from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
+from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
+from graphc.passes.optimize.identities import filled
+from graphc.passes.optimize.simplify import dead_code_elimination, replace, simplify_graph
+from graphc.pipeline import Context, graph_pass
+
+SAVES = ("auto", "probabilities", "logsumexp")
+
+_HIDES = -1e30
+"""A number that leaves nothing of a float32 score it takes the place of."""
+
+_LARGEST_MASK = 1 << 24
+"""Elements of a mask that are looked at, to see whether it is the causal one."""
+
+_LONG = 16
+"""Keys per element of a head beyond which the probabilities take several times the memory of q, k, v and y."""
+
+
+@graph_pass("attention", requires=("legalize",))
+def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
+    """Put ``graphc.ScaledDotProductAttention`` in place of the ops that compute it.
+
+    Args:
+        saves: what waits for the backward pass: ``probabilities`` (nothing is computed again), ``logsumexp`` (memory grows
+            with the length, not with its square), or ``auto``: probabilities up to 16 keys per element of a head.
+
+    Raises:
+        UsageError: an unknown ``saves``.
+    """
+    if saves not in SAVES:
+        raise UsageError(f"saves={saves!r}{nearest(saves, SAVES)}; it is one of {', '.join(SAVES)}")
+    graph = model.graph
+    if not any(True for _ in _starts(graph)):
+        return False
+    simplify_graph(graph)
+    op = Builder(graph)
+    count = 0
+    causal: dict[tuple[ir.Value, str], bool] = {}
+    for node in list(_starts(graph)):
+        found = _standard(node) if node.op_type == "Attention" else _Search(node, causal).run()
+        if found is None:
+            ctx.note(f"attention: not the pattern at {describe(node)}")
+            continue
+        found.emit(graph, op, saves)
+        count += 1
+    dead_code_elimination(graph)
+    ctx.note(f"attention: {count} fused")
+    return count > 0
+
+
+def _starts(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Nodes that may be the middle of an attention."""
+    for node in graph:
+        if node.domain == "" and node.op_type == "Attention":
+            yield node
+        elif node.domain == "" and node.op_type == "Softmax" and any(True for _ in node.outputs[0].uses()):
+            scores = node.inputs[0]
+            if scores is not None and scores.shape is not None and 3 <= len(scores.shape) <= 4 and is_float(scores):
+                yield node
+
+
+@dataclass
+class Found:
+    """What an attention reads and writes."""
+
+    q: View
+    k: View
+    v: View
+    y: View
+    before: ir.Node
+    scale: float
+    causal: bool = False
+    seen: list[tuple[ir.Value, bool]] = field(default_factory=list)
+    added: list[ir.Value] = field(default_factory=list)
+    keep: View | None = None
+
+    def emit(self, graph: ir.Graph, op: Builder, saves: str) -> None:
+        op.before, op.scope = self.before, self.before.name or self.before.op_type
+        views = self._unpacked_or_packed()
+        whole: dict[tuple[ir.Value, str], ir.Value] = {}
+        operands = []
+        for view in views:
+            key = view.value, view.pattern
+            if key not in whole:
+                whole[key] = view.emit(op)
+            operands.append((whole[key], "".join(view.axes)))
+        if saves == "auto":
+            size, length = views[0].sizes.get("d", 1), views[1].sizes.get("t", 1)
+            short = isinstance(size, int) and isinstance(length, int) and length <= _LONG * size
+            saves = "probabilities" if short else "logsumexp"
+        y_axes = "".join(self.y.axes)
+        layout = ",".join(axes for _, axes in operands) + "->" + y_axes
+        y, _ = op.graphc.ScaledDotProductAttention(
+            *(value for value, _ in operands),
+            self._mask(op),
+            *(() if self.keep is None else (drawn_again(op, self.keep, *operands[:2]),)),
+            scale=self.scale * views[0].scale * views[1].scale,
+            causal=int(self.causal),
+            layout=layout,
+            saves=saves,
+        )
+        replace(graph, op, self.y.value, self.y.reshaped(op, y))
+
+    def _unpacked_or_packed(self) -> list[View]:
+        """The operands, read from one tensor where they are all of its parts."""
+        views = [self.q, self.k, self.v]
+        parts = [view for view in views if view.part is not None]
+        if parts:
+            whole = {(view.value, view.pattern) for view in parts}
+            count = parts[0].sizes[parts[0].part or ""]
+            if len(whole) > 1 or sorted(view.part or "" for view in parts) != [str(k) for k in range(len(parts))]:
+                return [view.alone for view in views]
+            if count != len(parts):
+                return [view.alone for view in views]
+        return views
+
+    def _mask(self, op: Builder) -> ir.Value | None:
+        """All masks as one: booleans stay so when nothing is added."""
+        seen = [op.Not(value) if inverted else value for value, inverted in self.seen]
+        if not self.added:
+            mask = seen[0] if seen else None
+            for other in seen[1:]:
+                mask = op.And(mask, other)
+            return mask
+        total = self.added[0]
+        for other in self.added[1:]:
+            total = op.Add(total, other)
+        for value in seen:
+            total = op.Where(value, total, op.scalar(-math.inf, total))
+        return total
+
+
+class _Search:
+    """One search, from a Softmax to both products.
+
+    Args:
+        causal: (mask, how it hides) → whether it is the causal one, as far as searches of the same graph have found out.
+    """
+
+    def __init__(self, softmax: ir.Node, causal: dict[tuple[ir.Value, str], bool]) -> None:
+        self.softmax = softmax
+        self._is_causal = causal
+        self.scale = 1.0
+        self.scaled = False
+        self.causal = False
+        self.seen: list[tuple[ir.Value, bool]] = []
+        self.hidden: list[tuple[ir.Value, bool, float]] = []
+        self.added: list[ir.Value] = []
+        self.keep: View | None = None
+
+    def run(self) -> Found | None:
+        scores = self.softmax.inputs[0]
+        assert scores is not None
+        width = rank(scores)
+        axis = self.softmax.attributes.get_int("axis", -1) % width
+        if axis < width - 2 or any(d is None for d in dims(scores) or (None,)):
+            return None
+        letters = list("bhts"[4 - width :])
+        if axis == width - 2:
+            letters[-2:] = letters[-1], letters[-2]
+        start = View(scores, letters, dict(zip(letters, dims(scores) or (), strict=True)))
+        weights = self._weights(start.of(self.softmax.outputs[0]))
+        product = self._product(start)
+        if weights is None or product is None:
+            return None
+        q, k = product
+        v, y, node = weights
+        of_k, of_v = source_of(k, scaled=True), source_of(v)
+        of_q = source_of(q, scaled=True)
+        if any(of_k.sizes.get(c, 1) != of_v.sizes.get(c, 1) for c in "bhs"):
+            return None
+        added = [*self.added, *self._additive(node)]
+        rest = self.scale, self.causal, self.seen, added, self.keep
+        return Found(of_q, of_k.renamed(), of_v.renamed(), follow_result(y), node, *rest)
+
+    def _additive(self, before: ir.Node) -> list[ir.Value]:
+        """Choices of a large negative number as numbers to add."""
+        found: list[ir.Value] = []
+        for value, inverted, number in self.hidden:
+            op = Builder(before.graph, before=before, scope=f"{before.name}/mask")  # type: ignore[arg-type]
+            zero, low = op.scalar(0.0, self.softmax.outputs[0]), op.scalar(number, self.softmax.outputs[0])
+            found.append(op.Where(value, low, zero) if inverted else op.Where(value, zero, low))
+        return found
+
+    # From the probabilities to y -----------------------------------------------------------------------------------------
+
+    def _weights(self, view: View) -> tuple[View, View, ir.Node] | None:
+        """v, y and their product."""
+        while True:
+            guarded = _without_nan(view.value)
+            if guarded is not None:
+                view = view.of(guarded)
+                continue
+            user = only_user(view.value) or dropping(view.value)
+            if user is None:
+                return None
+            if user.op_type == "MatMul":
+                return _split_product(user, view)
+            mask = dropout_mask(user, view) if self.keep is None else None
+            self.keep = self.keep or mask
+            moved = view.of(user.outputs[0]) if mask is not None else view.through(user)
+            if moved is None:
+                return None
+            view = moved
+
+    # From the scores to q and k ------------------------------------------------------------------------------------------
+
+    def _product(self, view: View) -> tuple[View, View] | None:
+        """q and k."""
+        while True:
+            node = view.value.producer()
+            if node is None or node.domain or only_user(view.value) is None:
+                return None
+            if node.op_type == "MatMul":
+                return _operands(node, view)
+            step = self._scaling(node) or self._masking(node, view)
+            if step is not None:
+                view = view.of(step)
+                continue
+            back = view.back(node)
+            if back is None:
+                return None
+            view = back
+
+    def _scaling(self, node: ir.Node) -> ir.Value | None:
+        found = scaling(node)
+        if found is None:
+            return None
+        self.scale *= found[1]
+        self.scaled = True
+        return found[0]
+
+    def _masking(self, node: ir.Node, view: View) -> ir.Value | None:
+        """The scores in front of a mask, which is remembered; None for another op or a mask that no layout can express."""
+        if self.scaled:
+            return None  # what was added in front of the scale was scaled too
+        if node.op_type == "Add":
+            for x, mask in (node.inputs, reversed(node.inputs)):
+                if x is not None and mask is not None and _leads_to_product(x) and dims(x) == dims(node.outputs[0]):
+                    aligned = _aligned(mask, view)
+                    if aligned is None:
+                        return None
+                    self._remember_addition(aligned)
+                    return x
+        if node.op_type == "Where":
+            condition, yes, no = node.inputs
+            for x, other, inverted in ((yes, no, False), (no, yes, True)):
+                number = filled(other)
+                if x is None or condition is None or number is None or number > _HIDES or dims(x) != dims(node.outputs[0]):
+                    continue
+                aligned = _aligned(condition, view)
+                if aligned is None:
+                    return None
+                how, test = ("shown", _shows_causal) if not inverted else ("hidden", _hides_causal)
+                if self._asked(aligned, how, test):
+                    self.causal = True  # every row sees its first key, so that it does not matter which number hides the others
+                elif number != -math.inf:
+                    self.hidden.append((aligned, inverted, number))
+                else:
+                    self.seen.append((aligned, inverted))
+                return x
+        return None
+
+    def _asked(self, mask: ir.Value, how: str, test: Callable[[np.ndarray | None], bool]) -> bool:
+        """Whether a mask is the causal one; it is computed once for all layers that share it."""
+        if (mask, how) not in self._is_causal:
+            self._is_causal[mask, how] = test(_known(mask))
+        return self._is_causal[mask, how]
+
+    def _remember_addition(self, mask: ir.Value) -> None:
+        choice = mask.producer()
+        if self._asked(mask, "added", _adds_causal):
+            self.causal = True
+        elif choice is not None and choice.op_type == "Where" and _is_choice(*choice.inputs[1:]):
+            assert choice.inputs[0] is not None
+            self.seen.append((choice.inputs[0], False))
+        else:
+            self.added.append(mask)
+
+
+def _is_choice(shown: ir.Value | None, other: ir.Value | None) -> bool:
+    return filled(shown) == 0 and filled(other) == -math.inf
+
+
+def _known(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
+    """What a mask holds, when it is made of constants only."""
+    found, node = constant(mask), mask.producer()
+    if found is not None or node is None or depth == 0:
+        return found
+    copies = [None if v is None else _known(v, depth - 1) for v in node.inputs]
+    if any(v is not None and copy is None for v, copy in zip(node.inputs, copies, strict=True)):
+        return None
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mask")
+    op = Builder(graph)
+    again = [None if copy is None else op.const(copy) for copy in copies]
+    outputs = op.emit(node.op_type, again, dict(node.attributes), outputs=1) if node.domain == "" else ()
+    producer = outputs[0].producer() if outputs else None
+    return evaluate(producer, limit=_LARGEST_MASK) if producer is not None else None
+
+
+def _adds_causal(added: np.ndarray | None) -> bool:
+    return added is not None and bool(((added == 0) | (added <= _HIDES)).all()) and _shows_causal(added == 0)
+
+
+def _hides_causal(hidden: np.ndarray | None) -> bool:
+    return hidden is not None and _shows_causal(hidden == 0)
+
+
+def _shows_causal(seen: np.ndarray | None) -> bool:
+    """Whether a boolean mask says: query i sees the keys 0 to i."""
+    if seen is None or seen.ndim < 2 or seen.size != seen.shape[-1] * seen.shape[-2] or seen.shape[-1] == 1:
+        return False
+    return bool(((seen.reshape(seen.shape[-2:]) != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
+
+
+def _leads_to_product(value: ir.Value) -> bool:
+    """Whether the value is a matrix product, scaled, masked or reshaped."""
+    node: ir.Node | None = value.producer()
+    for _ in range(12):
+        if node is None or node.domain:
+            return False
+        if node.op_type == "MatMul":
+            return True
+        if node.op_type not in ("Add", "Where", "Mul", "Div", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"):
+            return False
+        operands = [v for v in node.inputs if v is not None and v.producer() is not None and dims(v) == dims(node.outputs[0])]
+        following = operands or [v for v in node.inputs[:1] if v is not None]
+        node = next((v.producer() for v in following if v.producer() and constant(v) is None), None)
+    return False
+
+
+def _aligned(mask: ir.Value, view: View) -> ir.Value | None:
+    """``mask`` if it broadcasts to (b, h, t, length of keys) as it does to the scores where they stand."""
+    found = dims(mask)
+    if found is None or view.axes[-2:] != ["t", "s"]:
+        return None
+    in_place = view.axes == list("bhts"[4 - len(view.axes) :])
+    return mask if in_place or all(d == 1 for d in found[:-2]) else None
+
+
+def _without_nan(value: ir.Value) -> ir.Value | None:
+    """Where(IsNaN(p), 0, p), which exporters put behind a Softmax whose rows may be hidden as a whole."""
+    users = list(value.consumers())
+    test = next((n for n in users if n.op_type == "IsNaN"), None)
+    if test is None or value.is_graph_output():
+        return None
+    choice = only_user(test.outputs[0])
+    if choice is None or choice.op_type != "Where" or choice.inputs[2] is not value or filled(choice.inputs[1]) != 0:
+        return None
+    return choice.outputs[0] if {id(n) for n in users} == {id(test), id(choice)} else None
+
+
+def _split_product(node: ir.Node, p: View) -> tuple[View, View, ir.Node] | None:
+    """v and y of the product of the probabilities with v, which stands on either side."""
+    left = node.inputs[0] is p.value
+    other, out = node.inputs[1 if left else 0], node.outputs[0]
+    if node.inputs[0] is node.inputs[1] or other is None:
+        return None
+    lead, last = p.axes[:-2], p.axes[-2:]
+    if last != (["t", "s"] if left else ["s", "t"]):
+        return None
+    v = _operand(other, [*lead, *(("s", "d") if left else ("d", "s"))], p)
+    y = _operand(out, [*lead, *(("t", "d") if left else ("d", "t"))], p)
+    return (v, y, node) if v is not None and y is not None else None
+
+
+def _operands(node: ir.Node, scores: View) -> tuple[View, View] | None:
+    """q and k of the product that is the scores, in either order."""
+    a, b = node.inputs
+    lead, last = scores.axes[:-2], scores.axes[-2:]
+    if a is None or b is None or sorted(last) != ["s", "t"]:
+        return None
+    first, second = _operand(a, [*lead, last[0], "d"], scores), _operand(b, [*lead, "d", last[1]], scores)
+    if first is None or second is None:
+        return None
+    return (first, second) if last == ["t", "s"] else (second, first)
+
+
+def _operand(value: ir.Value, axes: list[str], scores: View) -> View | None:
+    """A view of one operand of a product; only heads may be broadcast."""
+    found = dims(value)
+    if found is None or len(found) != len(axes) or any(d is None for d in found):
+        return None
+    sizes = {**scores.sizes, "d": found[axes.index("d")]}
+    for axis, dim in zip(axes, found, strict=True):
+        if axis == "h" and dim == 1:
+            sizes["h"] = 1
+        elif View.extent(axis, sizes) != dim:
+            return None
+    return View(value, axes, {c: n for c, n in sizes.items() if c in "".join(axes)})
+
+
+def _standard(node: ir.Node) -> Found | None:
+    """The operands of ai.onnx::Attention, where it is no more than what the fused op computes."""
+    attributes = node.attributes
+    q, k, v, mask, *rest = (*node.inputs, None)[: max(4, len(node.inputs))]
+    used = [out for out in node.outputs[1:] if out.uses() or out.is_graph_output()]
+    if any(rest) or used or attributes.get_float("softcap", 0.0) != 0 or q is None or k is None or v is None:
+        return None
+    views = []
+    for value, heads, own in ((q, "q", "t"), (k, "kv", "s"), (v, "kv", "s"), (node.outputs[0], "q", "t")):
+        found = dims(value)
+        if found is None or any(d is None for d in found):
+            return None
+        if len(found) == 4:
+            views.append(View(value, ["b", "h", own, "d"], dict(zip(("b", "h", own, "d"), found, strict=True))))
+            continue
+        count, width = attributes.get_int(f"{heads}_num_heads", 0), found[2]
+        if not isinstance(width, int) or not count:
+            return None
+        views.append(View(value, ["b", own, "hd"], {"b": found[0], own: found[1], "h": count, "d": width // count}))
+    size, length = views[0].sizes["d"], views[1].sizes["s"]
+    scale = attributes.get_float("scale", 0.0) or (1 / math.sqrt(size) if isinstance(size, int) else 0.0)
+    if not scale or (mask is not None and (dims(mask) or (None,))[-1] != length):
+        return None
+    causal = bool(attributes.get_int("is_causal", 0))
+    boolean = mask is not None and mask.dtype == ir.DataType.BOOL
+    seen = [(mask, False)] if mask is not None and boolean else []
+    added = [mask] if mask is not None and not boolean else []
+    of_q, of_k, of_v = (source_of(view).renamed() for view in views[:3])
+    return Found(of_q, of_k, of_v, follow_result(views[3]), node, scale, causal, seen, added)

@@ -1,0 +1,62 @@
+"""The dropout behind a softmax: its mask, found by the multiplication, and drawn for a shape that needs no probabilities."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import OPS
+from graphc.ir.facts import dims
+from graphc.passes.gradients.shape import lengths
+from graphc.passes.optimize.axis_order import View, only_user
+
+
+def dropping(value: ir.Value) -> ir.Node | None:
+    """The dropout of a value that nothing else uses but, for its size, the mask."""
+    users = [node for node in value.consumers() if node.op_type != "Shape"]
+    if len(users) != 1 or value.is_graph_output() or users[0].op_type != "Mul":
+        return None
+    shape = next((_shape_of(v) for v in users[0].inputs if v is not None and _is_drawn(v)), None)
+    alone = shape is not None and shape.inputs[0] is value and only_user(shape.outputs[0]) is not None
+    return users[0] if alone and len(list(value.uses())) == 2 else None
+
+
+def dropout_mask(node: ir.Node, view: View) -> View | None:
+    """By what ``node`` multiplies the probabilities ``view``; None for another op, and for axes that are not in order."""
+    mask = next((v for v in node.inputs if v is not None and _is_drawn(v)), None)
+    if node.domain or node.op_type != "Mul" or mask is None or dims(mask) != dims(view.value):
+        return None
+    joined = any(len(axis) > 1 for axis in view.axes)
+    if not "bhts".endswith("".join(view.axes)) or (joined and _shape_of(mask) is not None):
+        return None
+    return view.of(mask)
+
+
+def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Value, str]) -> ir.Value:
+    """The mask with an axis for each letter; where its shape was read off the probabilities, of one that q and k tell.
+
+    Args:
+        q, k: each with the axes of its value.
+    """
+    drawn = mask.value.producer()
+    assert drawn is not None
+    if _shape_of(mask.value) is None:
+        return mask.emit(op)
+    places = {"s": (k[0], k[1].find("t")), **{c: (q[0], q[1].find(c)) for c in "bht"}}
+    shape = lengths(op, *(n if isinstance(n := mask.sizes[c], int) else places[c] for c in mask.axes))
+    values = OPS[drawn.op_type].attribute_values(drawn)
+    return op.emit(drawn.op_type, (shape, *drawn.inputs[1:]), values, domain=drawn.domain, outputs=1)[0]
+
+
+def _is_drawn(value: ir.Value) -> bool:
+    """Whether the value is the mask of a dropout that keeps something."""
+    node = value.producer()
+    return node is not None and node.op_type == "DropoutMask" and node.attributes.get_float("ratio", 0.5) < 1
+
+
+def _shape_of(mask: ir.Value) -> ir.Node | None:
+    """The node that reads the size of a mask off the values it drops."""
+    drawn = mask.producer()
+    shape = drawn.inputs[0] if drawn is not None else None
+    node: ir.Node | None = shape.producer() if shape is not None else None
+    return node if node is not None and node.op_type == "Shape" else None

@@ -1,0 +1,225 @@
+"""layout: tensors between convolutions keep their channels last, as GPUs want them, with as few transposes as possible.
+
+    before   y = Relu(BatchNormalization(Conv(x, w)));  z = Conv(y, v)
+    after    y = Relu(…(graphc.ChannelsLastConv(Transpose(x), Transpose(w))))
+             z = Transpose(graphc.ChannelsLastConv(y, Transpose(v)))
+
+One walk in node order. Convolutions are computed with channels last; every result is known as a transpose of the tensor that
+holds it, and what follows (pooling, batch normalisation, elementwise ops, reductions, reshapes …) reads that tensor directly
+where most of its operands lie so. Transposes are written where somebody asks for the standard order, and nobody does in the
+middle of a network. Parameters stay as they are: their transposes (none for 1 × 1 kernels) are part of the graph, so files
+and checkpoints do not change.
+
+Shapes are static: the pass is one of those that a backend has run on its plans (:attr:`graphc.backend.Abilities.rewrites`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.ir.facts import static_dims
+from graphc.ir.ops.channels_last import last_order, spread
+from graphc.ir.ops.convolution import Window
+from graphc.passes.optimize import channels_last_rules
+from graphc.passes.optimize.axis_order import only_user
+from graphc.passes.optimize.channels_last_blocks import Blocks
+from graphc.passes.optimize.channels_last_values import Arrangement
+from graphc.passes.optimize.identities import filled
+from graphc.passes.optimize.simplify import dead_code_elimination
+from graphc.pipeline import Context, graph_pass
+
+DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@graph_pass("layout")
+def layout(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
+    """Compute convolutions with channels last, and what lies between them too.
+
+    Args:
+        channels: fewer input channels than these (the three of an image) are padded with zeros.
+    """
+    graph = model.graph
+    if not any(node.op_type in _CONVOLUTIONS for node in graph):
+        return False
+    walk = Arrangement(graph)
+    count = 0
+    for node in list(graph):
+        if node.graph is not graph:
+            continue  # gone with the node in front of it
+        walk.op.before, walk.op.scope = node, node.name or node.op_type
+        if node.op_type in _CONVOLUTIONS and _accepts(node):
+            count += _CONVOLUTIONS[node.op_type](walk, node, channels)
+        else:
+            channels_last_rules.follow(walk, node)
+    dead_code_elimination(graph)
+    ctx.note(f"layout: {count} convolutions with channels last")
+    return count > 0
+
+
+def _accepts(node: ir.Node) -> bool:
+    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
+        return False
+    x = node.inputs[0]
+    standard = node.op_type in ("Conv", "ConvTranspose")
+    return x is not None and x.dtype in DTYPES and x.shape is not None and len(x.shape) >= 3 and standard == (not node.domain)
+
+
+def _window(node: ir.Node, image: ir.Value, kernel: ir.Value) -> dict[str, Any]:
+    """The attributes of a convolution over ``image`` with the padding written out."""
+    attributes = {name: attr.value for name, attr in node.attributes.items()}
+    window = Window.of(attributes, (static_dims(image) or ())[2:], (static_dims(kernel) or ())[2:])
+    return {"group": attributes.get("group", 1), **window.attributes()}
+
+
+def _order(value: ir.Value) -> tuple[int, ...]:
+    return tuple(last_order(len(static_dims(value) or ())))
+
+
+def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
+    x, w = node.inputs[:2]
+    assert x is not None
+    assert w is not None
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    attributes = _window(node, x, w)
+    blocks = Blocks.of(x, node.outputs[0], attributes)
+    if blocks is None:
+        extra = _missing_channels(x, node, least)
+        xs, ws = walk.arranged(x, _order(x)), walk.arranged(w, _order(w))
+        xs, ws = _padded(walk, xs, extra), _padded(walk, ws, extra)
+    else:
+        attributes = blocks.attributes
+        xs, ws = blocks.image(walk.op, x), blocks.weight(walk.op, w)
+    follower = only_user(node.outputs[0])
+    rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
+    if _is_zero(bias) and not rectified:
+        bias = None  # exporters write zeros; without them libraries have a wider choice
+    y = walk.op.graphc.ChannelsLastConv(xs, ws, bias, activation="relu" if rectified else "", **attributes)
+    if rectified and follower is not None:
+        walk.settle(follower, [(y, _order(x))])
+    walk.settle(node, [(y, _order(x))])
+    return True
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    producer = value.producer() if value is not None else None
+    if producer is not None and producer.op_type == "Cast" and not producer.domain:
+        return _is_zero(producer.inputs[0])
+    return filled(value) == 0
+
+
+def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
+    dy, w = node.inputs[:2]
+    assert dy is not None
+    assert w is not None
+    dx = node.outputs[0]
+    size, attributes = _last_shape(dx), _window(node, dx, w)
+    met, steps = _pixels_met(attributes, _last_shape(dy), size), attributes["strides"]
+    if met is not None:
+        attributes["strides"] = [1] * (len(size) - 2)
+    operands = walk.arranged(dy, _order(dy)), walk.arranged(w, _order(w)), met or size
+    found = walk.op.graphc.ChannelsLastConvGradInput(*operands, **attributes)
+    if met is not None:  # elsewhere dx is zero
+        axes = list(range(1, len(size) - 1))
+        found = walk.op.Slice(spread(walk.op, found, steps), [0] * len(axes), size[1:-1], axes)
+    walk.settle(node, [(found, _order(dy))])
+    return True
+
+
+def _pixels_met(attributes: Mapping[str, Any], out: Sequence[int], size: Sequence[int]) -> list[int] | None:
+    """The sizes of the pixels of x that windows of one pixel meet, where they leave out others; else None."""
+    alone = set(attributes["kernel_shape"]) == {1} and not any(attributes["pads"])
+    return [*out[:-1], size[-1]] if alone and max(attributes["strides"]) > 1 else None
+
+
+def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
+    x, dy = node.inputs[:2]
+    assert x is not None
+    assert dy is not None
+    op, dw = walk.op, node.outputs[0]
+    attributes = _window(node, x, dw)
+    blocks = Blocks.of(x, dy, attributes)
+    if blocks is not None:
+        shape = [(static_dims(dw) or ())[0], *blocks.kernel, blocks.wide]
+        operands = blocks.image(op, x), walk.arranged(dy, _order(dy))
+        found = blocks.scattered(op, op.graphc.ChannelsLastConvGradWeight(*operands, shape, **blocks.attributes))
+        walk.settle(node, [(found, tuple(range(len(shape))))])
+        return True
+    extra, shape = _missing_channels(x, node, least), _last_shape(dw)
+    xs = _padded(walk, walk.arranged(x, _order(x)), extra)
+    wide = [*shape[:-1], shape[-1] + extra]
+    found = op.graphc.ChannelsLastConvGradWeight(xs, walk.arranged(dy, _order(dy)), wide, **attributes)
+    if extra:
+        found = op.Slice(found, [0], [shape[-1]], [len(shape) - 1])
+    walk.settle(node, [(found, _order(x))])
+    return True
+
+
+def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
+    """A ConvTranspose is the input's gradient of the Conv that leads from its result back to its operand."""
+    x, w = node.inputs[:2]
+    assert x is not None
+    assert w is not None
+    y, op = node.outputs[0], walk.op
+    attributes = transposed_window(node)
+    if attributes is None:
+        return False
+    operands = walk.arranged(x, _order(x)), walk.arranged(w, _order(w)), _last_shape(y)
+    found = op.graphc.ChannelsLastConvGradInput(*operands, **attributes)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        found = op.Add(found, node.inputs[2])
+    walk.settle(node, [(found, _order(x))])
+    return True
+
+
+def transposed_window(node: ir.Node) -> dict[str, object] | None:
+    """The attributes of the Conv of which a ConvTranspose with static shapes is the gradient; None where there is none."""
+    x, w = node.inputs[:2]
+    assert x is not None
+    assert w is not None
+    size, out = (static_dims(x) or ())[2:], (static_dims(node.outputs[0]) or ())[2:]
+    attributes = {name: attr.value for name, attr in node.attributes.items()}
+    mode = attributes.get("auto_pad", "NOTSET")
+    plain = Window.of({**attributes, "auto_pad": "NOTSET"}, size, (static_dims(w) or ())[2:])
+    assert plain.begin is not None
+    begin = list(plain.begin)
+    if mode.startswith("SAME") or "output_shape" in attributes:
+        left = attributes.get("output_padding") or [0] * len(out)
+        for k, (i, o) in enumerate(zip(size, out, strict=True)):
+            total = max(0, plain.strides[k] * (i - 1) + left[k] + plain.span[k] - o)
+            begin[k] = total // 2 if mode == "SAME_UPPER" else total - total // 2
+    end = [
+        (i - 1) * s + k - o - b for i, s, k, o, b in zip(size, plain.strides, plain.span, out, begin, strict=True)
+    ]  # what makes the last window end where y ends; left over elements lie behind it
+    end = [max(e, 0) for e in end]
+    reached = [(o + b + e - k) // s + 1 for o, b, e, k, s in zip(out, begin, end, plain.span, plain.strides, strict=True)]
+    if reached != list(size):
+        return None
+    shown = plain.attributes()
+    return {"group": attributes.get("group", 1), **shown, "pads": [*begin, *end]}
+
+
+def _last_shape(value: ir.Value) -> list[int]:
+    batch, channels, *rest = static_dims(value) or ()
+    return [batch, *rest, channels]
+
+
+def _missing_channels(x: ir.Value, node: ir.Node, least: int) -> int:
+    """How many channels of zeros the few of an image need."""
+    channels = (static_dims(x) or ())[1]
+    return max(0, least - channels) if node.attributes.get_int("group", 1) == 1 else 0
+
+
+def _padded(walk: Arrangement, value: ir.Value, extra: int) -> ir.Value:
+    count = len(static_dims(value) or ())
+    return walk.op.Pad(value, [0] * (2 * count - 1) + [extra]) if extra else value
+
+
+_CONVOLUTIONS = {
+    "Conv": _convolution,
+    "ConvTranspose": _transposed_convolution,
+    "ConvGradInput": _gradient_of_input,
+    "ConvGradWeight": _gradient_of_weight,
+}

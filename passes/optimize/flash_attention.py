@@ -1,0 +1,149 @@
+"""flash_attention: attention in the form that fused kernels take, which keep scores and probabilities to themselves.
+
+    before   y, p = graphc.ScaledDotProductAttention(q, k, v, seen)       seen: booleans, p: probabilities for the gradient
+    after    a, l = graphc.ScaledDotProductAttention(q, k, v, bias; saves=logsumexp, finite=1);  y = Where(hidden, 0, a)
+
+A kernel hands on one number per row; it adds a mask, and cannot hide every key of a query. So booleans and infinities become
+numbers of -1e30, and where whole rows may be hidden, those are set to zero behind the kernel, and their adjoints in front of
+that of the gradient. The mask of a dropout becomes zeros and ones in the type of q, and its factor an attribute; the gradient
+draws it again, so that no mask waits for the backward pass. Backends that hold the op ask for the pass; shapes are static.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import OPS
+from graphc.ir.facts import constant, static_dims
+from graphc.ir.infer import apply
+from graphc.ir.ops.attention import drawn_mask, from_heads, operand_axes
+from graphc.ir.ops.random import dropout_scale
+from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.pipeline import Context, graph_pass
+
+FORWARD, BACKWARD = "ScaledDotProductAttention", "ScaledDotProductAttentionGrad"
+
+KEEP = {FORWARD: 4, BACKWARD: 7}
+"""Where the mask of a dropout stands among the operands."""
+
+LOW = -1e30
+"""What stands for minus infinity: nothing is left of a float32 score that it is added to."""
+
+
+@graph_pass("flash_attention")
+def flash_attention(model: ir.Model, ctx: Context) -> bool:
+    """Let attention save a number for each row of scores, and add finite masks only."""
+    graph, op = model.graph, Builder(model.graph)
+    nodes = [node for node in graph if node.domain == "graphc" and node.op_type in (FORWARD, BACKWARD)]
+    changed = [_save_rows(node) for node in nodes if node.op_type == FORWARD]
+    drawn = [_draw_bits(op, node) for node in nodes]
+    if any(drawn):
+        dead_code_elimination(graph)
+    changed += drawn
+    masks: dict[object, tuple[ir.Value, ir.Value | None]] = {}
+    for node in nodes:
+        shift = 1 if node.op_type == BACKWARD else 0
+        mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
+        if mask is None or node.attributes.get_int("finite", 0) == 1:
+            continue
+        op.before, op.scope = node, node.name or node.op_type
+        key = mask, node.attributes.get_int("causal", 0), tuple(_lengths(node))
+        if key not in masks:
+            masks[key] = _finite(op, node, mask)
+        _with_mask(graph, op, node, *masks[key])
+        changed.append(True)
+    ctx.note(f"flash_attention: {sum(changed)} changes")
+    return any(changed)
+
+
+def _save_rows(node: ir.Node) -> bool:
+    """Save the logarithms of the sums of each row, if only gradients of the op itself read what is saved."""
+    saved = node.outputs[1]
+    readers = list(saved.consumers())
+    if node.attributes.get_string("saves", "probabilities") == "logsumexp" or saved.is_graph_output():
+        return False
+    if any(reader.op_type != BACKWARD for reader in readers):
+        return False
+    for each in (node, *readers):
+        each.attributes["saves"] = ir.AttrString("saves", "logsumexp")
+    saved.shape = None
+    apply(node)
+    return True
+
+
+def _draw_bits(op: Builder, node: ir.Node) -> bool:
+    """Give the node a mask of its own, of zeros and ones, in place of what its dropout multiplies with."""
+    index = KEEP[node.op_type]
+    keep = node.inputs[index] if len(node.inputs) > index else None
+    drawn = drawn_mask(keep)
+    if keep is None or drawn is None:
+        return False
+    q = node.inputs[1 if node.op_type == BACKWARD else 0]
+    assert q is not None
+    op.before, op.scope = node, f"{node.name or node.op_type}/keep"
+    values = OPS[drawn.op_type].attribute_values(drawn)
+    mask = op.emit(drawn.op_type, drawn.inputs, values, domain="graphc", outputs=1)[0]
+    ones = op.cast_like(op.Greater(mask, op.scalar(0, mask)), q)
+    shape = static_dims(keep) or ()
+    node.replace_input_with(index, op.Reshape(ones, [*[1] * (4 - len(shape)), *shape]))
+    node.attributes["factor"] = ir.AttrFloat32("factor", dropout_scale(values["ratio"]))
+    return True
+
+
+def _lengths(node: ir.Node) -> list[int]:
+    """How many queries and keys there are."""
+    shift = 1 if node.op_type == BACKWARD else 0
+    axes = operand_axes(OPS[node.op_type].attribute_values(node)["layout"])
+    found = []
+    for value, order in zip(node.inputs[shift : shift + 2], axes, strict=False):
+        assert value is not None
+        found.append((static_dims(value) or ())[order.index("t")] if "t" in order else 1)
+    return found
+
+
+def _finite(op: Builder, node: ir.Node, mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """The mask as float32 numbers that are added, of rank 4, and which rows it hides as a whole; None: none."""
+    shape = static_dims(mask) or ()
+    if len(shape) < 4:
+        mask = op.Reshape(mask, [*[1] * (4 - len(shape)), *shape])
+    boolean = mask.dtype == ir.DataType.BOOL
+    wide = mask if boolean else op.Cast(mask, to=int(ir.DataType.FLOAT))
+    low, zero = np.float32(LOW), np.float32(0)
+    number = op.Where(mask, zero, low) if boolean else op.Max(wide, low)
+    seen = mask if boolean else op.Greater(wide, np.float32(-math.inf))
+    causal = node.attributes.get_int("causal", 0)
+    if not _may_hide(mask, causal, _lengths(node)):
+        return number, None
+    if causal:
+        queries, keys = (np.arange(length) for length in _lengths(node))
+        seen = op.And(seen, op.LessOrEqual(op.const(keys), op.const(queries[:, None])))
+    return number, op.Equal(op.ReduceMax(op.Where(seen, np.float32(1), zero), [-1], keepdims=1), zero)
+
+
+def _may_hide(mask: ir.Value, causal: int, lengths: list[int]) -> bool:
+    known = constant(mask)
+    if known is None:
+        return True
+    seen = known if known.dtype == np.bool_ else known.astype(np.float64) > -math.inf
+    return not (seen & (np.tri(lengths[0], lengths[1]) > 0) if causal else seen).any(axis=-1).all()
+
+
+def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hidden: ir.Value | None) -> None:
+    """Put the same call with another mask in the node's place; ``hidden`` rows are 0 in its result or in what it is told."""
+    attributes = OPS[node.op_type].attribute_values(node)
+    backward = node.op_type == BACKWARD
+    axes, inputs = operand_axes(attributes["layout"])[3], list(node.inputs)
+    rows = None if hidden is None else from_heads(op, hidden, axes)
+    inputs[4 if backward else 3] = number
+    if backward and rows is not None and inputs[0] is not None:
+        inputs[0] = op.Where(rows, op.scalar(0, inputs[0]), inputs[0])
+    made = list(op.emit(node.op_type, inputs, {**attributes, "finite": 1}, domain="graphc", outputs=len(node.outputs)))
+    if not backward and rows is not None:
+        made[0] = op.Where(rows, op.scalar(0, made[0]), made[0])
+    for old, new in zip(node.outputs, made, strict=True):
+        replace(graph, op, old, new)
+    graph.remove(node, safe=True)

@@ -1,0 +1,1 @@
+"""Precision, clipping and accumulation of gradients."""

@@ -1,0 +1,74 @@
+"""loss_scaling: take the loss scale out of the gradients, skip a step that overflowed, adapt the scale.
+
+    before   dW ─► AllReduce ─► Adam(W, ·, divisor=weight)
+    after    dW ─► AllReduce ─► Adam(W, ·, divisor=weight·scale, skip)      skip = AnyNonFinite(every reduced gradient)
+             scale' = LossScale(scale, good_steps, skip)
+
+It runs after ``allreduce``: ranks see the same reduced gradients, so all of them skip, or none does. A skipped step leaves
+every piece of state as it is, the step counter and running statistics included, and lowers the scale. Without a scale
+(``mixed_precision`` makes one for fp16) there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.ir.builder import Builder
+from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
+from graphc.ir.operands import operand, place_of, put
+from graphc.ir.state import scalar
+from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("loss_scaling", requires=("optimizer", "allreduce"))
+def loss_scaling(
+    model: ir.Model,
+    ctx: Context,
+    *,
+    growth_interval: int = 2000,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+) -> bool:
+    """Unscale, skip and adapt, where the graph has a loss scale.
+
+    Args:
+        growth_interval: after how many good steps in a row the scale grows.
+        growth: by what it is multiplied then.
+        backoff: by what it is multiplied when a step overflowed; it never falls below 1.
+
+    Raises:
+        UsageError: a factor out of range.
+    """
+    if growth_interval < 1 or not 1 <= growth <= 1024 or not 0 < backoff < 1:
+        raise UsageError("growth_interval must be at least 1, growth from 1 to 1024, and backoff between 0 and 1")
+    graph = model.graph
+    scale = graph.initializers.get(LOSS_SCALE)
+    if scale is None:
+        return False
+    updates = updates_of(graph)
+    move_to_end(graph, updates)
+    op = Builder(graph, before=updates[0], scope="loss_scaling")
+    gradients = dict.fromkeys(v for n in updates if is_reduced(n) and (v := n.inputs[1]) is not None)
+    skip = op.graphc.AnyNonFinite(*gradients)
+    divisors: dict[ir.Value | None, ir.Value] = {None: scale}
+    for node in updates:
+        put(node, "skip", skip)
+        if place_of(node, "divisor") is not None:
+            old = operand(node, "divisor")
+            if old not in divisors:
+                assert old is not None
+                divisors[old] = op.Mul(old, op.cast_like(scale, old))
+            put(node, "divisor", divisors[old])
+    op.before = None
+    op.emit(
+        "LossScale",
+        [scale, scalar(graph, GOOD_STEPS, 0), skip],
+        {"growth": growth, "backoff": backoff, "growth_interval": growth_interval},
+        domain="graphc",
+        outputs=[f"{LOSS_SCALE}::next", f"{GOOD_STEPS}::next"],
+        name="update/loss_scale",
+    )
+    ctx.note(f"loss_scaling: {len(gradients)} gradients are tested before every update")
+    return True

@@ -1,0 +1,149 @@
+"""master_weights: keep what products read in the low type, and the float32 parameters only for the update.
+
+    before   w = Cast(W, bf16);   … = Gemm(x, w);   dW = Cast(dw, float) ─► Adam(W, dW, …)
+    after    … = Gemm(x, W::bf16);   dw ─► Adam(W, dw, …) ─► W::next ─► Narrow(W::bf16, ·)
+
+The mixed-precision graph converts parameters where they are read, so each worker holds all of them in float32. Where updates
+are sharded (ZeRO) that is not needed: ``W::bf16`` is state that every update writes, gradients stay in the low type up to the
+update, and the float32 parameter, its **master**, is read by its own update alone, so that a worker keeps its part of it.
+Per parameter that is 2 + 2 + 12 bytes (Adam) of which the 12 are divided, instead of 4 + 4 + 8 with the 8 divided. On one
+worker the numbers are the same to the bit. A checkpoint holds masters only.
+
+A backend whose update kernel writes the copy in passing asks for the pass as well (``low_gradients=false``), so that no step
+casts a parameter. The graph has buckets then, and the flat array of a bucket is copied as a whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir import DOMAIN
+from graphc.ir.builder import Builder
+from graphc.ir.names import BUCKET, GRADIENT_OF
+from graphc.ir.operands import operand, put
+from graphc.ir.ops.updates import LOW
+from graphc.ir.state import add_initializer
+from graphc.passes.precision.update_graph import trains, updates_of
+from graphc.pipeline import Context, graph_pass
+
+VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""What may stand between a parameter and its cast: it commutes with it."""
+
+SUFFIX = {ir.DataType.BFLOAT16: "bf16", ir.DataType.FLOAT16: "fp16"}
+
+
+@graph_pass("master_weights", requires=("mixed_precision", "optimizer"))
+def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True, vectors: bool = True) -> bool:
+    """Make a state of every parameter in the low type, where the computation reads it in that type.
+
+    Args:
+        low_gradients: whether gradients stay in the low type up to the update, and are reduced in it.
+        vectors: whether the copies of parameters of one dimension are read too. A library that adds a bias to a product in
+            float32 takes the master, and casts of vectors cost little.
+    """
+    graph, count = model.graph, 0
+    op = Builder(graph)
+    for updates in _together(graph):
+        casts = {update: _casts(graph, _parameter(update), vectors) for update in updates}
+        dtype = next((chain[-1].outputs[0].dtype for found in casts.values() for chain in found), None)
+        if dtype is not None and all(_may_be_copied(update) for update in updates):
+            for update in updates:
+                count += _keep_copy(op, update, dtype, casts[update])
+        if low_gradients:
+            for update in updates:
+                _keep_low(graph, update)
+    ctx.note(f"master_weights: {count} parameters are read in a low type")
+    return count > 0
+
+
+def _together(graph: ir.Graph) -> list[list[ir.Node]]:
+    """The updates of optimizers, those of a bucket together."""
+    found: dict[str | ir.Node, list[ir.Node]] = {}
+    for node in updates_of(graph):
+        if trains(node):
+            found.setdefault(node.attributes.get_string(BUCKET, "") or node, []).append(node)
+    return list(found.values())
+
+
+def _parameter(update: ir.Node) -> ir.Value:
+    found = update.inputs[0]
+    assert found is not None
+    return found
+
+
+def _casts(graph: ir.Graph, value: ir.Value, vectors: bool) -> list[list[ir.Node]]:
+    """The casts of a parameter to a low type, each behind the nodes that give it another shape or order first."""
+    if not vectors and value.is_initializer() and len(value.shape or ()) < 2:
+        return []
+    found = []
+    for node in dict.fromkeys(user for user, index in value.uses() if index == 0):
+        if node.graph is graph and _lowers(node):
+            found.append([node])
+        elif node.graph is graph and node.op_type in VIEWS and not node.domain:
+            found += [[node, *chain] for chain in _casts(graph, node.outputs[0], vectors)]
+    return found
+
+
+def _lowers(node: ir.Node) -> bool:
+    return (
+        node.op_type == "Cast" and node.domain == "" and node.outputs[0].dtype in LOW and not node.outputs[0].is_graph_output()
+    )
+
+
+def _may_be_copied(update: ir.Node) -> bool:
+    """Whether the parameter is float32, and what the update makes of it stays: no average over workers changes it."""
+    return _parameter(update).dtype == ir.DataType.FLOAT and not update.outputs[0].uses()
+
+
+def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
+    """Replace the casts of a parameter to ``dtype`` by state that is written behind its update; whether there were any."""
+    parameter = _parameter(update)
+    assert parameter.const_value is not None
+    name = f"{parameter.name}::{SUFFIX[dtype]}"
+    copy = add_initializer(op.graph, name, np.asarray(parameter.const_value.numpy()).astype(dtype.numpy()))
+    for chain in (c for c in casts if c[-1].outputs[0].dtype == dtype):
+        _read_copy(op, copy, chain)
+    bucket = update.attributes.get_string(BUCKET, "")
+    attributes = {BUCKET: bucket} if bucket else {}
+    op.before, op.scope = None, "update"
+    (following,) = op.emit(
+        "Narrow", [copy, update.outputs[0]], attributes, domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}"
+    )
+    skip, node = operand(update, "skip"), following.producer()
+    if skip is not None and node is not None:
+        put(node, "skip", skip)
+    return bool(casts)
+
+
+def _read_copy(op: Builder, copy: ir.Value, chain: list[ir.Node]) -> None:
+    """Do what stands between a parameter and its cast to the copy; what nobody else reads goes."""
+    *views, cast = chain
+    op.before, op.scope, value = cast, cast.name or "copy", copy
+    for view in views:
+        attributes = {name: attribute.value for name, attribute in view.attributes.items()}
+        (value,) = op.emit(view.op_type, [value, *view.inputs[1:]], attributes)
+    cast.outputs[0].replace_all_uses_with(value)
+    for node in reversed(chain):
+        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            op.graph.remove(node, safe=True)
+
+
+def _keep_low(graph: ir.Graph, update: ir.Node) -> None:
+    """Let the update read the gradient in front of the cast to float32."""
+    wide = update.inputs[1]
+    cast = wide.producer() if wide is not None else None
+    if wide is None or cast is None or cast.op_type != "Cast" or cast.domain or len(list(wide.uses())) > 1:
+        return
+    low = cast.inputs[0]
+    if low is None or low.dtype not in LOW or low.producer() is None or wide.is_graph_output():
+        return
+    update.replace_input_with(1, low)
+    low.metadata_props[GRADIENT_OF] = wide.metadata_props.pop(GRADIENT_OF, parameter_name(update))
+    graph.remove(cast, safe=True)
+
+
+def parameter_name(update: ir.Node) -> str:
+    """Name of the parameter that an update replaces."""
+    assert update.inputs[0] is not None
+    return update.inputs[0].name or ""

@@ -1,0 +1,56 @@
+"""skip_nonfinite: pass over a step whose loss or gradients hold a NaN or an infinity, instead of stopping.
+
+    before   dW ─► AllReduce ─► Adam(W, ·)
+    after    dW ─► AllReduce ─► Adam(W, ·, skip)      skip = AnyNonFinite(every reduced gradient, every reported number)
+             Tally(graphc.skipped, skip)
+
+Ranks see the same reduced numbers, so all of them skip, or none does. A skipped step leaves every piece of state as it is,
+the step counter, running statistics and residuals of compression included; ``graphc.skipped`` counts it. Where a loss scale
+skips overflows already (``loss_scaling``), its flag is counted. It comes after all passes that add state.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.facts import is_float
+from graphc.ir.names import SKIPPED
+from graphc.ir.operands import operand, place_of, put
+from graphc.ir.state import scalar
+from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("skip_nonfinite", requires=("optimizer", "allreduce"))
+def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
+    """Let every update leave its state alone in a step with a NaN or an infinity, and count such steps."""
+    graph = model.graph
+    updates = [node for node in updates_of(graph) if place_of(node, "skip") is not None]
+    flag = next((f for f in (operand(node, "skip") for node in updates) if f is not None), None)
+    if flag is None:
+        flag = _flag(graph, updates)
+        for node in updates:
+            put(node, "skip", flag)
+    op = Builder(graph)
+    count = scalar(graph, SKIPPED, 0, np.int64)
+    op.emit("Tally", [count, flag], domain="graphc", outputs=[f"{SKIPPED}::next"], name="update/skipped")
+    ctx.note(f"skip_nonfinite: {len(updates)} updates")
+    return True
+
+
+def _flag(graph: ir.Graph, updates: list[ir.Node]) -> ir.Value:
+    """Whether any reduced gradient or statistic, or any number the step reports, is not finite."""
+    move_to_end(graph, updates_of(graph))
+    op = Builder(graph, before=updates_of(graph)[0], scope="skip_nonfinite")
+    watched = dict.fromkeys(v for node in updates if is_reduced(node) and (v := node.inputs[1]) is not None)
+    watched |= dict.fromkeys(v for v in graph.outputs if is_float(v) and v.producer() is not None)
+    kinds: dict[ir.DataType | None, list[ir.Value]] = {}
+    for value in watched:
+        kinds.setdefault(value.dtype, []).append(value)
+    flags = [op.graphc.AnyNonFinite(*values) for values in kinds.values()]
+    found: ir.Value = flags[0]
+    for other in flags[1:]:
+        found = op.Or(found, other)
+    return found

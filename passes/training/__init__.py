@@ -1,0 +1,1 @@
+"""The forward graph becomes a training graph."""

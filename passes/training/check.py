@@ -1,0 +1,86 @@
+"""check: what trains, and which ops stand between a trained parameter and the loss without a gradient rule.
+
+before   x ─► Conv(W) ─► Det ─► loss
+after    the same graph; ``ctx.values["check"]`` says that ``W`` would train and that ``Det`` is in its way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UsageError
+from graphc.gradient import GRADIENTS, key_of
+from graphc.ir.facts import dims, is_float
+from graphc.ir.names import LOSS_TOTAL, explain_trainable, find_value
+from graphc.passes.training.autodiff import ancestors, descendants, has_no_gradient, path_from_source
+from graphc.pipeline import Context, graph_pass
+
+
+@graph_pass("check", requires=("legalize",))
+def check(
+    model: ir.Model,
+    ctx: Context,
+    *,
+    of: Sequence[str] | None = None,
+    train: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+) -> bool:
+    """Report whether the model can be trained; changes nothing.
+
+    Args:
+        of: values that would be differentiated. Default: the loss total if there is one, else all float outputs.
+        train, freeze: as for ``autodiff``.
+
+    ``ctx.values["check"]`` becomes a dictionary: ``parameters``, one entry (``name``, ``shape``, ``dtype``, ``trains``,
+    ``reason``) per initializer; ``missing``, one entry (``op``, ``count``, ``nodes``, ``path``) per op without a rule.
+    """
+    graph = model.graph
+    targets = _targets(graph, of)
+    nodes = list(graph)
+    explained = explain_trainable(graph, train=train, freeze=freeze)
+    reaching = _differentiable_ancestors(graph, targets)
+    parameters, sources = [], []
+    for value, reason in explained:
+        if reason == "trains" and value not in reaching:
+            reason = "not on a differentiable path to the loss"
+        if reason == "trains":
+            sources.append(value)
+        shape = [d if d is not None else "?" for d in dims(value) or ()]
+        dtype = value.dtype.name.lower() if value.dtype is not None else "?"
+        parameters.append({"name": value.name, "shape": shape, "dtype": dtype, "trains": reason == "trains", "reason": reason})
+    needs, wanted = descendants(nodes, sources), ancestors(nodes, targets)
+    missing: dict[str, dict[str, Any]] = {}
+    for node in nodes:
+        on_path = any(out in needs and out in wanted for out in node.outputs)
+        if on_path and has_no_gradient(node):
+            key = key_of(node.domain, node.op_type)
+            path = path_from_source(node, needs, set(sources))
+            entry = missing.setdefault(key, {"op": key, "count": 0, "nodes": [], "path": path})
+            entry["count"] += 1
+            entry["nodes"].append(node.name)
+    ctx.values["check"] = {"parameters": parameters, "missing": [missing[key] for key in sorted(missing)]}
+    return False
+
+
+def _targets(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
+    if of:
+        return [find_value(graph, name) for name in of]
+    marked = [v for node in graph for v in node.outputs if v.metadata_props.get(LOSS_TOTAL)]
+    targets = marked or [v for v in graph.outputs if is_float(v)]
+    if not targets:
+        raise UsageError("the model has no floating-point output that a loss could be made of")
+    return targets
+
+
+def _differentiable_ancestors(graph: ir.Graph, targets: Sequence[ir.Value]) -> set[ir.Value]:
+    """Float values from which ``targets`` are computed by ops that pass gradients on."""
+    wanted = set(targets)
+    for node in reversed(graph):
+        rule = GRADIENTS.get(key_of(node.domain, node.op_type))
+        if any(out in wanted for out in node.outputs) and not (rule is not None and rule.function is None):
+            # A node's subgraph may read any value of the graph; what such a node captures is taken to be on the path.
+            wanted.update(v for v in ancestors([node], node.outputs) if is_float(v))
+    return wanted

@@ -1,0 +1,223 @@
+"""loss: put a loss on a model and leave it ready for ``autodiff``.
+
+    before   x ─► … ─► Softmax ─► probabilities
+    after    x ─► … ─► SoftmaxCrossEntropy(·, label) ─► total, weight        Mean(total, weight) ─► loss
+
+The total is marked (metadata ``graphc.loss_total``); ``loss`` is the graph's output. A Softmax, LogSoftmax or Sigmoid at
+the end of the file is absorbed: the loss takes its input, which is exact where probabilities would underflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import UsageError, nearest
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, describe_value, is_float, static_dims
+from graphc.ir.names import LIVE, LOSS_TOTAL
+from graphc.ir.state import scalar
+from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
+from graphc.passes.training.loss_model import inline_model
+from graphc.passes.training.loss_request import Request, Sums, check_same_shape, hits, over_elements, producer_behind_views
+from graphc.pipeline import Context, graph_pass
+
+ELEMENTWISE = ("prediction", "label", "sample_weight")
+OVER_CLASSES = ("logits", "label", "axis", "ignore_index", "class_weight", "sample_weight")
+
+OPTIONS: Mapping[str, Sequence[str]] = {
+    "softmax_cross_entropy": (*OVER_CLASSES, "label_smoothing", "label_kind"),
+    "nll": OVER_CLASSES,
+    "bce_with_logits": ("logits", "label", "sample_weight"),
+    "mse": ELEMENTWISE,
+    "l1": ELEMENTWISE,
+    "huber": (*ELEMENTWISE, "delta"),
+    "output": ("name",),
+    "model": ("path",),
+}
+"""Kind of loss → the options it has besides ``reduction``, ``metrics`` and ``keep_outputs``."""
+
+
+@graph_pass("loss", requires=("legalize",))
+def loss(
+    model: ir.Model,
+    ctx: Context,
+    *,
+    kind: str = "softmax_cross_entropy",
+    logits: str | None = None,
+    prediction: str | None = None,
+    label: str | None = None,
+    name: str | None = None,
+    path: str | None = None,
+    reduction: str = "mean",
+    axis: int | None = None,
+    ignore_index: int | None = None,
+    label_smoothing: float | None = None,
+    class_weight: Sequence[float] | str | None = None,
+    label_kind: str | None = None,
+    delta: float | None = None,
+    sample_weight: str | None = None,
+    metrics: bool = False,
+    keep_outputs: bool = False,
+) -> bool:
+    """Append a loss and make it the model's output.
+
+    Args:
+        kind: softmax_cross_entropy, nll, bce_with_logits, mse, l1, huber, output (a scalar of the graph) or model (the
+            scalar output of another ONNX file).
+        logits, prediction: the scored value; default: the model's only output.
+        label: a value of the graph, or the name of a new input; default ``label``.
+        name: of the scalar, for ``output``; default: the model's only output.
+        path: of the ONNX file, for ``model``. Its inputs are matched by name to values of this graph.
+        reduction: ``mean`` (over what counts: samples, elements; over ranks for output and model) or ``sum``.
+        axis: the class axis; default: that of an absorbed Softmax, else 1.
+        ignore_index: label that does not count (PyTorch's default is -100; here none).
+        label_smoothing: share in [0, 1] of the label spread evenly over the classes.
+        class_weight: a number per class, or the name of an initializer that holds them; constant in either case.
+        label_kind: ``class``, ``probabilities`` or ``auto``: probabilities if the label exists and is floating point.
+        delta: of huber, where it turns from square to linear; default 1.
+        sample_weight: a value of the graph, or the name of a new float32 input (N,): each sample's loss is multiplied by it, a
+            mean divides by the sum of the weights, and metrics are weighted too. Losses over samples only.
+        metrics: also report ``accuracy`` (losses over classes, and bce_with_logits at a threshold of 0).
+        keep_outputs: keep the model's outputs behind the loss.
+
+    Raises:
+        UsageError: an unknown kind, an option the kind lacks, a value that does not exist, or shapes that do not fit.
+    """
+    given = {
+        "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "axis": axis,
+        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weight": class_weight,
+        "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
+    }  # fmt: skip
+    options = {key: value for key, value in given.items() if value is not None}
+    if kind not in OPTIONS:
+        raise UsageError(f"unknown loss {kind!r}{nearest(kind, OPTIONS)}; known are {', '.join(OPTIONS)}")
+    for key in options:
+        if key not in OPTIONS[kind]:
+            raise UsageError(f"loss {kind!r} has no option {key!r}; its options are {', '.join(OPTIONS[kind])}")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"reduction={reduction!r}{nearest(reduction, ('mean', 'sum'))}; it is mean or sum")
+    op = Builder(model.graph, scope="loss")
+    sums = _where_live(model.graph, op, _KINDS[kind](Request(model.graph, ctx, op, kind, options, metrics)))
+    _finish(model.graph, ctx, op, sums, reduction, keep_outputs)
+    ctx.note(f"loss: {kind} ({reduction})")
+    return True
+
+
+def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
+    """Sums that are 0 where this rank's share of the batch is empty, whatever its stand-in samples gave (NaN too)."""
+    alive = op.Greater(scalar(graph, LIVE, 1, np.float32), 0.0)
+
+    def gate(value: ir.Value) -> ir.Value:
+        return op.Where(alive, value, op.scalar(0.0, value))  # type: ignore[no-any-return]
+
+    counts = () if sums.correct is None or sums.counted is None else (gate(sums.correct), gate(sums.counted))
+    return Sums(gate(sums.total), gate(sums.weight), *counts)
+
+
+def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: str, keep_outputs: bool) -> None:
+    """Mark the total, name the reported values, make them the graph's outputs."""
+    sums.total.metadata_props[LOSS_TOTAL] = "1"
+    names = ["loss", "accuracy"] if sums.correct is not None else ["loss"]
+    for name in names:
+        _free(graph, ctx, op, name)
+    (reported,) = op.emit(
+        "Mean", [sums.total, sums.weight if reduction == "mean" else None], domain="graphc", outputs=["loss"], name="loss/mean"
+    )
+    outputs = [reported]
+    if sums.correct is not None:
+        inputs, attributes = [sums.correct, sums.counted], {"name": "accuracy"}
+        outputs += op.emit("Mean", inputs, attributes, domain="graphc", outputs=["accuracy"], name="loss/accuracy")
+    kept = list(graph.outputs) if keep_outputs else []
+    graph.outputs.clear()
+    graph.outputs.extend([*outputs, *kept])
+
+
+def _free(graph: ir.Graph, ctx: Context, op: Builder, name: str) -> None:
+    """Give the name of a reported value free: another value of that name is renamed."""
+    if any(v.name == name for v in graph.inputs) or name in graph.initializers:
+        raise UsageError(f"the model has an input or initializer {name!r}, which is the name of a reported value; rename it")
+    for node in graph:
+        for value in node.outputs:
+            if value.name == name:
+                value.name = op.unique(f"{name}.before", value=True)
+                ctx.note(f"loss: the model's own {name!r} is now called {value.name!r}")
+
+
+def _bce_with_logits(request: Request) -> Sums:
+    op, value = request.op, request.scored("logits")
+    sigmoid = producer_behind_views(value, ("Sigmoid",))
+    if sigmoid is not None and sigmoid.inputs[0] is not None:
+        request.ctx.note(f"loss: absorbed Sigmoid {sigmoid.name!r}; the logits are {sigmoid.inputs[0].name!r}")
+        value = op.reshape_like(sigmoid.inputs[0], value)
+    label = _regression_label(request, value, "logits")
+    losses = op.graphc.BinaryCrossEntropyWithLogits(value, label)
+    sums = over_elements(request, losses)
+    if not request.metrics:
+        return sums
+    hit = op.Equal(op.Greater(value, 0.0), op.Greater(label, 0.5))
+    return Sums(sums.total, sums.weight, hits(request, hit), op.Cast(sums.weight, to=int(ir.DataType.FLOAT)))
+
+
+def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[Request], Sums]:
+    """A loss that is Σ formula(prediction − label), divided by the number of elements."""
+
+    def build(request: Request) -> Sums:
+        value = request.scored("prediction")
+        difference = request.op.Sub(value, _regression_label(request, value, "prediction"))
+        return over_elements(request, formula(request, difference))
+
+    return build
+
+
+def _huber(request: Request, difference: ir.Value) -> ir.Value:
+    """c·(|d| − c/2) with c = min(|d|, δ): d²/2 inside, δ·(|d| − δ/2) outside"""
+    op, delta = request.op, float(request.options.get("delta", 1.0))
+    if not delta > 0:
+        raise UsageError(f"delta={delta} must be above 0")
+    size = op.Abs(difference)
+    clipped = op.Min(size, delta)
+    return op.Mul(clipped, op.Sub(size, op.Mul(clipped, 0.5)))  # type: ignore[no-any-return]
+
+
+def _regression_label(request: Request, value: ir.Value, option: str) -> ir.Value:
+    label = request.existing_label()
+    if label is None:
+        assert value.dtype is not None and value.shape is not None  # noqa: PT018
+        return request.new_label(value.dtype, value.shape.dims)
+    check_same_shape(label, value, option)
+    return request.op.cast_like(label, value)
+
+
+def _scalar_sums(op: Builder, value: ir.Value) -> Sums:
+    """A scalar as the total, with weight 1: the mean is over ranks."""
+    if not is_float(value) or static_dims(value) not in ((), (1,), (1, 1)):
+        raise UsageError(f"{describe_value(value)} is no floating-point scalar: reduce it, or choose another loss")
+    if value.producer() is None or constant(value) is not None:
+        raise UsageError(f"{describe_value(value)} is not computed by the model")
+    total = value if static_dims(value) == () else op.Reshape(value, np.array([], dtype=np.int64))
+    return Sums(total, op.scalar(1.0, total))
+
+
+def _output(request: Request) -> Sums:
+    return _scalar_sums(request.op, request.scored("name"))
+
+
+def _model(request: Request) -> Sums:
+    if "path" not in request.options:
+        raise UsageError("loss 'model' needs path=FILE.onnx")
+    return _scalar_sums(request.op, inline_model(request.graph, request.ctx, request.op, request.options["path"]))
+
+
+_KINDS: Mapping[str, Callable[[Request], Sums]] = {
+    "softmax_cross_entropy": softmax_cross_entropy,
+    "nll": negative_log_likelihood,
+    "bce_with_logits": _bce_with_logits,
+    "mse": _elementwise(lambda request, difference: request.op.Mul(difference, difference)),
+    "l1": _elementwise(lambda request, difference: request.op.Abs(difference)),
+    "huber": _elementwise(_huber),
+    "output": _output,
+    "model": _model,
+}
