@@ -18,6 +18,7 @@ without arguments that is called once per step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.device import ALIGNMENT, Array, Memory, Run
-from graphc.errors import MissingExtraError
+from graphc.errors import MissingExtraError, UsageError, nearest
 from graphc.gradient import key_of
 from graphc.registry import Registry
 
@@ -113,7 +114,7 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
     return found if found is not None and found.accepts(node) else None
 
 
-class Abilities(Protocol):
+class Capabilities(Protocol):
     """What a plan has to know of the backend that will run it."""
 
     alignment: int
@@ -153,10 +154,10 @@ class StandardAbilities:
         return False
 
 
-STANDARD: Abilities = StandardAbilities()
+STANDARD: Capabilities = StandardAbilities()
 
 
-class Backend(Abilities, Protocol):
+class Backend(Capabilities, Protocol):
     """Compiles and runs compute segments.
 
     A segment is an ONNX model of standard ops, and of those ``graphc`` ops that the backend :meth:`holds`, with static shapes.
@@ -172,13 +173,13 @@ class Backend(Abilities, Protocol):
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
         """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name.
 
         Args:
-            rooms: flat arrays of bytes. Where outputs lie in one of them, their places are the segment's from the start of a
-                run: until it writes an output, it may keep there what it likes.
+            reusable_buffers: flat arrays of bytes. The segment may use the range of an output in one of them as scratch, from
+                the start of a run until it writes that output.
         """
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,3 +273,57 @@ def host_backend(*, threads: int, spin: bool = False) -> Backend:
         return BACKENDS["onnxruntime"](threads=threads, spin=spin)
     except MissingExtraError:
         return BACKENDS["numpy"](threads=threads, spin=spin)
+
+
+DETERMINISTIC = "deterministic"
+"""The option of a backend that otherwise chooses by measuring; it comes from what the program asks for."""
+
+_TRUTH = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+
+
+def make_backend(text: str, *, threads: int, spin: bool = True, deterministic: bool = False) -> Backend:
+    """The backend of ``text``; ``auto``: onnxruntime on CPUs, or numpy where it is not installed. A GPU has to be named.
+
+    Args:
+        deterministic: two equal runs have equal bits, also where a backend has to give up speed for that.
+
+    Raises:
+        UsageError: an unknown backend or option.
+    """
+    if text == "auto":
+        return host_backend(threads=threads, spin=spin)
+    factory, options = backend_of(text)
+    if deterministic and DETERMINISTIC in _options(factory):
+        options[DETERMINISTIC] = True
+    return factory(threads=threads, spin=spin, **options)
+
+
+def name_of(text: str) -> str:
+    """The name in front of the options."""
+    return text.partition(":")[0]
+
+
+def backend_of(text: str) -> tuple[Callable[..., Backend], dict[str, Any]]:
+    """The factory of a backend, and the options that ``text`` gives it.
+
+    Raises:
+        UsageError: an unknown backend or option, or a value that is neither true nor false.
+    """
+    name, _, rest = text.partition(":")
+    factory = BACKENDS[name]
+    known = _options(factory)
+    found: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if key not in known:
+            listed = f"its options are {', '.join(known)}" if known else "it has none"
+            raise UsageError(f"backend {name!r} has no option {key!r}{nearest(key, known)}; {listed}")
+        if equals and value not in _TRUTH:
+            raise UsageError(f"backend {name!r}: {key}={value} is neither true nor false")
+        found[key] = _TRUTH[value] if equals else True
+    return factory, found
+
+
+def _options(factory: Callable[..., Backend]) -> list[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    return [p.name for p in parameters if isinstance(p.default, bool) and p.name != "spin"]

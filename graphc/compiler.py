@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
 from graphc.parallel import Parallel
-from graphc.pause import collection_paused
-from graphc.pipeline import PASSES, Context, Step, parse, run
+from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
@@ -47,7 +48,11 @@ class Evaluation:
     def model(self) -> ir.Model:
         with self._lock:  # worker threads share a program
             if not self._done:
-                run(self._model, [Step("attention", {"saves": "logsumexp"}), Step("simplify"), Step("verify")], self._ctx)
+                run(
+                    self._model,
+                    [PassCall("attention", {"saves": "logsumexp"}), PassCall("simplify"), PassCall("verify")],
+                    self._ctx,
+                )
                 self._done = True
         return self._model
 
@@ -83,7 +88,7 @@ class Program:
     backend: str = "auto"
     pipeline: str = ""
     log: list[str] = field(default_factory=list)
-    imports: tuple[Step, ...] = ()
+    imports: tuple[PassCall, ...] = ()
     again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -105,31 +110,35 @@ def training_pipeline(
     precision: str | None = None,
     recompute: str | None = None,
     parallel: Parallel | None = None,
-) -> list[Step]:
+) -> list[PassCall]:
     """The default pipeline: each line one pass, in order."""
     parallel = parallel or Parallel()
     low, again = precision_options(precision), recompute_options(recompute)
     return [
-        Step("legalize"),  # one opset, parameters as initializers, everything typed
-        *([Step("rebatch", {"batch": batch})] if batch is not None else []),  # a baked batch size becomes another, or a symbol
-        *([Step("initialize", {"method": initialize, "seed": seed})] if initialize else []),  # files without trained weights
-        Step("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
+        PassCall("legalize"),  # one opset, parameters as initializers, everything typed
+        *(
+            [PassCall("rebatch", {"batch": batch})] if batch is not None else []
+        ),  # a baked batch size becomes another, or a symbol
+        *(
+            [PassCall("initialize", {"method": initialize, "seed": seed})] if initialize else []
+        ),  # files without trained weights
+        PassCall("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
         *parallel.forward_steps(),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
-        Step("attention"),  # one op, which a backend may compute in cache
-        *([Step("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
-        Step("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
-        *([Step("recompute", again)] if again else []),  # fewer activations wait for the backward pass
+        PassCall("attention"),  # one op, which a backend may compute in cache
+        *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
+        PassCall("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
+        *([PassCall("recompute", again)] if again else []),  # fewer activations wait for the backward pass
         optimizer.step(),  # one update node a parameter
         *(parallel.master_steps() if low else []),  # float32 parameters for updates alone, low copies for products
-        Step("allreduce"),  # between every gradient and its update
-        *([Step("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
+        PassCall("allreduce"),  # between every gradient and its update
+        *([PassCall("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
         *parallel.gradient_steps(),  # micro-batches, clipping, compression, skipping
-        Step("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
+        PassCall("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
         *parallel.strategy_steps(),  # who holds and updates what
-        Step("schedule"),  # start early, wait late
-        Step("simplify"),
-        Step("verify"),
+        PassCall("schedule"),  # start early, wait late
+        PassCall("simplify"),
+        PassCall("verify"),
     ]
 
 
@@ -166,6 +175,21 @@ def _options(name: str, text: str) -> dict[str, Any]:
     return PASSES[name].bind({key.strip(): value.strip() for key, _, value in pairs})
 
 
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause Python's cycle collector while graphs are built; may be nested.
+
+    The collector would walk over all their nodes again and again.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 @collection_paused()
 def compile(
     model: ModelSource,
@@ -174,7 +198,7 @@ def compile(
     optimizer: Optimizer,
     mesh: Mesh | None = None,
     backend: str = "auto",
-    passes: str | Sequence[Step] | None = None,
+    passes: str | Sequence[PassCall] | None = None,
     freeze: Sequence[str] | None = None,
     train: Sequence[str] | None = None,
     batch: int | str | None = None,
@@ -193,7 +217,7 @@ def compile(
     nonfinite: str = "stop",
     example_inputs: Sequence[Any] | None = None,
     dump_dir: str | Path | None = None,
-    after: Callable[[Step, ir.Model, float], None] | None = None,
+    after: Callable[[PassCall, ir.Model, float], None] | None = None,
 ) -> Program:
     """Compile ``model`` into a training program.
 
@@ -301,7 +325,7 @@ def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> Evaluatio
     """A copy of the legalised model in inference mode whose outputs are the loss and metrics with their sums."""
     model = legalised.clone()
     inner = Context(done=list(ctx.done))
-    run(model, [Step("inference_mode"), loss.step()], inner)
+    run(model, [PassCall("inference_mode"), loss.step()], inner)
     for node in list(model.graph):
         if node.op_type == "Mean" and node.domain == "graphc":
             # Evaluation adds sums over batches and divides once, so a short last batch weighs what it should.
@@ -332,15 +356,15 @@ def grad(
     copy = frontends.load(model, example_inputs=example_inputs).clone()
     targets = [of] if isinstance(of, str) else list(of)
     wrt = [wrt] if isinstance(wrt, str) else wrt
-    ctx = run(copy, [Step("legalize")])
+    ctx = run(copy, [PassCall("legalize")])
     earlier = set(copy.graph)
-    run(copy, [Step("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)
+    run(copy, [PassCall("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)
     new = (v for node in copy.graph if node not in earlier for v in node.outputs)
     made = {v.metadata_props[GRADIENT_OF]: v for v in new if GRADIENT_OF in v.metadata_props}
     copy.graph.outputs.extend(made[name] for name in wrt)
     if standard:
         decompose_graph(copy.graph, lambda node: False)
-    run(copy, [Step("simplify")])
+    run(copy, [PassCall("simplify")])
     return copy
 
 

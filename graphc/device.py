@@ -16,7 +16,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Run: TypeAlias = "Callable[[], None]"
 
 
-class Waits:
+class HostSync:
     """Bound work that looks at results on the host, or decides anew in each step: it cannot be recorded."""
 
     __slots__ = ("run",)
@@ -91,7 +91,7 @@ def in_order(runs: Sequence[Run]) -> Run:
         for one in held:
             one()
 
-    return run if all(only_queues(one) for one in held) else Waits(run)
+    return run if all(only_queues(one) for one in held) else HostSync(run)
 
 
 class Event(Protocol):
@@ -220,3 +220,7 @@ class HostMemory(Unqueued):
 
 
 HOST: Memory = HostMemory()
+
+
+LEAST_DRIVER = {12: "525", 13: "580"}
+"""CUDA version → the oldest driver for Linux that runs it (NVIDIA's table of minor version compatibility)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from graphc.errors import UsageError, nearest
-from graphc.pipeline import PASSES, Step
+from graphc.pipeline import PASSES, PassCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Loss:
     keep_outputs: bool = False
     sample_weight: str | None = None
 
-    def step(self) -> Step:
+    def step(self) -> PassCall:
         """The step of the pipeline that puts this loss on a model."""
         options: dict[str, Any] = {"kind": self.kind}
         options.update({f.name: getattr(self, f.name) for f in fields(self)})
-        return Step("loss", {key: value for key, value in options.items() if value is not None})
+        return PassCall("loss", {key: value for key, value in options.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from graphc.errors import UsageError, nearest
 from graphc.losses import split_choice
-from graphc.pipeline import PASSES, Step
+from graphc.pipeline import PASSES, PassCall
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Optimizer:
     name: ClassVar[str]
     lr: float = 1e-3
 
-    def step(self) -> Step:
+    def step(self) -> PassCall:
         """The step of the pipeline that puts this optimizer behind the gradients."""
         options: dict[str, Any] = {"name": self.name}
         options.update({f.name: getattr(self, f.name) for f in fields(self)})
-        return Step("optimizer", options)
+        return PassCall("optimizer", options)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphc.errors import UsageError, nearest
-from graphc.pipeline import PASSES, Step
+from graphc.pipeline import PASSES, PassCall
 
 STRATEGIES: Mapping[str, str | None] = {
     "mirrored": None,
@@ -55,7 +55,7 @@ class Parallel:
     deterministic: str | None = None
     nonfinite: str = "stop"
 
-    def forward_steps(self) -> list[Step]:
+    def forward_steps(self) -> list[PassCall]:
         """Passes between ``train_mode`` and the loss.
 
         Raises:
@@ -66,44 +66,44 @@ class Parallel:
                 "sync_batchnorm needs the whole batch at once, deterministic='any-world' computes it in fixed shards;"
                 " choose one of them"
             )
-        return [Step("sync_batchnorm")] if self.sync_batchnorm else []
+        return [PassCall("sync_batchnorm")] if self.sync_batchnorm else []
 
-    def master_steps(self) -> list[Step]:
+    def master_steps(self) -> list[PassCall]:
         """With mixed precision, the pass between the optimizer and ``allreduce`` that keeps float32 masters apart.
 
         What adds up or transforms gradients on the way takes them in float32.
         """
         if self.strategy.partition(":")[0] not in ("zero", "central_storage"):
             return []
-        return [Step("master_weights", {"low_gradients": self.accumulate == 1 and not self._shards()})]
+        return [PassCall("master_weights", {"low_gradients": self.accumulate == 1 and not self._shards()})]
 
-    def gradient_steps(self) -> list[Step]:
+    def gradient_steps(self) -> list[PassCall]:
         """Passes between ``allreduce`` and ``bucket``."""
-        steps: list[Step] = []
+        steps: list[PassCall] = []
         shards = self._shards()
         if self.accumulate < 1:
             raise UsageError(f"accumulate must be a whole number of at least 1, not {self.accumulate}")
         if shards:
             if self.accumulate > 1:
                 raise UsageError("deterministic='any-world' sets the micro-batches itself; leave accumulate out")
-            steps.append(Step("micro_shards", shards))
+            steps.append(PassCall("micro_shards", shards))
         elif self.accumulate > 1:
-            steps.append(Step("accumulate", {"steps": self.accumulate}))
+            steps.append(PassCall("accumulate", {"steps": self.accumulate}))
         if self.clip_norm is not None or self.clip_value is not None:
             bounds = {"norm": self.clip_norm, "value": self.clip_value}
-            steps.append(Step("clip", {k: v for k, v in bounds.items() if v is not None}))
+            steps.append(PassCall("clip", {k: v for k, v in bounds.items() if v is not None}))
         if self.compress is not None:
             method, options = _parse("compress", self.compress, {}, own=("method",))
-            steps.append(Step("compress", {"method": method, **options}))
+            steps.append(PassCall("compress", {"method": method, **options}))
         if self.nonfinite not in NONFINITE:
             raise UsageError(
                 f"nonfinite={self.nonfinite!r}{nearest(self.nonfinite, NONFINITE)}; it is {' or '.join(NONFINITE)}"
             )
         if self.nonfinite == "skip":
-            steps.append(Step("skip_nonfinite"))
+            steps.append(PassCall("skip_nonfinite"))
         return steps
 
-    def strategy_steps(self) -> list[Step]:
+    def strategy_steps(self) -> list[PassCall]:
         """Passes between ``bucket`` and ``schedule``.
 
         Raises:
@@ -118,7 +118,7 @@ class Parallel:
                 raise UsageError(f"strategy {name!r} has no options, not {self.strategy!r}")
             return []
         _, options = _parse(owner, self.strategy, {})
-        return [Step(owner, options)]
+        return [PassCall(owner, options)]
 
     @property
     def servers(self) -> int:

@@ -89,7 +89,7 @@ def graph_pass(name: str, *, requires: Sequence[str] = ()) -> Callable[[PassFunc
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PassCall:
     """One pass of a pipeline with its options."""
 
     name: str
@@ -108,13 +108,13 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def parse(text: str) -> list[Step]:
+def parse(text: str) -> list[PassCall]:
     """Parse the text form of a pipeline.
 
     Raises:
         UsageError: a syntax error or unknown pass, with the nearest match.
     """
-    steps: list[Step] = []
+    steps: list[PassCall] = []
     position = 0
     pattern = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
     while position < len(text):
@@ -129,7 +129,7 @@ def parse(text: str) -> list[Step]:
             key, equals, value = item.partition("=")
             options[key.strip()] = value.strip() if equals else True
         PASSES[name].bind(options)
-        steps.append(Step(name, options))
+        steps.append(PassCall(name, options))
         position = match.end()
     if not steps:
         raise UsageError("the pipeline is empty; 'graphc passes' lists the passes")
@@ -202,12 +202,12 @@ def _dump(model: ir.Model, folder: Path, name: str) -> None:
 
 def run(
     model: ir.Model,
-    steps: Sequence[Step] | str,
+    steps: Sequence[PassCall] | str,
     ctx: Context | None = None,
     *,
     verify_each: bool = False,
     dump_dir: Path | None = None,
-    after: Callable[[Step, ir.Model, float], None] | None = None,
+    after: Callable[[PassCall, ir.Model, float], None] | None = None,
 ) -> Context:
     """Run a pipeline on ``model`` in place.
 

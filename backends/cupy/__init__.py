@@ -18,13 +18,13 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
-from graphc.backends.cupy.device.protocol import Device, Options
+from graphc.backends.cupy.device.protocol import CudaOptions, Device
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.rewrite.decompose import is_composite
-from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import Segment, compile_segment
-from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
 from graphc.backends.fusion.lowering import is_expression
@@ -38,7 +38,7 @@ class CupyBackend:
     Args:
         threads, spin: for the host's side of things; unused.
         device: the machine; None: the GPU of this worker, by its local rank.
-        tf32, deterministic, loose_gelu: see :class:`.device.Options`; of the GPU that is made here.
+        tf32, deterministic, loose_gelu: see :class:`.device.CudaOptions`; of the GPU that is made here.
     """
 
     name = "cupy"
@@ -60,10 +60,10 @@ class CupyBackend:
         if device is None:
             from graphc.backends.cupy.device.cuda_device import CudaDevice
 
-            device = CudaDevice(options=Options(tf32, deterministic, loose_gelu))
+            device = CudaDevice(options=CudaOptions(tf32, deterministic, loose_gelu))
         self.device = device
         self.memory: Memory = device
-        self._scratch = Scratch(device, warn)
+        self._scratch = SegmentScratch(device, warn)
 
     def prefers_native(self, node: ir.Node) -> bool:
         return is_elementwise(node)
@@ -80,9 +80,11 @@ class CupyBackend:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
-        return BoundSegment(self._compiled(model), self.device, self._scratch, inputs, outputs, rooms=rooms)
+        return BoundSegment(
+            self._compiled(model), self.device, self._scratch, inputs, outputs, reusable_buffers=reusable_buffers
+        )
 
     def _compiled(self, model: onnx.ModelProto) -> Segment:
         device, options = self.device, self.device.options
@@ -131,8 +133,8 @@ class CupyPlanner(CupyBackend):
     memory: PlannedMemory
 
     def __init__(self, *, writes_cuda: bool = True, kept: Path | None = None) -> None:
-        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda, kept=None if kept is None else Kept(kept)))
-        self._scratch = Scratch(self.device)
+        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda, kept=None if kept is None else SegmentCache(kept)))
+        self._scratch = SegmentScratch(self.device)
 
     @property
     def scratch(self) -> int:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.indexing import Variable, flatten, unflatten
-from graphc.backends.fusion.kernel_source import Access, Form, NotFusibleError, Source, Spec
+from graphc.backends.fusion.kernel_source import Access, Form, KernelSource, KernelSpec, NotFusibleError
 from graphc.backends.fusion.lowering import Scope, Values, dtype_of
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.sign_bits import BITS, packs
@@ -43,10 +43,10 @@ class Generator(Values):
         NotFusibleError: a value that is neither in memory nor computable here.
     """
 
-    def __init__(self, spec: Spec, in_memory: Any, form: Form | None = None) -> None:
+    def __init__(self, spec: KernelSpec, in_memory: Any, form: Form | None = None) -> None:
         super().__init__(spec, in_memory, form or Form())
 
-    def source(self) -> Source:
+    def source(self) -> KernelSource:
         """The whole kernel."""
         body: list[str] = []
         for level in self._levels():
@@ -62,7 +62,7 @@ class Generator(Values):
         whole = [v for v in self.spec.stores if size_of(v) != self.spec.rows]
         return len(self._levels()) == 1 and not self._online() and not any(self._reductions_before(v, {}) for v in whole)
 
-    def halves(self) -> tuple[Source, Source]:
+    def halves(self) -> tuple[KernelSource, KernelSource]:
         """The kernel in two: many blocks add up parts of the columns of one row, then the parts are added up.
 
         For a kernel that :meth:`divides`.
@@ -124,7 +124,7 @@ class Generator(Values):
         before: Sequence[str] = (),
         after: Sequence[str] = (),
         totals: int = 0,
-    ) -> Source:
+    ) -> KernelSource:
         parameters = [f"const {expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in self._operands.items()]
         parameters += [f"{expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in stores]
         parameters += [f"{compute_type(dtype)}* RESTRICT p{k}" for k, dtype in enumerate(partials)]
@@ -135,7 +135,7 @@ class Generator(Values):
         spec, traffic = self.spec, tuple(self._traffic)
         reach = max((abs(bound) for linear, _ in self._linears for bound in linear.bounds()), default=0)
         reads, rows, columns = len(self._operands), spec.rows, spec.columns
-        return Source(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
+        return KernelSource(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
 
     def _levels(self) -> list[list[ir.Node]]:
         """Reductions by how many others of the kernel come before them."""

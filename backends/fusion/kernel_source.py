@@ -15,7 +15,7 @@ class NotFusibleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class KernelSpec:
     """What one kernel computes.
 
     Attributes:
@@ -77,7 +77,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KernelSource:
     """A generated kernel.
 
     Attributes:

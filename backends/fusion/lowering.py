@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphc.backends.fusion import expressions, lowering_rules, views
 from graphc.backends.fusion.expressions import compute_type, literal
 from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Variable, flatten
-from graphc.backends.fusion.kernel_source import Access, Form, NotFusibleError, Spec
+from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.sign_bits import UNPACKED
 from graphc.backends.fusion.views import shape_of
@@ -48,7 +48,7 @@ class Values:
         uses: (value, offset) of loads inside loops → the loops.
     """
 
-    def __init__(self, spec: Spec, in_memory: Callable[[ir.Value], bool], form: Form) -> None:
+    def __init__(self, spec: KernelSpec, in_memory: Callable[[ir.Value], bool], form: Form) -> None:
         self.spec, self.form = spec, form
         self.uses: dict[tuple[ir.Value, Linear], set[int]] = {}
         self._in_memory = in_memory

@@ -48,7 +48,7 @@ class NumpyBackend:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
         evaluator, names = _evaluator(model), list(outputs)
 

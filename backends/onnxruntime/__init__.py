@@ -65,7 +65,7 @@ class OnnxRuntimeBackend:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
         session = self._session(model)
         binding = session.io_binding()

@@ -80,7 +80,7 @@ class DeviceBackend:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
         for name, array in (*inputs.items(), *outputs.items()):
             if is_packed(array.dtype):

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from graphc.backend import make_backend
 from graphc.device import Memory, Run
 from graphc.distributed.choose import for_memory, open_communicator
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.nccl.calls import plan_calls
 from graphc.distributed.nccl.communicator import NcclCommunicator
-from graphc.engine import make_backend
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 DEVICE_SIZES = (*SIZES, 128, 256)

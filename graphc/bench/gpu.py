@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphc.bench.gpu_processes import Clock, Worker, export_all, once
+from graphc.bench.gpu_processes import BenchProcess, Clock, export_all, once
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.kernel_table import markdown
 from graphc.errors import UsageError, nearest
@@ -84,7 +84,7 @@ def missing(backend: str) -> str:
     """Why nothing can be measured here; empty: all is there. Asked in a process of its own, whose context ends with it."""
     code = f"""
 import json
-from graphc.engine import make_backend
+from graphc.backend import make_backend
 from graphc.errors import GraphcError
 reason = ""
 try:
@@ -200,9 +200,9 @@ class JobRun:
     def _fail(self, name: str, reason: str) -> None:
         self.found["failed"][name] = reason
 
-    def _begin(self, stack: ExitStack, side: str, command: Callable[[], Sequence[str]]) -> Worker | None:
-        def begin() -> Worker:
-            worker = stack.enter_context(Worker(command(), self.environment, self.clock))
+    def _begin(self, stack: ExitStack, side: str, command: Callable[[], Sequence[str]]) -> BenchProcess | None:
+        def begin() -> BenchProcess:
+            worker = stack.enter_context(BenchProcess(command(), self.environment, self.clock))
             try:
                 told = worker.read(self.arguments.patience)
             except RuntimeError:
@@ -213,7 +213,7 @@ class JobRun:
                 self.found.setdefault("said", {})[side] = said
             return worker
 
-        worker: Worker | None = self._part(side, begin)
+        worker: BenchProcess | None = self._part(side, begin)
         return worker
 
     def _keep(self, told: dict[str, Any] | None, when: str) -> None:
@@ -232,7 +232,7 @@ class JobRun:
         for key in ("device_bytes", "calls", "not_captured"):
             self.found[key] = told[key]
 
-    def _round(self, workers: Sequence[Worker]) -> None:
+    def _round(self, workers: Sequence[BenchProcess]) -> None:
         if workers:
             self.rounds.append({mode: ms for worker in workers for mode, ms in worker.measure().items()})
             self.found.update(best_of(self.rounds))

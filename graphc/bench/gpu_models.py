@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphc.bench.gpu_specs import JOBS, Job
+from graphc.bench.gpu_specs import JOBS, BenchJob
 from graphc.bench.models import ResNet
 
 
@@ -60,7 +60,7 @@ class _Block(nn.Module):
 class LanguageModel(nn.Module):
     """GPT-2 (Radford et al., 2019) or, not ``causal``, BERT (Devlin et al., 2018) without dropout, with a tied head."""
 
-    def __init__(self, job: Job, causal: bool) -> None:
+    def __init__(self, job: BenchJob, causal: bool) -> None:
         super().__init__()
         width, (length,) = job.width, job.inputs
         self.tokens, self.positions = nn.Embedding(job.tokens, width), nn.Parameter(torch.empty(1, length, width))
@@ -82,7 +82,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x) if self.transform is None else self.transform(x))  # type: ignore[no-any-return]
 
 
-def build(name: str, job: Job | None = None, seed: int = 0) -> nn.Module:
+def build(name: str, job: BenchJob | None = None, seed: int = 0) -> nn.Module:
     """The module of a job with seeded weights."""
     job = job or JOBS[name]
     torch.manual_seed(seed)
@@ -95,7 +95,7 @@ def build(name: str, job: Job | None = None, seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def export(name: str, path: str | Path, job: Job | None = None) -> None:
+def export(name: str, path: str | Path, job: BenchJob | None = None) -> None:
     """Write the module as an ONNX file with a dynamic batch dimension, input ``input`` and output ``logits``."""
     from graphc import frontends
 

@@ -29,7 +29,7 @@ class Clock:
         return max(0.0, min(most, self._end - time.monotonic()))
 
 
-class Worker:
+class BenchProcess:
     """A process that prints a line of JSON when it is set up, and one for every line that it reads.
 
     Args:
@@ -51,7 +51,7 @@ class Worker:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> BenchProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,7 +108,7 @@ class Worker:
 
 def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, seconds: float = float("inf")) -> dict[str, Any]:
     """What a process says first, within ``seconds``."""
-    with Worker(command, environment, clock) as worker:
+    with BenchProcess(command, environment, clock) as worker:
         return worker.read(seconds)
 
 

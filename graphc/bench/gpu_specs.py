@@ -14,7 +14,7 @@ Arrays = dict[str, "np.ndarray[Any, np.dtype[Any]]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """One training job.
 
     Attributes:
@@ -57,11 +57,11 @@ class Job:
         precision = None if self.precision == "tf32" else self.precision
         return {"loss": loss, "optimizer": optim.parse(self.optimizer), "precision": precision}
 
-    def smaller(self, *, layers: int = 0, batch: int = 0) -> Job:
+    def smaller(self, *, layers: int = 0, batch: int = 0) -> BenchJob:
         """The same job with other sizes; 0 keeps what it has."""
         return replace(self, layers=layers or self.layers, batch=batch or self.batch)
 
-    def tiny(self) -> Job:
+    def tiny(self) -> BenchJob:
         """The same kind of job at a size that any machine runs in a moment, to try out what surrounds it."""
         if self.tokens:
             return replace(self, batch=2, inputs=(16,), classes=48, tokens=48, layers=1, width=32, heads=2)
@@ -73,11 +73,11 @@ class Job:
 ADAMW = "adamw:lr=3e-4,beta2=0.95,weight_decay=0.1"
 MOMENTUM = "sgd:lr=0.01,momentum=0.9"
 
-JOBS: Mapping[str, Job] = {
-    "gpt2": Job(16, (1024,), 50304, ADAMW, "bf16", 31.0, 50304, True, 12, 768, 12),
-    "bert": Job(64, (128,), 30528, ADAMW, "bf16", 14.0, 30528, True, 12, 768, 12),
-    "resnet50": Job(256, (3, 224, 224), 1000, MOMENTUM, "bf16", 31.0, layers=50, width=64),
-    "mlp-wide": Job(1024, (784,), 10, MOMENTUM, "tf32", 0.6, width=4096),
+JOBS: Mapping[str, BenchJob] = {
+    "gpt2": BenchJob(16, (1024,), 50304, ADAMW, "bf16", 31.0, 50304, True, 12, 768, 12),
+    "bert": BenchJob(64, (128,), 30528, ADAMW, "bf16", 14.0, 30528, True, 12, 768, 12),
+    "resnet50": BenchJob(256, (3, 224, 224), 1000, MOMENTUM, "bf16", 31.0, layers=50, width=64),
+    "mlp-wide": BenchJob(1024, (784,), 10, MOMENTUM, "tf32", 0.6, width=4096),
 }
 """GPT-2 124M (vocabulary 50,257 padded to 50,304), BERT-base with a head over the vocabulary (30,522 padded to 30,528) at every
 position, ResNet-50 and an MLP 784-4096-4096-10."""

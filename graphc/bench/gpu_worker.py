@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphc.bench.gpu_specs import JOBS, Arrays, Job
+from graphc.bench.gpu_specs import JOBS, Arrays, BenchJob
 from graphc.bench.kernel_table import Row, rows
 from graphc.report.step_time import TIMERS
 
@@ -94,9 +94,9 @@ def milliseconds(step: Step, wait: Step, seconds: float) -> float:
 # graphc ---------------------------------------------------------------------------------------------------------------
 
 
-def _program(job: Job, path: str, backend: str, precision: str) -> Any:
+def _program(job: BenchJob, path: str, backend: str, precision: str) -> Any:
     import graphc
-    from graphc.engine import backend_of
+    from graphc.backend import backend_of
     from graphc.errors import UsageError
 
     if precision == "tf32":
@@ -107,7 +107,7 @@ def _program(job: Job, path: str, backend: str, precision: str) -> Any:
     return graphc.compile(path, backend=backend, **options)
 
 
-def graphc_side(job: Job, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
+def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
     """A trainer that has taken its first steps; the first run measures, the second is captured.
 
     Feeds lie on the device, as PyTorch's do.
@@ -173,7 +173,7 @@ def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
     return found
 
 
-def graphc_losses(job: Job, path: str, backend: str, precision: str, steps: int) -> list[float]:
+def graphc_losses(job: BenchJob, path: str, backend: str, precision: str, steps: int) -> list[float]:
     """The losses of the first steps, each on a batch of its own: on one batch they would soon be nought."""
     import graphc
 
@@ -184,7 +184,7 @@ def graphc_losses(job: Job, path: str, backend: str, precision: str, steps: int)
 # PyTorch --------------------------------------------------------------------------------------------------------------
 
 
-def _torch_step(name: str, job: Job, precision: str, mode: str, device: str, feeds: dict[str, Any] | None = None) -> Step:
+def _torch_step(name: str, job: BenchJob, precision: str, mode: str, device: str, feeds: dict[str, Any] | None = None) -> Step:
     """One training step of the module: fused optimizer, autocast to bfloat16, channels last for pictures.
 
     Args:
@@ -224,7 +224,7 @@ def _torch_step(name: str, job: Job, precision: str, mode: str, device: str, fee
     return step
 
 
-def _torch_optimizer(job: Job, module: Any, device: str) -> Any:
+def _torch_optimizer(job: BenchJob, module: Any, device: str) -> Any:
     import torch
 
     kind, _, rest = job.optimizer.partition(":")
@@ -246,7 +246,7 @@ def _torch_device(precision: str) -> str:
 
 
 def torch_side(
-    name: str, job: Job, precision: str, modes: Sequence[str] = MODES
+    name: str, job: BenchJob, precision: str, modes: Sequence[str] = MODES
 ) -> tuple[dict[str, Any], dict[str, Step], Step]:
     """Every mode, compiled and warm; each has its own copy of the module."""
     import torch
@@ -276,7 +276,7 @@ def torch_side(
     return found, steps, wait
 
 
-def torch_losses(name: str, job: Job, precision: str, steps: int) -> list[float]:
+def torch_losses(name: str, job: BenchJob, precision: str, steps: int) -> list[float]:
     """The losses of the same steps by PyTorch eager."""
     feeds: dict[str, Any] = {}
     step = _torch_step(name, job, precision, "eager", _torch_device(precision), feeds)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from graphc.bench.gpu_specs import JOBS, Job
+from graphc.bench.gpu_specs import JOBS, BenchJob
 from graphc.errors import UsageError, nearest
 from graphc.report.step_time import PREDICTIONS, Prediction
 
 
-def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: Job | None = None) -> Prediction:
+def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJob | None = None) -> Prediction:
     """The prediction of a job by name, whose file PyTorch exports, or of a file that ``graphc compile`` wrote.
 
     Args:

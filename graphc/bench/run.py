@@ -22,7 +22,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One line of the table; ``ratio`` is how many times as fast as the peer graphc is."""
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 
 def run_suite(
     models: Sequence[str] = TIMED, *, workers: bool = True, zoo: bool = True, rounds: int = 3, seconds: float = 3.0, say: Report
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure step times on one worker and on two, AllReduces between two, and compile times of the zoo.
 
     Args:
@@ -44,7 +44,7 @@ def run_suite(
         seconds: time a measurement takes.
         say: called with a line of progress.
     """
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     with tempfile.TemporaryDirectory(prefix="graphc-bench-") as folder:
         for model in models:
             path = str(Path(folder) / f"{model}.onnx")
@@ -59,7 +59,7 @@ def run_suite(
     return rows
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
+def write(rows: Sequence[BenchRow], path: Path) -> None:
     """Write the rows as a JSON list, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -67,7 +67,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report) -> list[Row]:
+def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report) -> list[BenchRow]:
     ours: list[dict[str, Any]] = []
     peer: list[dict[str, Any]] = []
     for _ in range(rounds):
@@ -78,11 +78,11 @@ def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report)
     say(f"{rows[0].name}: {rows[0].ours_ms:.2f} ms, {rows[0].ratio:.2f}x")
     if model == "mlp":
         spent = statistics.median(r["python_ms"] for r in ours)
-        rows.append(Row("Python outside segments, mlp", spent, "budget of 100 us", 0.1, 0.1 / spent, 1.0))
+        rows.append(BenchRow("Python outside segments, mlp", spent, "budget of 100 us", 0.1, 0.1 / spent, 1.0))
     return rows
 
 
-def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report) -> Row:
+def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report) -> BenchRow:
     ours, peer = [], []
     for _ in range(rounds):
         common = ["--threads", "1", "--seconds", str(seconds)]
@@ -93,18 +93,18 @@ def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report
     return row
 
 
-def _bandwidth(seconds: float, say: Report) -> list[Row]:
+def _bandwidth(seconds: float, say: Report) -> list[BenchRow]:
     """An AllReduce between two workers beside MPI's own, by size."""
     found = _launch_graphc([sys.executable, "-m", "graphc.bench.bandwidth", "--seconds", str(seconds)])
     rows = []
     for size in found["rows"]:
         name = f"AllReduce of {size['mib']} MiB, 2 workers"
-        rows.append(Row(name, size["ours_ms"], "MPI_Allreduce in place", size["mpi_ms"], size["ratio"], 0.95))
+        rows.append(BenchRow(name, size["ours_ms"], "MPI_Allreduce in place", size["mpi_ms"], size["ratio"], 0.95))
         say(f"{name}: {rows[-1].ours_ms:.3f} ms, {rows[-1].ratio:.2f}x")
     return rows
 
 
-def _zoo_compile(say: Report) -> list[Row]:
+def _zoo_compile(say: Report) -> list[BenchRow]:
     """Compile times of the ONNX package's nine models against the limit of three seconds."""
     import onnx
 
@@ -121,15 +121,15 @@ def _zoo_compile(say: Report) -> list[Row]:
             initialize="he",
         )
         spent = (time.perf_counter() - start) * 1e3
-        rows.append(Row(f"compile {path.stem.removeprefix('light_')}", spent, "limit of 3 s", 3000.0, 3000.0 / spent, 1.0))
+        rows.append(BenchRow(f"compile {path.stem.removeprefix('light_')}", spent, "limit of 3 s", 3000.0, 3000.0 / spent, 1.0))
         say(f"{rows[-1].name}: {spent:.0f} ms")
     return rows
 
 
-def _row(name: str, ours: list[dict[str, Any]], peer_name: str, peer: list[dict[str, Any]], goal: float) -> Row:
+def _row(name: str, ours: list[dict[str, Any]], peer_name: str, peer: list[dict[str, Any]], goal: float) -> BenchRow:
     mine = statistics.median(r["ms"] for r in ours)
     theirs = statistics.median(r["ms"] for r in peer)
-    return Row(name, mine, peer_name, theirs, theirs / mine, goal)
+    return BenchRow(name, mine, peer_name, theirs, theirs / mine, goal)
 
 
 def _module() -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class BenchModel:
     """Input shape without the batch, number of classes, global batch size, and the vocabulary of a token model."""
 
     inputs: tuple[int, ...]
@@ -29,14 +29,14 @@ class Spec:
 
 
 SPECS = {
-    "mlp": Spec((784,), 10, 128),
-    "lenet": Spec((1, 28, 28), 10, 64),
-    "squeezenet": Spec((3, 224, 224), 1000, 4),
-    "resnet50": Spec((3, 224, 224), 1000, 4),
-    "transformer": Spec((128,), 10, 8, tokens=1000),
-    "resnet18-small": Spec((3, 16, 16), 10, 8),
-    "resnet18-smooth": Spec((3, 16, 16), 10, 8),
-    "transformer-small": Spec((16,), 10, 8, tokens=100),
+    "mlp": BenchModel((784,), 10, 128),
+    "lenet": BenchModel((1, 28, 28), 10, 64),
+    "squeezenet": BenchModel((3, 224, 224), 1000, 4),
+    "resnet50": BenchModel((3, 224, 224), 1000, 4),
+    "transformer": BenchModel((128,), 10, 8, tokens=1000),
+    "resnet18-small": BenchModel((3, 16, 16), 10, 8),
+    "resnet18-smooth": BenchModel((3, 16, 16), 10, 8),
+    "transformer-small": BenchModel((16,), 10, 8, tokens=100),
 }
 """The first five are timed; the small ones serve parity tests."""
 

@@ -27,15 +27,15 @@ def command(
     from graphc import frontends
     from graphc.compiler import check_untrained
     from graphc.errors import UnsupportedOpError
-    from graphc.pipeline import Context, Step, run
+    from graphc.pipeline import Context, PassCall, run
 
     original = frontends.load(model)
     check_untrained(original)
     working, ctx = original.clone(), Context()
-    run(working, [Step("legalize")], ctx)
+    run(working, [PassCall("legalize")], ctx)
     if loss is not None:
         run(working, [options.loss_of(loss).step()], ctx)
-    run(working, [Step("check", {"train": train, "freeze": freeze})], ctx)
+    run(working, [PassCall("check", {"train": train, "freeze": freeze})], ctx)
     report = _report(original, working, ctx.values["check"])
     if form is Format.json:
         output.document(report)
@@ -74,7 +74,7 @@ def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[
 def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
     """What the user should know before training."""
     from graphc.ir.facts import dims
-    from graphc.ir.weights import not_finite, repeats_one_value
+    from graphc.ir.state import not_finite, repeats_one_value
 
     warnings = []
     if not trains:
@@ -112,7 +112,7 @@ _UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, o
 
 def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
     """Of what an exporter's optimisation has made of weights: inference is the same with them, training is not."""
-    from graphc.ir.weights import repeats_one_value
+    from graphc.ir.state import repeats_one_value
 
     warnings = []
     made = sorted(name for name in trains if _MADE_NAMES.fullmatch(name))

@@ -13,7 +13,7 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphc.pipeline import Step
+    from graphc.pipeline import PassCall
 
 
 def command(
@@ -114,7 +114,7 @@ class PassTimes:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def add(self, step: Step, model: ir.Model, seconds: float) -> None:
+    def add(self, step: PassCall, model: ir.Model, seconds: float) -> None:
         """Note that ``step`` took ``seconds`` and left ``model``."""
         self.rows.append({"pass": step.name, "ms": round(seconds * 1e3, 2), "nodes": len(model.graph)})
 

@@ -14,7 +14,7 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphc.distributed.health.flight_recorder import Flight
+    from graphc.distributed.health.flight_recorder import RankLog
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
             output.table(("#", "step", "collective", "tag", "bytes", "began", "took"), _rows(flight, flights, last))
 
 
-def _rows(flight: Flight, flights: Sequence[Flight], last: int) -> list[tuple[str, ...]]:
+def _rows(flight: RankLog, flights: Sequence[RankLog], last: int) -> list[tuple[str, ...]]:
     """The last entries of a log, with times since the first entry shown of any rank."""
     origin = min((f.entries[-last:][0].start + f.offset for f in flights if f.entries), default=0.0)
     return [

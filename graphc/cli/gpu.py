@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from graphc.cli import versions
 from graphc.cli.finding import Finding
 from graphc.cli.versions import canonical
-from graphc.drivers import LEAST_DRIVER
+from graphc.device import LEAST_DRIVER
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")

@@ -78,12 +78,12 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     import dataclasses
 
     from graphc.mesh import Mesh
-    from graphc.pipeline import Step, run
+    from graphc.pipeline import PassCall, run
     from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
 
     if not is_training_graph(model):
         model = model.clone()
-        run(model, [Step("legalize"), Step("simplify")])
+        run(model, [PassCall("legalize"), PassCall("simplify")])
     workers = Mesh.parse(mesh).size
     graphs = {"": model}
     if has_recomputation(model):
@@ -186,10 +186,10 @@ def _nodes(model: ir.Model) -> list[dict[str, Any]]:
 def _parameters(model: ir.Model, freeze: list[str] | None, train: list[str] | None) -> list[dict[str, Any]]:
     if is_training_graph(model):
         return _state(model)
-    from graphc.pipeline import Context, Step, run
+    from graphc.pipeline import Context, PassCall, run
 
     working, ctx = model.clone(), Context()
-    run(working, [Step("legalize"), Step("check", {"train": train, "freeze": freeze})], ctx)
+    run(working, [PassCall("legalize"), PassCall("check", {"train": train, "freeze": freeze})], ctx)
     rows: list[dict[str, Any]] = ctx.values["check"]["parameters"]
     return rows
 

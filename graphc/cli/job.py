@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc import compiler, frontends, losses, optim
+from graphc.backend import backend_of
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.places import check_checkpoint, check_named, check_place
@@ -28,14 +29,13 @@ from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
-from graphc.engine import backend_of
 from graphc.errors import GraphcError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.parallel import Parallel
 from graphc.parameter_server.trainer import ServedTrainer
-from graphc.pipeline import Step
+from graphc.pipeline import PassCall
 from graphc.report.trace import Summary, Trace
 from graphc.training.trainer import Trainer
 
@@ -94,7 +94,7 @@ class Prepared:
     weight: str | None = None
 
 
-def prepare(job: Job, *, quiet: bool = False, after: Callable[[Step, ir.Model, float], None] | None = None) -> Prepared:
+def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Model, float], None] | None = None) -> Prepared:
     """Compile the model and read the data.
 
     Args:

@@ -15,7 +15,7 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphc.pipeline import Step
+    from graphc.pipeline import PassCall
 
 TEXT = ".onnxtxt"
 """Ending of files in ONNX text syntax."""
@@ -62,7 +62,7 @@ def command(
     check_place("--output", out, {})
     times = PassTimes()
 
-    def after(step: Step, current: ir.Model, seconds: float) -> None:
+    def after(step: PassCall, current: ir.Model, seconds: float) -> None:
         times.add(step, current, seconds)
         if step.name in (print_after or ()):
             print(f"// after {step}\n{to_text(current)}", file=sys.stderr, flush=True)

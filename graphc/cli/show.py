@@ -94,8 +94,7 @@ def plan(
 
 def _engine(backend: str) -> Backend:
     """The backend, or, where it needs a device, what plans for it without one."""
-    from graphc.backend import BACKENDS, PLANNERS
-    from graphc.engine import make_backend
+    from graphc.backend import BACKENDS, PLANNERS, make_backend
 
     BACKENDS.load()
     return PLANNERS[backend]() if backend in PLANNERS else make_backend(backend, threads=1)

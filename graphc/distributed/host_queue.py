@@ -10,12 +10,20 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar, Unpack
 
-from graphc.distributed.communicator import Handle, Options
+from graphc.distributed.communicator import (
+    Asked,
+    CommunicatorOptions,
+    Handle,
+    check_array,
+    check_collective,
+    check_layout,
+    check_root,
+    find_deadline,
+)
 from graphc.distributed.health.flight_recorder import Ring
 from graphc.distributed.reductions import Array, Parts
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import UsageError
-from graphc.runtime.checks import Asked, check_array, check_collective, check_layout, check_root, find_deadline
 
 T = TypeVar("T")
 
@@ -98,12 +106,12 @@ class QueuedCommunicator(ABC):
         what = f"allreduce {tag}"
         self._blocking(Handle(lambda: self._reduce(array, op, what, lengths), "allreduce", op, tag, array.nbytes))
 
-    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         handle = self.prepare(array, op, tag, **options)
         self.begin(handle)
         return handle
 
-    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         asked = check_collective(array, self.size, op, options)
         check_layout(array)
         action = self._action(array, asked, f"{asked.kind} {tag}".rstrip())

@@ -16,10 +16,16 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 
 from graphc.device import Memory, Run
-from graphc.distributed.communicator import Communicator, Handle, Kind, Options
+from graphc.distributed.communicator import (
+    Communicator,
+    CommunicatorOptions,
+    Handle,
+    Kind,
+    check_collective,
+    check_device_layout,
+)
 from graphc.distributed.reductions import Array, Parts
 from graphc.distributed.rma_windows import Windows
-from graphc.runtime.checks import check_collective, check_device_layout
 
 T = TypeVar("T")
 
@@ -85,12 +91,12 @@ class StagedCommunicator:
         else:
             self.wait(self.start(array, op, tag, lengths=lengths, overlap=False))
 
-    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         handle = self.prepare(array, op, tag, **options)
         self.begin(handle)
         return handle
 
-    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         prepare = self.inner.prepare
         if lies_on_host(array):
             return prepare(array, op, tag, **options)

@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from graphc.distributed.communicator import find_deadline
 from graphc.distributed.health.watchdog import KEEP_GOING, Watch, join_launcher, watch_peers
 from graphc.distributed.host_queue import QueuedCommunicator
 from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts, widen
 from graphc.distributed.rma_windows import MpiWindows, Windows
 from graphc.distributed.world import World
 from graphc.errors import GraphcError, MissingExtraError, WorldError
-from graphc.runtime.checks import find_deadline
 
 SLICE = 2 << 20  # bytes
 WHOLE = 4 << 20  # bytes up to which one message is as fast as two

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from graphc.distributed.communicator import check_deadline, find_deadline
 from graphc.distributed.health.flight_recorder import dump
 from graphc.distributed.health.hang_report import late
 from graphc.distributed.host_queue import QueuedCommunicator
@@ -24,7 +25,6 @@ from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combin
 from graphc.distributed.rma_windows import ThreadWindows, Windows
 from graphc.distributed.world import THREAD_WORLD, World
 from graphc.errors import GraphcError, UsageError, WorldError
-from graphc.runtime.checks import check_deadline, find_deadline
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from graphc.ir.builder import Builder, used_names
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, state_updates, static_dims
 from graphc.ir.names import RESERVED
-from graphc.pipeline import PASSES, Context, Step, run
+from graphc.pipeline import PASSES, Context, PassCall, run
 
 NEXT = "::next"
 """What follows the name of a state in the name of the output that holds its next value."""
@@ -78,7 +78,7 @@ def training_info(program: Program) -> onnx.ModelProto:
         UnsupportedOpError: as for :func:`standard_model`.
     """
     inference = program.original.clone()
-    run(inference, [*program.imports, Step("inference_mode")])
+    run(inference, [*program.imports, PassCall("inference_mode")])
     _decompose(inference.graph)
     PASSES["simplify"].function(inference, Context())
     training = standard_model(program.model)

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from graphc.distributed.health.status_board import State
+from graphc.distributed.health.status_board import WorkerStatus
 from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watch, join_launcher
 from graphc.errors import GraphcError
 
@@ -82,7 +82,7 @@ def _redirect(directory: Path, rank: int) -> None:
 def _fail(watch: Watch, text: str, code: int) -> NoReturn:
     watch.fail(text, code)
     limit = time.monotonic() + SAME_ERROR
-    while time.monotonic() < limit and any(notice.state is State.RUNNING for notice in watch.board.notices()):
+    while time.monotonic() < limit and any(notice.state is WorkerStatus.RUNNING for notice in watch.board.notices()):
         time.sleep(0.01)
     sys.stdout.flush()
     sys.stderr.flush()

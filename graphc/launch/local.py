@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 
-from graphc.distributed.communicator import Communicator
+from graphc.distributed.communicator import DEADLINE, Communicator, check_deadline, find_deadline
 from graphc.distributed.health.status_board import Board
 from graphc.distributed.health.watchdog import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
 from graphc.distributed.threads import run_threads
@@ -34,7 +34,6 @@ from graphc.distributed.world import TRANSPORT, available_cores, wanted_transpor
 from graphc.errors import GraphcError, MissingExtraError, UsageError
 from graphc.launch.entry import describe_error, describe_exit
 from graphc.launch.supervisor import Supervisor
-from graphc.runtime.checks import DEADLINE, check_deadline, find_deadline
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import Signals
 
 from graphc.distributed.health.flight_recorder import dump
-from graphc.distributed.health.status_board import Board, Notice, State
+from graphc.distributed.health.status_board import Board, Notice, WorkerStatus
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 
 TICK = 0.05  # seconds between looks at the board
@@ -128,8 +128,8 @@ class Supervisor:
     def _look(self) -> None:
         """Give mpiexec a moment to end the others once one is gone; then insist."""
         if self._failed_at is None:
-            bad = (State.FAILED, State.STOPPED)
-            if any(n.state in bad or (n.state is State.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
+            bad = (WorkerStatus.FAILED, WorkerStatus.STOPPED)
+            if any(n.state in bad or (n.state is WorkerStatus.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
                 self._failed_at = time.monotonic()
             self._look_for_stopped()
             return
@@ -152,7 +152,7 @@ class Supervisor:
             self._stopped[rank] = waited
             if waited > self.deadline + MARGIN:
                 text = f"rank {rank} (pid {notice.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
-                self.board.write(rank, State.STOPPED, text=text, code=1, pid=notice.pid)
+                self.board.write(rank, WorkerStatus.STOPPED, text=text, code=1, pid=notice.pid)
                 self._failed_at = now
 
     def _end_all(self) -> None:
@@ -182,24 +182,24 @@ class Supervisor:
     def _report(self) -> int:
         """Name whoever ended the run."""
         notices = self.board.notices()
-        failed = [rank for rank, notice in enumerate(notices) if notice.state is State.FAILED]
+        failed = [rank for rank, notice in enumerate(notices) if notice.state is WorkerStatus.FAILED]
         text = self._mpiexec_text.decode("utf-8", "replace")
         for pattern in ENDED:
             ended = pattern.search(" ".join(text.split()))
             rank = int(ended["rank"]) if ended is not None else 0
-            if ended is not None and notices[rank].state in (State.RUNNING, State.SPARE):
+            if ended is not None and notices[rank].state in (WorkerStatus.RUNNING, WorkerStatus.SPARE):
                 self._say(f"{notices[rank].called(rank)} is gone: {_reason(**ended.groupdict())}")
                 return 1
         if failed:
             first = min(failed, key=lambda rank: notices[rank].time)
             self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
             return notices[first].code or 1
-        stopped = [notice for notice in notices if notice.state is State.STOPPED]
+        stopped = [notice for notice in notices if notice.state is WorkerStatus.STOPPED]
         if stopped:
             self._say(min(stopped, key=lambda notice: notice.time).text)
             return 1
-        gone = [rank for rank, notice in enumerate(notices) if notice.state in (State.RUNNING, State.ABSENT)]
-        lost = [rank for rank, notice in enumerate(notices) if notice.state is State.SPARE]
+        gone = [rank for rank, notice in enumerate(notices) if notice.state in (WorkerStatus.RUNNING, WorkerStatus.ABSENT)]
+        lost = [rank for rank, notice in enumerate(notices) if notice.state is WorkerStatus.SPARE]
         if not gone and (self.process.returncode == 0 or lost):
             for rank in lost:
                 print(f"graphc: {notices[rank].called(rank)} was lost; the others went on without it", file=sys.stderr)

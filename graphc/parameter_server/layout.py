@@ -38,7 +38,7 @@ class Field:
         return found
 
 
-class Region:
+class ServerRegion:
     """Tensors one behind the other, each on a cache line of its own."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Region:
         self.add(key, static_dims(value) or (), value.dtype.numpy())
 
 
-class Layout:
+class ServerLayout:
     """Who is what, and where everything lies in the windows; equal on all ranks."""
 
     def __init__(self, model: ir.Model, size: int) -> None:
@@ -77,8 +77,8 @@ class Layout:
         self.text = (self.log + self.ring * self.entry) * CELL
         self.halves = -(-(self.text + TEXT) // ALIGNMENT) * ALIGNMENT
 
-    def _published(self, graph: ir.Graph, server: int) -> Region:
-        region = Region()
+    def _published(self, graph: ir.Graph, server: int) -> ServerRegion:
+        region = ServerRegion()
         for value in pulled(graph, server):
             region.add_value(value.name, value)
         if server == 0:
@@ -86,8 +86,8 @@ class Layout:
             region.add("::outputs", (len(graph.outputs),), np.float64)
         return region
 
-    def _mailbox(self, server: int) -> Region:
-        region = Region()
+    def _mailbox(self, server: int) -> ServerRegion:
+        region = ServerRegion()
         region.add("::samples", (1,), np.int64)
         for node in pushes(self.parts[server].graph, server):
             for k, value in enumerate(node.inputs):
@@ -95,8 +95,8 @@ class Layout:
                 region.add_value((node.name, k), value)
         return region
 
-    def _state(self, server: int) -> Region:
-        region = Region()
+    def _state(self, server: int) -> ServerRegion:
+        region = ServerRegion()
         for _, value, _ in state_updates(self.parts[server].graph):
             region.add_value(value.name, value)
         return region

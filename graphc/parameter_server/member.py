@@ -16,7 +16,7 @@ from graphc.device import Array, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import NonFiniteError, WorldError
-from graphc.parameter_server.layout import EXPORTS, FAILED, FAILING, HASH, PER_WORKER, TEXT, VERSION, Layout
+from graphc.parameter_server.layout import EXPORTS, FAILED, FAILING, HASH, PER_WORKER, TEXT, VERSION, ServerLayout
 from graphc.parameter_server.split import Exchanging
 from graphc.plan.partition import Plan, make_plan
 
@@ -32,7 +32,7 @@ class Member:
 
     digest = ""
 
-    def __init__(self, layout: Layout, windows: Windows, comm: Communicator) -> None:
+    def __init__(self, layout: ServerLayout, windows: Windows, comm: Communicator) -> None:
         self.layout = layout
         self._windows = windows
         self._comm = comm
@@ -124,9 +124,9 @@ class Exchange(Exchanging):
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> Run:
-        return self._backend.bind_segment(model, inputs, outputs, rooms=rooms)
+        return self._backend.bind_segment(model, inputs, outputs, reusable_buffers=reusable_buffers)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         return self._backend.run_whole(model, feeds)

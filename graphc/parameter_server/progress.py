@@ -10,7 +10,7 @@ from graphc.parameter_server.server import Server
 Callback = Callable[[dict[str, Any]], None]
 
 
-class Progress:
+class EpochProgress:
     """Means of an epoch, and the calls of callbacks, on rank 0.
 
     Args:

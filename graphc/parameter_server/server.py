@@ -46,7 +46,7 @@ from graphc.parameter_server.layout import (
     PUSHES,
     STOP,
     VERSION,
-    Layout,
+    ServerLayout,
 )
 from graphc.parameter_server.member import Exchange, Member, plan_part
 from graphc.runtime.executor import Executor, NonFiniteStepError
@@ -65,7 +65,7 @@ class Server(Member):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ServerLayout,
         windows: Windows,
         comm: Communicator,
         state: State,

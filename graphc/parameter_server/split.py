@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Abilities
+from graphc.backend import Capabilities
 from graphc.errors import ModelError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import describe, static_dims
@@ -105,7 +105,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
 class Exchanging:
     """The abilities of ``backend``, and that of running one side of an exchange as a kernel."""
 
-    def __init__(self, backend: Abilities) -> None:
+    def __init__(self, backend: Capabilities) -> None:
         self._abilities = backend
         self.alignment, self.rewrites, self.state_rewrites = backend.alignment, backend.rewrites, backend.state_rewrites
 
@@ -119,7 +119,7 @@ class Exchanging:
         return self._abilities.computes_halves(node)
 
 
-def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Abilities) -> dict[str, Plan]:
+def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Capabilities) -> dict[str, Plan]:
     """The plan of ``worker``, whose inputs have ``shapes``, and of ``server 0`` and so on."""
     own = Exchanging(backend)
     found = {"worker": make_plan(worker_part(model), shapes, own, world_size=2)}

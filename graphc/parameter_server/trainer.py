@@ -20,17 +20,17 @@ from graphc.data import Batch, Shards
 from graphc.device import Array
 from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
-from graphc.parameter_server.layout import Layout, check_world
+from graphc.parameter_server.layout import ServerLayout, check_world
 from graphc.parameter_server.member import plan_part
-from graphc.parameter_server.progress import Callback, Progress
+from graphc.parameter_server.progress import Callback, EpochProgress
 from graphc.parameter_server.server import Server
 from graphc.parameter_server.split import ServerOptions, server_options, worker_part
-from graphc.parameter_server.worker import Worker
+from graphc.parameter_server.worker import ParameterWorker
 from graphc.runtime import checkpoint
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.nonfinite_report import first_nonfinite, nonfinite_error
 from graphc.runtime.state import State
-from graphc.training.feeds import check_names, key_of_shapes
+from graphc.training.feeds import check_feed_names, key_of_shapes
 from graphc.training.trainer import Batches, Trainer
 
 
@@ -43,7 +43,7 @@ class ServedTrainer(Trainer):
     """
 
     _server: Server | None = None
-    _worker: Worker | None = None
+    _worker: ParameterWorker | None = None
     _over = False
     _fresh = False
     _written = 0
@@ -136,7 +136,7 @@ class ServedTrainer(Trainer):
         """
         server = self._begin_server()
         shards = batches if isinstance(batches, Shards) else None
-        report = Progress(callbacks if self.rank == 0 else (), log_every, self._epoch_steps(shards), self._behind(shards))
+        report = EpochProgress(callbacks if self.rank == 0 else (), log_every, self._epoch_steps(shards), self._behind(shards))
         try:
             while self._next(server):
                 self.steps_done = server.steps
@@ -187,7 +187,7 @@ class ServedTrainer(Trainer):
             raise UsageError(f"rank {self.rank} is a worker; only ranks below {self.options.servers} serve")
         if self._server is not None:
             raise UsageError("the servers have ended; make a new Trainer and restore a checkpoint to go on")
-        layout = Layout(self.program.model, self.size)
+        layout = ServerLayout(self.program.model, self.size)
         windows = self.comm.open_windows(layout.nbytes(self.rank))
         check = self.plans.check
         engine = self.backend if self.backend.memory.on_host else self.plans.on_host()
@@ -270,7 +270,7 @@ class ServedTrainer(Trainer):
             batch = shards.part(epoch, index, place, size)
             self.step(batch.feeds, offset=batch.offset)
 
-    def _pull(self, worker: Worker) -> None:
+    def _pull(self, worker: ParameterWorker) -> None:
         try:
             worker.pull()
         except NonFiniteError:
@@ -279,17 +279,17 @@ class ServedTrainer(Trainer):
         self.state.receive()
         self._fresh = True
 
-    def _begin_worker(self) -> Worker:
+    def _begin_worker(self) -> ParameterWorker:
         self._refuse_trace()
         if self.is_server:
             raise UsageError(f"rank {self.rank} is a parameter server: it calls trainer.serve() (or fit), and makes no steps")
         if self._over:
             raise UsageError("this worker has finished; make a new Trainer and restore a checkpoint to go on")
         if self._worker is None:
-            layout = Layout(self.program.model, self.size)
+            layout = ServerLayout(self.program.model, self.size)
             windows = self.comm.open_windows(0)
             check = self.plans.check and not self._skips()
-            self._worker = Worker(layout, windows, self.comm, self.backend, check=check)
+            self._worker = ParameterWorker(layout, windows, self.comm, self.backend, check=check)
             self._part, self._first = worker_part(self.program.model), self.steps_done
             own = State(self._part, memory=self.backend.memory)
             own.load({name: self.state.fetch(name) for name in own.arrays})
@@ -306,8 +306,8 @@ class ServedTrainer(Trainer):
         """Whether the servers skip steps that are not finite, so that no worker may stop the run for one."""
         return not {LOSS_SCALE, SKIPPED}.isdisjoint(self.program.model.graph.initializers)
 
-    def _plan_worker(self, feeds: Mapping[str, Array], worker: Worker) -> Executor:
-        shapes = check_names(feeds, self._part.graph)
+    def _plan_worker(self, feeds: Mapping[str, Array], worker: ParameterWorker) -> Executor:
+        shapes = check_feed_names(feeds, self._part.graph)
         for name, shape in shapes.items():
             if shape[:1] == (0,):
                 raise FeedError(f"feed {name!r} has no samples; a push needs at least one")

@@ -8,17 +8,17 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Backend
-from graphc.device import Array, Run, Waits
+from graphc.device import Array, HostSync, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import WorldError
 from graphc.ir.facts import is_float
-from graphc.parameter_server.layout import APPLIED, DONE, ENDED, FAILED, LIVE, PUSHES, TICKETS, VERSION, Layout
+from graphc.parameter_server.layout import APPLIED, DONE, ENDED, FAILED, LIVE, PUSHES, TICKETS, VERSION, ServerLayout
 from graphc.parameter_server.member import Exchange, Member
 from graphc.runtime.executor import NonFiniteStepError
 
 
-class Worker(Member):
+class ParameterWorker(Member):
     """One worker: pulls, and pushes what its executor computes.
 
     Attributes:
@@ -26,7 +26,7 @@ class Worker(Member):
         count: finished steps of this worker.
     """
 
-    def __init__(self, layout: Layout, windows: Windows, comm: Communicator, backend: Backend, *, check: bool) -> None:
+    def __init__(self, layout: ServerLayout, windows: Windows, comm: Communicator, backend: Backend, *, check: bool) -> None:
         super().__init__(layout, windows, comm)
         self.index = comm.rank - layout.servers
         self.count, self.version = 0, 0
@@ -153,7 +153,7 @@ class Worker(Member):
             for server, offset, data in puts:
                 put(server, offset, data)
 
-        return Waits(push)
+        return HostSync(push)
 
 
 def _all_finite(array: Array) -> bool:

@@ -14,7 +14,7 @@ from graphc.ir.declare import declaration_of
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.collectives import collective_of
 from graphc.plan.arena import Arena
-from graphc.plan.steps import Slice, Step, Transfer, UpdateGroup, shares
+from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
 
 ARENA, RESULTS = "arena", "results"
 """The buffers that belong to a plan alone: of what steps hand to each other, and of what a step gives."""
@@ -27,7 +27,7 @@ ACCESS = 16
 
 def lay_out(
     graph: ir.Graph,
-    steps: Sequence[Step],
+    steps: Sequence[PlanStep],
     groups: Sequence[UpdateGroup],
     views: Mapping[ir.Value, ir.Value],
     homes: Homes,
@@ -153,7 +153,7 @@ class _Blocks:
 
 
 def _place_transfer(
-    step: Step, wait: Step, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
+    step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
 ) -> None:
     """Operands of a collective are one contiguous range: a buffer of their group, or a block of the arena."""
     transfer = step.transfer
@@ -194,7 +194,7 @@ def _offsets_of(values: Sequence[ir.Value], group: UpdateGroup, index: int) -> l
     return [found[value] for value in values]
 
 
-def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | None:
+def _home(step: PlanStep, wait: PlanStep, homes: Homes) -> tuple[UpdateGroup, int] | None:
     """The group and flat input that a collective serves: whose state it gathers, or whose gradients it reduces."""
     for operands in (step.inputs, wait.outputs):
         found = [homes.get(v) for v in operands]
@@ -207,7 +207,7 @@ def _home(step: Step, wait: Step, homes: Homes) -> tuple[UpdateGroup, int] | Non
     return None
 
 
-def _offsets_of_rounded(wait: Step, homes: Homes) -> tuple[list[int], int] | None:
+def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] | None:
     """Offsets and length, in elements, of the array in which a group's gradients travel in a low type: those of the group."""
     (user, *others) = wait.outputs[0].consumers() or (None,)
     if user is None or others or user.op_type != "Widen" or list(user.inputs) != list(wait.outputs):
@@ -222,7 +222,7 @@ def _offsets_of_rounded(wait: Step, homes: Homes) -> tuple[list[int], int] | Non
     return [offset_of[v] for v in user.outputs], group.elements
 
 
-def _dense_block(step: Step, wait: Step, homes: Homes, world_size: int, blocks: _Blocks) -> None:
+def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, blocks: _Blocks) -> None:
     transfer = step.transfer
     assert transfer is not None
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
@@ -263,7 +263,7 @@ def _distances(offsets: Sequence[int], end: int) -> list[int]:
 
 def _place_activations(
     graph: ir.Graph,
-    steps: Sequence[Step],
+    steps: Sequence[PlanStep],
     views: Mapping[ir.Value, ir.Value],
     places: dict[ir.Value, Slice],
     buffers: dict[str, int],

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import Plan
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 
 SYMBOLS: Mapping[str, str] = {"segment": "c", "kernel": "k", "update": "u", "check": "?", "start": ">", "wait": "<"}
 """Kind of a step → its letter; any other kind is ``·``, and ``-`` an update of state that other ranks own."""
@@ -26,7 +26,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class CollectiveSpan:
     """A collective between its start and its wait: step numbers, bytes, and the steps that compute meanwhile."""
 
     tag: str
@@ -36,10 +36,10 @@ class Flight:
     computing: tuple[int, ...]
 
 
-def flights(plan: Plan) -> list[Flight]:
+def flights(plan: Plan) -> list[CollectiveSpan]:
     """The collectives of a plan in the order of their start."""
     begun: dict[str, int] = {}
-    found: list[Flight] = []
+    found: list[CollectiveSpan] = []
     for k, step in enumerate(plan.steps):
         tag = step.name.partition(" ")[2]
         if step.kind == "start":
@@ -47,11 +47,11 @@ def flights(plan: Plan) -> list[Flight]:
         elif step.kind == "wait" and tag in begun:
             start = begun.pop(tag)
             computing = tuple(i for i in range(start + 1, k) if _computes(plan.steps[i]))
-            found.append(Flight(tag, start, k, _nbytes(plan.steps[start]), computing))
+            found.append(CollectiveSpan(tag, start, k, _nbytes(plan.steps[start]), computing))
     return sorted(found, key=lambda f: f.start)
 
 
-def _nbytes(step: Step) -> int:
+def _nbytes(step: PlanStep) -> int:
     """Bytes of the operands of a collective."""
     return sum(
         int(np.prod(static_dims(v) or (), dtype=np.int64) * v.dtype.itemsize) for v in step.inputs if v.dtype is not None
@@ -80,11 +80,11 @@ def _row(plan: Plan) -> str:
     return "".join("-" if _owns_nothing(step) else SYMBOLS.get(step.kind, "·") for step in plan.steps)
 
 
-def _owns_nothing(step: Step) -> bool:
+def _owns_nothing(step: PlanStep) -> bool:
     return step.group is not None and step.group.elements > 0 and step.group.owned[0] == step.group.owned[1]
 
 
-def _computes(step: Step) -> bool:
+def _computes(step: PlanStep) -> bool:
     return step.kind in COMPUTING and not _owns_nothing(step)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import STANDARD, Abilities
+from graphc.backend import STANDARD, Capabilities
 from graphc.errors import DataDependentShapeError, FeedError, ModelError
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
@@ -31,7 +31,7 @@ from graphc.plan.accumulation import is_accumulation, run_once
 from graphc.plan.buffers import lay_out
 from graphc.plan.half_precision import emulate_halves, narrow_storage
 from graphc.plan.skip_flag import guard
-from graphc.plan.steps import Slice, Step, Transfer, UpdateGroup
+from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup
 from graphc.plan.update_groups import find_homes, update_groups
 
 
@@ -51,7 +51,7 @@ class Plan:
     """
 
     model: ir.Model
-    steps: list[Step]
+    steps: list[PlanStep]
     places: dict[ir.Value, Slice]
     buffers: dict[str, int]
     groups: list[UpdateGroup]
@@ -125,7 +125,7 @@ def _show(declared: Sequence[Any]) -> str:
 def prepare(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
-    abilities: Abilities = STANDARD,
+    abilities: Capabilities = STANDARD,
     *,
     world_size: int = 1,
     regions: bool = False,
@@ -177,7 +177,7 @@ def prepare(
 def make_plan(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
-    abilities: Abilities = STANDARD,
+    abilities: Capabilities = STANDARD,
     *,
     world_size: int = 1,
     rank: int = 0,
@@ -254,7 +254,7 @@ def _only_measures(node: ir.Node) -> bool:
     return declaration is not None and bool(declaration.combine)
 
 
-def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[Step]:
+def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[PlanStep]:
     group_of = {node: group for group in groups for node in group.nodes}
     segment: list[ir.Node] = []
     sums: list[ir.Node] = []
@@ -262,12 +262,12 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
     transfers: dict[str, Transfer] = {}
     once = run_once(graph)
 
-    def close() -> Iterator[Step]:
+    def close() -> Iterator[PlanStep]:
         if segment:
-            yield Step("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
+            yield PlanStep("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
             segment.clear()
         if sums:  # behind the segment: one that is cut at every gradient runs slower
-            yield Step("accumulate", sums[-1].name or "accumulate", list(sums))
+            yield PlanStep("accumulate", sums[-1].name or "accumulate", list(sums))
             sums.clear()
 
     for node in graph:
@@ -283,7 +283,7 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             group = group_of[node]
             pending[id(group)] -= 1
             if pending[id(group)] == 0:
-                yield Step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group, once=True)
+                yield PlanStep("update", f"{node.op_type} {group.name}", list(group.nodes), group=group, once=True)
         elif declaration is not None and declaration.effect and not native(node):
             yield from close()
             if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
@@ -293,15 +293,17 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             if kind == "start":
                 transfers[tag] = _transfer(node)
             inputs = [v for v in node.inputs if v is not None]
-            yield Step(kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag], once=node in once)
+            yield PlanStep(
+                kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag], once=node in once
+            )
         elif declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
             yield from close()
-            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
+            yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
         elif node.op_type == "Recompute" and node.domain == DOMAIN:
             yield from close()  # a runtime orders and merges the nodes of one segment as it likes
         elif native(node):
             yield from close()
-            yield Step("kernel", node.name or node.op_type, [node], once=node in once)
+            yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
         else:
             segment.append(node)
     yield from close()
@@ -331,17 +333,19 @@ def _dissolve_regions(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
 
 
-def _add_check(steps: list[Step], stop: ir.Value | None) -> None:
+def _add_check(steps: list[PlanStep], stop: ir.Value | None) -> None:
     first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
     if first is not None:
-        steps.insert(first, Step("check", "finite?", [], outputs=[] if stop is None else [stop], once=True))
+        steps.insert(first, PlanStep("check", "finite?", [], outputs=[] if stop is None else [stop], once=True))
 
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 """Ops whose result is the same memory under another shape."""
 
 
-def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tuple[list[Step], dict[ir.Value, ir.Value]]:
+def _take_out_views(
+    steps: Sequence[PlanStep], groups: Sequence[UpdateGroup]
+) -> tuple[list[PlanStep], dict[ir.Value, ir.Value]]:
     """Let values that only change shape between steps share memory, where a runtime would copy from buffer to buffer.
 
     Returns the steps without those nodes, and value → the value whose memory it shares. A view stays in its segment where
@@ -372,7 +376,7 @@ def _take_out_views(steps: Sequence[Step], groups: Sequence[UpdateGroup]) -> tup
     return [step for step in steps if step.nodes or step.kind == "check"], views
 
 
-def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir.Value]) -> None:
+def _connect(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value]) -> None:
     """Fill in what segments and kernels read from and write to buffers."""
     home = _homes(steps)
     outputs = set(graph.outputs)
@@ -397,7 +401,7 @@ def _connect(graph: ir.Graph, steps: Sequence[Step], views: Mapping[ir.Value, ir
                         step.outputs.append(written)
 
 
-def _refuse_unknown_sizes(steps: Sequence[Step]) -> None:
+def _refuse_unknown_sizes(steps: Sequence[PlanStep]) -> None:
     """Inside a segment a shape may depend on data; what crosses steps lives in memory that was planned.
 
     Raises:
@@ -416,7 +420,7 @@ def _refuse_unknown_sizes(steps: Sequence[Step]) -> None:
                 )
 
 
-def _homes(steps: Sequence[Step]) -> dict[ir.Node, int]:
+def _homes(steps: Sequence[PlanStep]) -> dict[ir.Node, int]:
     """The step that each node runs in; the nodes of a body run where their owner does."""
     home: dict[ir.Node, int] = {}
     for k, step in enumerate(steps):

@@ -16,10 +16,10 @@ from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.subgraphs import captured
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 
 
-def segment_model(step: Step) -> onnx.ModelProto:
+def segment_model(step: PlanStep) -> onnx.ModelProto:
     """The ONNX model of a segment: its nodes, the constants they read as initializers, static types throughout."""
     graph = onnx.GraphProto(name="segment")
     constants: dict[str, ir.Value] = {}

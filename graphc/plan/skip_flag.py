@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from graphc.ir.operands import operand, place_of, put
+from graphc.ir.declare import operand, place_of, put
 
 STOP = "graphc.stop"
 """Name of the flag, a rank-0 bool that the check step writes."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.backend import Abilities
+from graphc.backend import Capabilities
 from graphc.ir.declare import is_update
 from graphc.pipeline import PASSES, Context, parse
 
 
-def adapted(model: ir.Model, abilities: Abilities) -> ir.Model:
+def adapted(model: ir.Model, abilities: Capabilities) -> ir.Model:
     """``model`` as the backend wants to keep its state: a changed copy, or itself where that changes nothing.
 
     A checkpoint and the results of training are the same for either.

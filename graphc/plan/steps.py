@@ -80,7 +80,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Step:
+class PlanStep:
     """One entry of the plan.
 
     Attributes:

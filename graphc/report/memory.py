@@ -13,11 +13,10 @@ from typing import Unpack
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend
+from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend, make_backend, name_of
 from graphc.device import Array
-from graphc.distributed.communicator import Handle, Options
+from graphc.distributed.communicator import CommunicatorOptions, Handle
 from graphc.distributed.host_queue import NullCommunicator
-from graphc.engine import make_backend, name_of
 from graphc.errors import UsageError
 from graphc.ir.declare import declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph
@@ -35,11 +34,11 @@ NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
 """Update ops whose state is neither a parameter nor an optimizer's."""
 
 BESIDE = ("host", "pinned", "context", "evaluation")
-"""Fields of :class:`Memory` that are no part of the total, or counted in it once already."""
+"""Fields of :class:`MemoryReport` that are no part of the total, or counted in it once already."""
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryReport:
     """Bytes on one worker.
 
     Attributes:
@@ -86,18 +85,18 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSide(Memory):
+class DeviceSide(MemoryReport):
     """The same of a backend that computes elsewhere than in the host's memory: what is offloaded is not in its total."""
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return Memory.total.fget(self) - self.host  # type: ignore[attr-defined,no-any-return]
+        return MemoryReport.total.fget(self) - self.host  # type: ignore[attr-defined,no-any-return]
 
 
 def memory_of(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1, rank: int = 0
-) -> Memory:
+) -> MemoryReport:
     """The memory of a training graph (or of a model in inference) for feeds of these shapes.
 
     Args:
@@ -122,7 +121,7 @@ def memory_of(
 
 def predicted(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
-) -> Memory:
+) -> MemoryReport:
     """What a backend with a device of its own will ask it for: the plan is bound as a trainer binds it, to no device.
 
     Args:
@@ -154,13 +153,13 @@ class Unconnected(NullCommunicator):
         super().__init__()
         self.rank, self.size = rank, size
 
-    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         handle = Handle(lambda: None, options.get("kind", "allreduce"), op, tag, array.nbytes)
         handle.queued = True
         return handle
 
 
-def memory_of_plan(plan: Plan, result: type[Memory] = Memory) -> Memory:
+def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> MemoryReport:
     """The same for a plan that is at hand; :class:`DeviceSide` where its backend computes on a device."""
     sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
     copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}

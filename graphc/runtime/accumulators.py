@@ -12,11 +12,11 @@ from graphc.backend import Backend
 from graphc.device import Array, Choice, Run, in_order
 from graphc.plan.buffers import ARENA, RESULTS
 from graphc.plan.segment_model import bind_op
-from graphc.runtime.buffers import Places
+from graphc.runtime.buffers import BufferMap
 
 
 @dataclass(slots=True)
-class Turn:
+class MicroBatchCursor:
     """Which micro-batch of a step runs now.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Sum:
     y: Array
 
 
-def bind_sums(nodes: Sequence[ir.Node], places: Places, backend: Backend, turn: Turn) -> Run:
+def bind_sums(nodes: Sequence[ir.Node], places: BufferMap, backend: Backend, turn: MicroBatchCursor) -> Run:
     """One call for the sums of a step of a plan."""
     tree = bool(nodes[0].attributes.get_int("tree", 0))
     sums = [_sum_of(node, places, tree) for node in nodes]
@@ -58,7 +58,7 @@ def bind_sums(nodes: Sequence[ir.Node], places: Places, backend: Backend, turn: 
     return _tree_on_device(sums, places, backend, turn) if tree else _on_device(sums, places, backend, turn)
 
 
-def _sum_of(node: ir.Node, places: Places, tree: bool) -> _Sum:
+def _sum_of(node: ir.Node, places: BufferMap, tree: bool) -> _Sum:
     (value,), result = node.inputs, node.outputs[0]
     assert value is not None
     y = places.array(result)
@@ -70,7 +70,7 @@ def _sum_of(node: ir.Node, places: Places, tree: bool) -> _Sum:
     return _Sum(places.array(value), own or [y], y)
 
 
-def _on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
+def _on_host(sums: Sequence[_Sum], turn: MicroBatchCursor) -> Run:
     def accumulate() -> None:
         for one in sums:
             out = one.y if turn.last else one.levels[0]
@@ -82,7 +82,7 @@ def _on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
     return accumulate
 
 
-def _tree_on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
+def _tree_on_host(sums: Sequence[_Sum], turn: MicroBatchCursor) -> Run:
     def accumulate() -> None:
         carries = turn.carries()
         for one in sums:
@@ -94,7 +94,7 @@ def _tree_on_host(sums: Sequence[_Sum], turn: Turn) -> Run:
     return accumulate
 
 
-def _on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Turn) -> Run:
+def _on_device(sums: Sequence[_Sum], places: BufferMap, backend: Backend, turn: MicroBatchCursor) -> Run:
     copy = places.memory.bind_copy
     begin = [in_order([copy(s.levels[0], s.x) for s in sums]), in_order([copy(s.y, s.x) for s in sums])]
     keep = [bind_op(backend, "Add", {}, [s.levels[0], s.x], [s.levels[0]], domain="") for s in sums]
@@ -104,7 +104,7 @@ def _on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Tur
     return Choice([*begin, *further], turn.place)
 
 
-def _tree_on_device(sums: Sequence[_Sum], places: Places, backend: Backend, turn: Turn) -> Run:
+def _tree_on_device(sums: Sequence[_Sum], places: BufferMap, backend: Backend, turn: MicroBatchCursor) -> Run:
     copy, depth = places.memory.bind_copy, len(sums[0].levels)
     totals = [[s.x, *s.levels] for s in sums]  # what arrives at a level
     add = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphc.device import Array, Memory, Run, Waits
+from graphc.device import Array, HostSync, Memory, Run
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, static_dims
 from graphc.plan.buffers import ARENA, RESULTS
@@ -15,11 +15,11 @@ from graphc.runtime.input_staging import Feeds
 from graphc.runtime.state import State
 
 
-class Places:
+class BufferMap:
     """Finds the array of every value of ``plan``.
 
     Attributes:
-        rooms: where results of segments lie: the arena, and the buffers of gradients.
+        reusable_buffers: where results of segments lie: the arena, and the buffers of gradients.
         feeds: the way of the graph's inputs to the device.
         inputs, outputs: the arrays of the graph's, by name.
     """
@@ -31,7 +31,7 @@ class Places:
             state.lay_side_by_side({n: nbytes for n, nbytes in plan.buffers.items() if n not in (ARENA, RESULTS)})
         for name, nbytes in plan.buffers.items():
             self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
-        self.rooms = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.rooms]
+        self.reusable_buffers = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.reusable_buffers]
         self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
         self.inputs = self.feeds.inputs
         self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}
@@ -76,7 +76,7 @@ class Places:
             for here, there in lent:
                 copy(here, there)
 
-        return Waits(run) if lent else None
+        return HostSync(run) if lent else None
 
     def _view(self, place: Slice) -> Array:
         buffer = self.buffers[place.buffer]

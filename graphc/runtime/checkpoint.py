@@ -122,7 +122,7 @@ def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str,
     return state, json.loads(notes["metadata"])
 
 
-def check_names(arrays: Mapping[str, Array], *, needed: Collection[str], known: Collection[str]) -> None:
+def check_state_names(arrays: Mapping[str, Array], *, needed: Collection[str], known: Collection[str]) -> None:
     """Refuse a checkpoint of something else.
 
     Args:

@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from graphc.device import Array, Choice, Run, Waits, in_order
+from graphc.device import Array, Choice, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
 from graphc.errors import ModelError
 from graphc.ir.names import STEP
-from graphc.plan.steps import Step, Transfer, UpdateGroup
-from graphc.runtime.buffers import Places
+from graphc.plan.steps import PlanStep, Transfer, UpdateGroup
+from graphc.runtime.buffers import BufferMap
 from graphc.runtime.sparse_allreduce import SparseSum
 
 
 class Transfers:
     """Binds the start and the wait steps of a plan."""
 
-    def __init__(self, places: Places, comm: Communicator | None) -> None:
+    def __init__(self, places: BufferMap, comm: Communicator | None) -> None:
         self._places, self._comm = places, comm
         self._handles: dict[str, Any] = {}
         self._prepared: dict[str, Any] = {}
@@ -28,7 +28,7 @@ class Transfers:
         self._ahead: set[str] = set()  # tags of what only queues, in steps that are known before they begin
         self._picks: dict[tuple[float, ...], Callable[[], int]] = {}
 
-    def bind(self, step: Step, index: int) -> Run:
+    def bind(self, step: PlanStep, index: int) -> Run:
         """``step`` is step ``index`` of the plan."""
         transfer, plan, memory = step.transfer, self._places.plan, self._places.memory
         assert transfer is not None
@@ -60,9 +60,9 @@ class Transfers:
             for run in after:
                 run()
 
-        return Waits(wait)
+        return HostSync(wait)
 
-    def _bind_start(self, step: Step, index: int, flat: Array, before: list[Run]) -> Run:
+    def _bind_start(self, step: PlanStep, index: int, flat: Array, before: list[Run]) -> Run:
         transfer, handles, comm = step.transfer, self._handles, self._comm
         assert transfer is not None
         assert comm is not None
@@ -86,7 +86,7 @@ class Transfers:
                 handles[tag] = handle
                 comm.begin(handle)
 
-        return Waits(start)
+        return HostSync(start)
 
     def _queued(self, transfer: Transfer, index: int, without: list[Run], whole: list[Run]) -> Run:
         """``whole``, which only queues, or ``without`` in the steps that leave the collective out."""
@@ -98,13 +98,13 @@ class Transfers:
             self._picks[key] = lambda: int(not skipped())
         return Choice([in_order(without), in_order(whole)], self._picks[key])
 
-    def _overlaps(self, step: Step, index: int) -> bool:
+    def _overlaps(self, step: PlanStep, index: int) -> bool:
         """Whether anything is computed between the start of a collective, which is step ``index``, and its wait."""
         rest = self._places.plan.steps[index + 1 :]
         end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
         return any(s.transfer is None for s in rest[:end])
 
-    def _bind_sparse(self, step: Step, index: int, flat: Array) -> Run:
+    def _bind_sparse(self, step: PlanStep, index: int, flat: Array) -> Run:
         transfer, handles, plan = step.transfer, self._handles, self._places.plan
         assert transfer is not None
         tag = transfer.tag
@@ -118,7 +118,7 @@ class Transfers:
                 handles[tag] = handle
                 exchange.start()
 
-        return Waits(start)
+        return HostSync(start)
 
     def _bind_sparse_wait(self, transfer: Transfer) -> Run:
         handles, exchange, tag = self._handles, self._sparse[transfer.tag], transfer.tag
@@ -127,7 +127,7 @@ class Transfers:
             if handles.pop(tag, None) is not None:
                 exchange.finish()
 
-        return Waits(wait)
+        return HostSync(wait)
 
     # What does not run in every step ----------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Transfers:
         def note() -> None:
             self._done = scalars.read(STEP)
 
-        return Waits(note)
+        return HostSync(note)
 
     def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
         """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphc.backend import Backend
-from graphc.device import Array, Choice, Run, Variants, Waits, only_queues
+from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.errors import DeviceError
 from graphc.ir.declare import SHARD
@@ -23,9 +23,9 @@ from graphc.ir.names import LOSS_SCALE
 from graphc.plan.buffers import RESULTS
 from graphc.plan.partition import Plan
 from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import Step
-from graphc.runtime.accumulators import Turn, bind_sums
-from graphc.runtime.buffers import Places
+from graphc.plan.steps import PlanStep
+from graphc.runtime.accumulators import MicroBatchCursor, bind_sums
+from graphc.runtime.buffers import BufferMap
 from graphc.runtime.collectives import Transfers
 from graphc.runtime.nonfinite import Check, NonFiniteStepError
 from graphc.runtime.state import State
@@ -75,10 +75,10 @@ class Executor:
         wrap: Wrap | None = None,
     ) -> None:
         self.plan = plan
-        self.places = places = Places(plan, state, backend.memory)
+        self.places = places = BufferMap(plan, state, backend.memory)
         self._backend, self._comm = backend, comm
         self._on_host = backend.memory.on_host
-        self._turn, self._scale = Turn(), 0.0
+        self._turn, self._scale = MicroBatchCursor(), 0.0
         self._updates = Updates(places, backend, host)
         self._transfers = Transfers(places, comm)
         self._check = Check(places, backend, comm) if check else None
@@ -89,7 +89,7 @@ class Executor:
             if step.group is not None and owns_nothing(step.group):
                 continue
             run = self._transfers.bind(step, k) if step.transfer is not None else self._bind(step)
-            if isinstance(run, Waits) and self._on_host:
+            if isinstance(run, HostSync) and self._on_host:
                 run = run.run  # nothing is recorded there
             if run is not None:
                 tag = step.tag if step.transfer is not None else ""
@@ -109,7 +109,7 @@ class Executor:
         """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
 
         Args:
-            feeds: one array per graph input; on a device they may be under way already (:attr:`Places.feeds`).
+            feeds: one array per graph input; on a device they may be under way already (:attr:`BufferMap.feeds`).
             index, last: number of the micro-batch, and whether it ends the step.
             meanwhile: called while a device works on the step; on the host there is no such time.
 
@@ -149,14 +149,14 @@ class Executor:
             return found
         return None
 
-    def _bind(self, step: Step) -> Run | None:
+    def _bind(self, step: PlanStep) -> Run | None:
         array = self.places.array
         if step.kind == "segment":
             return self._backend.bind_segment(
                 segment_model(step),
                 {v.name or "": self.places.within_reach(v) for v in step.inputs},
                 {v.name or "": array(v) for v in step.outputs},
-                rooms=self.places.rooms,
+                reusable_buffers=self.places.reusable_buffers,
             )
         if step.kind == "kernel":
             (node,) = step.nodes
@@ -241,7 +241,7 @@ class Executor:
         def note() -> None:
             self._scale = scalars.read(LOSS_SCALE)
 
-        return Waits(note)
+        return HostSync(note)
 
 
 def _queues(step: _Bound, apart: Container[str]) -> bool:

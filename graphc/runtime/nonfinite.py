@@ -11,12 +11,12 @@ import functools
 import numpy as np
 
 from graphc.backend import Backend
-from graphc.device import Array, Run, Waits, in_order
+from graphc.device import Array, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import is_float
 from graphc.plan.segment_model import bind_op
-from graphc.runtime.buffers import Places
+from graphc.runtime.buffers import BufferMap
 
 FINITE = "finite?"
 """Tag of the AllReduce by which ranks that hold parts of the gradients agree on whether all are finite."""
@@ -35,7 +35,7 @@ class Check:
         counted: whether the graph skips and counts such steps itself, whatever they are.
     """
 
-    def __init__(self, places: Places, backend: Backend, comm: Communicator | None) -> None:
+    def __init__(self, places: BufferMap, backend: Backend, comm: Communicator | None) -> None:
         self._places, self._backend, self._comm = places, backend, comm
         self.counted = any(group.nodes[0].op_type == "Tally" for group in places.plan.groups)
         self.scaled = None if self.counted else self._scaled()
@@ -102,10 +102,10 @@ class Check:
             runs.append(bind_op(backend, "Cast", {"to": 1}, [flag.reshape((1,))], [number], domain=""))
             handle = comm.prepare(number, "max", FINITE, overlap=False)
             meet = in_order([functools.partial(comm.begin, handle), functools.partial(comm.wait, handle)])
-            runs.append(meet if handle.queued else Waits(meet))
+            runs.append(meet if handle.queued else HostSync(meet))
             runs.append(bind_op(backend, "Cast", {"to": 9}, [number], [flag.reshape((1,))], domain=""))
         if stop is None:
-            runs.append(Waits(lambda: self._raise_if(flag)))
+            runs.append(HostSync(lambda: self._raise_if(flag)))
         return in_order(runs)
 
     def _raise_if(self, flag: Array) -> None:

@@ -19,7 +19,7 @@ from graphc.ir.facts import constant, is_float, static_dims
 from graphc.ir.ops.losses import label_checks
 from graphc.plan.partition import prepare
 from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 from graphc.training.microbatch import MicroBatch
@@ -45,7 +45,7 @@ def first_nonfinite(
     ]
     made = {out for n in nodes for out in n.outputs}
     reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
-    step = Step("segment", "replay", nodes, reads, [out for n in nodes for out in n.outputs if is_float(out)])
+    step = PlanStep("segment", "replay", nodes, reads, [out for n in nodes for out in n.outputs if is_float(out)])
     sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
     try:
         return _replay(step, sources, backend)
@@ -118,7 +118,7 @@ def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, adv
     )
 
 
-def _replay(step: Step, sources: Mapping[str, Array], backend: Backend) -> str | None:
+def _replay(step: PlanStep, sources: Mapping[str, Array], backend: Backend) -> str | None:
     """Name of the first output of ``step`` that is not finite; ``sources`` lie in the backend's memory, or in the host's."""
     memory = backend.memory
     inputs: dict[str, Array] = {}

@@ -65,7 +65,7 @@ class State:
         self._whole: dict[str, Array] = {}
         self._lent: dict[str, Array] = {}
         self._buffers: dict[tuple[str, int], Array] = {}
-        self.rooms: list[Array] = []
+        self.reusable_buffers: list[Array] = []
         self._initial = model.graph.initializers
         self.scalars = Scalars(memory, sum(static_dims(v) == () for v in self._initial.values()))
         self._mirrors: dict[str, tuple[Array, Array]] = {}
@@ -140,7 +140,7 @@ class State:
         if not steps:
             return
         whole, start = self.memory.zeros(sum(steps.values())), 0
-        self.rooms.append(whole)
+        self.reusable_buffers.append(whole)
         for name, step in steps.items():
             self._buffers[name, new[name]] = whole[start : start + new[name]]
             start += step

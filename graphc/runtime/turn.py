@@ -7,7 +7,7 @@ import threading
 from graphc.errors import UsageError
 
 
-class Turn:
+class ExclusiveUse:
     """A block that one thread at a time may be in; a second one is refused rather than kept waiting.
 
     The buffers of a plan belong to one run at a time: two threads in them would train on each other's batches.

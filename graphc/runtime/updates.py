@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphc.backend import Backend
-from graphc.device import HOST, Array, Memory, Run, Waits, in_order
+from graphc.device import HOST, Array, HostSync, Memory, Run, in_order
 from graphc.ir.declare import declaration_of
 from graphc.plan.segment_model import bind_op
 from graphc.plan.steps import UpdateGroup
-from graphc.runtime.buffers import Places
+from graphc.runtime.buffers import BufferMap
 
 
 class Updates:
@@ -21,7 +21,7 @@ class Updates:
         host: runs the updates whose state lies in the host's memory, where ``backend`` works elsewhere.
     """
 
-    def __init__(self, places: Places, backend: Backend, host: Backend | None) -> None:
+    def __init__(self, places: BufferMap, backend: Backend, host: Backend | None) -> None:
         self._places, self._backend, self._host = places, backend, host
 
     def bind(self, group: UpdateGroup) -> Run:
@@ -96,7 +96,7 @@ class Updates:
             for array, mirror in sent:
                 memory.copy(array, mirror)
 
-        return Waits(update)
+        return HostSync(update)
 
     def bind_over_parts(self, node: ir.Node) -> Run:
         """A reduction over gradients of which this rank has a part: its result is over the part."""

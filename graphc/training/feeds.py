@@ -64,7 +64,7 @@ def key_of_shapes(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
     return tuple((name, feed_shape(array)) for name, array in sorted(feeds.items()))
 
 
-def check_names(feeds: Mapping[str, Array], graph: ir.Graph) -> dict[str, tuple[int, ...]]:
+def check_feed_names(feeds: Mapping[str, Array], graph: ir.Graph) -> dict[str, tuple[int, ...]]:
     """The shapes of ``feeds`` by the names of the graph's inputs.
 
     Raises:

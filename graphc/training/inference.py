@@ -15,13 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc import frontends
-from graphc.backend import Backend
+from graphc.backend import Backend, make_backend
 from graphc.compiler import ModelSource
 from graphc.distributed.world import available_cores
-from graphc.engine import make_backend
 from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
-from graphc.pipeline import Step, run
+from graphc.pipeline import PassCall, run
 from graphc.plan.partition import make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
@@ -56,7 +55,7 @@ def run_model(
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)
         try:
-            run(legal, [Step("legalize"), Step("simplify")])
+            run(legal, [PassCall("legalize"), PassCall("simplify")])
         except NewerOpsetError:
             return _run_whole(engine, original.clone(), given)
         wanted = [value.name or "" for value in legal.graph.inputs]

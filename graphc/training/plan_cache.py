@@ -8,17 +8,16 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backend import Backend, host_backend
-from graphc.compiler import Program
+from graphc.compiler import Program, collection_paused
 from graphc.device import Array, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.consistency import agree
 from graphc.errors import DeviceMemoryError, UsageError, WorldError
 from graphc.ir.ops.losses import label_checks
-from graphc.pause import collection_paused
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
-from graphc.training.feeds import check_arrays, check_names, key_of_shapes
+from graphc.training.feeds import check_arrays, check_feed_names, key_of_shapes
 
 Wrap = Callable[[str, str, Run], Run]
 
@@ -109,7 +108,7 @@ class Bindings:
 
     @collection_paused()
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
-        shapes, rank, size = check_names(feeds, model.graph), self._comm.rank, self._comm.size
+        shapes, rank, size = check_feed_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host
         plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded)
         if model is self._program.model:

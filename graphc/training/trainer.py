@@ -14,14 +14,14 @@ import numpy as np
 
 import graphc
 from graphc import frontends
+from graphc.backend import make_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.distributed.choose import for_memory, open_communicator
-from graphc.distributed.communicator import Communicator
+from graphc.distributed.communicator import Communicator, check_deadline
 from graphc.distributed.consistency import check_programs
 from graphc.distributed.world import find_world, threads_for
-from graphc.engine import make_backend
 from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
@@ -32,12 +32,11 @@ from graphc.plan.accumulation import sums_by_tree
 from graphc.plan.state_rewrites import adapted
 from graphc.report.trace import Summary, Trace
 from graphc.runtime import checkpoint
-from graphc.runtime.checks import check_deadline
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.input_staging import Ahead
 from graphc.runtime.nonfinite_report import again, explain, explain_lost
-from graphc.runtime.turn import Turn
-from graphc.training.feeds import averages, batches_of, check_names, feed_shape
+from graphc.runtime.turn import ExclusiveUse
+from graphc.training.feeds import averages, batches_of, check_feed_names, feed_shape
 from graphc.training.microbatch import MicroBatch, micro_batches, until_all_end
 from graphc.training.plan_cache import Bindings
 
@@ -118,7 +117,7 @@ class Trainer:
         self._meanwhile: Run | None = None
         self._early: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None
         self._shards: Shards | None = None
-        self._turn = Turn("trainer")
+        self._turn = ExclusiveUse("trainer")
         self._saved: tuple[Path, int] | None = None  # the last checkpoint, and the steps that it contains
         self._position: dict[str, Any] | None = None  # of a checkpoint, until somebody has the data that it belongs to
         if seed is not None and SEED in self.state.scalars:
@@ -189,7 +188,7 @@ class Trainer:
 
     def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
         """The micro-batches of a step, checked, each with its plan."""
-        check_names(feeds, self.program.model.graph)
+        check_feed_names(feeds, self.program.model.graph)
         rows = self._micro.rows(feeds)
         if rows == 0 and self.size == 1:
             raise FeedError(f"feed {self._micro.first!r} has no samples")
@@ -363,7 +362,7 @@ class Trainer:
         arrays: dict[str, Array] = {}
         if self.rank == 0:
             arrays, meta = checkpoint.load(folder)
-            checkpoint.check_names(arrays, needed=self.state.updated, known=self.state.names)
+            checkpoint.check_state_names(arrays, needed=self.state.updated, known=self.state.names)
             self.state.load(arrays)
             self.steps_done, self._position = int(meta.get("steps", 0)), meta.get("data")
         self._broadcast(arrays)

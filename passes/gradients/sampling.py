@@ -20,7 +20,7 @@ from graphc.passes.gradients.shape import lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class Interpolation:
     """Interpolation along one axis: taps at ``floor(c) + offsets``, whose weights are polynomials in r = c - floor(c).
 
     ``polynomials`` has a row per power of r, from 0 on, and a column per tap.
@@ -30,10 +30,10 @@ class Kernel:
     polynomials: tuple[tuple[float, ...], ...]
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "nearest": Kernel((0,), ((1.0,),)),  # of coordinates that are rounded already
-    "linear": Kernel((0, 1), ((1.0, 0.0), (-1.0, 1.0))),
-    "cubic": Kernel(  # Keys, Cubic convolution interpolation (1981), with a = -3/4
+KERNELS: Mapping[str, Interpolation] = {
+    "nearest": Interpolation((0,), ((1.0,),)),  # of coordinates that are rounded already
+    "linear": Interpolation((0, 1), ((1.0, 0.0), (-1.0, 1.0))),
+    "cubic": Interpolation(  # Keys, Cubic convolution interpolation (1981), with a = -3/4
         (-1, 0, 1, 2), ((0.0, 1.0, 0.0, 0.0), (-0.75, 0.0, 0.75, 0.0), (1.5, -2.25, 1.5, -0.75), (-0.75, 1.25, -1.25, 0.75))
     ),
 }
@@ -47,7 +47,7 @@ def extent(op: Builder, x: ir.Value, axis: int, like: ir.Value) -> Any:
     return op.cast_like(op.Squeeze(lengths(op, (x, axis)), [0]), like)
 
 
-def interpolate(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kernel: Kernel, padding: str) -> Any:
+def interpolate(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kernel: Interpolation, padding: str) -> Any:
     """B × Q × C: the image x (N × C × spatial) at places given by one B × Q tensor per axis, in units of elements.
 
     Args:
@@ -58,7 +58,9 @@ def interpolate(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any
     return op.Squeeze(op.MatMul(op.Unsqueeze(weights, [2]), rows), [2])
 
 
-def taps(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kernel: Kernel, padding: str) -> tuple[Any, Any]:
+def taps(
+    op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kernel: Interpolation, padding: str
+) -> tuple[Any, Any]:
     """What the taps read (B × Q × K × C) and their weights (B × Q × K)."""
     index: Any = op.Unsqueeze(images, [1])
     weights: Any = None
@@ -73,7 +75,7 @@ def taps(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kern
     return op.Gather(rows, op.Reshape(index, [0, 0, -1])), op.Reshape(weights, [0, 0, -1])
 
 
-def _one_axis(op: Builder, c: Any, size: Any, kernel: Kernel, padding: str) -> tuple[Any, Any]:
+def _one_axis(op: Builder, c: Any, size: Any, kernel: Interpolation, padding: str) -> tuple[Any, Any]:
     """Positions inside the image and weights of the taps along one axis, which is a new last one."""
     floor = op.Floor(c)
     r = op.Unsqueeze(op.Sub(c, floor), [-1])

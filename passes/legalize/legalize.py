@@ -23,10 +23,10 @@ from graphc.ir.facts import describe, dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.opset_adapters import adapt
+from graphc.ir.state import not_finite
 from graphc.ir.subgraphs import CONTROL, bodies, type_body_inputs
 from graphc.ir.toposort import sort_and_link
 from graphc.ir.verify import refused_type
-from graphc.ir.weights import not_finite
 from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed

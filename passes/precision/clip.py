@@ -22,8 +22,8 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
+from graphc.ir.declare import operand, put
 from graphc.ir.names import CLIP_VALUE
-from graphc.ir.operands import operand, put
 from graphc.passes.precision.update_graph import move_to_end, trains, updates_of
 from graphc.pipeline import Context, graph_pass
 

@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
+from graphc.ir.declare import operand, place_of, put
 from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
-from graphc.ir.operands import operand, place_of, put
 from graphc.ir.state import scalar
 from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
 from graphc.pipeline import Context, graph_pass

@@ -20,8 +20,8 @@ import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
+from graphc.ir.declare import operand, put
 from graphc.ir.names import BUCKET, GRADIENT_OF
-from graphc.ir.operands import operand, put
 from graphc.ir.ops.updates import LOW
 from graphc.ir.state import add_initializer
 from graphc.passes.precision.update_graph import trains, updates_of

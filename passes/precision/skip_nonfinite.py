@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
+from graphc.ir.declare import operand, place_of, put
 from graphc.ir.facts import is_float
 from graphc.ir.names import SKIPPED
-from graphc.ir.operands import operand, place_of, put
 from graphc.ir.state import scalar
 from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
 from graphc.pipeline import Context, graph_pass

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.declare import declaration_of, is_update, place_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
-from graphc.ir.operands import place_of
 from graphc.ir.subgraphs import captured
 
 

@@ -27,7 +27,7 @@ from graphc.pipeline import Context, graph_pass
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class OptimizerRule:
     """One optimizer: the update op it emits for given options, and the state that op keeps.
 
     Attributes:
@@ -56,20 +56,20 @@ def _momentum(options: Mapping[str, Any]) -> bool:
     return bool(options["momentum"])
 
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
-    "sgd": Optimizer(
+OPTIMIZERS: Mapping[str, OptimizerRule] = {
+    "sgd": OptimizerRule(
         lr=1e-3,
         op=lambda o: "Momentum" if _momentum(o) else "SGD",
         states=lambda o: ["momentum_buffer"] if _momentum(o) else [],
         ops=("SGD", "Momentum"),
         own={"momentum": 0.0},
     ),
-    "adam": Optimizer(lr=1e-3, op=lambda o: "Adam", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("Adam",)),
-    "adamw": Optimizer(lr=1e-3, op=lambda o: "AdamW", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("AdamW",)),
-    "adagrad": Optimizer(
+    "adam": OptimizerRule(lr=1e-3, op=lambda o: "Adam", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("Adam",)),
+    "adamw": OptimizerRule(lr=1e-3, op=lambda o: "AdamW", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("AdamW",)),
+    "adagrad": OptimizerRule(
         lr=1e-2, op=lambda o: "Adagrad", states=lambda o: ["sum"], ops=("Adagrad",), own={"initial_accumulator_value": 0.0}
     ),
-    "rmsprop": Optimizer(
+    "rmsprop": OptimizerRule(
         lr=1e-2,
         op=lambda o: "RMSprop",
         states=lambda o: [

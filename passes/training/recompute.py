@@ -17,7 +17,7 @@ from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims
 from graphc.passes.optimize.simplify import simplify_graph
-from graphc.passes.training.recompute_cut import Choice, Joint, Region
+from graphc.passes.training.recompute_cut import Joint, RecomputeChoice, RecomputeRegion
 from graphc.pipeline import Context, graph_pass
 
 MODES = ("cheap", "all")
@@ -67,7 +67,7 @@ def recompute(
     return bool(chosen.regions)
 
 
-def _choose(joint: Joint, before: Choice, mode: str, budget_mb: float | None) -> Choice:
+def _choose(joint: Joint, before: RecomputeChoice, mode: str, budget_mb: float | None) -> RecomputeChoice:
     if budget_mb is None and mode == "cheap":
         return joint.cheap()
     most = min(MOST_STRETCHES, max(2, len(joint.forward) // 2))
@@ -81,7 +81,7 @@ def _choose(joint: Joint, before: Choice, mode: str, budget_mb: float | None) ->
     return min(enough, key=lambda c: (c.work, c.peak)) if enough else min(found, key=lambda c: (c.peak, c.work))
 
 
-def _insert(graph: ir.Graph, joint: Joint, regions: tuple[Region, ...]) -> None:
+def _insert(graph: ir.Graph, joint: Joint, regions: tuple[RecomputeRegion, ...]) -> None:
     op = Builder(graph)
     again: dict[ir.Value, ir.Value] = {}
     for number, region in enumerate(regions):

@@ -43,7 +43,7 @@ Event: TypeAlias = "tuple[list[Copy], list[Copy]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class RecomputeRegion:
     """Nodes to compute again, in order, in front of the backward node ``before``, and the values they replace there."""
 
     before: ir.Node
@@ -52,7 +52,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecomputeChoice:
     """What one choice of kept values means.
 
     Attributes:
@@ -62,7 +62,7 @@ class Choice:
         kept: bytes that wait from the forward pass for the backward pass.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[RecomputeRegion, ...]
     peak: int
     work: int
     kept: int
@@ -127,16 +127,16 @@ class Joint:
 
     # Cuts -------------------------------------------------------------------------------------------------------------
 
-    def nothing(self) -> Choice:
+    def nothing(self) -> RecomputeChoice:
         """Keep everything, as without this pass."""
         return self.cost(set(self.needed))
 
-    def cheap(self) -> Choice:
+    def cheap(self) -> RecomputeChoice:
         """Compute again whatever is not expensive, where that saves memory."""
         barred = {n for n in self.forward if n.op_type in EXPENSIVE or not self.repeatable(n)}
         return self.cost(self.cut(barred, self.pinned))
 
-    def stretches(self, count: int) -> Choice:
+    def stretches(self, count: int) -> RecomputeChoice:
         """Keep the borders of ``count`` stretches of the forward pass, and compute again what lies between them.
 
         The last stretch is the first that the backward pass comes to: dropping its products would gain nothing.
@@ -213,7 +213,7 @@ class Joint:
 
     # Costs ------------------------------------------------------------------------------------------------------------
 
-    def regions(self, kept: Collection[ir.Value]) -> Iterator[Region]:
+    def regions(self, kept: Collection[ir.Value]) -> Iterator[RecomputeRegion]:
         """What is computed again when only ``kept`` waits, each value in front of the first backward node that reads it."""
         again: set[ir.Value] = set()
         for node in self.backward:
@@ -234,19 +234,19 @@ class Joint:
                 values |= fresh
                 region[self.made[value]] = maker
                 stack.extend(self.operands(maker))
-            yield Region(node, tuple(region[k] for k in sorted(region)), frozenset(values))
+            yield RecomputeRegion(node, tuple(region[k] for k in sorted(region)), frozenset(values))
 
-    def cost(self, kept: set[ir.Value]) -> Choice:
+    def cost(self, kept: set[ir.Value]) -> RecomputeChoice:
         """Measure a choice by walking the steps in order."""
         regions = tuple(self.regions(kept))
-        return Choice(
+        return RecomputeChoice(
             regions,
             self.peak(regions),
             sum(self.nbytes(v) * (16 if n.op_type in EXPENSIVE else 1) for r in regions for n in r.nodes for v in n.outputs),
             sum(self.nbytes(v) for v in self.needed if v in kept),
         )
 
-    def peak(self, regions: Sequence[Region]) -> int:
+    def peak(self, regions: Sequence[RecomputeRegion]) -> int:
         """Most bytes of intermediate values alive at once; gradients of parameters have buffers of their own."""
         first = {r.before: r for r in regions}
         again: set[ir.Value] = set()

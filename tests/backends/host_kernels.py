@@ -18,17 +18,17 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_graph import Recording
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.cudnn import Dnn
 from graphc.backends.cupy.libraries.gemm import DOMAIN, Product
 from graphc.backends.cupy.libraries.gemm_epilogues import product_of
 from graphc.backends.cupy.libraries.registry import operands, results
-from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import Segment, compile_segment
 from graphc.backends.fusion.views import shape_of
 from graphc.ir.facts import constant
 from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_cudnn import HostDnn
 from tests.backends.host_products import bind_product
@@ -44,7 +44,7 @@ class HostDevice(StrictMemory):
     """The machine of the tests in place of a GPU: its memory is closed to the host, and work waits until somebody asks."""
 
     writes_cuda = False
-    options = Options()
+    options = CudaOptions()
     kept = None
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
@@ -98,7 +98,7 @@ class HostDevice(StrictMemory):
             return bind_product(product_of(node), inputs, outputs)
         read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
         written = results(node)
-        model = segment_model(Step("segment", node.op_type, [node], read, written))
+        model = segment_model(PlanStep("segment", node.op_type, [node], read, written))
         bound = {v.name: a for v, a in zip(operands(node), inputs, strict=True) if v in read}
 
         def run() -> None:
@@ -173,7 +173,7 @@ def run_segment(
     for value in segment.graph.outputs:
         dtype, shape = np.dtype(value.dtype.numpy()), shape_of(value)
         outputs[value.name] = device.empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
-    bound = BoundSegment(segment, device, Scratch(device), inputs, outputs)
+    bound = BoundSegment(segment, device, SegmentScratch(device), inputs, outputs)
     for _ in range(2):  # the second run meets memory that the first has used
         bound()
     return {name: device.fetch(array) for name, array in outputs.items()}, segment

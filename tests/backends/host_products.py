@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backends.cupy.libraries.gemm import MASK_BITS, Layout, Matrix, Product, call_of
+from graphc.backends.cupy.libraries.gemm import MASK_BITS, Matrix, MatrixLayout, Product, call_of
 
 MULTIPLES = {"RELU": MASK_BITS, "GELU": 8}
 
@@ -62,7 +62,7 @@ def bind_product(p: Product, inputs: Sequence[Any], outputs: Sequence[Any]) -> C
     return lambda: [run(step) for step in range(p.rounds)] and None
 
 
-def _matrices(array: Any, layout: Layout, m: Matrix, step: int) -> Any:
+def _matrices(array: Any, layout: MatrixLayout, m: Matrix, step: int) -> Any:
     """[batch, rows, columns], read column by column."""
     size = array.itemsize
     flat = array.reshape(-1)[m.offset + step * m.round_step :]

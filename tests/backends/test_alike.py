@@ -11,7 +11,7 @@ import pytest
 
 from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.kernel_source import Spec
+from graphc.backends.fusion.kernel_source import KernelSpec
 from graphc.backends.fusion.views import shape_of
 from graphc.ir.infer import propagate
 
@@ -40,7 +40,7 @@ def test_what_kernels_read_is_what_their_generated_sources_read(text: str, kinds
     propagate(graph)
     reads = Reads()
     for out in graph.outputs:
-        spec, inputs = Spec(shape_of(out), (), (), (out,)), set(graph.inputs)
+        spec, inputs = KernelSpec(shape_of(out), (), (), (out,)), set(graph.inputs)
         source = Generator(spec, inputs.__contains__).source()
         assert reads.of(spec, inputs.__contains__) == source.operands[: source.reads]
     assert len(reads._known) == kinds, "the same computation is generated once, another one anew"

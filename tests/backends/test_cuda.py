@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from graphc.backend import make_backend
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import check_versions
-from graphc.engine import make_backend
 from graphc.errors import GraphcError, MissingExtraError
 from tests.backends.test_fusion import CASES, check_case, check_network
 from tests.conftest import has_gpu

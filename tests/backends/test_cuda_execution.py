@@ -241,14 +241,14 @@ def test_what_is_bound_is_free_again_when_it_is_gone(exported: Callable[[str], s
 
     import cupy
 
-    from graphc.backends.cupy.libraries.cublaslt import Plan
+    from graphc.backends.cupy.libraries.cublaslt import MatmulPlan
 
     def used() -> tuple[int, int]:
         """Bytes of the device that are taken, and descriptions of products."""
         gc.collect()
         pool.free_all_blocks()
         free, total = cupy.cuda.runtime.memGetInfo()
-        return total - free, sum(type(thing) is Plan for thing in gc.get_objects())
+        return total - free, sum(type(thing) is MatmulPlan for thing in gc.get_objects())
 
     program, feeds = compiled(exported("mlp"), precision="bf16"), batch("mlp")
     found = []

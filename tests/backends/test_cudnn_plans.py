@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Description, Dnn, Tensor, build, named, propose, usable
 from graphc.backends.cupy.libraries.cudnn_attention import Attention, Place, attention_of
 from graphc.backends.cupy.libraries.cudnn_convolution import convolution_of
@@ -155,13 +155,13 @@ class Clock:
             stream, device = SimpleNamespace(ptr=0), SimpleNamespace(id=0)
             cupy = SimpleNamespace(cuda=cuda)
 
-            def __init__(self, options: Options) -> None:
+            def __init__(self, options: CudaOptions) -> None:
                 self.options = options
 
             def zeros(self, nbytes: int) -> Any:
                 return SimpleNamespace(nbytes=nbytes, data=SimpleNamespace(ptr=1 << 20))
 
-        return Device(Options(**options))
+        return Device(CudaOptions(**options))
 
 
 def test_the_fastest_plan_is_taken_and_found_again_without_measuring(

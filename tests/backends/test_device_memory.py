@@ -20,7 +20,7 @@ from graphc.backends.cupy import CupyBackend, CupyPlanner
 from graphc.backends.cupy.device.cuda_memory import UNIT
 from graphc.backends.cupy.libraries.gemm import Product
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
-from graphc.backends.cupy.libraries.registry import Library
+from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.distributed.threads import run_threads
@@ -47,7 +47,7 @@ class Equipped(HostDevice):
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         return by_rule(joined, apart, saved)  # as where nothing can be measured
 
-    def node(self, node: ir.Node, library: Library | None, inputs: Any, outputs: Any) -> Callable[[], None]:
+    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Any, outputs: Any) -> Callable[[], None]:
         if library is not None and library.workspace is not None and library.workspace[0] not in self._taken:
             self._taken.add(library.workspace[0])
             self.empty(library.workspace[1])
@@ -148,7 +148,7 @@ class Bare(HostDevice):
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         return by_rule(joined, apart, saved)
 
-    def node(self, node: ir.Node, library: Library | None, inputs: Any, outputs: Any) -> Callable[[], None]:
+    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Any, outputs: Any) -> Callable[[], None]:
         if library is not None and library.workspace is not None and library.workspace[0] not in self._taken:
             self._taken.add(library.workspace[0])
             self.empty(library.workspace[1])

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backend import make_backend
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.bench.specs import SPECS
-from graphc.engine import make_backend
 from graphc.errors import UsageError
 from tests.backends.host_kernels import HostDevice
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def given(monkeypatch: pytest.MonkeyPatch) -> list[CudaOptions]:
     """The options of every GPU that is asked for; the host stands for it."""
-    found: list[Options] = []
+    found: list[CudaOptions] = []
 
-    def device(index: int | None = None, options: Options | None = None) -> Any:
+    def device(index: int | None = None, options: CudaOptions | None = None) -> Any:
         assert options is not None
         found.append(options)
         return HostDevice()
@@ -34,13 +34,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("cupy", Options()),
-        ("cupy:tf32", Options(tf32=True)),
-        ("cupy:tf32=on, loose_gelu=1", Options(tf32=True, loose_gelu=True)),
-        ("cupy:deterministic=true,tf32=false", Options(deterministic=True)),
+        ("cupy", CudaOptions()),
+        ("cupy:tf32", CudaOptions(tf32=True)),
+        ("cupy:tf32=on, loose_gelu=1", CudaOptions(tf32=True, loose_gelu=True)),
+        ("cupy:deterministic=true,tf32=false", CudaOptions(deterministic=True)),
     ],
 )
-def test_options_reach_the_device(text: str, options: Options, given: list[Options]) -> None:
+def test_options_reach_the_device(text: str, options: CudaOptions, given: list[CudaOptions]) -> None:
     make_backend(text, threads=1)
     assert given == [options]
 
@@ -63,7 +63,7 @@ def test_what_a_backend_does_not_know_is_refused(text: str, message: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("mode", [None, "run", "any-world:shards=2"])
 def test_a_program_that_asks_for_equal_bits_gets_them(
-    mode: str | None, given: list[Options], exported: Callable[[str], str]
+    mode: str | None, given: list[CudaOptions], exported: Callable[[str], str]
 ) -> None:
     loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
     program = graphc.compile(exported("mlp"), loss=loss, optimizer=optimizer, backend="cupy:tf32=true", deterministic=mode)

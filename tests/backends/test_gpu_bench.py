@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from graphc.bench import gpu
-from graphc.bench.gpu_processes import Clock, Worker, once
+from graphc.bench.gpu_processes import BenchProcess, Clock, once
 from graphc.bench.gpu_specs import JOBS
 
 ANSWERS = "print('loading'); print('{\"a\": 1}', flush=True); import sys; [print('{\"b\": 2}', flush=True) for _ in sys.stdin]"
 
 
 def test_a_worker_answers_in_json_among_whatever_it_prints() -> None:
-    with Worker(("-c", ANSWERS), os.environ, Clock(30)) as worker:
+    with BenchProcess(("-c", ANSWERS), os.environ, Clock(30)) as worker:
         assert worker.read() == {"a": 1}
         assert [worker.measure(), worker.measure()] == [{"b": 2}] * 2
 
@@ -27,7 +27,7 @@ def test_a_worker_answers_in_json_among_whatever_it_prints() -> None:
 def test_a_worker_that_dies_is_told_with_its_last_words() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)ended with status 1; .*ZeroDivisionError"):
         once(("-c", "1 / 0"), os.environ, Clock(30))
-    with Worker(("-c", "print('{}'); import os; os._exit(3)"), os.environ, Clock(30)) as worker:
+    with BenchProcess(("-c", "print('{}'); import os; os._exit(3)"), os.environ, Clock(30)) as worker:
         assert worker.read() == {}
         with pytest.raises(RuntimeError, match="ended with status 3"):
             worker.measure()

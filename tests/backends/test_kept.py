@@ -11,9 +11,9 @@ import onnx
 import pytest
 
 from graphc.backends.cupy.segment import disk_cache
-from graphc.backends.cupy.segment.bind import BoundSegment, Scratch
+from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import Segment, compile_segment
-from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.fusion.views import shape_of
 from tests.backends.host_kernels import HostDevice
 
@@ -45,7 +45,7 @@ def _run(segment: Segment, feeds: dict[str, Any]) -> dict[str, Any]:
     device = HostDevice()
     inputs = {v.name or "": device.put(feeds[v.name or ""]) for v in segment.graph.inputs}
     outputs = {v.name or "": device.put(np.zeros(shape_of(v), np.float32)) for v in segment.graph.outputs}
-    BoundSegment(segment, device, Scratch(device), inputs, outputs)()
+    BoundSegment(segment, device, SegmentScratch(device), inputs, outputs)()
     return {name: device.fetch(array) for name, array in outputs.items()}
 
 
@@ -53,8 +53,8 @@ def _run(segment: Segment, feeds: dict[str, Any]) -> dict[str, Any]:
 def test_what_comes_back_from_disk_computes_the_same(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in (("x", (4, 6)), ("w", (6, 8)), ("b", (8,)))}
-    Kept(tmp_path / "segments").of(MODEL, "", _compile)
-    found = _run(Kept(tmp_path / "segments").of(MODEL, "", _refuse), feeds)
+    SegmentCache(tmp_path / "segments").of(MODEL, "", _compile)
+    found = _run(SegmentCache(tmp_path / "segments").of(MODEL, "", _refuse), feeds)
     h = feeds["x"] @ feeds["w"] + feeds["b"]
     e = np.exp(np.cumsum(np.maximum(h, 0), 1))
     np.testing.assert_allclose(found["y"], (e / e.sum(1, keepdims=True)).T, rtol=1e-5)
@@ -66,7 +66,7 @@ def test_other_options_sources_and_segments_are_compiled_anew(tmp_path: Path, mo
     compiled: list[str] = []
 
     def asked(why: str, model: onnx.ModelProto = MODEL, options: str = "") -> None:
-        Kept(tmp_path).of(model, options, lambda: compiled.append(why) or _compile())  # type: ignore[func-returns-value]
+        SegmentCache(tmp_path).of(model, options, lambda: compiled.append(why) or _compile())  # type: ignore[func-returns-value]
 
     asked("first")
     asked("again")
@@ -84,29 +84,31 @@ def test_other_options_sources_and_segments_are_compiled_anew(tmp_path: Path, mo
 
 
 def test_a_plugin_has_its_segments_compiled_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Kept(tmp_path).of(MODEL, "", _compile)
+    SegmentCache(tmp_path).of(MODEL, "", _compile)
 
     def made_elsewhere(node: Any) -> list[Any]:
         return []
 
-    monkeypatch.setitem(disk_cache.nodes.KERNELS, "plugin::Op", [disk_cache.nodes.NodeKernel("plugin::Op", made_elsewhere, ())])
+    monkeypatch.setitem(
+        disk_cache.registry.KERNELS, "plugin::Op", [disk_cache.registry.NodeKernel("plugin::Op", made_elsewhere, ())]
+    )
     again: list[str] = []
-    Kept(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
+    SegmentCache(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
     assert again == ["compiled"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])
 def test_a_damaged_file_is_written_anew(tmp_path: Path, damage: bytes | None) -> None:
-    Kept(tmp_path).of(MODEL, "", _compile)
+    SegmentCache(tmp_path).of(MODEL, "", _compile)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     file.write_bytes(bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]]) if damage is None else damage)
     again: list[str] = []
-    Kept(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
+    SegmentCache(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
     assert again == ["compiled"]
-    Kept(tmp_path).of(MODEL, "", _refuse)
+    SegmentCache(tmp_path).of(MODEL, "", _refuse)
 
 
 def test_a_disk_that_refuses_costs_the_next_start_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    assert Kept(tmp_path / "file" / "segments").of(MODEL, "", _compile).calls
+    assert SegmentCache(tmp_path / "file" / "segments").of(MODEL, "", _compile).calls

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import graphc
 from graphc.backends.cupy import CupyBackend
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries import tuning_cache
 from graphc.backends.cupy.libraries.cublaslt import Products
 from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, call_of
@@ -276,7 +276,7 @@ def test_the_librarys_names_are_those_of_its_bindings() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         pytest.skip("needs NVIDIA's driver")
-    from graphc.backends.cupy.libraries.cublaslt import Plan, Pointers, description_attributes
+    from graphc.backends.cupy.libraries.cublaslt import MatmulPlan, Pointers, description_attributes
 
     at = Pointers(*(4096 * k for k in range(1, 7)))
     for kind in ("relu", "tanh"):
@@ -284,7 +284,7 @@ def test_the_librarys_names_are_those_of_its_bindings() -> None:
             model = gradients_segment(network("Relu") if kind == "relu" else network("Gelu"), precision)
             for product in products(compile_segment(model, choose=lambda *_: True)):
                 call = call_of(product)
-                plan = Plan(lt, cublas.ComputeType, product, at, True)
+                plan = MatmulPlan(lt, cublas.ComputeType, product, at, True)
                 for name, value in description_attributes(lt, call, at).items():
                     attribute = int(lt.MatmulDescAttribute[name])
                     held = np.zeros(1, lt.get_matmul_desc_attribute_dtype(attribute))
@@ -314,7 +314,7 @@ def test_the_biases_of_all_layers_are_rounded_by_one_kernel() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options], Any]]:
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[CudaOptions], Any]]:
     """Makes the GPU with options; what is measured goes to a folder of its own."""
     from graphc.backends.cupy.device.cuda_device import CACHE, CudaDevice
 
@@ -325,8 +325,8 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_the_library_reads_views_and_adds_sums_as_it_is_told(name: str, gpu: Callable[[Options], Any]) -> None:
-    check_case(name, gpu(Options()), 1e-5)
+def test_the_library_reads_views_and_adds_sums_as_it_is_told(name: str, gpu: Callable[[CudaOptions], Any]) -> None:
+    check_case(name, gpu(CudaOptions()), 1e-5)
 
 
 @pytest.mark.gpu
@@ -334,10 +334,10 @@ def test_the_library_reads_views_and_adds_sums_as_it_is_told(name: str, gpu: Cal
 @pytest.mark.parametrize("precision", [None, "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["relu", "tanh"])
 def test_the_librarys_epilogues_give_pytorchs_gradients(
-    kind: str, precision: str | None, every: bool, gpu: Callable[[Options], Any]
+    kind: str, precision: str | None, every: bool, gpu: Callable[[CudaOptions], Any]
 ) -> None:
     """With every epilogue that the library has, and with those that pay."""
-    device = gpu(Options(tf32=precision == "tf32"))
+    device = gpu(CudaOptions(tf32=precision == "tf32"))
     if every:
         measured = device.library(Products)
         device.pays = lambda joined, apart, saved: all(np.isfinite(measured.seconds(p)) for p in joined)
@@ -352,58 +352,58 @@ def test_the_librarys_epilogues_give_pytorchs_gradients(
 
 
 @pytest.mark.gpu
-def test_large_products_on_the_gpu_repeat_their_bits_and_keep_what_was_measured(gpu: Callable[[Options], Any]) -> None:
+def test_large_products_on_the_gpu_repeat_their_bits_and_keep_what_was_measured(gpu: Callable[[CudaOptions], Any]) -> None:
     m, k, n = (64, 512, 96) if emulated() else (512, 4096, 768)
     text = f"(float[{m},{k}] a, float[{k},{n}] b, float[{n}] c) => (float[{m},{n}] y) {{ g = Gemm(a, b, c)  y = Relu(g) }}"
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
     rng = np.random.default_rng(0)
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("a", (m, k)), ("b", (k, n)), ("c", n))}
-    found = [run_segment(model, feeds, gpu(Options(deterministic=True)))[0]["y"] for _ in range(3)]
+    found = [run_segment(model, feeds, gpu(CudaOptions(deterministic=True)))[0]["y"] for _ in range(3)]
     assert all(np.array_equal(found[0], other) for other in found[1:])
-    device = gpu(Options())
+    device = gpu(CudaOptions())
     results, _ = run_segment(model, feeds, device)
     expected = np.maximum(feeds["a"].astype(np.float64) @ feeds["b"] + feeds["c"], 0)
     np.testing.assert_allclose(results["y"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     path = device.library(Products)._file()
     held = path.read_text()
     assert "relu" in held
-    run_segment(model, feeds, gpu(Options()))
+    run_segment(model, feeds, gpu(CudaOptions()))
     assert path.read_text() == held, "nothing is measured twice"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_sums_of_half_precision_are_taken_in_float32_to_the_end(kind: str, gpu: Callable[[Options], Any]) -> None:
+def test_sums_of_half_precision_are_taken_in_float32_to_the_end(kind: str, gpu: Callable[[CudaOptions], Any]) -> None:
     """However many blocks share them: 4096.5 would be rounded where a part of a sum is left in half precision."""
     dtype = np.dtype(getattr(ml_dtypes, kind, np.float16))
     text = f"({kind}[16,32768] a, {kind}[32768,16] b) => ({kind}[16,16] y) {{ y = MatMul(a, b) }}"
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
     b = np.zeros((32768, 16), dtype)
     b[0], b[1], b[-1] = 4096, 0.5, -4096
-    results, _ = run_segment(model, {"a": np.ones((16, 32768), dtype), "b": b}, gpu(Options()))
+    results, _ = run_segment(model, {"a": np.ones((16, 32768), dtype), "b": b}, gpu(CudaOptions()))
     assert (results["y"] == 0.5).all()
 
 
 @pytest.mark.gpu
-def test_what_the_library_lacks_is_no_epilogue_in_runs_that_repeat_their_bits(gpu: Callable[[Options], Any]) -> None:
+def test_what_the_library_lacks_is_no_epilogue_in_runs_that_repeat_their_bits(gpu: Callable[[CudaOptions], Any]) -> None:
     """Three columns of float32 do not begin at 16 bytes; whatever the library makes of that, the results are right."""
     text = "(float[64,160] a, float[160,3] b, float[3] c) => (float[64,3] y)"
     text += ' { z0 = MatMul(a, b)  z = Add(z0, c)  y = Gelu <approximate="tanh"> (z) }'
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
     rng = np.random.default_rng(0)
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("a", (64, 160)), ("b", (160, 3)), ("c", 3))}
-    results, _ = run_segment(model, feeds, gpu(Options(deterministic=True)))
+    results, _ = run_segment(model, feeds, gpu(CudaOptions(deterministic=True)))
     z = feeds["a"].astype(np.float64) @ feeds["b"] + feeds["c"]
     expected = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
     np.testing.assert_allclose(results["y"], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu
-def test_a_bias_may_begin_anywhere(gpu: Callable[[Options], Any]) -> None:
+def test_a_bias_may_begin_anywhere(gpu: Callable[[CudaOptions], Any]) -> None:
     """As a slice that a loop walks over does: the library would read 16 bytes at once where it is told nothing."""
     text = "(float[16,16] a, float[16,16] b, float[16] c) => (float[16,16] y) { z = MatMul(a, b)  y = Add(z, c) }"
     model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(HEAD + text))
-    device = gpu(Options())
+    device = gpu(CudaOptions())
     (call,) = compile_segment(model, choose=lambda *_: True).calls
     assert isinstance(call, NodeCall)
     rng = np.random.default_rng(0)

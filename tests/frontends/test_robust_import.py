@@ -20,7 +20,7 @@ from graphc import frontends
 from graphc.cli import main
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir.facts import dims
-from graphc.pipeline import Context, Step
+from graphc.pipeline import Context, PassCall
 from graphc.pipeline import run as run_passes
 from graphc.training.inference import run_model
 from tests.passes.test_legalize import build, normal
@@ -61,7 +61,7 @@ def test_more_than_two_gigabytes_are_mapped_and_never_copied(tmp_path: Path) -> 
     before = anonymous_memory()
     loaded = frontends.load(tmp_path / "big.onnx")
     legal = loaded.clone()
-    run_passes(legal, [Step("legalize"), Step("simplify"), Step("check")])
+    run_passes(legal, [PassCall("legalize"), PassCall("simplify"), PassCall("check")])
     tensor = legal.graph.initializers["w"].const_value
     assert isinstance(tensor, ir.ExternalTensor)
     assert tensor.nbytes > 2 << 30
@@ -80,7 +80,7 @@ def test_a_shared_weight_has_one_gradient_the_sum() -> None:
     ]
     w, x = normal(4, 3), normal(2, 4, seed=1)
     model = frontends.load(build(nodes, {"x": [2, 4]}, {"y": [2, 4]}, {"w": w}, opset=17)).clone()
-    run_passes(model, [Step("legalize"), Step("autodiff", {"of": ["y"], "wrt": ["w"]})])
+    run_passes(model, [PassCall("legalize"), PassCall("autodiff", {"of": ["y"], "wrt": ["w"]})])
     gradients = [v for node in model.graph for v in node.outputs if v.metadata_props.get("graphc.gradient_of") == "w"]
     assert len(gradients) == 1
     model.graph.outputs.append(gradients[0])
@@ -144,11 +144,11 @@ def test_shape_arithmetic_folds_and_batch_and_length_stay_symbolic() -> None:
     }
     proto = build(nodes, {"x": ["batch", "length", 8]}, ["y"], constants, opset=17)
     model = frontends.load(proto).clone()
-    run_passes(model, [Step("legalize"), Step("simplify")])
+    run_passes(model, [PassCall("legalize"), PassCall("simplify")])
     assert dims(model.graph.outputs[0]) == ("batch", "length", 2, 4)
     static = build(nodes, {"x": [3, 5, 8]}, ["y"], constants, opset=17)
     fixed = frontends.load(static).clone()
-    run_passes(fixed, [Step("legalize"), Step("simplify")])
+    run_passes(fixed, [PassCall("legalize"), PassCall("simplify")])
     assert [node.op_type for node in fixed.graph if node.op_type != "Constant"] == ["Reshape"]
     x = normal(3, 5, 8)
     np.testing.assert_array_equal(run_model(proto, {"x": x})["y"], x.reshape(3, 5, 2, 4))
@@ -158,7 +158,7 @@ def test_empty_and_duplicate_node_names() -> None:
     nodes = [helper.make_node("Relu", ["x"], ["a"], name="n"), helper.make_node("Neg", ["a"], ["b"], name="n")]
     nodes.append(helper.make_node("Exp", ["b"], ["y"]))
     model = frontends.load(build(nodes, {"x": [4]}, ["y"], opset=17)).clone()
-    run_passes(model, [Step("legalize"), Step("verify")])
+    run_passes(model, [PassCall("legalize"), PassCall("verify")])
     names = [node.name for node in model.graph]
     assert all(names)
     assert len(set(names)) == 3
@@ -230,7 +230,7 @@ def test_opset_6_broadcasting() -> None:
 
 def legalise(model: onnx.ModelProto) -> Context:
     context = Context()
-    run_passes(frontends.load(model).clone(), [Step("legalize")], context)
+    run_passes(frontends.load(model).clone(), [PassCall("legalize")], context)
     return context
 
 

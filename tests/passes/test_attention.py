@@ -18,7 +18,7 @@ from graphc import frontends
 from graphc.errors import UsageError
 from graphc.ir.names import GRADIENT_OF
 from graphc.ir.ops.random import philox_uniform
-from graphc.pipeline import Context, Step, run
+from graphc.pipeline import Context, PassCall, run
 from graphc.training.inference import run_model
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 8, 2
@@ -99,10 +99,10 @@ def fused(model: ir.Model) -> list[tuple[str, int, bool]]:
 
 def differentiated(model: ir.Model, saves: str, ctx: Context | None = None) -> tuple[ir.Model, Context]:
     """The model with fused attention, then with the gradients of its parameters as outputs."""
-    ctx = run(model, [*([] if ctx else [Step("legalize")]), Step("attention", {"saves": saves})], ctx)
+    ctx = run(model, [*([] if ctx else [PassCall("legalize")]), PassCall("attention", {"saves": saves})], ctx)
     found = model.clone()
     names = [n for n, v in model.graph.initializers.items() if v.dtype == ir.DataType.FLOAT and v.shape]
-    run(model, [Step("autodiff", {"of": [model.graph.outputs[0].name], "wrt": names})], ctx)
+    run(model, [PassCall("autodiff", {"of": [model.graph.outputs[0].name], "wrt": names})], ctx)
     made = {v.metadata_props[GRADIENT_OF]: v for n in model.graph for v in n.outputs if GRADIENT_OF in v.metadata_props}
     for name in names:
         made[name].name = f"d/{name}"
@@ -197,7 +197,7 @@ def test_dropped_probabilities_train_as_in_pytorch_with_the_same_masks(dynamic: 
     feeds = {"x": np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH), dtype=np.float32), "seen": seen}
     tensors = [torch.from_numpy(a) for a in feeds.values()]
     model = frontends.export(module, tuple(tensors), input_names=["x", "seen"], output_names=["loss"], dynamic_batch=dynamic)
-    ctx = run(model, [Step("legalize"), Step("train_mode")])
+    ctx = run(model, [PassCall("legalize"), PassCall("train_mode")])
     found, _ = differentiated(model, saves, ctx)
     assert fused(found) == [("bt0hd,bt1hd,bt2hd->bthd", 1, False), ("bt0hd,bt1hd,bt2hd->bthd", 0, True)]
     drawn = [n for n in found.graph if n.op_type == "DropoutMask"]
@@ -214,7 +214,7 @@ def by_hand(body: str, inputs: str = "float[2,2,6,4] q, float[2,2,6,4] k, float[
         yes = Constant<value = bool {{1}}>()
         kt = Transpose<perm = [0, 1, 3, 2]>(k) {body} }}"""
     model = ir.from_proto(onnx.parser.parse_model(text))
-    run(model, [Step("legalize"), Step("train_mode"), Step("attention")])
+    run(model, [PassCall("legalize"), PassCall("train_mode"), PassCall("attention")])
     return model
 
 
@@ -276,7 +276,7 @@ def test_an_unknown_choice_is_named() -> None:
         onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 23]> g (float[2] x) => (float[2] y) { y = Relu(x) }')
     )
     with pytest.raises(UsageError, match="logsumexp"):
-        run(model, [Step("legalize"), Step("attention", {"saves": "logsumexq"})])
+        run(model, [PassCall("legalize"), PassCall("attention", {"saves": "logsumexq"})])
 
 
 def test_half_precision_trains_near_autocast() -> None:

@@ -202,7 +202,7 @@ def test_a_broken_loss_model_is_reported(tmp_path: Any) -> None:
 # The outside ------------------------------------------------------------------------------------------------------------
 
 
-def bound(step: pipeline.Step) -> dict[str, Any]:
+def bound(step: pipeline.PassCall) -> dict[str, Any]:
     """The options of a step as values, without the kind."""
     return {key: value for key, value in pipeline.PASSES[step.name].bind(step.options).items() if key != "kind"}
 

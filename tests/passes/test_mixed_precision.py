@@ -22,7 +22,7 @@ from graphc.errors import NonFiniteError, UsageError
 from graphc.frontends.training_export import standard_model
 from graphc.ir.facts import state_updates
 from graphc.ir.names import GOOD_STEPS, GRADIENT_OF, LOSS_SCALE
-from graphc.pipeline import Step
+from graphc.pipeline import PassCall
 from graphc.training.inference import run_model
 
 BATCH = 16
@@ -120,7 +120,7 @@ def test_parameters_and_gradients_are_float32_and_products_are_not(exported: Cal
 
 
 def compiled(
-    path: str, precision: str | None, passes: list[Step] | None = None, optimizer: str = "adam:lr=1e-3"
+    path: str, precision: str | None, passes: list[PassCall] | None = None, optimizer: str = "adam:lr=1e-3"
 ) -> graphc.compiler.Program:
     return graphc.compile(
         path,
@@ -169,7 +169,7 @@ def test_wrong_options_are_named(precision: str, message: str, exported: Callabl
 def test_it_belongs_in_front_of_autodiff(exported: Callable[[str], str]) -> None:
     steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD())
     place = next(k for k, step in enumerate(steps) if step.name == "autodiff")
-    steps.insert(place + 1, Step("mixed_precision"))
+    steps.insert(place + 1, PassCall("mixed_precision"))
     with pytest.raises(UsageError, match="belongs between 'loss' and 'autodiff'"):
         compiled(exported("mlp"), None, steps)
 
@@ -180,7 +180,7 @@ def test_it_belongs_in_front_of_autodiff(exported: Callable[[str], str]) -> None
 @pytest.fixture
 def trainer(exported: Callable[[str], str]) -> Iterator[graphc.Trainer]:
     steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), precision="fp16:loss_scale=64")
-    steps = [Step("loss_scaling", {"growth_interval": 3}) if s.name == "loss_scaling" else s for s in steps]
+    steps = [PassCall("loss_scaling", {"growth_interval": 3}) if s.name == "loss_scaling" else s for s in steps]
     with graphc.Trainer(compiled(exported("mlp"), None, steps), threads=1) as made:
         yield made
 

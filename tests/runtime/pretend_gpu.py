@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from graphc.distributed.nccl.calls import Call
+from graphc.distributed.nccl.calls import NcclCall
 from tests.backends.strict import DeviceArray, host_of
 
 # The numbers of nccl.h, and what NCCL does with them.
@@ -31,7 +31,7 @@ REDUCTIONS: dict[int, Callable[[Any], Any]] = {
 }
 
 
-def perform(arrays: Sequence[Any], calls: Sequence[Sequence[Call]]) -> None:
+def perform(arrays: Sequence[Any], calls: Sequence[Sequence[NcclCall]]) -> None:
     """What NCCL makes of the arrays of all ranks when each rank makes its calls; in place."""
     memory = [array.view(np.uint8) for array in arrays]
     for together in zip(*calls, strict=True):
@@ -295,21 +295,21 @@ class PretendLink:
     def __init__(self, nccl: PretendNccl, rank: int) -> None:
         self.nccl, self.rank = nccl, rank
         self.fault, self.aborted, self.misused = "", False, False
-        self.waiting: tuple[Sequence[Call], Any] | None = None
+        self.waiting: tuple[Sequence[NcclCall], Any] | None = None
 
-    def bind(self, calls: Sequence[Call], address: int, stream: int) -> Callable[[], None]:
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Callable[[], None]:
         ends = [max(c.send, c.receive) + c.count * np.dtype(DTYPES[c.datatype]).itemsize * self._blocks(c) for c in calls]
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * max(ends, default=0)).from_address(address))
         return lambda: STREAMS[stream].queue(lambda: self._meet(calls, memory))
 
-    def _blocks(self, call: Call) -> int:
+    def _blocks(self, call: NcclCall) -> int:
         if call.function == "reduce_scatter":
             return self.nccl.size if call.send >= call.receive else self.nccl.size - self.rank
         if call.function == "all_gather":
             return self.nccl.size if call.receive >= call.send else self.nccl.size - self.rank
         return 1
 
-    def _meet(self, calls: Sequence[Call], memory: Any) -> None:
+    def _meet(self, calls: Sequence[NcclCall], memory: Any) -> None:
         if not calls:
             return
         nccl = self.nccl

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from graphc.cli import main
+from graphc.distributed.communicator import find_deadline
 from graphc.distributed.health.flight_recorder import ENTRIES, Ring, load
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
-from graphc.runtime.checks import find_deadline
 
 
 def record(ring: Ring, sequence: int, tag: str = "b", *, ended: bool = True) -> None:

@@ -18,7 +18,7 @@ from graphc.distributed.health.hang_report import late
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.nccl.bindings import CupyNccl, Nccl4py
 from graphc.distributed.nccl.calls import DATATYPES, OPERATIONS, plan_calls, takes
-from graphc.distributed.nccl.progress import SHIFT, Progress
+from graphc.distributed.nccl.progress import SHIFT, NcclProgress
 from graphc.distributed.reductions import even_parts
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import MissingExtraError, UsageError, WorldError
@@ -115,7 +115,7 @@ class Gpu:
     def __init__(self) -> None:
         self.seen = np.zeros(2, np.uint64)
         self.ring = Ring()
-        self.progress = Progress(self.seen, self.ring, number=7)
+        self.progress = NcclProgress(self.seen, self.ring, number=7)
         self.handles = [Handle(lambda: None, "allreduce", "sum", tag, 4096) for tag in ("b0", "b1", "b2")]
         self.numbers = [self.progress.number_of(handle) for handle in self.handles]
         self.count = 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import graphc
+from graphc.backend import make_backend
 from graphc.distributed.threads import run_threads
-from graphc.engine import make_backend
 from graphc.errors import UsageError
 from graphc.ir.decomposition import decompose_graph
 from graphc.plan.partition import make_plan

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import graphc
+from graphc.backend import make_backend
 from graphc.data import share
 from graphc.distributed.threads import run_threads
-from graphc.engine import make_backend
 from graphc.errors import UsageError
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import Plan, make_plan

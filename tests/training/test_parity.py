@@ -20,10 +20,10 @@ from torch.nn.functional import cross_entropy
 
 import graphc
 from graphc import frontends
+from graphc.backend import make_backend
 from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 from graphc.compiler import training_pipeline
-from graphc.engine import make_backend
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
 from graphc.pipeline import run
 from graphc.plan.partition import make_plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphc.backends.cupy.codegen import prelude
 from graphc.backends.cupy.codegen.device_functions import needed
-from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.views import size_of
 
 WARP = 32
@@ -67,7 +67,7 @@ def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: 
     return Shape(1, 1, span, splits, -(-rows // span) * splits)
 
 
-def render(source: Source, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
+def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
     """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
     largest = max((size_of(v) for v in source.operands), default=1)
     wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest, source.reach) >= 2**31 - 2**20

@@ -11,7 +11,7 @@ from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape, sprea
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
-from graphc.backends.fusion.kernel_source import Form, Source, Spec
+from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
 from graphc.backends.fusion.sign_bits import BITS, packs
 from graphc.backends.fusion.views import size_of
 from graphc.ir.facts import constant
@@ -34,7 +34,7 @@ UNROLLED = 64
 """Elements of a row up to which a thread's loop over them is unrolled (:mod:`.prelude`): what it holds then has registers."""
 
 
-def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
+def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> Form:
     """The form of a kernel whose plain ``source`` the ``generator`` has made.
 
     Args:
@@ -57,12 +57,12 @@ def choose(generator: Generator, source: Source, *, wide: bool = True) -> Form:
     return Form(vector, along, variable, held=frozenset(repeated))
 
 
-def contiguous(spec: Spec) -> bool:
+def contiguous(spec: KernelSpec) -> bool:
     """Whether neighbours along the columns are neighbours in memory; otherwise neighbouring rows are."""
     return not spec.axes or len(spec.shape) - 1 in spec.axes
 
 
-def vector_of(generator: Generator, source: Source, along: str) -> tuple[int, Variable | None]:
+def vector_of(generator: Generator, source: KernelSource, along: str) -> tuple[int, Variable | None]:
     """How many neighbours a thread takes at once, and the variable that they differ in."""
     variable, size = generator.innermost(along)
     if variable is None:
@@ -85,7 +85,7 @@ def elements(rows: int, vector: int) -> Shape:
     return Shape(threads, 1, span, 1, -(-rows // span))
 
 
-def rows_of(spec: Spec, vector: int, splits: int = 1, *, held: bool = False) -> Shape:
+def rows_of(spec: KernelSpec, vector: int, splits: int = 1, *, held: bool = False) -> Shape:
     """The launch of a kernel whose rows are in vectors of columns; ``held`` ones need more threads for their registers."""
     rows, chunks = spec.rows, -(-spec.columns // vector)
     if spec.columns <= 8:
@@ -115,7 +115,7 @@ def parts_sum(rows: int, parts: int) -> Shape:
     return Shape(THREADS, lanes, THREADS // lanes, 1, -(-rows // (THREADS // lanes)))
 
 
-def shape_of_form(spec: Spec, form: Form, splits: int = 1) -> Shape:
+def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1) -> Shape:
     """The launch on a device."""
     if not spec.axes:
         return elements(spec.rows, form.vector)
@@ -124,7 +124,7 @@ def shape_of_form(spec: Spec, form: Form, splits: int = 1) -> Shape:
     return rows_of(spec, form.vector, splits, held=bool(form.held))
 
 
-def wanted_splits(spec: Spec, form: Form) -> int:
+def wanted_splits(spec: KernelSpec, form: Form) -> int:
     """How many blocks should share the columns of one row, so that the device is busy."""
     shape = shape_of_form(spec, form)
     if shape.blocks >= BLOCKS:

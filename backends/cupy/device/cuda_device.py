@@ -19,16 +19,16 @@ from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_graph import Recording, capture_graph
 from graphc.backends.cupy.device.cuda_memory import CudaMemory, address
 from graphc.backends.cupy.device.nvrtc_cache import Cubins, architecture, folder_name, nvrtc_compiler
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.cublaslt import Products, version_of_products
 from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.registry import Library, operands, results
+from graphc.backends.cupy.libraries.registry import LibraryOp, operands, results
 from graphc.backends.cupy.libraries.tuning_cache import file_name
-from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.device import Array, Run
 from graphc.ir.facts import constant
 from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 
 L = TypeVar("L")
 
@@ -49,9 +49,9 @@ class CudaDevice(CudaMemory):
 
     writes_cuda = True
 
-    def __init__(self, index: int | None = None, options: Options | None = None) -> None:
+    def __init__(self, index: int | None = None, options: CudaOptions | None = None) -> None:
         super().__init__(index)
-        self.options = options or Options()
+        self.options = options or CudaOptions()
         self._libraries: dict[Any, Any] = {}
 
     def put(self, array: Array) -> Array:
@@ -63,10 +63,10 @@ class CudaDevice(CudaMemory):
         return Recording(runs, functools.partial(capture_graph, self))
 
     @functools.cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> SegmentCache:
         """Compiled segments; which epilogues pay was measured on this device with this version of the library."""
         words = (self.name, str(self.cupy.cuda.runtime.runtimeGetVersion()), version_of_products())
-        return Kept(cache_folder() / Path(file_name("segments", *words)).stem)
+        return SegmentCache(cache_folder() / Path(file_name("segments", *words)).stem)
 
     @functools.cached_property
     def name(self) -> str:
@@ -110,14 +110,14 @@ class CudaDevice(CudaMemory):
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         return self.library(Products).pays(joined, apart, saved)
 
-    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         if library is not None:
             return library.bind(self, node, inputs, outputs)
         return self._on_host(node, inputs, outputs)
 
     def _on_host(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
-        model = segment_model(Step("segment", node.op_type, [node], read, results(node)))
+        model = segment_model(PlanStep("segment", node.op_type, [node], read, results(node)))
         sources = {v.name or "": a for v, a in zip(operands(node), inputs, strict=True) if v in read}
         written = [o.name or "" for o in results(node)]
         targets = list(zip(written, outputs, strict=True))

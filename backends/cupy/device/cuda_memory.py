@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from graphc.device import Array, Event, Run
+from graphc.device import LEAST_DRIVER, Array, Event, Run
 from graphc.distributed.world import device_index
-from graphc.drivers import LEAST_DRIVER
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 
 ALIGNMENT = 256

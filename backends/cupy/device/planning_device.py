@@ -15,11 +15,11 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_memory import UNIT
-from graphc.backends.cupy.device.protocol import Options
+from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.gemm import Product
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
-from graphc.backends.cupy.libraries.registry import Library
-from graphc.backends.cupy.segment.disk_cache import Kept
+from graphc.backends.cupy.libraries.registry import LibraryOp
+from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20
@@ -39,9 +39,11 @@ class PlannedDevice(Unqueued):
     on_host = False
     context = CONTEXT
 
-    def __init__(self, *, writes_cuda: bool = True, options: Options | None = None, kept: Kept | None = None) -> None:
+    def __init__(
+        self, *, writes_cuda: bool = True, options: CudaOptions | None = None, kept: SegmentCache | None = None
+    ) -> None:
         self.writes_cuda, self.kept = writes_cuda, kept
-        self.options = options or Options()
+        self.options = options or CudaOptions()
         self.allocated = self.host = 0
         self.workspaces: dict[str, int] = {}
         self.kernels: set[str] = set()
@@ -84,7 +86,7 @@ class PlannedDevice(Unqueued):
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         return _nothing
 
-    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         if library is not None and library.workspace is not None:
             name, nbytes = library.workspace
             if name not in self.workspaces:

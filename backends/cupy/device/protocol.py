@@ -10,15 +10,15 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.registry import Library
+from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.device import Array, Memory, Run
 
 if TYPE_CHECKING:
-    from graphc.backends.cupy.segment.disk_cache import Kept
+    from graphc.backends.cupy.segment.disk_cache import SegmentCache
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CudaOptions:
     """What a job asks of the backend.
 
     Attributes:
@@ -41,10 +41,10 @@ class Device(Memory, Protocol):
     """
 
     writes_cuda: bool
-    options: Options
+    options: CudaOptions
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> SegmentCache | None:
         """Compiled segments on disk, for this kind of device and these versions of its libraries; None: nothing is kept."""
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
@@ -62,7 +62,7 @@ class Device(Memory, Protocol):
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         """A closure that launches a compiled kernel on these arrays."""
 
-    def node(self, node: ir.Node, library: Library | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
         """A closure that runs one node by ``library``, or on the host where that is None."""
 
     def record(self, runs: Sequence[Run]) -> Run:

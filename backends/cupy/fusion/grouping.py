@@ -19,7 +19,7 @@ from graphc.backends.cupy.fusion.groups import (
     OPERANDS,
     SMALL,
     WORK,
-    Kernel,
+    FusedKernel,
     Launch,
     Launches,
     Opaque,
@@ -33,7 +33,7 @@ from graphc.backends.cupy.libraries.registry import operands, results
 from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.kernel_source import NotFusibleError, Spec
+from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
 from graphc.backends.fusion.lowering import dtype_of
 from graphc.backends.fusion.reductions import REDUCTIONS, reduced_axes
 from graphc.backends.fusion.sign_bits import UNPACKED, packs
@@ -161,9 +161,9 @@ class _Grouper(Launches):
         if node.op_type in REDUCTIONS and node not in self.opaque:
             axes = reduced_axes(node)
             assert axes is not None
-            wanted = Kernel(shape_of(node.inputs[0]), axes, [node], [value])
+            wanted = FusedKernel(shape_of(node.inputs[0]), axes, [node], [value])
         else:
-            wanted = Kernel(_walked(value), (), [], [value])
+            wanted = FusedKernel(_walked(value), (), [], [value])
         found = self.reads_of(wanted, len(self.launches))
         if found is None:
             raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
@@ -174,7 +174,7 @@ class _Grouper(Launches):
             earlier.sort(key=lambda k: not _walks_like(self.launches[k], wanted))
         for k in earlier:
             launch = self.launches[k]
-            if isinstance(launch, Kernel):
+            if isinstance(launch, FusedKernel):
                 merged = self._joined(launch, k, wanted)
                 if merged is not None:
                     self.launches[k] = merged
@@ -183,7 +183,7 @@ class _Grouper(Launches):
         self.made[value] = len(self.launches)
         self.launches.append(wanted)
 
-    def _joined(self, kernel: Kernel, at: int, new: Kernel) -> Kernel | None:
+    def _joined(self, kernel: FusedKernel, at: int, new: FusedKernel) -> FusedKernel | None:
         """``kernel`` with the result of ``new``, or None where they do not go together."""
         found = _common_walk(kernel, new)
         if found is None:
@@ -194,7 +194,7 @@ class _Grouper(Launches):
             least = min(math.prod(shape) // 4, math.prod(new.shape))
             if not any(size_of(v) >= least for v in shared):
                 return None
-        both = Kernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
+        both = FusedKernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
         reads = self.reads_of(both, at)
         if reads is None or len(reads) + len(both.stores) > OPERANDS:
             return None
@@ -222,11 +222,11 @@ def _readers(value: ir.Value) -> list[ir.Node]:
     return found
 
 
-def _walks_like(launch: Launch, kernel: Kernel) -> bool:
-    return isinstance(launch, Kernel) and (launch.shape, launch.axes) == (kernel.shape, kernel.axes)
+def _walks_like(launch: Launch, kernel: FusedKernel) -> bool:
+    return isinstance(launch, FusedKernel) and (launch.shape, launch.axes) == (kernel.shape, kernel.axes)
 
 
-def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _common_walk(kernel: FusedKernel, new: FusedKernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(shape, axes) over which both can walk together."""
     rows, size = kernel.spec.rows, math.prod(kernel.shape)
     if new.axes:
@@ -242,7 +242,7 @@ def _common_walk(kernel: Kernel, new: Kernel) -> tuple[tuple[int, ...], tuple[in
     return None
 
 
-def _walks_well(kernel: Kernel) -> bool:
+def _walks_well(kernel: FusedKernel) -> bool:
     """Whether one pass over rows keeps the device busy, so that a kernel may do several things one after another.
 
     Where neighbouring rows are neighbours in memory, threads take vectors of rows: many more are needed.
@@ -266,9 +266,9 @@ def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
         axes = reduced_axes(node)
         if not axes:
             return False
-        specs = [Spec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
+        specs = [KernelSpec(shape_of(node.inputs[0]), axes, (node,), (node.outputs[0],))]
     else:
-        specs = [Spec(_walked(out), (), (), (out,)) for out in node.outputs if size_of(out)]
+        specs = [KernelSpec(_walked(out), (), (), (out,)) for out in node.outputs if size_of(out)]
     own, known = set(node.outputs), reads or Reads()
     try:
         return all(known.of(spec, lambda v: v not in own) is not None for spec in specs)

@@ -11,7 +11,7 @@ from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
-from graphc.backends.fusion.kernel_source import Spec
+from graphc.backends.fusion.kernel_source import KernelSpec
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.views import size_of
 
@@ -44,7 +44,7 @@ SMALL = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
-class Kernel:
+class FusedKernel:
     """A fused kernel in the making.
 
     Attributes:
@@ -59,8 +59,8 @@ class Kernel:
     again: set[ir.Value] = field(default_factory=set)
 
     @property
-    def spec(self) -> Spec:
-        return Spec(self.shape, self.axes, tuple(self.reductions), tuple(self.stores))
+    def spec(self) -> KernelSpec:
+        return KernelSpec(self.shape, self.axes, tuple(self.reductions), tuple(self.stores))
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class Opaque:
     node: ir.Node
 
 
-Launch = Kernel | Opaque
+Launch = FusedKernel | Opaque
 
 
 class Launches:
@@ -104,7 +104,7 @@ class Launches:
             self._costs[value] = frozenset().union(*(leaves for leaves, _ in parts)), work
         return self._costs[value]
 
-    def reads_of(self, kernel: Kernel, at: int) -> set[ir.Value] | None:
+    def reads_of(self, kernel: FusedKernel, at: int) -> set[ir.Value] | None:
         """What a kernel that would stand at position ``at`` reads; None where it cannot be generated."""
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
@@ -130,15 +130,15 @@ class Launches:
                     needed |= launch.reads
             before = sum(len(written(launch)) for launch in self.launches)
             for k, launch in enumerate(self.launches):
-                if isinstance(launch, Kernel) and any(v not in needed for v in launch.stores):
+                if isinstance(launch, FusedKernel) and any(v not in needed for v in launch.stores):
                     self.launches[k] = self._without(launch, k, needed)
             if sum(len(written(launch)) for launch in self.launches) == before:
                 break
         self.launches = [launch for launch in self.launches if isinstance(launch, Opaque) or launch.stores]
         self.made = {v: k for k, launch in enumerate(self.launches) for v in written(launch)}
 
-    def _without(self, kernel: Kernel, at: int, needed: set[ir.Value]) -> Kernel:
-        less = Kernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
+    def _without(self, kernel: FusedKernel, at: int, needed: set[ir.Value]) -> FusedKernel:
+        less = FusedKernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
         if not less.stores:
             return less
         reads = self.reads_of(less, at)
@@ -153,12 +153,12 @@ class Launches:
             if isinstance(launch, Opaque):
                 fixed.update(v for v in operands(launch.node) if v is not None)
         for launch in self.launches:
-            if isinstance(launch, Kernel):
+            if isinstance(launch, FusedKernel):
                 for value in [v for v in launch.stores if v not in fixed and size_of(v) > SMALL]:
                     self._try_to_forget(value)
 
     def _try_to_forget(self, value: ir.Value) -> None:
-        readers = [(k, n) for k, n in enumerate(self.launches) if isinstance(n, Kernel) and value in n.reads]
+        readers = [(k, n) for k, n in enumerate(self.launches) if isinstance(n, FusedKernel) and value in n.reads]
         found = [self._without_reading(value, kernel) for _, kernel in readers]
         again = [values for values, _ in found]
         if not all(again) or sum(nbytes for _, nbytes in found) >= (1 + len(readers)) * nbytes_of(value):
@@ -177,7 +177,7 @@ class Launches:
         self.memory.discard(value)
         self._costs.clear()
 
-    def _without_reading(self, value: ir.Value, kernel: Kernel, depth: int = 2) -> tuple[frozenset[ir.Value], int]:
+    def _without_reading(self, value: ir.Value, kernel: FusedKernel, depth: int = 2) -> tuple[frozenset[ir.Value], int]:
         """(the values to compute again so that a kernel need not read ``value``, bytes that it then reads besides).
 
         There are none where that cannot or should not be.
@@ -199,12 +199,12 @@ class Launches:
     def lighten(self) -> None:
         """Compute again what follows from other operands of the same kernel: a mask from what was normalised, say."""
         for k, launch in enumerate(self.launches):
-            if isinstance(launch, Kernel):
+            if isinstance(launch, FusedKernel):
                 for value in sorted(launch.reads, key=lambda v: v.name or ""):
                     if value in self.made and size_of(value) > SMALL:
                         self._try_without(launch, k, value)
 
-    def _try_without(self, kernel: Kernel, at: int, value: ir.Value) -> None:
+    def _try_without(self, kernel: FusedKernel, at: int, value: ir.Value) -> None:
         again, nbytes = self._without_reading(value, kernel, 1)
         if not again or nbytes * 4 > nbytes_of(value):
             return
@@ -217,7 +217,7 @@ class Launches:
 
 
 def written(launch: Launch) -> Sequence[ir.Value]:
-    return launch.stores if isinstance(launch, Kernel) else launch.node.outputs
+    return launch.stores if isinstance(launch, FusedKernel) else launch.node.outputs
 
 
 def is_constant(node: ir.Node | None) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.kernel_source import NotFusibleError, Spec
+from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
 from graphc.backends.fusion.views import shape_of
 from graphc.ir.facts import constant
 
@@ -33,7 +33,7 @@ class Reads:
     _nodes: dict[ir.Node, Hashable] = field(default_factory=dict)
     _values: dict[ir.Value, Hashable] = field(default_factory=dict)
 
-    def of(self, spec: Spec, in_memory: InMemory) -> tuple[ir.Value, ...] | None:
+    def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[ir.Value, ...] | None:
         """What the kernel of ``spec`` reads, in the order of its parameters; None where it cannot be generated."""
         walk = _Walk(self, in_memory)
         key = walk.key(spec)
@@ -74,7 +74,7 @@ class _Walk:
         self.numbers: dict[ir.Value, int] = {}
         self._met: list[Hashable] = []
 
-    def key(self, spec: Spec) -> Hashable:
+    def key(self, spec: KernelSpec) -> Hashable:
         stores = self._all(spec.stores)
         reductions = self._all([node.outputs[0] for node in spec.reductions])
         return (spec.shape, spec.axes, stores, reductions, tuple(self._met))

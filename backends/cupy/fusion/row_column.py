@@ -17,11 +17,11 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen import vectorize
 from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape
 from graphc.backends.cupy.fusion.grouping import Grouping
-from graphc.backends.cupy.fusion.groups import SMALL, Kernel, Launch
+from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Launch
 from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.kernel_source import Form, NotFusibleError, Source, Spec
+from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec, NotFusibleError
 from graphc.backends.fusion.lowering import dtype_of
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.views import size_of
@@ -46,43 +46,43 @@ InMemory = Callable[[ir.Value], bool]
 class Crossed:
     """Two fused kernels that become one: ``rows`` sums along rows, ``sums`` across them."""
 
-    rows: Kernel
-    sums: Kernel
+    rows: FusedKernel
+    sums: FusedKernel
 
 
 def cross(grouping: Grouping) -> list[Launch | Crossed]:
     """The launches of a segment, with pairs of kernels joined where both read one large array."""
     found: list[Launch | Crossed] = []
     for launch in grouping.launches:
-        at = _partner(found, launch, grouping) if isinstance(launch, Kernel) else None
+        at = _partner(found, launch, grouping) if isinstance(launch, FusedKernel) else None
         if at is None:
             found.append(launch)
         else:
             first = found.pop(at)
-            assert isinstance(first, Kernel)
-            assert isinstance(launch, Kernel)
+            assert isinstance(first, FusedKernel)
+            assert isinstance(launch, FusedKernel)
             found.append(Crossed(first, launch))
     return found
 
 
-def _partner(before: Sequence[Launch | Crossed], sums: Kernel, grouping: Grouping) -> int | None:
+def _partner(before: Sequence[Launch | Crossed], sums: FusedKernel, grouping: Grouping) -> int | None:
     """The last launch that may wait for ``sums`` and be one with it: nothing between them reads what it writes."""
     if not sums.axes or vectorize.contiguous(sums.spec) or _elements(sums) <= SMALL:
         return None
     for k in reversed(range(max(0, len(before) - 4), len(before))):
         rows = before[k]
-        if not isinstance(rows, Kernel):
+        if not isinstance(rows, FusedKernel):
             continue
         if _goes_with(rows, sums) and not any(_reads(b, grouping) & set(rows.stores) for b in before[k + 1 :]):
             return k if _source(rows, sums, grouping.memory, wide=True) is not None else None
     return None
 
 
-def _elements(kernel: Kernel) -> int:
+def _elements(kernel: FusedKernel) -> int:
     return kernel.spec.rows * kernel.spec.columns
 
 
-def _goes_with(rows: Kernel, sums: Kernel) -> bool:
+def _goes_with(rows: FusedKernel, sums: FusedKernel) -> bool:
     if rows.shape != sums.shape or not rows.axes or not vectorize.contiguous(rows.spec) or rows.spec.rows < BLOCKS // 2:
         return False
     wide = {k for k, size in enumerate(rows.shape) if size > 1}
@@ -92,14 +92,14 @@ def _goes_with(rows: Kernel, sums: Kernel) -> bool:
 
 
 def _reads(launch: Launch | Crossed, grouping: Grouping) -> set[ir.Value]:
-    if isinstance(launch, Kernel):
+    if isinstance(launch, FusedKernel):
         return launch.reads
     if isinstance(launch, Crossed):
         return launch.rows.reads | launch.sums.reads
     return {grouping.aliases.get(v, v) for v in operands(launch.node) if v is not None}
 
 
-def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[Source, Source, Shape]:
+def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[KernelSource, KernelSource, Shape]:
     """The kernel, that which adds up its totals, and the launch of the first, whose blocks are the parts of the second.
 
     Args:
@@ -114,7 +114,7 @@ def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[Sour
     return first, second, shape
 
 
-def _in_memory(kernels: Sequence[Kernel], memory: set[ir.Value]) -> InMemory:
+def _in_memory(kernels: Sequence[FusedKernel], memory: set[ir.Value]) -> InMemory:
     own = {v for kernel in kernels for v in (*kernel.stores, *(out for node in kernel.reductions for out in node.outputs))}
     again = {v for kernel in kernels for v in kernel.again}
 
@@ -127,7 +127,7 @@ def _in_memory(kernels: Sequence[Kernel], memory: set[ir.Value]) -> InMemory:
     return found
 
 
-def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) -> tuple[Source, Shape] | None:
+def _source(rows: FusedKernel, sums: FusedKernel, memory: set[ir.Value], *, wide: bool) -> tuple[KernelSource, Shape] | None:
     """The joined kernel with its launch; None where it cannot be generated, or takes too many registers."""
     if not Generator(sums.spec, _in_memory([sums], memory)).divides():
         return None
@@ -135,7 +135,7 @@ def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) ->
     single = [v for v in rows.stores if v not in whole]
     if any(size_of(v) not in (sums.spec.rows, _elements(rows)) for v in sums.stores):
         return None
-    spec = Spec(rows.shape, rows.axes, tuple(rows.reductions), (*whole, *single))
+    spec = KernelSpec(rows.shape, rows.axes, tuple(rows.reductions), (*whole, *single))
     in_memory = _in_memory([rows, sums], memory)
     plain = _Crossing(spec, in_memory, sums.reductions)
     try:
@@ -160,11 +160,11 @@ def _source(rows: Kernel, sums: Kernel, memory: set[ir.Value], *, wide: bool) ->
     return _Crossing(spec, in_memory, sums.reductions, form).crossed(), shape
 
 
-def _registers(spec: Spec, lanes: int, vector: int, words: int) -> int:
+def _registers(spec: KernelSpec, lanes: int, vector: int, words: int) -> int:
     return -(-spec.columns // (lanes * vector)) * vector * words // 4
 
 
-def _shape(spec: Spec, lanes: int, registers: int) -> Shape:
+def _shape(spec: KernelSpec, lanes: int, registers: int) -> Shape:
     """As many blocks as run at once, each with many rows, so that few totals are left to add up."""
     threads = max(128, lanes)
     across = threads // lanes
@@ -173,7 +173,7 @@ def _shape(spec: Spec, lanes: int, registers: int) -> Shape:
     return Shape(threads, lanes, span, 1, -(-spec.rows // span))
 
 
-def _host_shape(spec: Spec) -> Shape:
+def _host_shape(spec: KernelSpec) -> Shape:
     span = -(-spec.rows // 3)
     return Shape(1, 1, span, 1, -(-spec.rows // span))
 
@@ -181,11 +181,11 @@ def _host_shape(spec: Spec) -> Shape:
 class _Crossing(Generator):
     """Generates the joined kernel: ``down`` are the sums over the rows."""
 
-    def __init__(self, spec: Spec, in_memory: InMemory, down: Sequence[ir.Node], form: Form | None = None) -> None:
+    def __init__(self, spec: KernelSpec, in_memory: InMemory, down: Sequence[ir.Node], form: Form | None = None) -> None:
         super().__init__(spec, in_memory, form)
         self._down = down
 
-    def crossed(self) -> Source:
+    def crossed(self) -> KernelSource:
         stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
         whole = [s for s in stores if size_of(s[0]) != self.spec.rows]
         body: list[str] = []

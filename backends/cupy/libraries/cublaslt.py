@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.libraries.gemm import DOMAIN, HALVES, TYPES, Call, Layout, Matrix, Product, call_of, is_product
+from graphc.backends.cupy.libraries.gemm import (
+    DOMAIN,
+    HALVES,
+    TYPES,
+    GemmCall,
+    Matrix,
+    MatrixLayout,
+    Product,
+    call_of,
+    is_product,
+)
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
 from graphc.backends.cupy.libraries.registry import library
 from graphc.backends.cupy.libraries.tuning_cache import Choices, file_name
@@ -106,7 +116,7 @@ class Products:
         aux = results.pop(0) if product.keeps_aux else given[4]
         bias = results.pop(0) if product.bias_gradient else given[3]
         pointers = Pointers(*(0 if x is None else int(x.data.ptr) for x in (given[0], given[1], given[2], d, bias, aux)))
-        plan = Plan(self._lt, self._compute, product, pointers, self._tf32)
+        plan = MatmulPlan(self._lt, self._compute, product, pointers, self._tf32)
         chosen = self._choose(product, alignments(product, pointers))
         if chosen is None:
             raise GraphcError(f"cuBLASLt has no algorithm for {node.name}: {product.text()}")
@@ -114,7 +124,7 @@ class Products:
         calls = [(*plan.arguments(self._handle, k), *self._tail(algorithm)) for k in range(product.rounds)]
         matmul = self._lt.matmul
 
-        def run(held: tuple[Plan, Any] = (plan, algorithm)) -> None:  # the library reads them at every call
+        def run(held: tuple[MatmulPlan, Any] = (plan, algorithm)) -> None:  # the library reads them at every call
             for call in calls:
                 matmul(*call)
 
@@ -151,7 +161,7 @@ class Products:
         """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
         bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # of these two the library looks at the address
         nowhere = Pointers(NOWHERE, NOWHERE, NOWHERE, NOWHERE, bias, aux)
-        plan = Plan(self._lt, self._compute, product, nowhere, self._tf32)
+        plan = MatmulPlan(self._lt, self._compute, product, nowhere, self._tf32)
         proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
         best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
         if not proposals:
@@ -162,7 +172,7 @@ class Products:
             memory = None
         if memory is None:
             return {"algorithm": proposals[0].tolist(), "seconds": product.flops / product.rounds / FLOPS_PER_SECOND}
-        plan = Plan(self._lt, self._compute, product, pointers, self._tf32)
+        plan = MatmulPlan(self._lt, self._compute, product, pointers, self._tf32)
         for algorithm in proposals:
             try:
                 spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
@@ -176,7 +186,7 @@ class Products:
         self._device.cupy.get_default_memory_pool().free_all_blocks()
         return best
 
-    def _proposals(self, plan: Plan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
+    def _proposals(self, plan: MatmulPlan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
         """Algorithms; ``exact``: where several blocks share a sum, they leave their parts in the type in which it is taken."""
         lt = self._lt
         preference = lt.matmul_preference_create()
@@ -246,7 +256,7 @@ class Products:
         return cache_folder() / file_name("products", self._device.name, str(self._lt.get_version()))
 
 
-class Plan:
+class MatmulPlan:
     """The library's descriptors of one product.
 
     Attributes:
@@ -274,7 +284,7 @@ class Plan:
         if self.description:
             self._lt.matmul_desc_destroy(self.description)
 
-    def _layout(self, shape: Layout) -> int:
+    def _layout(self, shape: MatrixLayout) -> int:
         lt = self._lt
         layout: int = lt.matrix_layout_create(shape.kind, shape.rows, shape.columns, shape.ld)
         if shape.batch > 1:
@@ -297,7 +307,7 @@ class Plan:
         return (handle, self.description, factors[0], b, first, a, second, factors[1], c, addend, d, result)
 
 
-def description_attributes(lt: Any, call: Call, at: Pointers) -> dict[str, int]:
+def description_attributes(lt: Any, call: GemmCall, at: Pointers) -> dict[str, int]:
     """Every attribute of the description, pointers included, by its name."""
     found = {**call.attributes, "EPILOGUE": int(lt.Epilogue[call.epilogue])}
     if "BIAS_DATA_TYPE" in found:

@@ -3,7 +3,7 @@
     d = epilogue(alpha · a · b + c + bias)          row-major, ``batch`` times
 
 cuBLASLt counts columns first. A row-major D = A·B is the column-major Dᵀ = Bᵀ·Aᵀ, so the operands change places and nothing
-is copied; an operand whose rows lie side by side is one that the library turns. :class:`Call` holds layouts and attributes
+is copied; an operand whose rows lie side by side is one that the library turns. :class:`GemmCall` holds layouts and attributes
 by the library's own names, so that what it is told can be read, and evaluated, on a machine without it.
 """
 
@@ -223,7 +223,7 @@ def is_product(node: ir.Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixLayout:
     """A matrix column by column: ``rows`` × ``columns``, columns ``ld`` apart, ``batch`` of them ``stride`` apart."""
 
     rows: int
@@ -235,7 +235,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GemmCall:
     """One product in the library's terms.
 
     Attributes:
@@ -245,16 +245,16 @@ class Call:
         beta: factor of C.
     """
 
-    first: Layout
-    second: Layout
-    addend: Layout
-    result: Layout
+    first: MatrixLayout
+    second: MatrixLayout
+    addend: MatrixLayout
+    result: MatrixLayout
     attributes: Mapping[str, int]
     epilogue: str
     beta: float
 
 
-def call_of(p: Product) -> Call:
+def call_of(p: Product) -> GemmCall:
     """The layouts and attributes by which the library computes ``p``."""
     epilogue = _epilogue(p)
     attributes = {"TRANSA": int(_is_turned(p.b)), "TRANSB": int(_is_turned(p.a))}
@@ -266,7 +266,7 @@ def call_of(p: Product) -> Call:
     result = _layout(p.d, p.batch, kind)
     addend = result if p.c is None else _layout(p.c, p.batch, kind)
     first, second = (_layout(x, p.batch, CUDA_TYPES[p.dtype]) for x in (p.b, p.a))
-    return Call(first, second, addend, result, attributes, epilogue, 0.0 if p.c is None else 1.0)
+    return GemmCall(first, second, addend, result, attributes, epilogue, 0.0 if p.c is None else 1.0)
 
 
 def _is_turned(m: Matrix) -> bool:
@@ -274,10 +274,10 @@ def _is_turned(m: Matrix) -> bool:
     return m.column_step != 1
 
 
-def _layout(m: Matrix, batch: int, kind: int) -> Layout:
+def _layout(m: Matrix, batch: int, kind: int) -> MatrixLayout:
     if _is_turned(m):
-        return Layout(m.rows, m.columns, m.column_step, batch, m.batch_step, kind)
-    return Layout(m.columns, m.rows, m.row_step, batch, m.batch_step, kind)
+        return MatrixLayout(m.rows, m.columns, m.column_step, batch, m.batch_step, kind)
+    return MatrixLayout(m.columns, m.rows, m.row_step, batch, m.batch_step, kind)
 
 
 def _epilogue(p: Product) -> str:

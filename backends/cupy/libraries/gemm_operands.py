@@ -22,7 +22,7 @@ from graphc.ir.facts import constant
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OperandSource:
     """A matrix, or a batch of them: ``factor`` times the elements of ``value`` at ``place``."""
 
     value: ir.Value
@@ -30,13 +30,13 @@ class Source:
     factor: float = 1.0
 
 
-def sources(value: ir.Value) -> list[Source]:
+def sources(value: ir.Value) -> list[OperandSource]:
     """Where the elements of ``value`` can be read with strides: in itself first, then in what it is a view of."""
     shape = shape_of(value)
     variables = [Variable(f"d{k}", size) for k, size in enumerate(shape)]
     index: Map = tuple(Linear.of(v) for v in variables)
     place = flatten(index, shape)
-    found, factor = [Source(value, Strided.contiguous(shape))], 1.0
+    found, factor = [OperandSource(value, Strided.contiguous(shape))], 1.0
     while (producer := value.producer()) is not None and constant(value) is None and not value.is_graph_output():
         scaled = scalar_factor(producer)
         if producer.domain == "" and producer.op_type in views.RESHAPES:
@@ -53,7 +53,7 @@ def sources(value: ir.Value) -> list[Source]:
             place = flatten(index, shape_of(value))
         steps = _steps(place, variables)
         if steps is not None:
-            found.append(Source(value, Strided(shape, steps, place.constant), factor))
+            found.append(OperandSource(value, Strided(shape, steps, place.constant), factor))
     return found
 
 
@@ -122,7 +122,7 @@ def placed(shape: tuple[int, ...], chain: Sequence[ir.Node]) -> Strided | None:
     return None if steps is None else Strided(shape, steps)
 
 
-def fitted(a: Sequence[Source], b: Sequence[Source], d: Strided, result: ir.DataType) -> Fitted | None:
+def fitted(a: Sequence[OperandSource], b: Sequence[OperandSource], d: Strided, result: ir.DataType) -> Fitted | None:
     """The product whose operands are read nearest to their origin."""
     for left, right in _nearest(a, b):
         dtype = left.value.dtype
@@ -143,8 +143,8 @@ class Fitted:
     """
 
     product: Product
-    a: Source
-    b: Source
+    a: OperandSource
+    b: OperandSource
     exchanged: bool
 
     @property
@@ -159,13 +159,13 @@ class Fitted:
         return (*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])
 
 
-def _nearest(a: Sequence[Source], b: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
+def _nearest(a: Sequence[OperandSource], b: Sequence[OperandSource]) -> Iterator[tuple[OperandSource, OperandSource]]:
     pairs = [(i, j) for i in range(len(a)) for j in range(len(b))]
     for i, j in sorted(pairs, key=lambda pair: -sum(pair)):
         yield a[i], b[j]
 
 
-def matrices(value: ir.Value, *, turned: bool, left: bool) -> list[Source]:
+def matrices(value: ir.Value, *, turned: bool, left: bool) -> list[OperandSource]:
     """:func:`sources` of an operand, as matrices: a vector is one row on the left, one column on the right."""
     found = sources(value)
     if len(shape_of(value)) == 1:

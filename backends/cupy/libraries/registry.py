@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from graphc.backends.fusion import expressions
-from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.device import Array, Run
 from graphc.gradient import key_of
 from graphc.ir.facts import constant, static_dims
@@ -70,13 +70,13 @@ class Launch:
     head: str = ""
     moved: int = 0
 
-    def source(self) -> Source:
+    def source(self) -> KernelSource:
         """As the source of a kernel, whose operands are the reads, the updates and the writes."""
         read = [f"const {_storage(v)}* {name}" for name, v in self.reads.items()]
         changed = [f"{_storage(v)}* {name}" for name, v in (*self.updates.items(), *self.writes.items())]
         text = f"{self.head}\nKERNEL $name({', '.join([*read, *changed])}) {{\nFOR_ROWS(row) {{\n{self.body}\n}}\n}}"
         values = (*self.reads.values(), *self.updates.values(), *self.writes.values())
-        return Source(text, values, len(self.reads) + len(self.updates), self.rows, self.columns, moved=self.moved)
+        return KernelSource(text, values, len(self.reads) + len(self.updates), self.rows, self.columns, moved=self.moved)
 
 
 KernelRule: TypeAlias = Callable[[ir.Node], Sequence[Launch]]
@@ -100,7 +100,7 @@ class NodeKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class LibraryOp:
     """An op that a library of the vendor runs.
 
     Attributes:
@@ -118,7 +118,7 @@ class Library:
 
 
 KERNELS: dict[str, list[NodeKernel]] = {}
-LIBRARIES: dict[str, list[Library]] = {}
+LIBRARIES: dict[str, list[LibraryOp]] = {}
 
 
 def node_kernel(
@@ -145,21 +145,21 @@ def library(
 
     def register(function: BindRule) -> BindRule:
         for op in ops:
-            LIBRARIES.setdefault(op, []).append(Library(op, function, dtypes, when, workspace, own))
+            LIBRARIES.setdefault(op, []).append(LibraryOp(op, function, dtypes, when, workspace, own))
         return function
 
     return register
 
 
-def special(node: ir.Node) -> NodeKernel | Library | None:
+def special(node: ir.Node) -> NodeKernel | LibraryOp | None:
     """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
     load()
     key = key_of(node.domain, node.op_type)
-    entries: list[NodeKernel | Library] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
+    entries: list[NodeKernel | LibraryOp] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
     return next((entry for entry in entries if _accepts(entry, node)), None)
 
 
-def _accepts(entry: NodeKernel | Library, node: ir.Node) -> bool:
+def _accepts(entry: NodeKernel | LibraryOp, node: ir.Node) -> bool:
     present = [v for v in node.inputs if v is not None] + results(node)
     if any(v.dtype is None or static_dims(v) is None for v in present) or not present:
         return False

@@ -31,7 +31,7 @@ from graphc.backends.cupy.segment.compile import Segment, compile_segment
 from graphc.backends.cupy.segment.control_flow import Control
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launches_of, name_of
-from graphc.backends.fusion.kernel_source import Access, Source
+from graphc.backends.fusion.kernel_source import Access, KernelSource
 from graphc.backends.fusion.views import shape_of, size_of
 from graphc.device import Array
 from graphc.plan.partition import Plan, make_plan
@@ -141,7 +141,7 @@ def _kernel(call: KernelCall) -> Cost:
     return Cost(centre, f"{call.name} {names[0] if names else ''}", max(LEAST, START + seconds), nbytes, 0, note)
 
 
-def traffic(source: Source, parts: int = 1) -> int:
+def traffic(source: KernelSource, parts: int = 1) -> int:
     """Bytes that a kernel moves between memory and its threads.
 
     What several loops over the columns read counts once where the rows that are worked on stay in the cache. So do places
@@ -167,7 +167,7 @@ def traffic(source: Source, parts: int = 1) -> int:
     return total
 
 
-def _moved_by(access: Access, source: Source) -> int:
+def _moved_by(access: Access, source: KernelSource) -> int:
     itemsize = int(access.value.dtype.itemsize) if access.value.dtype is not None else 4
     walked = source.rows * (max(1, source.columns) if access.inner else 1)
     distinct, found = 1, 1
@@ -191,12 +191,12 @@ def _moved_by(access: Access, source: Source) -> int:
     return distinct * itemsize * (1 if near else 4)  # neighbours are found by other threads, in the cache as a rule
 
 
-def _adds_partials(source: Source) -> bool:
+def _adds_partials(source: KernelSource) -> bool:
     """Whether this is the second half of a divided sum, which adds up what the first leaves for each row."""
     return "PARTS" in source.body
 
 
-def _instructions(source: Source) -> float:
+def _instructions(source: KernelSource) -> float:
     """Instructions for one element, roughly; what is equal for all of a vector is computed once."""
     form = source.form
     drawn = set(re.findall(r"(philox_words?)\b(.*?)\)[;, ]", source.body))  # equal ones are drawn once

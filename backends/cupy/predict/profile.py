@@ -36,7 +36,7 @@ extern "C" __global__ void hold() {{
 """
 
 
-class Watched:
+class ProfiledRecording:
     """In place of a recording: runs its calls one by one, each between two events.
 
     Attributes:
@@ -97,7 +97,7 @@ def measure(backend: Backend, executor: Executor, step: Callable[[], Any], steps
     if not isinstance(device, CudaDevice):
         return []
     held = executor.runs
-    watched = [Watched(device, run) if isinstance(run, Recording) else run for run in held]
+    watched = [ProfiledRecording(device, run) if isinstance(run, Recording) else run for run in held]
     executor.runs = list(watched)
     times: list[list[float]] = []
     try:
@@ -105,10 +105,10 @@ def measure(backend: Backend, executor: Executor, step: Callable[[], Any], steps
             step()
         for _ in range(steps):
             step()
-            times.append([t for run in watched if isinstance(run, Watched) for t in run.seconds()])
+            times.append([t for run in watched if isinstance(run, ProfiledRecording) for t in run.seconds()])
     finally:
         executor.runs = held
-    costs = [cost for run in watched if isinstance(run, Watched) for cost, _ in run.calls]
+    costs = [cost for run in watched if isinstance(run, ProfiledRecording) for cost, _ in run.calls]
     return [Timed(cost, statistics.median(column)) for cost, column in zip(costs, zip(*times, strict=True), strict=True)]
 
 

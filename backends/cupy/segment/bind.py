@@ -28,7 +28,7 @@ from graphc.ir.facts import constant
 from graphc.plan.arena import Arena
 
 
-class Scratch:
+class SegmentScratch:
     """Memory that bound segments take turns to use.
 
     How much it is, and which kernels there are, is known when the last segment of a plan is bound: :meth:`settle` allocates
@@ -77,29 +77,29 @@ class BoundSegment:
     Args:
         inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
         constants: arrays of constants, where several bindings of one segment share them.
-        rooms: see :meth:`graphc.backend.Backend.bind_segment`.
+        reusable_buffers: see :meth:`graphc.backend.Backend.bind_segment`.
     """
 
     def __init__(
         self,
         segment: Segment,
         device: Device,
-        scratch: Scratch,
+        scratch: SegmentScratch,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
         constants: dict[ir.Value, Array] | None = None,
-        rooms: Sequence[Array] = (),
+        reusable_buffers: Sequence[Array] = (),
     ) -> None:
         self.segment = segment
         self._device, self._scratch = device, scratch
         self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
         self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
-        self._rooms, self._lodged = rooms, dict[ir.Value, tuple[int, int]]()
+        self._reusable, self._lodged = reusable_buffers, dict[ir.Value, tuple[int, int]]()
         places = _offsets(segment, set(self._arrays))
-        if rooms:
+        if reusable_buffers:
             lodged: dict[ir.Value, tuple[int, int]] = {}
-            other = _offsets(segment, set(self._arrays), _idle(segment, rooms, inputs, outputs), lodged)
+            other = _offsets(segment, set(self._arrays), _idle(segment, reusable_buffers, inputs, outputs), lodged)
             if other[2] <= places[2]:
                 places, self._lodged = other, lodged
         self._offsets, self._partials, nbytes = places
@@ -133,7 +133,7 @@ class BoundSegment:
 
     def _bind(self, index: int, call: Call) -> Run:
         if isinstance(call, Control):
-            inner = Scratch(self._device)
+            inner = SegmentScratch(self._device)
             run = bind(call, self._device, self._array, functools.partial(_bind_body, self._device, inner))
             inner.settle()
             return run
@@ -158,7 +158,7 @@ class BoundSegment:
                 found = _part(self._memory, self._offsets[value], value)
             elif value in self._lodged:
                 room, offset = self._lodged[value]
-                found = _part(self._rooms[room], offset, value)
+                found = _part(self._reusable[room], offset, value)
             elif not size_of(value):
                 found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
             else:
@@ -188,7 +188,7 @@ def _texts(segment: Segment) -> dict[str, str]:
 
 def _bind_body(
     device: Device,
-    scratch: Scratch,
+    scratch: SegmentScratch,
     segment: Segment,
     inputs: Mapping[str, Array],
     outputs: Mapping[str, Array],
@@ -197,15 +197,17 @@ def _bind_body(
     return BoundSegment(segment, device, scratch, inputs, outputs, constants=constants)
 
 
-def _idle(segment: Segment, rooms: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Idle:
-    """The places of results that lie in ``rooms`` until they are written."""
+def _idle(
+    segment: Segment, reusable_buffers: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+) -> Idle:
+    """The places of results that lie in ``reusable_buffers`` until they are written."""
     base = _bases(segment)
     written: dict[ir.Value, int] = {}
     for k, call in enumerate(segment.calls):
         for value in map(base, writes(call)):
             written.setdefault(value, k)
     results = [(outputs[v.name or ""], written[v]) for v in dict.fromkeys(segment.graph.outputs) if v in written]
-    return Idle(rooms, results, inputs.values())
+    return Idle(reusable_buffers, results, inputs.values())
 
 
 def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:

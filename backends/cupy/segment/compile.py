@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen import vectorize
 from graphc.backends.cupy.codegen.launch_shape import Shape, blocks, host, render, shared_rows, spread
 from graphc.backends.cupy.fusion.grouping import group, in_place_of
-from graphc.backends.cupy.fusion.groups import SMALL, Kernel, Opaque
+from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Opaque
 from graphc.backends.cupy.fusion.row_column import Crossed, cross, sources
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.libraries import registry
@@ -24,7 +24,7 @@ from graphc.backends.cupy.segment.inplace import overwrite
 from graphc.backends.cupy.segment.program import Call, KernelCall, NodeCall
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.graph_queries import INTO, sweep
-from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.lowering import is_expression
 from graphc.backends.fusion.sign_bits import pack_masks
 from graphc.backends.fusion.views import size_of
@@ -135,7 +135,7 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
 
 
 def _kernel_calls(
-    kernel: Kernel, memory: set[ir.Value], device: bool, splits: Callable[[int, int, bool], int] | None
+    kernel: FusedKernel, memory: set[ir.Value], device: bool, splits: Callable[[int, int, bool], int] | None
 ) -> list[KernelCall | NodeCall]:
     own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
@@ -172,7 +172,7 @@ def _crossed_calls(launch: Crossed, memory: set[ir.Value], device: bool) -> list
     ]
 
 
-def _call(source: Source, shape: Shape, device: bool, parts: int = 1) -> KernelCall:
+def _call(source: KernelSource, shape: Shape, device: bool, parts: int = 1) -> KernelCall:
     if not device:
         form, columns = source.form, source.columns if shape.splits == 1 else 1
         shape = host(source.rows, columns, splits=shape.splits, vector=form.vector, strided=form.strided)

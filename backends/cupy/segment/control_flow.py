@@ -24,7 +24,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.subgraphs import bodies, captured
 from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import Step
+from graphc.plan.steps import PlanStep
 
 if TYPE_CHECKING:
     from graphc.backends.cupy.segment.compile import Segment
@@ -85,7 +85,7 @@ def _model(node: ir.Node, body: ir.Graph) -> onnx.ModelProto:
         taken.add(value)
     outer = [v for v in captured(node) if constant(v) is None]
     inner = [n for n in body if n.op_type != "Constant" or n.domain]
-    return segment_model(Step("segment", node.name or node.op_type, inner, [*body.inputs, *outer], list(body.outputs)))
+    return segment_model(PlanStep("segment", node.name or node.op_type, inner, [*body.inputs, *outer], list(body.outputs)))
 
 
 def trip_count(node: ir.Node) -> int | None:

@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import PRODUCT
-from graphc.backends.cupy.libraries.registry import Library
+from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.backends.cupy.segment.compile import Segment
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.backends.fusion.views import shape_of
@@ -43,7 +43,7 @@ PLAIN = frozenset(
 DIGEST = hashlib.sha256().digest_size
 
 
-class Kept:
+class SegmentCache:
     """The segments of one folder.
 
     Args:
@@ -148,7 +148,7 @@ class _Writer(pickle.Pickler):
     def persistent_id(self, item: Any) -> Any:
         if isinstance(item, ir.Value):
             return self._values.setdefault(item, len(self._values))
-        if isinstance(item, Library):
+        if isinstance(item, LibraryOp):
             return item.op, registry.LIBRARIES[item.op].index(item)
         if isinstance(item, ir.Node | ir.Graph):
             raise _NotKeptError

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.segment.control_flow import Control
-from graphc.backends.fusion.kernel_source import Source
+from graphc.backends.fusion.kernel_source import KernelSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class KernelCall:
         parts: partial totals of each row; 1 where nothing is shared.
     """
 
-    source: Source
+    source: KernelSource
     name: str
     text: str
     shape: Shape
@@ -36,7 +36,7 @@ class NodeCall:
     """A node that a library runs, or, where there is none, the host."""
 
     node: ir.Node
-    library: registry.Library | None = None
+    library: registry.LibraryOp | None = None
 
 
 Call = KernelCall | NodeCall | Control

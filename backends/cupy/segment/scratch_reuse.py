@@ -39,13 +39,15 @@ class Idle:
     """Hands out places in the room of results.
 
     Args:
-        rooms: the arrays of bytes in which results lie.
+        reusable_buffers: the arrays of bytes in which results lie.
         results: the array of each result, and the call that writes it.
         others: arrays that the segment reads: nothing is put where one of them lies.
     """
 
-    def __init__(self, rooms: Sequence[Array], results: Iterable[tuple[Array, int]], others: Iterable[Array]) -> None:
-        self._rooms = [(place_of(room), place_of(room) + room.nbytes) for room in rooms]
+    def __init__(
+        self, reusable_buffers: Sequence[Array], results: Iterable[tuple[Array, int]], others: Iterable[Array]
+    ) -> None:
+        self._reusable = [(place_of(room), place_of(room) + room.nbytes) for room in reusable_buffers]
         barred = [(place_of(array), place_of(array) + array.nbytes) for array in others]
         ranges = sorted((place_of(array), place_of(array) + array.nbytes, written) for array, written in results)
         self._runs: list[list[Range]] = []
@@ -63,7 +65,7 @@ class Idle:
         self._taken: list[_Taken] = []
 
     def _room(self, address: int) -> int | None:
-        return next((k for k, (start, stop) in enumerate(self._rooms) if start <= address < stop), None)
+        return next((k for k, (start, stop) in enumerate(self._reusable) if start <= address < stop), None)
 
     def take(self, nbytes: int, now: int, until: int) -> tuple[int, int] | None:
         """(room, offset) of ``nbytes`` that are free from call ``now`` to call ``until``; None: there is no such place.
@@ -77,7 +79,7 @@ class Idle:
             room = self._room(run[0].start)
             if room is None or run[-1].stop - run[0].start < nbytes:
                 continue
-            begin = self._rooms[room][0]
+            begin = self._reusable[room][0]
             starts = [*(r.start for r in run), *(t.stop for t in self._taken if run[0].start <= t.start < run[-1].stop)]
             for start in sorted(begin + -(-(start - begin) // ALIGNMENT) * ALIGNMENT for start in starts):
                 if self._is_free(run, start, start + nbytes, until):

@@ -17,8 +17,16 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backends.cupy.device.protocol import Device
-from graphc.backends.cupy.updates.kernel import WIDTH, Call, NotElementwiseError, Program, skip_index, slots_read, written
-from graphc.backends.cupy.updates.multi_tensor import Row, bind_table, place_of
+from graphc.backends.cupy.updates.kernel import (
+    WIDTH,
+    NotElementwiseError,
+    UpdateCall,
+    UpdateProgram,
+    skip_index,
+    slots_read,
+    written,
+)
+from graphc.backends.cupy.updates.multi_tensor import TableRow, bind_table, place_of
 from graphc.device import Array, Run
 from graphc.ir.declare import declaration_of, declared, is_update
 
@@ -36,7 +44,7 @@ class Update:
     """
 
     device: Device
-    program: Program
+    program: UpdateProgram
     arrays: tuple[Array, ...]
     count: int
     _run: Run | None = field(default=None, repr=False)
@@ -107,7 +115,7 @@ def _program(
     slots: tuple[tuple[ir.DataType, bool], ...],
     outputs: int,
     vector: bool,
-) -> Program:
+) -> UpdateProgram:
     declaration = declared(domain, op)
     assert declaration is not None
     at, given = skip_index(domain, op), list(inputs)
@@ -118,7 +126,7 @@ def _program(
         given.pop()
     following = declaration.next_value
     targets = tuple(inputs[following[k]] if following[k] < len(inputs) else None for k in range(outputs))
-    return Program(slots, (Call(domain, op, attributes, tuple(given), targets),), skip, vector)
+    return UpdateProgram(slots, (UpdateCall(domain, op, attributes, tuple(given), targets),), skip, vector)
 
 
 def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -> Update:
@@ -251,7 +259,7 @@ def _fused(a: Update, b: Update) -> Update | None:
     return Update(a.device, program, tuple(arrays), a.count)
 
 
-def _renumbered(call: Call, moved: Mapping[int, int]) -> Call:
+def _renumbered(call: UpdateCall, moved: Mapping[int, int]) -> UpdateCall:
     def slots(places: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return tuple(None if k is None else moved[k] for k in places)
 
@@ -265,7 +273,7 @@ def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
     device = rows[0][0].device
     texts = [_written(row[0].program, device.writes_cuda) for row in rows]
     kernels = device.compile(dict(texts))
-    tables = [[Row(update.arrays, update.count) for update in row] for row in rows]
+    tables = [[TableRow(update.arrays, update.count) for update in row] for row in rows]
     return [
         replace(bind_table(device, kernels[name], table), name=name_of(row[0]), traffic=sum(update.traffic for update in row))
         for (name, _), table, row in zip(texts, tables, rows, strict=True)
@@ -278,5 +286,5 @@ def name_of(update: Update) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _written(program: Program, device: bool) -> tuple[str, str]:
+def _written(program: UpdateProgram, device: bool) -> tuple[str, str]:
     return written(program, device=device)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import FLOATS, library
-from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, Row, bind_table, block_shape, blocks_of, named, place_of
+from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of, named, place_of
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
 
@@ -107,5 +107,5 @@ def _bind_block(device: Device, body: str, arrays: Sequence[Array]) -> Run:
     return device.launch(device.compile({name: text})[name], [a.reshape(-1) for a in arrays], block_shape(device, 1))
 
 
-def _rows(inputs: Sequence[Array | None]) -> list[Row]:
-    return [Row((array.reshape(-1),), array.size) for array in inputs if array is not None and array.size]
+def _rows(inputs: Sequence[Array | None]) -> list[TableRow]:
+    return [TableRow((array.reshape(-1),), array.size) for array in inputs if array is not None and array.size]

@@ -39,7 +39,7 @@ LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UpdateCall:
     """One update op over slots.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class UpdateProgram:
     """What an update kernel computes.
 
     Attributes:
@@ -66,7 +66,7 @@ class Program:
     """
 
     slots: tuple[tuple[ir.DataType, bool], ...]
-    calls: tuple[Call, ...]
+    calls: tuple[UpdateCall, ...]
     skip: int | None
     vector: bool
 
@@ -91,7 +91,7 @@ def skip_index(domain: str, op: str) -> int | None:
 class _Writer:
     """Statements for scalars and for the elements of one index."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: UpdateProgram) -> None:
         self.program = program
         self.once: list[str] = []
         self.each: list[str] = []
@@ -191,7 +191,7 @@ class _Writer:
         return name
 
 
-def written(program: Program, *, device: bool) -> tuple[str, str]:
+def written(program: UpdateProgram, *, device: bool) -> tuple[str, str]:
     """(name, text) of the kernel.
 
     Raises:
@@ -233,7 +233,7 @@ def written(program: Program, *, device: bool) -> tuple[str, str]:
     return named("\n".join(lines), device)
 
 
-def slots_read(program: Program) -> list[int]:
+def slots_read(program: UpdateProgram) -> list[int]:
     """The flat slots that the kernel reads."""
     writer = _Writer(program)
     writer.run()

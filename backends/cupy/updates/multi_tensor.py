@@ -26,7 +26,7 @@ ELEMENTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """Arrays of ``count`` elements each."""
 
     arrays: tuple[Array, ...]
@@ -43,7 +43,7 @@ class Launched:
     """
 
     run: Run
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     name: str = ""
     traffic: int = 0
 
@@ -56,12 +56,12 @@ def place_of(array: Array) -> int:
     return int(array.ctypes.data) if isinstance(array, np.ndarray) else address(array)
 
 
-def blocks_of(rows: Sequence[Row]) -> int:
+def blocks_of(rows: Sequence[TableRow]) -> int:
     """Blocks of a launch over ``rows``."""
     return sum(-(-row.count // ELEMENTS) for row in rows)
 
 
-def bind_table(device: Device, kernel: Any, rows: Sequence[Row], more: Sequence[Array] = ()) -> Launched:
+def bind_table(device: Device, kernel: Any, rows: Sequence[TableRow], more: Sequence[Array] = ()) -> Launched:
     """A launch of ``kernel(table, chunks, *more)``."""
     table = np.array([[*map(place_of, row.arrays), row.count] for row in rows], dtype=np.int64)
     chunks = [(k, part) for k, row in enumerate(rows) for part in range(-(-row.count // ELEMENTS))]

@@ -16,11 +16,11 @@ import onnx_ir as ir
 from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
-from graphc.backends.onnxruntime.kernels.onednn import Convolution, Scratch, library
+from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, Scratchpad, library
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
 
-_SCRATCH: weakref.WeakKeyDictionary[Pool, Scratch] = weakref.WeakKeyDictionary()
+_SCRATCH: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()
 
 
 def _with_onednn(node: ir.Node) -> bool:
@@ -57,7 +57,7 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
     assert lib is not None
     window, group = Window.of(k.attributes, x.shape[2:], w.shape[2:]), int(k.attributes.get("group", 1))
     assert window.pads is not None
-    return Convolution(
+    return ConvolutionPrimitive(
         lib,
         kind,
         x,
@@ -70,7 +70,7 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
         pads=window.pads,
         blocked=group > 1 or _blocked_is_faster(kind, window, w.shape, y.shape[2:]),
         threads=k.pool.threads,
-        scratch=_SCRATCH.setdefault(k.pool, Scratch()),
+        scratch=_SCRATCH.setdefault(k.pool, Scratchpad()),
     ).runner()
 
 

@@ -52,7 +52,7 @@ class OneDnnError(RuntimeError):
     """oneDNN refused a call; the caller falls back to another kernel."""
 
 
-class Library:
+class OneDNN:
     """The loaded library with its one CPU engine."""
 
     def __init__(self, path: Path) -> None:
@@ -99,19 +99,19 @@ class Library:
 _LOADING = threading.Lock()
 
 
-def library() -> Library | None:
+def library() -> OneDNN | None:
     """The library, or None when it is not installed or does not load. ``GRAPHC_ONEDNN=0`` leaves it out."""
     with _LOADING:  # workers that are threads ask at the same time, and loading it sets variables of the process
         return _loaded()
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded() -> Library | None:
+def _loaded() -> OneDNN | None:
     if os.environ.get("GRAPHC_ONEDNN") == "0":
         return None
     for path in _candidates():
         try:
-            return Library(path)
+            return OneDNN(path)
         except (OSError, AttributeError, OneDnnError):
             continue
     return None
@@ -144,7 +144,7 @@ def _resting_threads() -> Iterator[None]:
         del os.environ["GOMP_SPINCOUNT"]
 
 
-class Scratch:
+class Scratchpad:
     """Memory for copies in blocked layouts, shared by all primitives of one pool: they never run at the same time.
 
     It grows while kernels are bound; addresses are therefore taken at the first run after it grew.
@@ -167,7 +167,7 @@ class Scratch:
 class Primitive:
     """An operation over fixed float32 arrays, with the copies to and from the layouts that it chose."""
 
-    def __init__(self, lib: Library, arrays: Sequence[np.ndarray[Any, Any] | None], threads: int, scratch: Scratch) -> None:
+    def __init__(self, lib: OneDNN, arrays: Sequence[np.ndarray[Any, Any] | None], threads: int, scratch: Scratchpad) -> None:
         self._lib, self._threads, self._scratch = lib, threads, scratch
         self._alive: list[Any] = list(arrays)
         self._objects: list[tuple[str, Handle]] = []
@@ -242,7 +242,7 @@ class Primitive:
         self._generation = self._scratch.generation
 
 
-class Convolution(Primitive):
+class ConvolutionPrimitive(Primitive):
     """One of the three primitives of a convolution over fixed float32 arrays.
 
     Args:
@@ -256,7 +256,7 @@ class Convolution(Primitive):
 
     def __init__(
         self,
-        lib: Library,
+        lib: OneDNN,
         kind: str,
         x: np.ndarray[Any, Any],
         w: np.ndarray[Any, Any],
@@ -269,7 +269,7 @@ class Convolution(Primitive):
         pads: Sequence[int],
         blocked: bool,
         threads: int,
-        scratch: Scratch,
+        scratch: Scratchpad,
     ) -> None:
         super().__init__(lib, [x, w, y, bias], threads, scratch)
         taps = (group, w.shape[0] // group, *w.shape[1:]) if group > 1 else w.shape
@@ -322,7 +322,7 @@ class Convolution(Primitive):
         lib.use_threads(before)
 
 
-class Product(Primitive):
+class MatmulPrimitive(Primitive):
     """c = a·b + bias over fixed float32 matrices.
 
     Args:
@@ -335,7 +335,7 @@ class Product(Primitive):
 
     def __init__(
         self,
-        lib: Library,
+        lib: OneDNN,
         a: np.ndarray[Any, Any],
         b: np.ndarray[Any, Any],
         c: np.ndarray[Any, Any],
@@ -343,7 +343,7 @@ class Product(Primitive):
         *,
         threads: int,
     ) -> None:
-        super().__init__(lib, [a, b, c, bias], threads, Scratch())
+        super().__init__(lib, [a, b, c, bias], threads, Scratchpad())
         before = lib.threads_in_use()
         lib.use_threads(threads)
         operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]

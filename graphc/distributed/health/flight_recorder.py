@@ -150,7 +150,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class RankLog:
     """The log of one rank.
 
     Attributes:
@@ -192,7 +192,7 @@ def dump(rings: Mapping[int, Sequence[Entry]], size: int, stamp: str, reason: st
             else where temporary files go.
     """
     flights = [
-        Flight(rank, size, reason, time.time() - time.monotonic(), list(entries)) for rank, entries in rings.items() if entries
+        RankLog(rank, size, reason, time.time() - time.monotonic(), list(entries)) for rank, entries in rings.items() if entries
     ]
     if not flights:
         return ""
@@ -208,7 +208,7 @@ def dump(rings: Mapping[int, Sequence[Entry]], size: int, stamp: str, reason: st
     return problem
 
 
-def load(path: Path) -> list[Flight]:
+def load(path: Path) -> list[RankLog]:
     """The log in a file, or all logs in a folder.
 
     Raises:
@@ -220,7 +220,7 @@ def load(path: Path) -> list[Flight]:
     return [_read(file) for file in files]
 
 
-def _write(folder: Path, flight: Flight) -> None:
+def _write(folder: Path, flight: RankLog) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".rank-{flight.rank}.{os.getpid()}"
     try:
@@ -231,9 +231,9 @@ def _write(folder: Path, flight: Flight) -> None:
         raise
 
 
-def _read(file: Path) -> Flight:
+def _read(file: Path) -> RankLog:
     try:
         fields: dict[str, Any] = json.loads(file.read_text())
-        return Flight(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
+        return RankLog(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise GraphcError(f"{file} is no flight log: {error}") from None

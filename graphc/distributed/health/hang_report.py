@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphc.distributed.health.flight_recorder import Entry, Flight, arrived, counterpart, last_of
+from graphc.distributed.health.flight_recorder import Entry, RankLog, arrived, counterpart, last_of
 
 
 def join_ranks(ranks: Sequence[int]) -> str:
@@ -79,7 +79,7 @@ def _whereabouts(name: str, entries: Sequence[Entry], wanted: Entry, state: str 
     return f"{process}; its last was {last.what}, which ended {now - last.end:.1f} s ago"
 
 
-def compare(flights: Sequence[Flight]) -> list[str]:
+def compare(flights: Sequence[RankLog]) -> list[str]:
     """What the logs of several ranks tell together: who is behind, and where ranks did different things."""
     lines = []
     logs = {flight.rank: flight.entries for flight in flights}

@@ -22,7 +22,7 @@ _STAMP = 64
 _HEAD = struct.Struct("<qdqq")  # pid, time, exit code, length of the text
 
 
-class State(enum.IntEnum):
+class WorkerStatus(enum.IntEnum):
     """What a worker says about itself."""
 
     ABSENT = 0
@@ -39,7 +39,7 @@ class State(enum.IntEnum):
 class Notice:
     """One slot: state, process id, ``time.monotonic()`` of the last change in seconds, exit code and text."""
 
-    state: State
+    state: WorkerStatus
     pid: int
     time: float
     code: int
@@ -47,7 +47,7 @@ class Notice:
 
     def called(self, rank: int) -> str:
         """What messages call the worker of this notice: by the name it gave itself while it runs, if any."""
-        if self.state in (State.RUNNING, State.SPARE) and self.text:
+        if self.state in (WorkerStatus.RUNNING, WorkerStatus.SPARE) and self.text:
             return f"{self.text} (rank {rank}, pid {self.pid})"
         return f"rank {rank} (pid {self.pid})"
 
@@ -85,9 +85,9 @@ class Board:
         """The flight recorder of ``rank``."""
         return Ring(self._map, self.size * _SLOT + rank * RING_SIZE)
 
-    def write(self, rank: int, state: State, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
+    def write(self, rank: int, state: WorkerStatus, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
         """Replace the notice of ``rank``; a failure stands: nothing that follows from it overwrites it."""
-        if self.read(rank).state in (State.FAILED, State.STOPPED):
+        if self.read(rank).state in (WorkerStatus.FAILED, WorkerStatus.STOPPED):
             return
         start = rank * _SLOT
         data = text.encode("utf-8", "replace")[: _SLOT - 8 - _HEAD.size]
@@ -98,7 +98,7 @@ class Board:
     def read(self, rank: int) -> Notice:
         """The notice of ``rank``."""
         start = rank * _SLOT
-        state = State(self._map[start])
+        state = WorkerStatus(self._map[start])
         pid, when, code, length = _HEAD.unpack_from(self._map, start + 8)
         body = start + 8 + _HEAD.size
         return Notice(state, pid, when, code, self._map[body : body + length].decode("utf-8", "replace"))

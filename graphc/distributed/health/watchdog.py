@@ -24,14 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from graphc.distributed.communicator import Handle
+from graphc.distributed.communicator import Handle, find_deadline
 from graphc.distributed.health import hang_report
 from graphc.distributed.health.flight_recorder import Entry, Ring, dump, last_of
-from graphc.distributed.health.status_board import Board, State
+from graphc.distributed.health.status_board import Board, WorkerStatus
 from graphc.distributed.host_queue import QueuedCommunicator
 from graphc.distributed.world import World
 from graphc.errors import GraphcError
-from graphc.runtime.checks import find_deadline
 
 RUN_DIRECTORY = "GRAPHC_RUN_DIR"
 """Environment variable set by the launcher: directory that holds the notice board."""
@@ -104,7 +103,7 @@ def process_state(pid: int) -> str:
         return "X"
 
 
-class Watched(Protocol):
+class WatchedCommunicator(Protocol):
     """A communicator whose collectives have a deadline.
 
     Attributes:
@@ -129,14 +128,14 @@ class Watch:
         self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
         self.tell: Callable[[str], None] = lambda message: None  # and how to say why, before this process ends
         self.ring = board.ring(rank)
-        self.communicators: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self.communicators: weakref.WeakSet[WatchedCommunicator] = weakref.WeakSet()
         self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
         self._local = list(range(board.size)) if launched else [rank]
         self._joining: Handle | None = None
         self._waited: dict[int, tuple[float, float]] = {}  # by communicator: since when, and how long of that counts
         self._looked = time.monotonic()
-        board.write(rank, State.RUNNING)
+        board.write(rank, WorkerStatus.RUNNING)
         self.processes = ProcessWatch()
         self.processes.idle = self._look
         if launched:
@@ -150,7 +149,7 @@ class Watch:
                 self._peers.append(rank)
                 self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._gone(rank))  # type: ignore[misc]
 
-    def add(self, communicator: Watched) -> None:
+    def add(self, communicator: WatchedCommunicator) -> None:
         """Look after the collectives of ``communicator``; every rank adds its own at the same point."""
         communicator.ring = self.ring
         communicator.number = next(_numbers)
@@ -158,24 +157,24 @@ class Watch:
 
     def goodbye(self) -> None:
         """Say that this worker leaves in good order."""
-        self.board.write(self.rank, State.LEFT)
+        self.board.write(self.rank, WorkerStatus.LEFT)
 
     def fail(self, text: str, code: int = 1) -> None:
         """Say why this worker ends, before it does."""
-        self.board.write(self.rank, State.FAILED, text=text, code=code)
+        self.board.write(self.rank, WorkerStatus.FAILED, text=text, code=code)
 
     def introduce(self, name: str, *, spare: bool) -> None:
         """Say what messages call this rank, and whether the others can go on without it."""
-        self.board.write(self.rank, State.SPARE if spare else State.RUNNING, text=name)
+        self.board.write(self.rank, WorkerStatus.SPARE if spare else WorkerStatus.RUNNING, text=name)
 
     def _gone(self, rank: int) -> None:
         notice = self.board.read(rank)
-        if notice.state is State.LEFT:
+        if notice.state is WorkerStatus.LEFT:
             return
-        if notice.state is State.SPARE:
+        if notice.state is WorkerStatus.SPARE:
             self.lost |= {rank}
             return
-        told = notice.text and notice.state is not State.RUNNING
+        told = notice.text and notice.state is not WorkerStatus.RUNNING
         reason = f"failed: {notice.text}" if told else "ended without a word; it was killed or crashed"
         self._end(f"{notice.called(rank)} is gone: {reason}")
 
@@ -214,7 +213,7 @@ class Watch:
     def _look_for_desertion(self, current: Handle, now: float) -> None:
         for rank in self._peers:
             notice = self.board.read(rank)
-            if notice.state is State.LEFT and now - max(notice.time, current.since) > PATIENCE:
+            if notice.state is WorkerStatus.LEFT and now - max(notice.time, current.since) > PATIENCE:
                 self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {current.what!r}")
 
     def _look_for_the_late(self, number: int, deadline: float) -> None:
@@ -251,7 +250,7 @@ class Watch:
         words = {}
         for rank in self._local:
             notice = self.board.read(rank)
-            if notice.state is State.ABSENT:
+            if notice.state is WorkerStatus.ABSENT:
                 words[rank] = "has not started"
             elif is_stopped(notice.pid):
                 words[rank] = "is stopped (SIGSTOP)"
@@ -262,7 +261,7 @@ class Watch:
         return dump(self.logs(), self.world_size, self.board.stamp, reason)
 
     def _end(self, message: str) -> None:
-        self.board.write(self.rank, State.STOPPED, text=message, code=1)
+        self.board.write(self.rank, WorkerStatus.STOPPED, text=message, code=1)
         self.tell(message)
         if not self.launched:  # the launcher reads the board and says it once
             print(f"graphc: {'; '.join(filter(None, (message, self.dump(message))))}", file=sys.stderr, flush=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from graphc.device import Run, in_order
-from graphc.distributed.nccl.calls import Call
+from graphc.distributed.nccl.calls import NcclCall
 
 
 class Link(Protocol):
     """This rank's end of the connection between the GPUs."""
 
-    def bind(self, calls: Sequence[Call], address: int, stream: int) -> Run:
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Run:
         """What queues ``calls``, on the array at ``address``, on ``stream`` (a ``cudaStream_t``)."""
 
     def error(self) -> str:
@@ -29,7 +29,7 @@ class Link(Protocol):
         """Release it, once nothing is under way."""
 
 
-class Library(Protocol):
+class NcclLibrary(Protocol):
     """A binding."""
 
     name: str
@@ -68,7 +68,7 @@ class _Nccl4pyLink:
     def __init__(self, nccl: Any, comm: Any) -> None:
         self._nccl, self._comm = nccl, comm
 
-    def bind(self, calls: Sequence[Call], address: int, stream: int) -> Run:
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Run:
         nccl, comm = self._nccl, self._comm
         functions = {name: getattr(nccl, name) for name in FUNCTIONS}
         return _grouped(nccl.group_start, nccl.group_end, [_bound(functions, c, address, (comm, stream)) for c in calls])
@@ -114,7 +114,7 @@ class _CupyLink:
     def __init__(self, nccl: Any, comm: Any) -> None:
         self._nccl, self._comm = nccl, comm
 
-    def bind(self, calls: Sequence[Call], address: int, stream: int) -> Run:
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Run:
         nccl = self._nccl
         functions = {name: getattr(self._comm, FUNCTIONS[name]) for name in FUNCTIONS}
         return _grouped(nccl.groupStart, nccl.groupEnd, [_bound(functions, call, address, (stream,)) for call in calls])
@@ -143,7 +143,7 @@ FUNCTIONS = {
 """Names of nccl4py → of CuPy; the order of arguments is the same."""
 
 
-def _bound(functions: dict[str, Callable[..., Any]], call: Call, address: int, end: tuple[Any, ...]) -> Run:
+def _bound(functions: dict[str, Callable[..., Any]], call: NcclCall, address: int, end: tuple[Any, ...]) -> Run:
     options = [value for value in (call.operation, call.root) if value >= 0]
     arguments = (address + call.send, address + call.receive, call.count, call.datatype, *options, *end)
     return functools.partial(functions[call.function], *arguments)
@@ -153,7 +153,7 @@ def _grouped(start: Run, end: Run, runs: list[Run]) -> Run:
     return runs[0] if len(runs) == 1 else in_order([start, *runs, end] if runs else [])
 
 
-def find_library() -> Library | None:
+def find_library() -> NcclLibrary | None:
     """The binding that is installed, or None."""
     for make in (Nccl4py, CupyNccl):
         try:

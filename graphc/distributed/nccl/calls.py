@@ -28,7 +28,7 @@ Function = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "r
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NcclCall:
     """One call of NCCL.
 
     Attributes:
@@ -54,7 +54,7 @@ def takes(kind: Kind, op: str) -> bool:
 
 def plan_calls(
     kind: Kind, op: str, dtype: np.dtype[Any], elements: int, parts: Parts, root: int, rank: int
-) -> tuple[Call, ...]:
+) -> tuple[NcclCall, ...]:
     """The calls of ``rank``; two or more belong in one group. The same on all ranks but for the places of their own parts.
 
     Args:
@@ -69,18 +69,18 @@ def plan_calls(
         parts = [(start * dtype.itemsize, stop * dtype.itemsize) for start, stop in parts]
         elements *= dtype.itemsize
     if kind == "allreduce":
-        return (Call("all_reduce", 0, 0, elements, datatype, operation),) if elements else ()
+        return (NcclCall("all_reduce", 0, 0, elements, datatype, operation),) if elements else ()
     if kind == "broadcast":
-        return (Call("broadcast", 0, 0, elements, datatype, root=root),) if elements else ()
+        return (NcclCall("broadcast", 0, 0, elements, datatype, root=root),) if elements else ()
     length = parts[0][1] - parts[0][0]
     if length and all(part == (k * length, (k + 1) * length) for k, part in enumerate(parts)):
         mine = rank * length * size
         if kind == "reduce_scatter":
-            return (Call("reduce_scatter", 0, mine, length, datatype, operation),)
-        return (Call("all_gather", mine, 0, length, datatype),)
+            return (NcclCall("reduce_scatter", 0, mine, length, datatype, operation),)
+        return (NcclCall("all_gather", mine, 0, length, datatype),)
     function: Function = "reduce" if kind == "reduce_scatter" else "broadcast"
     return tuple(
-        Call(function, start * size, start * size, stop - start, datatype, operation, owner)
+        NcclCall(function, start * size, start * size, stop - start, datatype, operation, owner)
         for owner, (start, stop) in enumerate(parts)
         if start < stop
     )

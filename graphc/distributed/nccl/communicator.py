@@ -25,15 +25,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard, Unpack
 
 from graphc.device import Array, Memory, in_order
-from graphc.distributed.communicator import Communicator, Handle, Options
+from graphc.distributed.communicator import Communicator, CommunicatorOptions, Handle, check_collective, check_device_layout
 from graphc.distributed.health.flight_recorder import Ring, dump
 from graphc.distributed.host_staged import StagedCommunicator, lies_on_host
-from graphc.distributed.nccl.bindings import Library
+from graphc.distributed.nccl.bindings import NcclLibrary
 from graphc.distributed.nccl.calls import plan_calls, takes
-from graphc.distributed.nccl.progress import Counters, Progress
+from graphc.distributed.nccl.progress import Counters, NcclProgress
 from graphc.distributed.nccl.timeline import Timeline
 from graphc.errors import WorldError
-from graphc.runtime.checks import check_collective, check_device_layout
 
 LOOK = 0.1  # seconds between looks at what is under way
 TAKE_UP = 10.0  # seconds in which the program has to take up an error before the process ends
@@ -84,7 +83,7 @@ class NcclCommunicator(StagedCommunicator):
         WorldError: the GPUs do not reach each other.
     """
 
-    def __init__(self, inner: Communicator, memory: GpuMemory, library: Library) -> None:
+    def __init__(self, inner: Communicator, memory: GpuMemory, library: NcclLibrary) -> None:
         super().__init__(inner, memory)
         self.gpu = memory
         self.ring, self.number = Ring(), 1
@@ -98,7 +97,7 @@ class NcclCommunicator(StagedCommunicator):
             watch.add(self)
         self.link = self._join(library)
         counters = Counters(memory, memory.cupy, memory.communication)
-        self._counters, self._progress = counters, Progress(counters.seen, self.ring, self.number)
+        self._counters, self._progress = counters, NcclProgress(counters.seen, self.ring, self.number)
         self._timeline = Timeline(memory.cupy, memory.communication)
         self._done = threading.Event()
         self._guard = threading.Thread(target=self._look_after, name=f"graphc-nccl-{self.rank}", daemon=True)
@@ -108,7 +107,7 @@ class NcclCommunicator(StagedCommunicator):
     def transport(self) -> str:
         return "nccl"
 
-    def _join(self, library: Library) -> Any:
+    def _join(self, library: NcclLibrary) -> Any:
         handle = Handle(lambda: None, "join", tag="nccl")
         try:
             identity = self.inner.allgather_object(library.identity() if self.rank == 0 else b"")[0]
@@ -127,7 +126,7 @@ class NcclCommunicator(StagedCommunicator):
         finally:
             self.current = None
 
-    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[Options]) -> Handle:
+    def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         asked = check_collective(array, self.size, op, options)
         if lies_on_host(array) or not takes(asked.kind, op):
             return super().prepare(array, op, tag, **options)

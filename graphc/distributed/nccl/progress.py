@@ -60,7 +60,7 @@ class Counters:
         )
 
 
-class Progress:
+class NcclProgress:
     """Which collectives have begun and ended, noted in the flight recorder whenever somebody looks.
 
     Between two looks many can pass; of these the newest is noted. Its place in the sequence is that of the GPU's own count,
