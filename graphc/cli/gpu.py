@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from graphc.cli import versions
 from graphc.cli.finding import Finding
 from graphc.cli.versions import canonical
-from graphc.device import LEAST_DRIVER
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")
@@ -74,6 +73,8 @@ def _devices() -> Iterator[Finding]:
 
 def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
     """The packages of the extra ``gpu``, and whether CuPy and the driver speak of the same CUDA."""
+    from graphc.device import LEAST_DRIVER  # NumPy comes with it, which --help does without
+
     installed: dict[str, str] = {}
     for found in importlib.metadata.distributions():
         if found.metadata["Name"]:

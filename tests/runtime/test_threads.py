@@ -134,7 +134,7 @@ def test_abort_names_the_rank_and_the_reason() -> None:
         (np.ones(3, np.int8), "sum", "int8"),
         (np.ones((2, 2)), "sum", "one-dimensional"),
         (np.ones(6)[::2], "sum", "contiguous"),
-        (np.ones(3, np.int64), "mean", "mean of int64"),
+        (np.ones(3, np.int64), "mean", "needs a floating-point dtype, got int64"),
         (np.ones(3), "summ", "did you mean 'sum'"),
     ],
 )
