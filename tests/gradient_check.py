@@ -31,7 +31,7 @@ from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import FLOATS
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 
 Array = np.ndarray[Any, Any]
 

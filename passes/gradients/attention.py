@@ -17,8 +17,8 @@ from graphc.ir.declare import OPS, decompose_node
 from graphc.ir.facts import describe, dims, rank
 from graphc.ir.ops.attention import mask_gradient, written
 from graphc.passes.gradients.linear import transpose
+from graphc.passes.gradients.reverse_mode import through
 from graphc.passes.gradients.shape import lengths
-from graphc.passes.training.autodiff import through
 
 
 @gradient("graphc::ScaledDotProductAttention", selective=True)

@@ -23,7 +23,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims, is_float
 from graphc.ir.infer import apply
 from graphc.ir.subgraphs import bound, captured, finish_body, inline, int_list, new_body, trip_count
-from graphc.passes.training.autodiff import backpropagate, descendants, zeros
+from graphc.passes.gradients.reverse_mode import backpropagate, descendants, zeros
 
 Adjoint = ir.Value | None
 Typed = tuple[str, ir.TypeProtocol | None, ir.Shape | None]

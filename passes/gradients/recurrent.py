@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.ops.recurrent import recurrence
-from graphc.passes.training.autodiff import through
+from graphc.passes.gradients.reverse_mode import through
 
 
 @gradient("RNN", "GRU", "LSTM", selective=True)

@@ -12,9 +12,9 @@ from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, rank
 from graphc.ir.ops.resampling import RESIZE
+from graphc.passes.gradients.reverse_mode import through
 from graphc.passes.gradients.sampling import KERNELS, extent, interpolate
 from graphc.passes.gradients.shape import lengths
-from graphc.passes.training.autodiff import through
 
 
 def _attributes(node: ir.Node) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_float
 from graphc.ir.subgraphs import captured, finish_body, inline, new_body
-from graphc.passes.training.autodiff import backpropagate, zeros
+from graphc.passes.gradients.reverse_mode import backpropagate, zeros
 
 zero_gradient("SequenceEmpty", "SequenceLength", "OptionalHasElement", origin=__name__)
 

@@ -14,9 +14,9 @@ from graphc.ir.facts import constant, describe, dims, rank
 from graphc.ir.ops.convolution import POOL, Window, spatial
 from graphc.ir.ops.pooling import norm_flow, norm_slope
 from graphc.passes.gradients.convolution import canonical_attributes
+from graphc.passes.gradients.reverse_mode import through
 from graphc.passes.gradients.sampling import KERNELS, interpolate, taps
 from graphc.passes.gradients.shape import lengths
-from graphc.passes.training.autodiff import through
 
 
 @gradient("LpPool")

@@ -18,7 +18,7 @@ from graphc.errors import ModelError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe
 from graphc.ir.subgraphs import copy_body
-from graphc.passes.training.autodiff import ancestors, differentiate
+from graphc.passes.gradients.reverse_mode import ancestors, differentiate
 
 DOMAIN_TRAINING = "ai.onnx.preview.training"
 

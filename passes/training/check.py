@@ -15,7 +15,7 @@ from graphc.errors import UsageError
 from graphc.gradient import GRADIENTS, key_of
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LOSS_TOTAL, explain_trainable, find_value
-from graphc.passes.training.autodiff import ancestors, descendants, has_no_gradient, path_from_source
+from graphc.passes.gradients.reverse_mode import ancestors, descendants, has_no_gradient, path_from_source
 from graphc.pipeline import Context, graph_pass
 
 

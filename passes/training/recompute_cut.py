@@ -23,7 +23,7 @@ from graphc.ir.facts import constant, dims
 from graphc.ir.infer import NOT_DETERMINED
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.subgraphs import bodies, captured
-from graphc.passes.training.autodiff import ancestors
+from graphc.passes.gradients.reverse_mode import ancestors
 
 EXPENSIVE = frozenset(
     {"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention", "RNN", "GRU", "LSTM", "Det", "DFT", "STFT"}

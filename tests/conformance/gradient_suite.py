@@ -30,7 +30,7 @@ from graphc.errors import GraphcError
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import FLOATS
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.pipeline import run
 from tests.conformance.reference_repairs import REPAIRS
 

@@ -18,7 +18,8 @@ from graphc.ir.builder import Builder
 from graphc.ir.names import GRADIENT_OF
 from graphc.ir.state import add_initializer
 from graphc.ir.text import to_text
-from graphc.passes.training.autodiff import autodiff, differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
+from graphc.passes.training.autodiff import autodiff
 from graphc.pipeline import Context
 from tests.gradient_check import Array, gradients, new_model, normal, on_onnxruntime, reference
 

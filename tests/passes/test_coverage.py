@@ -10,7 +10,7 @@ import pytest
 
 from graphc.gradient import GRADIENTS
 from graphc.ir.builder import Builder
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.report import op_coverage
 from tests.gradient_check import check_gradient, new_model, positive
 

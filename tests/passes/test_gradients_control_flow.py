@@ -14,7 +14,7 @@ from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.subgraphs import captured, finish_body, new_body
 from graphc.ir.verify import verify_model
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
 
 COUNT = ("t", ir.TensorType(ir.DataType.INT64), ir.Shape([]))

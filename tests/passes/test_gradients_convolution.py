@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from graphc.ir.builder import Builder
 from graphc.ir.facts import static_dims
 from graphc.ir.infer import propagate
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, check_gradient, check_op, distinct, new_model, on_onnxruntime, reference
 
 BATCH, NOTHING, SPACE = "batch", "nothing", "space"

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from graphc.ir.builder import Builder
 from graphc.ir.infer import propagate
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, Run, check_gradient, check_op, new_model, on_onnxruntime, reference
 
 EPSILON = 1e-3

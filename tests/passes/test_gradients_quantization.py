@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphc.ir.builder import Builder
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Run, check_gradient, distinct, gradients, new_model, on_onnxruntime, standard_model
 
 Array = np.ndarray[Any, Any]

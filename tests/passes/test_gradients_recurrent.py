@@ -13,7 +13,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.ops.recurrent import expand_recurrent, recurrence
 from graphc.ir.verify import verify_model
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, Run, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}

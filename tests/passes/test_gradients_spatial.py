@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.pipeline import run
 from tests.gradient_check import (
     Array,

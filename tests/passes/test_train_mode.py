@@ -14,8 +14,8 @@ import torch
 from graphc.ir.ops.random import philox_uniform
 from graphc.ir.text import from_text
 from graphc.ir.verify import verify_model
+from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.passes.legalize.decompose import decompose_graph
-from graphc.passes.training.autodiff import differentiate
 from graphc.pipeline import Context, run
 
 HEAD = '<ir_version: 11, opset_import: ["" : 26]>\n'

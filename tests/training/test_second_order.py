@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import graphc
 from graphc.ir.builder import Builder
 from graphc.ir.verify import verify_model
-from graphc.passes.training.autodiff import differentiate
+from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.training.inference import run_model
 from tests.gradient_check import Run, new_model, on_onnxruntime, reference
 

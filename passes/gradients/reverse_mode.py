@@ -1,0 +1,281 @@
+"""The engine of reverse-mode differentiation, which the rules and the ``autodiff`` pass share.
+
+    before   x ─► MatMul(W) ─► y
+    after    x ─► MatMul(W) ─► y        dy ─► MatMul(xᵀ, ·) ─► dW
+
+Rules (:mod:`graphc.gradient`) are formulas; this engine decides what needs a gradient, seeds, accumulates contributions, and
+sums broadcast gradients back to the shape of their input. A ``graphc`` op without a rule is differentiated through its
+decomposition.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.errors import UnsupportedOpError
+from graphc.gradient import GRADIENTS, key_of
+from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of, decompose_node
+from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
+from graphc.ir.functions import emit_body, has_body
+from graphc.ir.subgraphs import captured, finish_body, new_body
+
+
+def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Append the backward subgraph; returns source → gradient for every source that ``targets`` depend on.
+
+    Raises:
+        UnsupportedOpError: an op on a path from a source to a target has no gradient rule; all of them are named.
+    """
+    op = Builder(graph, scope="grad/seed")
+    nodes = list(graph)
+    return backpropagate(op, nodes, [(target, _filled(op, target, 1)) for target in targets], sources)
+
+
+def backpropagate(
+    op: Builder, nodes: Sequence[ir.Node], seeds: Sequence[tuple[ir.Value, ir.Value]], sources: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Push ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
+    needs = descendants(nodes, sources)
+    needed_by_target = ancestors(nodes, [value for value, _ in seeds])
+    order = [n for n in nodes if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
+    _refuse_missing_rules(order, needs, set(sources))
+
+    contributions: dict[ir.Value, list[ir.Value]] = {}
+    for target, adjoint in seeds:
+        contributions.setdefault(target, []).append(adjoint)
+    adjoints: dict[ir.Value, ir.Value] = {}
+    scope = op.scope.removesuffix("/seed")
+    for node in reversed(order):
+        op.scope = f"{scope}/{node.name or node.op_type}"
+        dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
+        if all(dy is None for dy in dys):
+            continue
+        for value, result in zip((*node.inputs, *captured(node)), _apply_rule(op, node, dys, needs), strict=False):
+            if value is None or value not in needs or result is None:
+                continue
+            made = result() if callable(result) else result
+            if made is not None:
+                contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
+    op.scope = scope
+    found = {source: _take(op, adjoints, contributions, source) for source in sources}
+    return {source: value for source, value in found.items() if value is not None}
+
+
+def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]) -> Sequence[Any]:
+    """What the node's rule returns, one entry per input."""
+    rule = GRADIENTS.get(key_of(node.domain, node.op_type))
+    if rule is None:
+        return _through_decomposition(op, node, dys, needs)
+    if rule.function is None:
+        return ()
+    results = rule.function(op, node, *dys, needs=needs) if rule.selective else rule.function(op, node, *dys)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _through_decomposition(
+    op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
+) -> Sequence[ir.Value | None]:
+    """Differentiate an op without a rule through its decomposition or its ONNX function body; second orders mostly come so."""
+
+    def same() -> Sequence[ir.Value | None]:
+        found = decompose_node(op, node) if declaration_of(node) is not None else emit_body(op, node)
+        if found is None:
+            raise UnsupportedOpError(f"no gradient for {node.op_type}, nor a body to differentiate: {describe(node)}")
+        return found
+
+    return through(op, node, dys, needs, same)
+
+
+def through(
+    op: Builder,
+    node: ir.Node,
+    dys: Sequence[ir.Value | None],
+    needs: set[ir.Value],
+    same: Callable[[], Sequence[ir.Value | None]],
+) -> Sequence[ir.Value | None]:
+    """The gradients of ``node`` by way of ``same``, which emits other nodes that compute the same outputs.
+
+    The node itself stays, so that a backend still finds its kernel; of the others only what the backward pass reads stays.
+    """
+    graph = op.graph
+    last = graph[-1] if len(graph) else None
+    outputs = same()
+    emitted = list(itertools.takewhile(lambda n: n is not last, reversed(graph)))[::-1]
+    seeds = [(out, dy) for out, dy in zip(outputs, dys, strict=False) if out is not None and dy is not None]
+    inputs = list(dict.fromkeys(v for v in node.inputs if v is not None and v in needs))
+    found = backpropagate(op, emitted, seeds, inputs)
+    kept = set(found.values())
+    for made in reversed(emitted):
+        if not any(out.uses() or out in kept for out in made.outputs):
+            graph.remove(made, safe=True)
+    first = {value: node.inputs.index(value) for value in inputs}
+    return [found.get(v) if v is not None and first.get(v) == k else None for k, v in enumerate(node.inputs)]
+
+
+def _take(
+    op: Builder, adjoints: dict[ir.Value, ir.Value], contributions: dict[ir.Value, list[ir.Value]], value: ir.Value
+) -> ir.Value | None:
+    """The finished adjoint of ``value``: its contributions summed in the order they were made."""
+    if value in adjoints:
+        return adjoints[value]
+    parts = contributions.get(value)
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = add(op, total, part)
+    adjoints[value] = total
+    return total
+
+
+def add(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a + b, element by element for sequences of tensors."""
+    if not isinstance(a.type, ir.SequenceType):
+        return op.Add(a, b)  # type: ignore[no-any-return]
+    body, inner, (x, y) = new_body(op, [("a", a.type.elem_type, None), ("b", a.type.elem_type, None)])
+    finish_body(inner, [inner.Add(x, y)])
+    return op.SequenceMap(a, b, body=body)  # type: ignore[no-any-return]
+
+
+def zeros(op: Builder, value: ir.Value) -> ir.Value:
+    """Zeros like a tensor, or like each tensor of a sequence."""
+    return _filled(op, value, 0)
+
+
+def _filled(op: Builder, value: ir.Value, number: float) -> ir.Value:
+    if not isinstance(value.type, ir.SequenceType):
+        return op.expand_like(op.scalar(number, value), value)
+    body, inner, (x,) = new_body(op, [("x", value.type.elem_type, None)])
+    finish_body(inner, [inner.Expand(inner.scalar(number, x), inner.Shape(x))])
+    return op.SequenceMap(value, body=body)  # type: ignore[no-any-return]
+
+
+def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
+    """Sum ``gradient`` over the axes along which ``like`` was broadcast; nothing is emitted when shapes agree."""
+    if not isinstance(like.type, ir.TensorType):
+        return gradient  # sequences are not broadcast
+    have, want = dims(gradient), dims(like)
+    if same_dims(have, want):
+        return gradient
+    if static_dims(gradient) is None or static_dims(like) is None:
+        certain = have is not None and want is not None and len(have) >= len(want)
+        if not certain or not _axes_are_certain(have or (), want or ()):
+            return op.graphc.ReduceSumTo(gradient, op.shape(like))  # type: ignore[no-any-return]
+    assert have is not None
+    assert want is not None
+    lead = len(have) - len(want)
+    axes = list(range(lead)) + [lead + k for k, (h, w) in enumerate(zip(have[lead:], want, strict=True)) if w == 1 and h != 1]
+    if not axes:
+        return gradient
+    if len(axes) == lead:
+        return op.ReduceSum(gradient, axes, keepdims=0)  # type: ignore[no-any-return]
+    summed = op.ReduceSum(gradient, axes, keepdims=1)
+    return op.reshape_like(summed, like) if lead else summed
+
+
+def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str | None]) -> bool:
+    lead = len(have) - len(want)
+    return all(w is not None and (w == h or w == 1) and h is not None for h, w in zip(have[lead:], want, strict=True))
+
+
+def _operands(node: ir.Node) -> Iterator[ir.Value]:
+    """The values that a node reads, those captured by its subgraphs included."""
+    yield from (v for v in node.inputs if v is not None)
+    yield from captured(node)
+
+
+def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
+    """Float values that depend on ``sources`` through ops that are not marked as having zero gradient."""
+    needs = set(sources)
+    for node in nodes:
+        declaration = declaration_of(node)
+        if declaration is not None and declaration.next_value:
+            continue
+        rule = GRADIENTS.get(key_of(node.domain, node.op_type))
+        if rule is not None and rule.function is None:
+            continue
+        if any(v in needs for v in _operands(node)):
+            needs.update(out for out in node.outputs if out.dtype is None or is_float(out) or _is_quantised(node, out, needs))
+    return needs
+
+
+_QUANTISES = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+_MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Expand", "Concat"})
+
+
+def _is_quantised(node: ir.Node, out: ir.Value, needs: set[ir.Value]) -> bool:
+    """Whether a tensor of another type stands for a float one: quantised, and at most moved since. Its adjoint is a float."""
+    if node.domain or out.dtype in (ir.DataType.INT64, ir.DataType.BOOL):
+        return False
+    if node.op_type in _QUANTISES:
+        return out is node.outputs[0]
+    return node.op_type in _MOVES and any(v in needs and v.dtype == out.dtype for v in node.inputs if v is not None)
+
+
+def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
+    """Values from which ``targets`` are computed, the targets included."""
+    wanted = set(targets)
+    for node in reversed(list(nodes)):
+        if any(out in wanted for out in node.outputs):
+            wanted.update(_operands(node))
+    return wanted
+
+
+def has_no_gradient(node: ir.Node) -> bool:
+    """Whether the node has neither a rule nor a decomposition or body through which it could be differentiated."""
+    if key_of(node.domain, node.op_type) in GRADIENTS:
+        return False
+    declaration = declaration_of(node)
+    if declaration is None:
+        return not has_body(node.op_type, node.domain)
+    return declaration.effect or declaration.decompose is None
+
+
+def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], sources: set[ir.Value]) -> None:
+    missing = [node for node in order if has_no_gradient(node)]
+    if not missing:
+        return
+    lines = []
+    for node in missing[:8]:
+        path = path_from_source(node, needs, sources)
+        lines.append(f"  {key_of(node.domain, node.op_type)} at {describe(node)}\n    reached from {' → '.join(path)}")
+    more = f"\n  … and {len(missing) - 8} more" if len(missing) > 8 else ""
+    names = sorted({key_of(n.domain, n.op_type) for n in missing})
+    raise UnsupportedOpError(
+        f"no gradient for {', '.join(names)} on the path from a trained parameter to the loss:\n"
+        + "\n".join(lines)
+        + more
+        + "\nFreeze the parameters in front of it (--freeze GLOB), or register a rule with @graphc.gradient.gradient"
+        + f"({names[0]!r})"
+    )
+
+
+def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
+    """The names of one chain of nodes from a source to ``node``, with the middle of a long one left out."""
+    path = [node.name or node.op_type]
+    current: ir.Node | None = node
+    while current is not None:
+        value = next(v for v in _operands(current) if v in needs)
+        current = None if value in sources else value.producer()
+        path.append((current.name or current.op_type if current else value.name) or "?")
+    path.reverse()
+    return path if len(path) <= 12 else [*path[:5], "…", *path[-6:]]
+
+
+__all__ = [
+    "add",
+    "ancestors",
+    "backpropagate",
+    "descendants",
+    "differentiate",
+    "has_no_gradient",
+    "path_from_source",
+    "sum_to_shape",
+    "through",
+    "zeros",
+]
