@@ -20,7 +20,6 @@ from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.distributed.choose import for_memory, open_communicator
 from graphc.distributed.communicator import Communicator, check_deadline
-from graphc.distributed.consistency import check_programs
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
 from graphc.ir.facts import is_float
@@ -39,6 +38,7 @@ from graphc.runtime.turn import ExclusiveUse
 from graphc.training.feeds import averages, batches_of, check_feed_names, feed_shape
 from graphc.training.microbatch import MicroBatch, micro_batches, until_all_end
 from graphc.training.plan_cache import Bindings
+from graphc.training.program_check import check_programs
 
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 

@@ -43,7 +43,7 @@ def test_replicas_that_would_drift_apart_are_refused(backends: tuple[str, ...]) 
 @pytest.mark.parametrize("backends", WORLDS, ids=str)
 def test_state_of_low_precision_that_differs_is_refused(backends: tuple[str, ...]) -> None:
     with pytest.raises(
-        WorldError, match=r"rank 0 computes on '\w+' and rank 1 on '\w+', which keep other state .*low precision"
+        WorldError, match=r"rank 0 computes on '\w+' and rank 1 .*, and these backends keep different state .*low-precision"
     ):
         mixed(backends, precision="bf16")
 

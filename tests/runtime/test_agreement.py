@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -21,11 +22,13 @@ LOSS = graphc.losses.SoftmaxCrossEntropy()
 OPTIMIZER = graphc.optim.SGD(lr=0.1)
 
 
-def train(comm: ThreadCommunicator, model: Any, **options: Any) -> None:
-    program = graphc.compile(model, loss=LOSS, optimizer=OPTIMIZER, backend="numpy", **options)
+def train(comm: ThreadCommunicator, model: Any, **options: Any) -> dict[str, np.ndarray]:
+    """The trained weights after one step."""
+    program = graphc.compile(model, **{"loss": LOSS, "optimizer": OPTIMIZER, "backend": "numpy", **options})
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
         data = blobs(8)
         trainer.step({name: data[name] for name in ("x", "label")})
+        return {name: np.array(value) for name, value in trainer.trained_values().items()}
 
 
 def test_different_model_files(tmp_path: Path) -> None:
@@ -48,7 +51,33 @@ def test_external_data_belongs_to_the_file(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_get_the_weights_of_rank_0() -> None:
-    run_threads(2, lambda comm: train(comm, parse(MLP, seed=comm.rank)))
+    """As if every rank had been given the model of rank 0."""
+    (rank0, rank1) = run_threads(2, lambda comm: train(comm, parse(MLP, seed=comm.rank)))
+    expected, _ = run_threads(2, lambda comm: train(comm, parse(MLP, seed=0)))
+    other, _ = run_threads(2, lambda comm: train(comm, parse(MLP, seed=1)))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(rank0[name], value)
+        np.testing.assert_array_equal(rank1[name], value)
+        assert (other[name] != value).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "shown"),
+    [
+        (
+            ("", ""),
+            {"optimizer": graphc.optim.Adam(lr=0.1)},
+            r"entry 0 is 'pipeline .*sgd.*' on rank 0 and 'pipeline .*adam.*' on",
+        ),
+        (("8]", "9]"), {}, r"entry \d+ is 'state b1 FLOAT \(8,\)' on rank 0 and 'state b1 FLOAT \(9,\)' on rank 1"),
+        (("w2", "v2"), {}, r"entry \d+ is 'state w1 .*' on rank 0 and 'state v2 FLOAT \(8, 3\)' on rank 1"),
+    ],
+    ids=["optimizer", "shape of a parameter", "name of a parameter"],
+)
+def test_different_programs_of_models_in_memory(change: tuple[str, str], options: dict[str, Any], shown: str) -> None:
+    texts = MLP, MLP.replace(*change).replace("float[9] b1, float[8,3]", "float[9] b1, float[9,3]")
+    with pytest.raises(graphc.GraphcError, match=f"the ranks disagree on program: {shown}"):
+        run_threads(2, lambda comm: train(comm, parse(texts[comm.rank]), **(options if comm.rank else {})))
 
 
 @pytest.mark.parametrize(
