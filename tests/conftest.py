@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LARGE = (
     "test_whoever_takes_the_advice_has_enough_memory[transformer-small",
     "test_training_gives_the_same_bits_from_less_memory[{}-1]",
-    "tests/backends/test_device_mixed.py",
+    "tests/backends/cupy/training/test_device_mixed.py",
     "test_every_way_to_write_it_is_found_and_trains_as_in_pytorch[logsumexp]",
     "test_dropped_probabilities_train_as_in_pytorch_with_the_same_masks[True-probabilities]",
     "test_a_plan_that_does_not_fit_changes_nothing",
@@ -79,12 +79,13 @@ and over MPI what it shows with threads."""
 
 
 STRATEGIES = (
-    "test_sharding", "test_any_world", "test_accumulate", "test_averaging", "test_parameter_server", "test_compress",
+    "test_zero.py", "test_any_world", "test_accumulate", "test_averaging", "test_parameter_server", "test_compress",
     "test_adasum", "test_local_sgd", "test_clip", "test_nonfinite", "test_sync_batchnorm", "test_attention", "test_trace",
-    "tests/data/test_training", "tests/data/test_torch_data", "test_parity", "test_recurrent", "test_workers",
-    "test_transforms_converge", "test_recompute", "test_mixed_precision", "test_rebatch", "frontends/test_torch",
-    "test_tcp", "test_nccl", "test_staged", "test_device_", "test_emulated", "backends/test_threads", "backends/test_nodes",
-    "backends/test_updates", "test_channels_last", "test_convolutions", "test_cupy_suite",
+    "tests/data/test_training", "tests/data/test_torch_data", "test_parity", "training/test_recurrent", "test_workers",
+    "test_transforms_converge", "test_recompute", "test_mixed_precision", "test_rebatch", "frontends/test_torch.py",
+    "test_tcp", "test_nccl", "test_staged", "test_device_", "test_emulated", "fusion/test_threads", "cupy/kernels/test_kernels",
+    "test_update_kernels", "training/test_channels_last", "test_convolutions", "test_cupy_suite", "test_cudnn_attention",
+    "test_cudnn_convolution",
 )  # fmt: skip
 """Files whose tests train on several workers or for many steps, or compile many kernels: of the full tier as a whole."""
 

@@ -85,14 +85,14 @@ NO_KERNEL: dict[str, str] = {
 }
 """Op → why onnxruntime does not run its backward graph."""
 
-_SEQUENCES = "its cases hold integers, or there are none; tests/passes/test_gradients_sequence.py"
+_SEQUENCES = "its cases hold integers, or there are none; tests/passes/gradients/test_sequence.py"
 UNTESTED: dict[str, str] = {
     "ConcatFromSequence": _SEQUENCES,
     "GlobalLpPool": "it has no cases; LpPool has",
-    "If": "its cases choose between constants; tests/passes/test_gradients_control_flow.py",
-    "MaxRoiPool": "it has no cases; tests/passes/test_gradients_quantization.py",
+    "If": "its cases choose between constants; tests/passes/gradients/test_control_flow.py",
+    "MaxRoiPool": "it has no cases; tests/passes/gradients/test_quantization.py",
     "Optional": _SEQUENCES,
-    "QuantizeLinear": "straight-through is no derivative; tests/passes/test_gradients_quantization.py",
+    "QuantizeLinear": "straight-through is no derivative; tests/passes/gradients/test_quantization.py",
     "SequenceAt": _SEQUENCES,
     "SequenceConstruct": _SEQUENCES,
     "SequenceErase": _SEQUENCES,

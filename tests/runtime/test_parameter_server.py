@@ -12,8 +12,8 @@ import onnx
 import pytest
 
 from graphc.distributed.threads import run_threads
+from tests.parameter_server.test_parameter_server import COUNTING, OPTIMIZERS, train
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
-from tests.training.test_parameter_server import COUNTING, OPTIMIZERS, train
 
 pytestmark = pytest.mark.mpi
 

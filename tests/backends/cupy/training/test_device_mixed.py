@@ -11,8 +11,8 @@ from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.distributed.threads import run_threads
 from graphc.errors import WorldError
+from tests.backends.cupy.training.test_device_strategies import ADAM, DEVICE, follow, train
 from tests.backends.host_kernels import HostDevice
-from tests.backends.test_device_strategies import ADAM, DEVICE, follow, train
 from tests.training import small
 
 pytestmark = [

@@ -14,7 +14,7 @@ from graphc.backends.cupy import CupyBackend
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
-from tests.passes.test_gradients_table import CASES, NO_KERNEL, SINGLE, Case, _label
+from tests.passes.gradients.test_table import CASES, NO_KERNEL, SINGLE, Case, _label
 
 SAMPLE = [case for case in CASES if case[0] not in NO_KERNEL]
 

@@ -16,7 +16,7 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.bench.specs import SPECS
-from tests.backends import test_device_strategies as strategies
+from tests.backends.cupy.training import test_device_strategies as strategies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
+from tests.backends.fusion.test_fusion import CASES, REDUCING, check_case, check_network
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_kernels import EmulatedDevice
-from tests.backends.test_fusion import CASES, REDUCING, check_case, check_network
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
