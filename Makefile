@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test test-large quick gpu-test gpu-emulated gpu-bench faults lint type bench clean
+.PHONY: help setup demo test test-large quick gpu-test gpu-emulated gpu-bench faults lint type docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -58,10 +58,22 @@ type: $(STAMP)  ## mypy --strict over the installed packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p graphc
 
+docs: $(STAMP)  ## the documentation as a site in build/site, with every warning an error
+	@rm -rf build/docs && mkdir -p build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/docs .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP)  ## step times against PyTorch; writes build/bench.json
 	$(BIN)/graphc bench --output build/bench.json
 
-gpu-bench: $(STAMP)  ## step times on an NVIDIA GPU beside PyTorch's; writes build/gpu_bench.json (under 10 minutes)
+gpu-docs: $(STAMP)  ## the documentation as a site in build/site, with every warning an error
+	@rm -rf build/docs && mkdir -p build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/docs .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench: $(STAMP)  ## step times on an NVIDIA GPU beside PyTorch's; writes build/gpu_bench.json (under 10 minutes)
 	$(BIN)/python -m graphc.bench.gpu --output build/gpu_bench.json
 
 clean:  ## remove .venv and everything built

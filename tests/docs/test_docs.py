@@ -1,4 +1,4 @@
-"""The documentation runs: every Python block of every page, in order, page by page; every graphc command is a real one."""
+"""The documentation is true: Python blocks run and print what is shown, commands are real ones, links and the site resolve."""
 
 from __future__ import annotations
 
@@ -14,11 +14,34 @@ import pytest
 from graphc.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""A Python block, and the output that is shown right behind it."""
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def code(page: Path) -> list[tuple[str, str | None]]:
+    """The Python blocks of a page, each with the output that the page shows for it."""
+    return [(found[1], found[2]) for found in PYTHON.finditer(page.read_text())]
+
+
+def commands(page: Path) -> list[str]:
+    blocks = [found[2] for found in BLOCK.finditer(page.read_text()) if found[1] == "console"]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """(path, anchor) of every link to a file of the repository."""
+    text = BLOCK.sub("", page.read_text())
+    return re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.fixture
@@ -38,32 +61,62 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
 @pytest.mark.usefixtures("registries")
-def test_python_blocks_run(page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_and_print_what_is_shown(
+    page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for number, block in enumerate(blocks(page, "python")):
-        exec(compile(block, f"{page.name}, block {number + 1}", "exec"), names)
+    for number, (block, shown) in enumerate(code(page), start=1):
+        capsys.readouterr()
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        if shown is not None:
+            assert capsys.readouterr().out == shown, f"{page.name}: the output shown behind block {number}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.name)
 def test_commands_exist_with_their_options(page: Path) -> None:
     import typer.main
 
     from graphc.cli import _app
 
     group = typer.main.get_command(_app())
-    for block in blocks(page, "console"):
-        for line in block.replace("\\\n", " ").splitlines():
-            if not line.startswith("$ graphc"):
-                continue
-            words = shlex.split(line[2:])[1:]
-            assert words[0] in COMMANDS, line
-            command = group.commands[words[0]]  # type: ignore[attr-defined]
-            command = getattr(command, "commands", {}).get(words[1], command)
-            known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
-            for word in words[1:]:
-                if word == "--":
-                    break
-                if re.match(r"--?[a-z]", word):
-                    assert word.partition("=")[0] in known, f"{line}: {word}"
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in commands(page):
+        program, *words = shlex.split(line, comments=True)
+        if program == "make":
+            assert words[0] in targets, line
+        if program != "graphc":
+            continue
+        assert words[0] in COMMANDS, line
+        command = group.commands[words[0]]  # type: ignore[attr-defined]
+        command = getattr(command, "commands", {}).get("".join(words[1:2]), command)
+        known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+        for word in words[1:]:
+            if word == "--":
+                break
+            if re.match(r"--?[a-z]", word):
+                assert word.partition("=")[0] in known, f"{line}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for path, anchor in links(page):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        assert page.parent != DOCS or target.parent == DOCS, f"{page.name} links to {path}, which the site does not have"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_module_paths_in_backticks_exist() -> None:
+    """A page that names a file or a folder of the repository names one that is there."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        for path in re.findall(r"`((?:graphc|passes|backends|tests|scripts)/[\w/.*-]+)`", page.read_text()):
+            assert [*ROOT.glob(path), *ROOT.glob(f"{path}.py")], f"{page.name} names {path}"
