@@ -17,9 +17,10 @@ import onnx_ir as ir
 
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.control_flow import type_body_inputs
 from graphc.ir.facts import FLOATS, constant
 from graphc.ir.opset_adapters import adapt
-from graphc.ir.subgraphs import bodies, captured, copy_body, type_body_inputs
+from graphc.ir.subgraphs import bodies, captured, copy_body
 from graphc.ir.toposort import silent_reader
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Where", "Clip"})

@@ -18,9 +18,10 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, IR_VERSION, OPSET
+from graphc.ir.control_flow import infer_control
 from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.facts import constant, describe, dims, neighbourhood
-from graphc.ir.subgraphs import CONTROL, infer_control
+from graphc.ir.subgraphs import CONTROL
 from graphc.ir.symbolic_dims import follow, refine
 
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]

@@ -20,9 +20,10 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
+from graphc.ir.control_flow import int_list, max_trip_count, static_trip_count, trip_count
 from graphc.ir.facts import Dim, describe, describe_value, dims, is_float
 from graphc.ir.infer import apply
-from graphc.ir.subgraphs import bound, captured, finish_body, inline, int_list, new_body, trip_count
+from graphc.ir.subgraphs import captured, finish_body, inline, new_body
 from graphc.passes.gradients.reverse_mode import backpropagate, descendants, zeros
 
 Adjoint = ir.Value | None
@@ -312,8 +313,8 @@ def loop_(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> An
 
 def _length(op: Builder, loop: _Loop, count: int) -> ir.Value:
     """The number of iterations that ran, as a scalar."""
-    known = trip_count(loop.node.inputs, loop.body)
-    if isinstance(known, int):
+    known = static_trip_count(loop.node)
+    if known is not None:
         return op.const(np.int64(known))
     before, op.before = op.before, _after(loop.node)
     counted = _saved(op, loop, loop.body.inputs[0], count + 1)
@@ -325,7 +326,7 @@ def _length(op: Builder, loop: _Loop, count: int) -> ir.Value:
 def _pick(op: Builder, inner: Builder, loop: _Loop, value: ir.Value, index: ir.Value, count: int) -> ir.Value:
     """What ``value`` was in iteration ``index``."""
     saved = _saved(op, loop, value, count + 1)
-    most = bound(loop.node.inputs)
+    most = max_trip_count(loop.node.inputs)
     if trip_count(loop.node.inputs, loop.body) is None and isinstance(most, int):
         # A loop that may end early: what it saved is put into a tensor of the largest size, which a plan can hold.
         before, op.before = op.before, _after(loop.node)

@@ -18,13 +18,14 @@ from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
 from graphc.gradient import key_of
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.control_flow import type_body_inputs
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import describe, dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.opset_adapters import adapt
 from graphc.ir.state import not_finite
-from graphc.ir.subgraphs import CONTROL, bodies, type_body_inputs
+from graphc.ir.subgraphs import CONTROL, bodies
 from graphc.ir.toposort import sort_and_link
 from graphc.ir.verify import refused_type
 from graphc.passes.gradients.attention import by_parts as attention_by_parts

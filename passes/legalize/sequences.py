@@ -21,9 +21,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
+from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import constant, dims, static_dims
 from graphc.ir.infer import apply, propagate
-from graphc.ir.subgraphs import CONTROL, bodies, inline, prune, trip_count
+from graphc.ir.subgraphs import CONTROL, bodies, inline, prune
 
 Elements = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, of those that are known."""
@@ -89,8 +90,8 @@ def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
     if node.op_type != "Loop":
         return None
     body, states = node.attributes["body"].as_graph(), [v for v in node.inputs[2:] if v is not None]
-    count = trip_count(node.inputs, body)
-    if not isinstance(count, int) or not 0 < count <= _UNROLL:
+    count = static_trip_count(node)
+    if count is None or not 0 < count <= _UNROLL:
         return None
     if all(_keeps_its_shape(state, formal) for state, formal in zip(states, body.inputs[2:], strict=True)):
         return None

@@ -21,6 +21,7 @@ from graphc.backends.cupy.libraries.registry import results
 from graphc.backends.fusion.views import shape_of
 from graphc.device import Array, Run
 from graphc.ir.builder import Builder
+from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.subgraphs import bodies, captured
 from graphc.plan.segment_model import segment_model
@@ -89,25 +90,9 @@ def _model(node: ir.Node, body: ir.Graph) -> onnx.ModelProto:
 
 
 def trip_count(node: ir.Node) -> int | None:
-    """The iterations of a Loop that runs to its end; None where a condition or a number that is not known decides."""
-    count, condition = constant(node.inputs[0]), node.inputs[1] if len(node.inputs) > 1 else None
-    (body,) = bodies(node)
-    if count is None or int(count) > MOST or (condition is not None and not _is_true(condition)):
-        return None
-    goes_on: ir.Value | None = body.outputs[0]
-    while goes_on is not None and not _is_true(goes_on):
-        producer = goes_on.producer()
-        if goes_on is body.inputs[1]:
-            break
-        if producer is None or producer.op_type != "Identity":
-            return None
-        goes_on = producer.inputs[0]
-    return int(count)
-
-
-def _is_true(value: ir.Value) -> bool:
-    known = constant(value)
-    return known is not None and bool(known.reshape(-1)[0])
+    """The iterations of a Loop that are bound one by one; None where the host reads the condition after each."""
+    count = static_trip_count(node)
+    return count if count is not None and count <= MOST else None
 
 
 @dataclass(slots=True)
