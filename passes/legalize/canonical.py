@@ -1,4 +1,7 @@
-"""One form for what ONNX lets one say in several ways, on nodes whose inputs are typed."""
+"""Rewrites each node to the one canonical form of its op.
+
+ONNX lets a model say the same thing in several ways; the inputs of the nodes are typed already.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPoo
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 
 _OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
-"""Variadic ops that are the identity of a single input."""
+"""Variadic ops that return their input when they have only one."""
 
 
 def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Bring ``node`` into its canonical form; new output values when it had to be replaced."""
+    """Rewrite ``node`` to its canonical form; returns new output values where the node had to be replaced."""
     while node.inputs and node.inputs[-1] is None:
         node.resize_inputs(len(node.inputs) - 1)
     if node.op_type in _WINDOWED:
@@ -57,13 +60,13 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _swish(op: Builder, node: ir.Node) -> ir.Value:
-    """x·sigmoid(αx): onnxruntime has no kernel for the op, and fuses this."""
+    """Decompose Swish into x·sigmoid(αx): onnxruntime has no kernel for it, and fuses this form."""
     x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
     return op.Mul(x, op.Sigmoid(x if alpha == 1 else op.Mul(x, alpha)))  # type: ignore[no-any-return]
 
 
 def _sequence_first(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """A recurrent node with ``layout=1`` (batch first), which onnxruntime refuses, between transpositions."""
+    """Put transposes around a recurrent node with ``layout=1`` (batch first), which onnxruntime refuses."""
     inputs = [op.Transpose(v, perm=[1, 0, 2]) if v is not None and k in (0, 5, 6) else v for k, v in enumerate(node.inputs)]
     attributes = {name: attr for name, attr in node.attributes.items() if name != "layout"}
     outputs = op.emit(node.op_type, inputs, attributes, outputs=len(node.outputs))
@@ -71,7 +74,7 @@ def _sequence_first(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
-    """Since opset 28 the channels may stay together: mode CRD is the other order of blocks and channels."""
+    """Rewrite mode CRD by reordering channels: since opset 28, mode CRD only swaps the order of blocks and channels."""
     size = node.attributes["blocksize"].as_int()
     y: ir.Value = op.SpaceToDepth(node.inputs[0], blocksize=size)
     if node.attributes["mode"].as_string() != "CRD":
@@ -87,7 +90,7 @@ def _first(node: ir.Node) -> ir.Value:
 
 
 def _global_lp_pool(op: Builder, node: ir.Node) -> ir.Value:
-    """(Σ|x|ᵖ)^(1/p) by other ops: neither runtime has a kernel for the op."""
+    """Decompose LpPool into (Σ|x|ᵖ)^(1/p) by other ops: neither runtime has a kernel for it."""
     x, p = _first(node), node.attributes.get_int("p", 2)
     if dims(x) is None:
         raise ModelError(f"the rank of {x.name!r} is unknown: {describe(node)}; run the exporter's shape inference")
@@ -157,11 +160,11 @@ def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | 
     for k, (d, width) in enumerate(zip(size, kernel, strict=True)):
         reach = (width - 1) * dilations[k] + 1
         if node.op_type == "ConvTranspose":
-            if wanted is None:  # SAME: the output is stride times as large, whatever the input is
+            if wanted is None:  # SAME: the output size is ceil(input / stride)
                 total = max(0, reach + extra[k] - strides[k])
             elif isinstance(d, int):
                 total = strides[k] * (d - 1) + extra[k] + reach - wanted[len(wanted) - len(kernel) + k]
-                if total < 0:  # more is wanted than the kernels reach: zeros behind
+                if total < 0:  # the requested output is larger than the windows reach: the rest is zeros at the end
                     extra[k], total = extra[k] - total, 0
                     node.attributes["output_padding"] = ir.AttrInt64s("output_padding", extra)
             else:

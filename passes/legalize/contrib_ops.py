@@ -1,9 +1,10 @@
-"""Ops of onnxruntime's own domain, as its exporters and its optimizer write them, in standard ops.
+"""Rewrites onnxruntime's own ops (``com.microsoft``) as standard ops.
 
     before   y = com.microsoft.FusedConv(x, w, b; activation="Relu")
     after    c = Conv(x, w, b);  y = Relu(c)
 
-A rule returns the new outputs, or None for a form of the op that has no standard counterpart here.
+onnxruntime's exporters and its graph optimizer write them. A rule returns the new outputs, or None for a form of the op that
+has no standard counterpart here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphc.ir.opset_adapters import Adapter, take
 
 
 def adapt_contributed(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Standard ops for a ``com.microsoft`` node (or one of those that live in the standard domain by mistake).
+    """Rewrite a ``com.microsoft`` node (some are written into the standard domain by mistake) as standard ops.
 
     Returns None for an op without a rule.
 
@@ -117,7 +118,7 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "Sigmoid": (),
     "Tanh": (),
 }
-"""Activation of a fused op → the attributes that its parameters stand for."""
+"""Activation of a fused op → the attributes that hold its parameters."""
 
 
 def _fused_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -137,15 +138,15 @@ def _fused_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _padding_mask(op: Builder, mask: ir.Value, q: ir.Value, low: float) -> ir.Value:
-    """1 where a key counts, 0 where it does not: (batch, keys) → additive (batch, 1, queries, keys)"""
+    """Turn a key mask of ones and zeros into an additive mask of shape (batch, 1, queries, keys)."""
     keep = op.Unsqueeze(op.Cast(mask, to=int(ir.DataType.BOOL)), [1, 2])
     length = op.Gather(op.shape(q), [1], axis=0)
-    rows = op.Concat([1, 1], length, [1], axis=0)  # onnxruntime does not broadcast over the queries
+    rows = op.Concat([1, 1], length, [1], axis=0)  # onnxruntime does not broadcast over the query axis
     return op.Expand(op.Where(keep, op.scalar(0, q), op.scalar(low, q)), rows)  # type: ignore[no-any-return]
 
 
 def _multi_head_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Projected queries, keys and values of (batch, length, heads · size); masks are added to the scores."""
+    """Attention over projected queries, keys and values (batch, length, heads · size); masks are added to the scores."""
     q, k, v, bias, padding, scores, *past = [*node.inputs, *[None] * 8][:8]
     shapes = [dims(value) if value is not None else None for value in (q, k, v)]
     if any(shape is None or len(shape) != 3 for shape in shapes) or any(p is not None for p in past) or _used(node, 1, 2):
@@ -182,7 +183,7 @@ def _attention(
     softcap: float = 0.0,
 ) -> ir.Value:
     options: dict[str, Any] = {"q_num_heads": heads, "kv_num_heads": kv_heads, "is_causal": int(causal)}
-    if scale:  # zero stands for the default, 1/√size, in onnxruntime
+    if scale:  # onnxruntime takes 0 as the default, 1/√size
         options["scale"] = float(scale)
     if softcap:
         options["softcap"] = float(softcap)
@@ -194,7 +195,7 @@ def _used(node: ir.Node, first: int, last: int) -> bool:
 
 
 def _rotary_embedding(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """The positions are a table (batch, length), or one number: that of the first token."""
+    """Positions are given as a table (batch, length), or as one number: the position of the first token."""
     x, positions, cosines, sines = node.inputs
     shape = static_dims(cosines) if cosines is not None else None
     found = dims(x) if x is not None else None
@@ -214,7 +215,7 @@ def _rotary_embedding(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _count_from(op: Builder, first: ir.Value, x: ir.Value, axis: int) -> ir.Value:
-    """first, first + 1, …: one row (batch, length) for every sample of ``x``, whose length is its dimension ``axis``"""
+    """Positions first, first + 1, … as one row per sample of ``x``; their number is the size of its axis ``axis``."""
     size = op.shape(x)
     length = op.Gather(size, op.const(np.asarray(axis)), axis=0)
     steps = op.Add(
@@ -225,7 +226,7 @@ def _count_from(op: Builder, first: ir.Value, x: ir.Value, axis: int) -> ir.Valu
 
 
 def _group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Causal attention without a past, as in training: what lies behind the last valid key is seen by padding only."""
+    """Causal attention without past keys, as in training; only padding sees keys after the last valid one."""
     q, k, v, past_key, past_value, _, _, cosines, sines, positions, scores, sink = [*node.inputs, *[None] * 12][:12]
     heads, kv_heads = int(take(node, "num_heads")), int(take(node, "kv_num_heads"))
     special = take(node, "local_window_size", -1) != -1 or take(node, "smooth_softmax", 0) == 1 or sink is not None

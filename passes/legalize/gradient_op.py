@@ -1,4 +1,4 @@
-"""``ai.onnx.preview.training.Gradient`` becomes the backward subgraph that it stands for.
+"""Replaces ``ai.onnx.preview.training.Gradient`` by the backward subgraph that it asks for.
 
     before   c = Add(a, b);  dc_da = Gradient(a; xs=[a], y=c)
     after    c = Add(a, b);  dc_da = the adjoint of a copy of ``c`` with respect to a copy of ``a``
@@ -28,7 +28,7 @@ def is_gradient(node: ir.Node) -> bool:
 
 
 def put_gradients_last(graph: ir.Graph) -> None:
-    """Move every Gradient node behind what it differentiates: it names that only by an attribute.
+    """Move every Gradient node after the value it differentiates, which only an attribute names.
 
     Raises:
         ModelError: the attribute names no value, or one that depends on the gradient itself.
@@ -46,7 +46,7 @@ def put_gradients_last(graph: ir.Graph) -> None:
 
 
 def derivatives(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """Emit the backward subgraph of a Gradient node in front of it; one value per output.
+    """Emit the backward subgraph of a Gradient node before it; one value per output.
 
     Raises:
         ModelError: an attribute names no value of the graph, or the operands are too few or too many.
@@ -58,7 +58,7 @@ def derivatives(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
         raise ModelError(f"Gradient takes one input for each name in xs and zs: {describe(node)}")
     target = _named(graph, node, node.attributes["y"].as_string())
     places = [_named(graph, node, name) for name in (*names["xs"], *names["zs"])]
-    # Copies, so that an x that depends on another x is a variable of its own all the same.
+    # copies, so that an x that depends on another x is still an independent variable
     meant = {place: op.Identity(value) for place, value in zip(places, inputs, strict=True)}
     sources = [meant[place] for place in places[: len(names["xs"])]]
     wanted = ancestors(graph, [target])

@@ -1,10 +1,10 @@
-"""initialize: random weights for files that come without trained ones.
+"""initialize: fill a model that has no trained weights with random ones.
 
     before   conv.weight: all zeros             bias: all zeros     bn.scale: all zeros
     after    conv.weight: N(0, √(2 / fan in))   bias: zeros         bn.scale: ones
 
-What a parameter is follows from how it is used. Each is drawn from its own generator, keyed by seed and name, so that
-neither the order of parameters nor the presence of others matters.
+The role of a parameter follows from the ops that use it. Each is drawn from its own generator, keyed by seed and name, so
+the result does not depend on the order of parameters or on the presence of others.
 
 He: K. He et al., "Delving deep into rectifiers", 2015. Glorot: X. Glorot, Y. Bengio, "Understanding the difficulty of
 training deep feedforward neural networks", 2010.
@@ -60,7 +60,7 @@ _ROLES: dict[tuple[str, int], str] = {
     ("PRelu", 1): _SLOPE,
     ("Gather", 0): _EMBEDDING,
 }
-"""(op, input) → role; anything else goes by its shape and whether it multiplies."""
+"""(op, input) → role of the parameter; others go by their shape and whether they multiply."""
 
 _PLAIN = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Expand"})
 
@@ -173,7 +173,7 @@ def _draw(value: ir.Value, role: str, method: str, seed: int) -> Array:
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Whether there are several elements, all equal; looks at a few first, for most weights differ there."""
+    """Whether a tensor has several elements and all are equal; a few are compared first, since most weights differ there."""
     if value.const_value is None or value.const_value.size < 2:
         return False
     flat = np.asarray(value.const_value.numpy()).reshape(-1)
@@ -182,9 +182,9 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _uses(value: ir.Value) -> list[tuple[ir.Node, int, list[int] | None]]:
-    """Where a parameter ends up, through casts, reshapes and transposes: (node, input, permutation of its axes).
+    """Find the node that uses a parameter, through casts, reshapes and transposes: (node, input, permutation of its axes).
 
-    The permutation is None once a reshape came between.
+    The permutation is None when a reshape lies between.
     """
     found: list[tuple[ir.Node, int, list[int] | None]] = []
     stack: list[tuple[ir.Value, list[int] | None]] = [(value, list(range(len(value.shape or ()))))]

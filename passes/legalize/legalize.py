@@ -1,10 +1,10 @@
-"""legalize: any ONNX model of opset 6 to 28 becomes a graph of the one form that all other passes work on.
+"""legalize: convert any ONNX model of opset 6 to 28 to the one form that all other passes take.
 
     before  opset 9:   shape ─► ConstantOfShape ─► W;  Dropout(x, ratio=0.5);  Softmax(x, axis=1);  Conv(auto_pad=SAME_UPPER)
     after   opset 26:  W is an initializer;  Dropout(x, 0.5);  Softmax(x, axis=-1);  Conv(pads=[1, 1, 1, 1])
 
-One opset, no functions, parameters as initializers (none of them a graph input), constants as ``Constant`` nodes, every
-value typed, every node and value with a name of its own. Names of inputs, outputs and parameters stay.
+The result has one opset, no functions, parameters as initializers (none of them a graph input), constants as ``Constant``
+nodes, a type for every value, and a unique name for every node and value. Names of inputs, outputs and parameters stay.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from graphc.passes.legalize.subgraphs import hoist_initializers, name_inputs
 from graphc.pipeline import Context, graph_pass
 
 _WINDOW = frozenset({"left_window_size", "right_window_size"})
-"""Attributes of Attention that came late; onnxruntime does not know them."""
+"""Attributes that newer opsets added to Attention; onnxruntime does not know them."""
 
 
 @graph_pass("legalize")
 def legalize(model: ir.Model, ctx: Context) -> bool:
-    """Bring ``model`` into the one form that the other passes work on.
+    """Convert ``model`` to the form that the other passes take.
 
     Raises:
         ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
@@ -64,7 +64,7 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     hoist_initializers(graph)
     name_everything(graph)
     initializers_are_no_inputs(graph)
-    fillers = filler_nodes(graph)  # before functions are inlined: what is in their bodies has no name in the user's file
+    fillers = filler_nodes(graph)  # before functions are inlined: names inside their bodies are not in the user's file
     inline_functions(model)
     name_everything(graph)
     name_inputs(graph)
@@ -118,7 +118,7 @@ def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Buil
 
 
 def _agree(node: ir.Node, name: str | None, said: tuple[ir.TypeProtocol | None, ir.Shape | None], value: ir.Value) -> None:
-    """Refuse a value whose type in the file (``value_info`` or graph output) contradicts what its node makes."""
+    """Refuse a value whose type in the file (``value_info`` or graph output) contradicts the inferred one."""
     type_, shape = said
     if not isinstance(type_, ir.TensorType) or not isinstance(value.type, ir.TensorType):
         return
@@ -140,7 +140,7 @@ def _show(type_: ir.TypeProtocol | None, shape: ir.Shape | None) -> str:
 
 def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
     if node.domain != DOMAIN and declaration_of(node) is not None:
-        return None  # whoever declares an op says what it is
+        return None  # the declaration of an op decides its type
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
         return adapt_contributed(op, node)
     if is_gradient(node):
@@ -157,7 +157,7 @@ def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value]
 
 
 def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """The function that defines an op which the legal opset does not have, emitted in the legal opset; None without one."""
+    """Emit the function body of an op that the legal opset does not have; None when the standard gives it no body."""
     if node.domain not in ("", "ai.onnx.preview") or not has_body(node.op_type, node.domain):
         return None
     before = {id(n) for n in op.graph}
@@ -207,7 +207,7 @@ def _check_known(node: ir.Node, version: int) -> None:
 
 
 def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir.Value]) -> None:
-    """Let ``values`` stand for the node's outputs under their names, and remove the node."""
+    """Replace the node by ``values``, which take over the names of its outputs."""
     for old, new in zip(list(node.outputs), values, strict=False):
         if not old.uses() and not old.is_graph_output():
             continue
@@ -221,7 +221,7 @@ def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir
 
 
 def _complete_shapes(model: ir.Model, version: int) -> None:
-    """Ask ONNX's whole-graph inference, which follows symbolic dimensions through shape arithmetic, where ours stopped."""
+    """Type what our inference left open by ONNX's whole-graph inference, which follows symbolic dimensions further."""
     graph = model.graph
     if not any(_incomplete(v) for node in graph.all_nodes() for v in node.outputs):
         return

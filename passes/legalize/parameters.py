@@ -1,4 +1,4 @@
-"""Parameters that a file hides behind nodes become initializers; small constants become ``Constant`` nodes.
+"""Turns parameters that a file hides behind nodes into initializers, and small constants into ``Constant`` nodes.
 
     before  shape ─► ConstantOfShape ─► W ─► Conv         after   W (initializer) ─► Conv
 
@@ -38,17 +38,17 @@ _WEIGHT_INPUTS: dict[str, frozenset[int]] = {
     "RNN": frozenset({1, 2, 3}),
     "SkipLayerNormalization": frozenset({2, 3, 4}),
 }
-"""Where an operand is a weight and not data."""
+"""(op, input) pairs whose operand is a weight."""
 
 _VIEWS = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Flatten"})
-"""Through these (at input 0) a weight stays a weight."""
+"""Ops that pass a weight on: their input 0 is a weight where their output is one."""
 
 _ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 
 _LINEAR = frozenset({"MatMul", "Conv", "ConvTranspose", "Gemm", "Einsum"})
 
 _CONSTANT_LIMIT = 4096
-"""Initializers of at most this many elements that are no parameters become ``Constant`` nodes."""
+"""Initializers of at most this many elements become ``Constant`` nodes unless they are parameters."""
 
 
 def filler_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -61,7 +61,7 @@ def promote(model: ir.Model, fillers: Iterable[ir.Node]) -> int:
     graph, count = model.graph, 0
     from_torch = model.producer_name == "pytorch"
     sources: dict[ir.Value, ir.TensorProtocol] = {}
-    chained: set[ir.Value] = set()  # read by one Identity or Cast only, which then carries the parameter's name
+    chained: set[ir.Value] = set()  # read by one Identity or Cast only: the parameter takes its output's name
     for node in fillers:
         out = node.outputs[0]
         if node.op_type == "Identity" and _alias(graph, node, from_torch):
@@ -86,10 +86,10 @@ def promote(model: ir.Model, fillers: Iterable[ir.Node]) -> int:
 
 
 def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
-    """Resolve an Identity of an initializer; True when it is gone.
+    """Resolve an Identity of an initializer; returns True when the node is gone.
 
     The TorchScript exporter merges parameters of equal initial value that way (a running variance with a scale, all
-    layers of an encoder), so there each gets its own copy. Elsewhere it is one parameter used twice.
+    layers of an encoder), so in its files each gets its own copy. In others it is one parameter used twice.
     """
     source, out = node.inputs[0], node.outputs[0]
     if source is None or not source.is_initializer() or source.const_value is None or out.is_graph_output():
@@ -104,7 +104,7 @@ def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
 
 
 def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol) -> None:
-    """Replace a node output by an initializer of the same name; the node goes when nothing else needs it."""
+    """Replace a node output by an initializer of the same name; the node is removed when nothing else uses it."""
     node, name = out.producer(), out.name or ""
     new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
     new.metadata_props.update(out.metadata_props)
@@ -115,7 +115,7 @@ def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol)
 
 
 def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.TensorProtocol | None:
-    """The tensor that a filler node makes, without allocating it for ``ConstantOfShape``."""
+    """Return the tensor that a filler node makes; ``ConstantOfShape`` allocates nothing."""
     if node.op_type == "Constant":
         return constant_tensor(node)
     source = node.inputs[0]
@@ -130,7 +130,7 @@ def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.
             return None
         fill = node.attributes["value"].as_tensor() if "value" in node.attributes else ir.tensor(np.zeros(1, np.float32))
         size = [int(d) for d in shape.numpy().reshape(-1)]
-        # A view of one element: no memory until somebody trains it.
+        # a view of one element: it takes no memory until it is trained
         return ir.Tensor(np.broadcast_to(fill.numpy().reshape(()), size), dtype=fill.dtype, name=node.outputs[0].name)
     found = sources.get(source)
     if found is None or node.op_type == "Identity":
@@ -145,9 +145,9 @@ def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth: int = 0) -> bool:
-    """Whether this use of ``value`` is that of a weight.
+    """Whether ``value`` is used as a weight here.
 
-    ``certain``: the value is no constant of a formula, so that a scale or shift is a weight wherever it stands.
+    ``certain``: the value is known not to be a constant of a formula, so any scale or shift counts as a weight.
     """
     if index in _WEIGHT_INPUTS.get(node.op_type, ()):
         return True
@@ -163,7 +163,7 @@ def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth:
 
 
 def small_initializers_to_constants(graph: ir.Graph) -> None:
-    """Small initializers that are no parameters (integers, scalars, scales) become ``Constant`` nodes of the same name."""
+    """Turn small initializers that are no parameters (integers, scalars, scales) into ``Constant`` nodes of the same name."""
     found = list(_constants(graph))
     if not found:
         return
@@ -185,7 +185,9 @@ def _constants(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 _SIZES = frozenset({("Resize", 1), ("Resize", 2), ("Upsample", 1)})
-"""Float operands (op type, index) that are scales or regions: no weights, though files hold them as initializers."""
+"""(op, input) pairs of float operands that are settings (scales, regions), not weights, though files store them as
+initializers.
+"""
 
 
 def _says_sizes(value: ir.Value) -> bool:

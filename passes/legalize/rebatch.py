@@ -1,11 +1,11 @@
-"""rebatch: a model exported for one batch size becomes a model for another, or for any.
+"""rebatch: change the batch size of an exported model, or make it dynamic.
 
     before  x: [1, 3, 224, 224] ─► … ─► Reshape(·, [1, 1024]) ─► Gemm
     after   x: [batch, 3, 224, 224] ─► … ─► Reshape(·, [0, 1024]) ─► Gemm
 
-Shapes that the exporter baked in are repaired where the batch provably passes: targets of ``Reshape`` and ``Expand``, ends of
+Sizes that the exporter baked in are repaired where the batch provably passes: targets of ``Reshape`` and ``Expand``, ends of
 ``Slice``, sizes of ``Resize``, operands of ``Concat`` and initial states of recurrent layers that were made for one batch.
-The result is checked: every output that had the batch in front has the new one there.
+The result is checked: every output whose first axis was the batch has the new batch there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _rename(graph: ir.Graph, old: Dim, new: Dim) -> None:
-    """Put ``new`` for the symbol ``old`` in the shapes of the graph inputs."""
+    """Replace the symbol ``old`` by ``new`` in the shapes of the graph inputs."""
     for value in graph.inputs:
         found = dims(value)
         if found is not None and old is not None and old in found:
@@ -99,14 +99,14 @@ def _rename(graph: ir.Graph, old: Dim, new: Dim) -> None:
 
 
 def _walk(graph: ir.Graph, change: Change) -> None:
-    """Re-infer node by node, repairing each before it is inferred, so that a repair knows where the batch is."""
+    """Re-infer node by node, repairing each node before it is inferred, when it is known where the batch is."""
     op = change.op
     for node in [n for n in graph if n.op_type != "Constant"]:
         op.before, op.scope = node, f"rebatch/{node.name or node.op_type}"
         if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
-            continue  # keeps its types; if the batch passes through it, the check of the outputs says so
+            continue  # keeps its types; if the batch passes through it, the check of the outputs reports it
         for value in node.outputs:
-            value.const_value = None  # folded for the old batch size
+            value.const_value = None  # was folded for the old batch size
         try:
             repair = REPAIRS.get(node.op_type) if node.domain == "" else None
             if repair is not None:
@@ -150,7 +150,7 @@ def carries(value: ir.Value | None, symbol: str) -> bool:
 
 
 def _first_loss(graph: ir.Graph, output: ir.Value, symbol: str) -> ir.Node | None:
-    """The first node with the batch in an input and in none of its outputs, from which no way to ``output`` has it again."""
+    """Find the node that loses the batch: an input has it, no output has it, and no other path to ``output`` keeps it."""
     without = {output} if not carries(output, symbol) else set()
     found = None
     for node in reversed(list(graph)):

@@ -1,4 +1,4 @@
-"""Repairs of single nodes whose operands were baked for one batch size; see :mod:`graphc.passes.legalize.rebatch`."""
+"""Repairs single nodes whose operands were baked for one batch size (:mod:`graphc.passes.legalize.rebatch`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from graphc.ir.facts import Dim, constant, dims
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a repair knows.
+    """The context of a repair.
 
     Attributes:
-        op: builds nodes in front of the node to repair.
+        op: builds nodes before the node to repair.
         symbol: name of the new batch dimension.
         declared: the old batch size.
-        before: dimensions that each value had for the old batch size.
+        before: shape that each value had for the old batch size.
         source: a graph input whose first dimension is the batch.
-        outer: for values whose batch shares an axis with something in front of it (time × batch): the size of that.
+        outer: for values that share the batch axis with an outer dimension (time × batch): the size of that dimension.
     """
 
     op: Builder
@@ -35,10 +35,10 @@ class Change:
     outer: dict[ir.Value, int] = field(default_factory=dict)
 
     def axis(self, value: ir.Value | None) -> int | None:
-        """The axis of ``value`` in which the batch is; None when there is none.
+        """Return the axis of ``value`` that holds the batch; None when there is none.
 
         Raises:
-            ModelError: it is in several axes.
+            ModelError: the batch is in several axes.
         """
         found = dims(value) if value is not None else None
         axes = [k for k, d in enumerate(found or ()) if isinstance(d, str) and self.symbol in d.split("*")]
@@ -47,7 +47,7 @@ class Change:
         return axes[0] if axes else None
 
     def old(self, value: ir.Value) -> list[int] | None:
-        """The old dimensions when all are numbers."""
+        """The old shape, when all its dimensions are numbers."""
         found = self.before.get(value)
         return (
             None
@@ -56,7 +56,7 @@ class Change:
         )
 
     def inherit(self, node: ir.Node) -> None:
-        """An output whose batch axis has the size of an input's has the same order inside that axis."""
+        """Note the outer size of an output whose batch axis is as long as an input's: its order is the same."""
         for out in node.outputs:
             axis = None if out in self.outer else self.axis(out)
             for value in node.inputs if axis is not None else ():
@@ -65,7 +65,7 @@ class Change:
                     self.outer[out] = self.outer[value]
 
     def repeated(self, value: ir.Value, axis: int) -> ir.Value:
-        """``value``, which has one element (or the old batch) along ``axis``, repeated for the new batch."""
+        """Repeat ``value``, which has size 1 or the old batch size along ``axis``, for the new batch."""
         rank = self.op.rank(value)
         if (dims(value) or ())[axis] != 1:
             value = self.op.Slice(value, [0], [1], [axis])
@@ -79,7 +79,7 @@ Repair = Callable[[Change, ir.Node], None]
 
 
 def _reshape(change: Change, node: ir.Node) -> None:
-    """Let the target say where the batch goes: ``[1, 1024]`` becomes ``[0, 1024]``."""
+    """Make the Reshape's target follow the batch: ``[1, 1024]`` becomes ``[0, 1024]``."""
     x, target = node.inputs[0], constant(node.inputs[1])
     axis = change.axis(x)
     if x is None or axis is None or target is None:
@@ -101,11 +101,11 @@ def _reshape(change: Change, node: ir.Node) -> None:
 
 
 def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
-    """The axis of ``result`` that takes up a batch with ``position`` = product of the sizes in front of it.
+    """Return the axis of ``result`` that takes the batch, where ``position`` is the product of the sizes before it.
 
-    Reshape keeps the order of elements, so the position is the same before and after. With a batch of 1 that leaves a
-    choice: an axis of just the batch is taken first, then the axis behind the position, except that the last axis (the
-    features) is left alone where the one in front can take the batch.
+    Reshape keeps the order of elements, so that product is the same before and after. A batch of 1 leaves a choice: an axis
+    that holds only the batch is preferred, then the axis after that product; the last axis (the features) is not taken where
+    the axis before it can be.
     """
     candidates = []
     for k, size in enumerate(result):
@@ -121,7 +121,7 @@ def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
 
 
 def _expand(change: Change, node: ir.Node) -> None:
-    """Along the batch an Expand to the old size is none: 1 keeps what the operand has."""
+    """Make the target of an Expand 1 along the batch: an Expand to the old size does nothing there."""
     x, target = node.inputs[0], constant(node.inputs[1])
     axis = change.axis(x)
     if x is None or axis is None or target is None:
@@ -134,7 +134,7 @@ def _expand(change: Change, node: ir.Node) -> None:
 
 
 def _slice(change: Change, node: ir.Node) -> None:
-    """A slice that took the whole old batch takes the whole new one."""
+    """Extend a Slice that took the whole old batch to the whole new one."""
     x = node.inputs[0]
     axis = change.axis(x)
     starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
@@ -154,7 +154,7 @@ def _slice(change: Change, node: ir.Node) -> None:
 
 
 def _resize(change: Change, node: ir.Node) -> None:
-    """Sizes are given for every axis but the batch."""
+    """Replace sizes that include the batch by sizes of the other axes."""
     sizes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
     x, axis = node.inputs[0], change.axis(node.inputs[0])
     if x is None or sizes is None or axis is None or "axes" in node.attributes:
@@ -165,7 +165,7 @@ def _resize(change: Change, node: ir.Node) -> None:
 
 
 def _concat(change: Change, node: ir.Node) -> None:
-    """Operands made for one batch (a class token) are repeated for the new one."""
+    """Repeat operands that were made for one batch (a class token) for the new batch."""
     places = {axis for v in node.inputs if (axis := change.axis(v)) is not None}
     if len(places) != 1:
         return
@@ -177,7 +177,7 @@ def _concat(change: Change, node: ir.Node) -> None:
 
 
 def _recurrent(change: Change, node: ir.Node) -> None:
-    """Initial states made for one batch are repeated for the new one."""
+    """Repeat initial states that were made for one batch for the new batch."""
     axis = 0 if "layout" in node.attributes and node.attributes["layout"].as_int() else 1
     if change.axis(node.inputs[0]) == axis:
         _repeat_operands(change, node, range(5, min(7, len(node.inputs))), axis)
@@ -203,4 +203,4 @@ REPAIRS: dict[str, Repair] = {
     "Resize": _resize,
     "Slice": _slice,
 }
-"""Op type → repair of a node, done before its outputs are inferred anew."""
+"""Op type → repair of a node, applied before its outputs are inferred again."""

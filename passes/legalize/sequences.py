@@ -1,4 +1,4 @@
-"""Sequences whose length and positions are known become plain tensors, and an If whose condition is known its branch.
+"""Replaces sequences of known length by tensors, and an If of known condition by its branch.
 
     before  s = SplitToSequence(x, 2, axis=1);  a = SequenceAt(s, 0);  y = ConcatFromSequence(s, axis=0)
     after   a, b = Split(x, [2, 2], axis=1);  y = Concat(a, b, axis=0)
@@ -8,8 +8,8 @@
 
     before  y = Loop (3, x) { y = Concat(y, row) }        after   y = Concat(Concat(Concat(x, row), row), row)
 
-PyTorch's exporter writes ``split`` and ``unbind`` with the former, EmbeddingBag with the latter. What crosses the steps of a
-plan must be a tensor; a sequence that depends on data stays, and runs wherever no gradient has to leave its segment.
+PyTorch's exporter writes ``split`` and ``unbind`` in the first form, EmbeddingBag in the second. Only tensors cross the steps
+of a plan; a sequence that depends on data stays, and works as long as no gradient has to leave its segment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from graphc.ir.infer import apply, propagate
 from graphc.ir.subgraphs import CONTROL, bodies, inline, prune
 
 Elements = dict[ir.Value, list[ir.Value]]
-"""Sequence → its elements, of those that are known."""
+"""Sequence → its elements, for sequences whose elements are known."""
 
 _UNROLL = 256
-"""Loops that carry sequences or tensors that grow are unrolled up to this number of iterations."""
+"""Loops whose carried sequences or tensors grow are unrolled up to this number of iterations."""
 
 
 def dissolve(graph: ir.Graph) -> bool:
-    """Rewrite ``graph`` and the bodies in it; what is left over without use stays for the removal of dead nodes."""
+    """Rewrite ``graph`` and its subgraphs; unused nodes are left for dead-code elimination."""
     if not any(n.op_type in _RULES or n.op_type in CONTROL for n in graph if n.op_type != "Identity"):
         return False
     changed = _dissolve(Builder(graph), graph, {})
@@ -49,7 +49,7 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
     while pending:
         node = pending.pop(0)
         if node.graph is not graph:
-            continue  # replaced together with one before it
+            continue  # already replaced together with an earlier one
         op.before, op.scope = node, node.name or node.op_type
         for body in bodies(node):
             if _dissolve(op.inside(body), body, known):
@@ -86,7 +86,7 @@ def _decided_branch(op: Builder, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """The outputs of a Loop that carries sequences or tensors that may grow, with its body written once for each iteration."""
+    """Unroll a Loop that carries sequences or growing tensors; returns its outputs."""
     if node.op_type != "Loop":
         return None
     body, states = node.attributes["body"].as_graph(), [v for v in node.inputs[2:] if v is not None]
@@ -105,7 +105,7 @@ def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _keeps_its_shape(initial: ir.Value, formal: ir.Value) -> bool:
-    """Whether what a Loop carries is a tensor, and of one shape throughout as far as its first one is known."""
+    """Whether a carried value is a tensor whose shape stays the same, as far as the first one is known."""
     if not isinstance(initial.type, ir.TensorType):
         return False
     first, always = static_dims(initial), dims(formal)
@@ -113,7 +113,7 @@ def _keeps_its_shape(initial: ir.Value, formal: ir.Value) -> bool:
 
 
 def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Value]) -> None:
-    """Let ``values`` stand for the outputs of ``node``, under their names, and remove it."""
+    """Replace the outputs of ``node`` by ``values``, which take over their names, and remove the node."""
     for old, new in zip(list(node.outputs), values, strict=True):
         producer = new.producer()
         if old.is_graph_output() and (producer is None or producer.graph is not graph or new.is_graph_output()):
@@ -255,7 +255,7 @@ _RULES: dict[str, Callable[[Builder, ir.Node, Elements], list[ir.Value] | None]]
 
 
 def _collect_by_scan(op: Builder, graph: ir.Graph, node: ir.Node) -> bool:
-    """Turn carried sequences that only grow at their end, and are joined afterwards, into scan outputs."""
+    """Turn carried sequences that only grow at their end and are concatenated afterwards into scan outputs."""
     changed = False
     while True:
         found = next((k for k in range(len(node.inputs) - 2) if _grows_and_is_joined(node, k)), None)
@@ -265,9 +265,9 @@ def _collect_by_scan(op: Builder, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _grows_and_is_joined(node: ir.Node, k: int) -> bool:
-    """Whether carried value ``k`` only grows, and its elements, which are joined in the end, have one shape.
+    """Whether carried value ``k`` only grows, and its concatenated elements have one shape.
 
-    Elements that are joined differ at most in the axis along which they are joined; that size has to be known.
+    The elements may differ only in the axis of the concatenation, whose size must be known.
     """
     appended, final = _appended(node, k), node.outputs[k]
     shape = dims(appended) if appended is not None else None
@@ -282,7 +282,7 @@ def _grows_and_is_joined(node: ir.Node, k: int) -> bool:
 
 
 def _appended(node: ir.Node, k: int) -> ir.Value | None:
-    """What carried value ``k``, an empty sequence at first, has appended to it in each iteration."""
+    """The value that each iteration appends to carried value ``k``, which starts as an empty sequence."""
     initial, body = node.inputs[2 + k], node.attributes["body"].as_graph()
     producer, formal, result = initial.producer() if initial is not None else None, body.inputs[2 + k], body.outputs[1 + k]
     insert = result.producer()
@@ -293,7 +293,7 @@ def _appended(node: ir.Node, k: int) -> ir.Value | None:
 
 
 def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.Node:
-    """The Loop without carried value ``k``, whose elements are its last scan output instead."""
+    """Rebuild the Loop without carried value ``k``; its elements become the last scan output."""
     body, appended = node.attributes["body"].as_graph(), _appended(node, k)
     assert appended is not None
     op.before = node
@@ -323,7 +323,7 @@ def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.No
 
 
 def _joined(op: Builder, stacked: ir.Value, join: ir.Node) -> Any:
-    """What ConcatFromSequence makes of the elements that ``stacked`` has along its first axis."""
+    """The result of ConcatFromSequence over elements that ``stacked`` holds along its first axis."""
     rank = len(stacked.shape or ())
     new, axis = bool(join.attributes.get_int("new_axis", 0)), join.attributes["axis"].as_int()
     axis %= rank if new else rank - 1

@@ -1,4 +1,4 @@
-"""Names, links and order of a model as it was read: the first things that ``legalize`` puts right."""
+"""Puts names, links and order of a loaded model right: the first step of ``legalize``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphc.ir import OPSET
 from graphc.ir.declare import has_effect
 
 OLDEST = 6
-"""The oldest opset that is converted; files of an older one pass where opset 6 defines their ops alike."""
+"""The oldest opset that is converted; older files pass where opset 6 defines their ops in the same way."""
 
 
 def opset_of(model: ir.Model) -> int:
@@ -41,7 +41,7 @@ def opset_of(model: ir.Model) -> int:
 
 
 def _changed_before_oldest(op_type: str, version: int) -> bool:
-    """Whether the op is defined otherwise in opset ``version`` than in the oldest one that is converted."""
+    """Whether opset ``version`` defines the op differently from the oldest opset that is converted."""
     if not (onnx.defs.has(op_type, version) and onnx.defs.has(op_type, OLDEST)):
         return True
     first, second = (onnx.defs.get_schema(op_type, v).since_version for v in (version, OLDEST))
@@ -55,7 +55,7 @@ def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def normalise_domains(model: ir.Model) -> None:
-    """``ai.onnx`` is another name of the standard domain."""
+    """Rename the domain ``ai.onnx`` to the empty name: both mean the standard domain."""
     for node in _all_nodes(model):
         if node.domain == "ai.onnx":
             node.domain = ""
@@ -84,7 +84,7 @@ def inline_functions(model: ir.Model) -> None:
 
 
 def name_everything(graph: ir.Graph) -> None:
-    """Give every node and value a name of its own; names that are there and unique stay."""
+    """Give every node and value a unique name; unique names that exist stay."""
     values = [v.name for v in [*graph.inputs, *graph.initializers.values()] if v.name]
     taken = set(values)
     for node in graph.all_nodes():

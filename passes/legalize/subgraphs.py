@@ -1,4 +1,4 @@
-"""Bodies of If, Loop, Scan and SequenceMap as they were read: names of their own, and weights that the whole graph knows.
+"""Prepares the bodies of If, Loop, Scan and SequenceMap: unique names, and weights in the main graph.
 
 before  Loop { w = initializer; y = MatMul(s, w) }        after  w = initializer;  Loop { y = MatMul(s, w) }
 """
@@ -17,7 +17,7 @@ from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, new_b
 
 
 def hoist_initializers(graph: ir.Graph) -> None:
-    """Make the initializers of bodies initializers of the graph, so that they can train; their bodies capture them."""
+    """Move the initializers of bodies to the graph, so that they can train; the bodies capture them."""
     for body, value, name in body_initializers(graph):
         del body.initializers[value.name or ""]
         value.name = name
@@ -25,7 +25,7 @@ def hoist_initializers(graph: ir.Graph) -> None:
 
 
 def name_inputs(graph: ir.Graph) -> None:
-    """Give the inputs of bodies names that no other value has: a body sees the values around it."""
+    """Rename the inputs of bodies so that they hide no outer value."""
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
     for body in graph.subgraphs():
@@ -41,7 +41,7 @@ def name_inputs(graph: ir.Graph) -> None:
 
 @until(9, "Scan")
 def batched_scan(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """The Scan of opset 8, which runs over each sample of a batch: a Scan over the samples whose body is a Scan over time.
+    """Rewrite the Scan of opset 8, which runs over each sample of a batch, as a Scan over samples of a Scan over time.
 
     Raises:
         UnsupportedOpError: the sequences of a batch differ in length.

@@ -1,13 +1,13 @@
-"""attention: softmax(scale·Q·Kᵀ + mask)·V becomes one op, together with the copies that put its operands in order.
+"""attention: fuse softmax(scale·Q·Kᵀ + mask)·V, with the copies around it, into one op.
 
     before   s = Add(Mul(MatMul(q, Transpose(k)), scale), mask);  y = Transpose(MatMul(Softmax(s), v), perm=[0, 2, 1, 3])
     after    y, saved = graphc.ScaledDotProductAttention(q, k, v, mask; scale, layout="bhtd,bhtd,bhtd->bthd")
 
-Found by its Softmax: the scores are followed back to the product (scale on either side of it, masks that are added or that
-choose), the probabilities forward to theirs. Heads may be repeated for groups of queries. Transposes, reshapes and the parts
-of a packed projection around it are read as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A mask that
-``train_mode`` drew for a dropout of the probabilities is handed to the op. ``ai.onnx::Attention`` is taken over where it has
-no cache, cap or window. Where the probabilities are used otherwise (a product of their own, an output), nothing changes.
+The pass starts at a Softmax, follows the scores back to the first product (through the scale and through masks that are added
+or select) and the probabilities forward to the second. Heads may be repeated for groups of queries. Transposes, reshapes and
+the parts of a packed projection are read as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A mask that
+``train_mode`` drew for a dropout of the probabilities becomes an operand. ``ai.onnx::Attention`` is replaced where it has no
+cache, cap or window. Where the probabilities have another use (another product, an output), nothing changes.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from graphc.pipeline import Context, graph_pass
 SAVES = ("auto", "probabilities", "logsumexp")
 
 _HIDES = -1e30
-"""A number that leaves nothing of a float32 score it takes the place of."""
+"""A mask value at least this small removes a float32 score entirely."""
 
 _LARGEST_MASK = 1 << 24
-"""Elements of a mask that are looked at, to see whether it is the causal one."""
+"""Largest mask, in elements, that is compared with the causal one."""
 
 _LONG = 16
-"""Keys per element of a head beyond which the probabilities take several times the memory of q, k, v and y."""
+"""Keys per element of a head above which the probabilities take several times the memory of q, k, v and y."""
 
 
 @graph_pass("attention", requires=("legalize",))
 def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
-    """Put ``graphc.ScaledDotProductAttention`` in place of the ops that compute it.
+    """Replace the ops that compute an attention by ``graphc.ScaledDotProductAttention``.
 
     Args:
-        saves: what waits for the backward pass: ``probabilities`` (nothing is computed again), ``logsumexp`` (memory grows
+        saves: what is kept for the backward pass: ``probabilities`` (nothing is recomputed), ``logsumexp`` (memory grows
             with the length, not with its square), or ``auto``: probabilities up to 16 keys per element of a head.
 
     Raises:
@@ -75,7 +75,7 @@ def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
 
 
 def _starts(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Nodes that may be the middle of an attention."""
+    """Nodes that may be the Softmax or the op at the centre of an attention."""
     for node in graph:
         if node.domain == "" and node.op_type == "Attention":
             yield node
@@ -87,7 +87,7 @@ def _starts(graph: ir.Graph) -> Iterator[ir.Node]:
 
 @dataclass
 class Found:
-    """What an attention reads and writes."""
+    """The operands and results of one attention."""
 
     q: View
     k: View
@@ -128,7 +128,7 @@ class Found:
         replace(graph, op, self.y.value, self.y.reshaped(op, y))
 
     def _unpacked_or_packed(self) -> list[View]:
-        """The operands, read from one tensor where they are all of its parts."""
+        """The operands, read from one packed tensor where they are all of its parts."""
         views = [self.q, self.k, self.v]
         parts = [view for view in views if view.part is not None]
         if parts:
@@ -141,7 +141,7 @@ class Found:
         return views
 
     def _mask(self, op: Builder) -> ir.Value | None:
-        """All masks as one: booleans stay so when nothing is added."""
+        """Combine all masks into one, which stays boolean when none is added."""
         seen = [op.Not(value) if inverted else value for value, inverted in self.seen]
         if not self.added:
             mask = seen[0] if seen else None
@@ -160,7 +160,7 @@ class _Search:
     """One search, from a Softmax to both products.
 
     Args:
-        causal: (mask, how it hides) → whether it is the causal one, as far as searches of the same graph have found out.
+        causal: (mask, how it hides) → whether it is the causal one; shared by all searches of a graph.
     """
 
     def __init__(self, softmax: ir.Node, causal: dict[tuple[ir.Value, str], bool]) -> None:
@@ -200,7 +200,7 @@ class _Search:
         return Found(of_q, of_k.renamed(), of_v.renamed(), follow_result(y), node, *rest)
 
     def _additive(self, before: ir.Node) -> list[ir.Value]:
-        """Choices of a large negative number as numbers to add."""
+        """Turn masks that select a large negative number into numbers to add."""
         found: list[ir.Value] = []
         for value, inverted, number in self.hidden:
             op = Builder(before.graph, before=before, scope=f"{before.name}/mask")  # type: ignore[arg-type]
@@ -257,9 +257,9 @@ class _Search:
         return found[0]
 
     def _masking(self, node: ir.Node, view: View) -> ir.Value | None:
-        """The scores in front of a mask, which is remembered; None for another op or a mask that no layout can express."""
+        """The scores before a mask, which is recorded; None for another op or a mask that no layout can express."""
         if self.scaled:
-            return None  # what was added in front of the scale was scaled too
+            return None  # a mask added before the scale was scaled too
         if node.op_type == "Add":
             for x, mask in (node.inputs, reversed(node.inputs)):
                 if x is not None and mask is not None and _leads_to_product(x) and dims(x) == dims(node.outputs[0]):
@@ -279,7 +279,7 @@ class _Search:
                     return None
                 how, test = ("shown", _shows_causal) if not inverted else ("hidden", _hides_causal)
                 if self._asked(aligned, how, test):
-                    self.causal = True  # every row sees its first key, so that it does not matter which number hides the others
+                    self.causal = True  # every row sees its first key, so the number that hides the others does not matter
                 elif number != -math.inf:
                     self.hidden.append((aligned, inverted, number))
                 else:
@@ -309,7 +309,7 @@ def _is_choice(shown: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def _known(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
-    """What a mask holds, when it is made of constants only."""
+    """The elements of a mask that is made of constants only."""
     found, node = constant(mask), mask.producer()
     if found is not None or node is None or depth == 0:
         return found
@@ -333,7 +333,7 @@ def _hides_causal(hidden: np.ndarray | None) -> bool:
 
 
 def _shows_causal(seen: np.ndarray | None) -> bool:
-    """Whether a boolean mask says: query i sees the keys 0 to i."""
+    """Whether a boolean mask is causal: query i sees the keys 0 to i."""
     if seen is None or seen.ndim < 2 or seen.size != seen.shape[-1] * seen.shape[-2] or seen.shape[-1] == 1:
         return False
     return bool(((seen.reshape(seen.shape[-2:]) != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
@@ -356,7 +356,7 @@ def _leads_to_product(value: ir.Value) -> bool:
 
 
 def _aligned(mask: ir.Value, view: View) -> ir.Value | None:
-    """``mask`` if it broadcasts to (b, h, t, length of keys) as it does to the scores where they stand."""
+    """``mask`` if it broadcasts to (b, h, t, length of keys) as it broadcasts to the scores."""
     found = dims(mask)
     if found is None or view.axes[-2:] != ["t", "s"]:
         return None
@@ -365,7 +365,7 @@ def _aligned(mask: ir.Value, view: View) -> ir.Value | None:
 
 
 def _without_nan(value: ir.Value) -> ir.Value | None:
-    """Where(IsNaN(p), 0, p), which exporters put behind a Softmax whose rows may be hidden as a whole."""
+    """Match Where(IsNaN(p), 0, p), which exporters write after a Softmax whose rows may be entirely masked."""
     users = list(value.consumers())
     test = next((n for n in users if n.op_type == "IsNaN"), None)
     if test is None or value.is_graph_output():
@@ -377,7 +377,7 @@ def _without_nan(value: ir.Value) -> ir.Value | None:
 
 
 def _split_product(node: ir.Node, p: View) -> tuple[View, View, ir.Node] | None:
-    """v and y of the product of the probabilities with v, which stands on either side."""
+    """v and y of the product of probabilities and v, in either order."""
     left = node.inputs[0] is p.value
     other, out = node.inputs[1 if left else 0], node.outputs[0]
     if node.inputs[0] is node.inputs[1] or other is None:
@@ -391,7 +391,7 @@ def _split_product(node: ir.Node, p: View) -> tuple[View, View, ir.Node] | None:
 
 
 def _operands(node: ir.Node, scores: View) -> tuple[View, View] | None:
-    """q and k of the product that is the scores, in either order."""
+    """q and k of the product that gives the scores, in either order."""
     a, b = node.inputs
     lead, last = scores.axes[:-2], scores.axes[-2:]
     if a is None or b is None or sorted(last) != ["s", "t"]:
@@ -417,7 +417,7 @@ def _operand(value: ir.Value, axes: list[str], scores: View) -> View | None:
 
 
 def _standard(node: ir.Node) -> Found | None:
-    """The operands of ai.onnx::Attention, where it is no more than what the fused op computes."""
+    """The operands of ai.onnx::Attention, where it computes no more than the fused op."""
     attributes = node.attributes
     q, k, v, mask, *rest = (*node.inputs, None)[: max(4, len(node.inputs))]
     used = [out for out in node.outputs[1:] if out.uses() or out.is_graph_output()]

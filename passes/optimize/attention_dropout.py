@@ -1,4 +1,4 @@
-"""The dropout behind a softmax: its mask, found by the multiplication, and drawn for a shape that needs no probabilities."""
+"""Finds the dropout after a softmax by its multiplication, and draws its mask without the probabilities' shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphc.passes.optimize.axis_order import View, only_user
 
 
 def dropping(value: ir.Value) -> ir.Node | None:
-    """The dropout of a value that nothing else uses but, for its size, the mask."""
+    """Return the dropout of a value that has no other use, except that the mask reads its shape."""
     users = [node for node in value.consumers() if node.op_type != "Shape"]
     if len(users) != 1 or value.is_graph_output() or users[0].op_type != "Mul":
         return None
@@ -22,7 +22,7 @@ def dropping(value: ir.Value) -> ir.Node | None:
 
 
 def dropout_mask(node: ir.Node, view: View) -> View | None:
-    """By what ``node`` multiplies the probabilities ``view``; None for another op, and for axes that are not in order."""
+    """The factor by which ``node`` multiplies the probabilities ``view``; None for another op, and for axes out of order."""
     mask = next((v for v in node.inputs if v is not None and _is_drawn(v)), None)
     if node.domain or node.op_type != "Mul" or mask is None or dims(mask) != dims(view.value):
         return None
@@ -33,7 +33,7 @@ def dropout_mask(node: ir.Node, view: View) -> View | None:
 
 
 def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Value, str]) -> ir.Value:
-    """The mask with an axis for each letter; where its shape was read off the probabilities, of one that q and k tell.
+    """The mask with one axis a letter; where it read its shape off the probabilities, it reads the shapes of q and k instead.
 
     Args:
         q, k: each with the axes of its value.
@@ -49,7 +49,7 @@ def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Va
 
 
 def _is_drawn(value: ir.Value) -> bool:
-    """Whether the value is the mask of a dropout that keeps something."""
+    """Whether the value is the mask of a dropout with a ratio below 1."""
     node = value.producer()
     return node is not None and node.op_type == "DropoutMask" and node.attributes.get_float("ratio", 0.5) < 1
 

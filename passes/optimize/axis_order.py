@@ -1,9 +1,9 @@
-"""Reading chains of Transpose, Reshape and Gather as an order of axes.
+"""Reads chains of Transpose, Reshape and Gather as an order of axes.
 
     packed: [B, T, 768] ─► Reshape [B, T, 3, 8, 32] ─► Transpose ─► Gather 1 ─► k: [B, 8, T, 32]
 
-is the tensor ``packed``, seen with the axes b, t, ``1`` (the part), h, d. Axes are letters; several letters on one axis lie
-in it one inside the other, outermost first.
+is the tensor ``packed``, seen with the axes b, t, ``1`` (the part), h, d. Axes are letters; several letters on one axis are
+nested, outermost first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class View:
 
     Attributes:
         axes: the letters on each axis of ``value``; a digit is the part that is read.
-        sizes: how long each letter is.
-        scale: by what the value is multiplied where it is read.
-        alone: the same operand, read from a tensor of its own; where no part is read, this view.
+        sizes: the length of each letter.
+        scale: the factor by which the value is multiplied where it is read.
+        alone: the same operand as a tensor of its own; this view itself where no part is read.
     """
 
     value: ir.Value
@@ -50,7 +50,7 @@ class View:
 
     @property
     def pattern(self) -> str:
-        """The axes with the part left open."""
+        """The axes, with the part left open."""
         return "|".join("".join("#" if c.isdigit() else c for c in axis) for axis in self.axes)
 
     @staticmethod
@@ -63,13 +63,13 @@ class View:
         return replace(self, value=value)
 
     def renamed(self) -> View:
-        """The length of keys under the name that every length has in a layout."""
+        """The name of the length of keys in a layout."""
         other = self._alone.renamed() if self._alone is not None else None
         axes = [axis.replace("s", "t") for axis in self.axes]
         return replace(self, axes=axes, sizes={c.replace("s", "t"): n for c, n in self.sizes.items()}, _alone=other)
 
     def through(self, node: ir.Node) -> View | None:
-        """The result of a node that moves axes of this value, or None."""
+        """Follow a node that moves axes of this value: its result as a view, or None."""
         out = node.outputs[0]
         if node.domain or node.inputs[0] is not self.value:
             return None
@@ -79,7 +79,7 @@ class View:
         return replace(self, value=out, axes=axes) if axes is not None else None
 
     def back(self, node: ir.Node) -> View | None:
-        """What ``node``, which made this value, moved the axes of, or None."""
+        """Follow the node that made this value back to its operand, or None when it does more than move axes."""
         source = node.inputs[0] if node.inputs else None
         if node.domain or source is None:
             return None
@@ -94,13 +94,13 @@ class View:
         return None
 
     def emit(self, op: Builder) -> ir.Value:
-        """The value with one axis for each letter."""
+        """The value with one axis a letter."""
         if all(len(axis) == 1 for axis in self.axes):
             return self.value
         return op.Reshape(self.value, lengths(op, *_target(self)))  # type: ignore[no-any-return]
 
     def reshaped(self, op: Builder, whole: ir.Value) -> ir.Value:
-        """``whole``, which has one axis for each letter, in the shape of this value."""
+        """Reshape ``whole``, which has one axis a letter, to the shape of this value."""
         if all(len(axis) == 1 for axis in self.axes):
             return whole
         letters = "".join(self.axes)
@@ -114,7 +114,7 @@ class View:
         return op.Reshape(whole, lengths(op, *target))  # type: ignore[no-any-return]
 
     def expressible(self) -> bool:
-        """Whether :meth:`emit` can say the shape: at most one length inside an axis is unknown."""
+        """Whether :meth:`emit` can write the shape: at most one length inside an axis is unknown."""
         return sum(part == -1 for part in _target(self)) <= 1
 
 
@@ -128,7 +128,7 @@ def _target(view: View) -> list[int | tuple[ir.Value, int]]:
 
 
 def source_of(view: View, *, scaled: bool = False) -> View:
-    """The operand where its memory was first written: moves of axes, parts and (``scaled``) factors are read through."""
+    """Follow an operand back to the value that first wrote its memory, through moved axes, parts and (``scaled``) factors."""
     whole = _walk(view, scaled, parts=True)
     return replace(whole, _alone=_walk(view, scaled, parts=False)) if whole.part is not None else whole
 
@@ -152,7 +152,7 @@ def _walk(view: View, scaled: bool, *, parts: bool) -> View:
 
 
 def follow_result(view: View) -> View:
-    """The result ``view`` behind the last Transpose that only moves its axes."""
+    """The result ``view`` after the last Transpose that only moves its axes."""
     best, current = view, view
     while (user := only_user(current.value)) is not None:
         following = current.through(user)
@@ -170,7 +170,7 @@ def _is_sayable(view: View) -> bool:
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
-    """The node that alone uses a value, once; None when the value is used otherwise, or is a result of the graph."""
+    """The only node that uses a value, once; None when there are other uses, or the value is a graph output."""
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not _graph(value):
         return None
@@ -200,7 +200,7 @@ def _permutation(node: ir.Node) -> Sequence[int]:
 
 
 def _regrouped(letters: str, sizes: dict[str, Dim], target: Sequence[Dim] | None) -> list[str] | None:
-    """The letters, in order, on axes of these lengths; None when an axis would have to cut one."""
+    """Distribute the letters, in order, over axes of these lengths; None when an axis would cut a letter."""
     if target is None or any(d is None for d in target):
         return None
     rest, axes = letters, []
@@ -225,7 +225,7 @@ def _regrouped(letters: str, sizes: dict[str, Dim], target: Sequence[Dim] | None
 
 
 def _part(view: View, node: ir.Node) -> View | None:
-    """A value that is one of several equal parts of ``node``'s operand along an axis."""
+    """View a value that is one of several equal parts of ``node``'s operand along an axis."""
     source = node.inputs[0] if node.inputs else None
     found = dims(source) if source is not None else None
     if node.domain or source is None or found is None:
@@ -251,7 +251,7 @@ def _with_part(view: View, source: ir.Value, axes: list[str], digit: str, count:
 
 
 def _equal_part(node: ir.Node, value: ir.Value, whole: Sequence[Dim]) -> tuple[int, str, int] | None:
-    """(axis, number of the part, how many) of an output of Split or a Slice, when the parts are equal."""
+    """(axis, index of the part, number of parts) of an output of Split or a Slice with equal parts."""
     own = dims(value)
     if node.op_type not in ("Split", "Slice") or own is None or len(own) != len(whole):
         return None
@@ -278,7 +278,7 @@ def _equal_part(node: ir.Node, value: ir.Value, whole: Sequence[Dim]) -> tuple[i
 
 
 def _one_of_group(view: View, wide: ir.Value) -> View | None:
-    """Heads repeated for groups of queries, Reshape(Expand(Unsqueeze(k))): from the Reshape's operand back to k."""
+    """Follow heads that are repeated for groups of queries, Reshape(Expand(Unsqueeze(k))), back to k."""
     expand = wide.producer()
     narrow = expand.inputs[0] if expand is not None and not expand.domain and expand.op_type == "Expand" else None
     unsqueeze = narrow.producer() if narrow is not None else None

@@ -1,16 +1,16 @@
-"""layout: tensors between convolutions keep their channels last, as GPUs want them, with as few transposes as possible.
+"""channels_last: keep tensors between convolutions in channels-last order, with as few transposes as possible.
 
     before   y = Relu(BatchNormalization(Conv(x, w)));  z = Conv(y, v)
     after    y = Relu(…(graphc.ChannelsLastConv(Transpose(x), Transpose(w))))
              z = Transpose(graphc.ChannelsLastConv(y, Transpose(v)))
 
-One walk in node order. Convolutions are computed with channels last; every result is known as a transpose of the tensor that
-holds it, and what follows (pooling, batch normalisation, elementwise ops, reductions, reshapes …) reads that tensor directly
-where most of its operands lie so. Transposes are written where somebody asks for the standard order, and nobody does in the
-middle of a network. Parameters stay as they are: their transposes (none for 1 × 1 kernels) are part of the graph, so files
-and checkpoints do not change.
+GPUs want convolutions in this order. The pass walks the nodes once, in order. Convolutions are computed channels-last; each
+result is known as a transpose of the tensor that holds it, and later nodes (pooling, batch normalisation, elementwise ops,
+reductions, reshapes …) read that tensor directly where most of their operands have that order. A Transpose is written only
+where the standard order is needed, which never happens in the middle of a network. Parameters stay as they are: their
+transposes (none for 1 × 1 kernels) are part of the graph, so files and checkpoints do not change.
 
-Shapes are static: the pass is one of those that a backend has run on its plans (:attr:`graphc.backend.Abilities.rewrites`).
+Shapes are static: a backend asks for this pass over its plans (:attr:`graphc.backend.Capabilities.rewrites`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @graph_pass("layout")
 def layout(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
-    """Compute convolutions with channels last, and what lies between them too.
+    """Compute convolutions, and the ops between them, in channels-last order.
 
     Args:
-        channels: fewer input channels than these (the three of an image) are padded with zeros.
+        channels: fewer input channels than this (the three of an image) are padded with zeros.
     """
     graph = model.graph
     if not any(node.op_type in _CONVOLUTIONS for node in graph):
@@ -48,7 +48,7 @@ def layout(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
     count = 0
     for node in list(graph):
         if node.graph is not graph:
-            continue  # gone with the node in front of it
+            continue  # was removed with the node before it
         walk.op.before, walk.op.scope = node, node.name or node.op_type
         if node.op_type in _CONVOLUTIONS and _accepts(node):
             count += _CONVOLUTIONS[node.op_type](walk, node, channels)
@@ -68,7 +68,7 @@ def _accepts(node: ir.Node) -> bool:
 
 
 def _window(node: ir.Node, image: ir.Value, kernel: ir.Value) -> dict[str, Any]:
-    """The attributes of a convolution over ``image`` with the padding written out."""
+    """The attributes of a convolution over ``image`` with explicit padding."""
     attributes = {name: attr.value for name, attr in node.attributes.items()}
     window = Window.of(attributes, (static_dims(image) or ())[2:], (static_dims(kernel) or ())[2:])
     return {"group": attributes.get("group", 1), **window.attributes()}
@@ -95,7 +95,7 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     follower = only_user(node.outputs[0])
     rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
     if _is_zero(bias) and not rectified:
-        bias = None  # exporters write zeros; without them libraries have a wider choice
+        bias = None  # exporters write a bias of zeros; without it libraries have more algorithms to choose from
     y = walk.op.graphc.ChannelsLastConv(xs, ws, bias, activation="relu" if rectified else "", **attributes)
     if rectified and follower is not None:
         walk.settle(follower, [(y, _order(x))])
@@ -129,7 +129,7 @@ def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
 
 
 def _pixels_met(attributes: Mapping[str, Any], out: Sequence[int], size: Sequence[int]) -> list[int] | None:
-    """The sizes of the pixels of x that windows of one pixel meet, where they leave out others; else None."""
+    """The sizes of the pixels of x that one-pixel windows meet, where they skip others; else None."""
     alone = set(attributes["kernel_shape"]) == {1} and not any(attributes["pads"])
     return [*out[:-1], size[-1]] if alone and max(attributes["strides"]) > 1 else None
 
@@ -158,7 +158,7 @@ def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
 
 
 def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
-    """A ConvTranspose is the input's gradient of the Conv that leads from its result back to its operand."""
+    """Rewrite a ConvTranspose as the input gradient of the Conv that maps its result to its operand."""
     x, w = node.inputs[:2]
     assert x is not None
     assert w is not None
@@ -175,7 +175,7 @@ def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> boo
 
 
 def transposed_window(node: ir.Node) -> dict[str, object] | None:
-    """The attributes of the Conv of which a ConvTranspose with static shapes is the gradient; None where there is none."""
+    """The attributes of the Conv whose gradient a ConvTranspose with static shapes is; None where there is none."""
     x, w = node.inputs[:2]
     assert x is not None
     assert w is not None
@@ -192,7 +192,7 @@ def transposed_window(node: ir.Node) -> dict[str, object] | None:
             begin[k] = total // 2 if mode == "SAME_UPPER" else total - total // 2
     end = [
         (i - 1) * s + k - o - b for i, s, k, o, b in zip(size, plain.strides, plain.span, out, begin, strict=True)
-    ]  # what makes the last window end where y ends; left over elements lie behind it
+    ]  # the padding that makes the last window end at the end of y; elements left over come after it
     end = [max(e, 0) for e in end]
     reached = [(o + b + e - k) // s + 1 for o, b, e, k, s in zip(out, begin, end, plain.span, plain.strides, strict=True)]
     if reached != list(size):
@@ -207,7 +207,7 @@ def _last_shape(value: ir.Value) -> list[int]:
 
 
 def _missing_channels(x: ir.Value, node: ir.Node, least: int) -> int:
-    """How many channels of zeros the few of an image need."""
+    """The number of zero channels to add to an image with few channels."""
     channels = (static_dims(x) or ())[1]
     return max(0, least - channels) if node.attributes.get_int("group", 1) == 1 else 0
 

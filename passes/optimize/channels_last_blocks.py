@@ -1,12 +1,12 @@
-"""Strided convolutions over the few channels of an image become plain ones over blocks of its pixels (space to depth).
+"""Rewrites strided convolutions over an image as plain ones over blocks of pixels (space to depth).
 
     before   y = Conv(x, w; strides=(2, 2), pads=3)     x: N × 3 × 224 × 224     w: M × 3 × 7 × 7
     after    y = Conv(x', w')                           x': N × 16 × 115 × 115   w': M × 16 × 4 × 4
 
-Where a window moves by s pixels, it moves by one block of s pixels, whose pixels become channels: 3 · 2 · 2, filled up with
-zeros to a multiple of 8, below which libraries have no tensor cores or copy the image into what they like better. Zeros behind
-the taps of w fill its last block. The products are the same and the sums as well, but for their order. The convolution of
-ResNet-50 over its image has been computed so in submissions to MLPerf (``conv0_space_to_depth``).
+A window that moves by s pixels moves by one block of s pixels, whose pixels become channels: 3 · 2 · 2, padded with zeros to
+a multiple of 8, which tensor cores need. Zeros after the taps of w fill its last block. The products are the same, and the
+sums differ only in order. Submissions to MLPerf compute the first convolution of ResNet-50 in this way
+(``conv0_space_to_depth``).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
 
 MOST_CHANNELS = 4
-"""Channels of x up to which blocks pay: with more, tensor cores are busy enough."""
+"""Largest number of channels for which blocks pay; with more, tensor cores are busy enough."""
 
 ALIGNED = 8
-"""Channels come in multiples of these: 16 bytes of half precision."""
+"""Channels are padded to multiples of this: 16 bytes in half precision."""
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A convolution as one over blocks of pixels; tuples have an entry for each spatial axis.
+    """A convolution over blocks of pixels; tuples have one entry a spatial axis.
 
     Attributes:
         side: pixels of a block.
         kernel: blocks of a window.
         taps: pixels of a window.
-        begin, end: pixels of zeros around x; a negative ``end`` cuts off what no window reaches.
-        channels, filled: of x, without and with those of zeros.
+        begin, end: pixels of zeros around x; a negative ``end`` cuts off pixels that no window reads.
+        channels, filled: channels of x, without and with the added zeros.
     """
 
     side: tuple[int, ...]
@@ -53,12 +53,12 @@ class Blocks:
 
     @staticmethod
     def of(x: ir.Value, y: ir.Value, attributes: dict[str, Any]) -> Blocks | None:
-        """How the Conv from ``x`` to ``y`` (or the gradient of its weight) is taken; None: as it stands.
+        """Plan the Conv from ``x`` to ``y`` (or its weight gradient) over blocks; None: leave it as it is.
 
-        Blocks of an odd number of pixels would want too many channels of zeros; windows smaller than a block skip pixels.
+        Blocks with an odd number of pixels would need too many channels of zeros; windows smaller than a block skip pixels.
 
         Args:
-            attributes: of the node, with its padding written out.
+            attributes: of the node, with explicit padding.
         """
         window = Window.of(attributes, ())
         channels, *size = (static_dims(x) or ())[1:]
@@ -75,12 +75,12 @@ class Blocks:
 
     @property
     def wide(self) -> int:
-        """Channels of a block, with those of zeros."""
+        """Channels of a block, zeros included."""
         return self.filled * math.prod(self.side)
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Of the convolution over blocks."""
+        """Attributes of the convolution over blocks."""
         ones = [1] * len(self.side)
         return {"group": 1, "kernel_shape": list(self.kernel), "strides": ones, "dilations": ones, "pads": [0, 0] * len(ones)}
 
@@ -93,7 +93,7 @@ class Blocks:
         return self._gathered(op, w, [0] * len(self.side), self._left)
 
     def scattered(self, op: Builder, dw: ir.Value) -> ir.Value:
-        """The gradient of w, M × C × taps, from that of its blocks."""
+        """The gradient of w, M × C × taps, from the gradient of its blocks."""
         count, outputs = len(self.side), (static_dims(dw) or ())[0]
         apart = op.Reshape(dw, [outputs, *self.kernel, self.filled, *self.side])
         pairs = [axis for k in range(count) for axis in (1 + k, count + 2 + k)]
@@ -103,11 +103,11 @@ class Blocks:
 
     @property
     def _left(self) -> list[int]:
-        """Taps of zeros behind those of w."""
+        """Pad w with zeros after its taps."""
         return [k * s - t for k, s, t in zip(self.kernel, self.side, self.taps, strict=True)]
 
     def _gathered(self, op: Builder, value: ir.Value, begin: Sequence[int], end: Sequence[int]) -> ir.Value:
-        """The outer axis, blocks, and what lies in a block: channel by channel, row by row, as it comes in memory."""
+        """Split into the outer axis, the blocks, and the elements of a block: by channel, then by row, as in memory."""
         count = len(self.side)
         wide = op.Pad(value, [0, 0, *begin, 0, self.filled - self.channels, *(max(n, 0) for n in end)])
         outer, channels, *size = static_dims(wide) or ()

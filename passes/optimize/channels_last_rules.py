@@ -1,6 +1,6 @@
-"""How the ``layout`` pass carries an order of axes through the ops between convolutions.
+"""Rules that carry an order of axes through the ops between convolutions.
 
-A rule gets the walk and a node, and returns for each output the tensor that holds it and in which order, or None: the node
+A rule gets the walk and a node. It returns, for each output, the tensor that holds it and its order, or None: then the node
 stays as it is and reads its operands in their own order.
 """
 
@@ -26,11 +26,11 @@ Rule: TypeAlias = Callable[[Arrangement, ir.Node], Results]
 RULES: dict[str, Rule] = {}
 
 TAPS, MOST_TAPS = "MaxPoolTaps", 16
-"""Elements of a window up to which a pool notes where its maximum is; it is computed element by element of the window."""
+"""Largest window, in elements, for which a pool records where its maximum was."""
 
 
 def follow(walk: Arrangement, node: ir.Node) -> None:
-    """Compute ``node`` in the order in which its operands lie, where that is known to be the better one."""
+    """Compute ``node`` in the order of its operands, where that order is known to be better."""
     found = RULES.get(key_of(node.domain, node.op_type))
     if found is None or any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
         return
@@ -76,7 +76,7 @@ def _elementwise(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("graphc::Recompute")
 def _region(walk: Arrangement, node: ir.Node) -> Results:
-    """The saved tensors are those that hold the values."""
+    """Handle an op whose saved tensors hold the values themselves."""
     held = [walk.held(v) for v in node.inputs]
     again = walk.op.repeat(node, [v if h is None else h[0] for v, h in zip(node.inputs, held, strict=True)], node.attributes)
     orders = (tuple(range(rank(out))) if h is None else h[1] for out, h in zip(node.outputs, held, strict=True))
@@ -85,7 +85,7 @@ def _region(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("BatchNormalization")
 def _batch_normalization(walk: Arrangement, node: ir.Node) -> Results:
-    """In its parts, since the op itself wants its channels on axis 1."""
+    """Decompose the op, since it wants its channels on axis 1."""
     x, scale, bias, mean, variance = (v for v in node.inputs if v is not None)
     held = walk.held(x)
     if held is None:
@@ -251,7 +251,7 @@ def _transpose(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def _reshape(walk: Arrangement, node: ir.Node) -> Results:
-    """Axes are split and merged where they lie; what is merged and does not lie together is first brought together."""
+    """Reshape in place: axes are split and merged where they lie; axes to merge that lie apart are brought together first."""
     x = node.inputs[0]
     held = walk.held(x)
     assert x is not None
@@ -275,7 +275,7 @@ def _reshape(walk: Arrangement, node: ir.Node) -> Results:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
-    """The least groups of axes that a reshape turns into each other, in order; axes of size 1 are in none."""
+    """The smallest groups of axes that a reshape turns into each other, in order; axes of size 1 belong to none."""
     if 0 in (*before, *after):
         return None
     old, new = ([k for k, n in enumerate(sizes) if n != 1] for sizes in (before, after))
@@ -298,7 +298,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 def _pool(walk: Arrangement, node: ir.Node, tensors: Sequence[ir.Value | None], *others: Any, name: str = "") -> Results:
-    """The op of the same or another ``name`` that has its channels last."""
+    """Emit the op, or the op called ``name``, in its channels-last form."""
     name = name or node.op_type
     largest = max((v for v in tensors if v is not None), key=size)
     order = tuple(last_order(rank(largest)))
@@ -318,7 +318,7 @@ def _plain_pool(walk: Arrangement, node: ir.Node) -> Results:
 
 
 def _notes_taps(node: ir.Node) -> bool:
-    """Whether the gradient should be told where each maximum was, which is a fraction of the bytes of x and y."""
+    """Whether to save the positions of the maxima for the gradient, which takes fewer bytes than x and y."""
     window = Window.of(_values(node), (static_dims(node.outputs[0]) or ())[2:])
     if not 1 < math.prod(window.kernel) <= MOST_TAPS or set(window.dilations) != {1} or node.outputs[0].dtype is None:
         return False

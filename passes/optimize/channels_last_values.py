@@ -1,6 +1,6 @@
-"""What the ``layout`` pass knows of the values it has passed: the tensor that holds each, and in which order of axes.
+"""Tracks, for the ``channels_last`` pass, which tensor holds each value and in which order of axes.
 
-An order says for each axis of a value where it is in the tensor that holds it: a value of N × C × H × W held by a tensor of
+An order gives, for each axis of a value, its place in the tensor that holds it: a value of N × C × H × W held by a tensor of
 N × H × W × C has the order (0, 3, 1, 2), and is ``Transpose(tensor, perm=(0, 3, 1, 2))``.
 """
 
@@ -34,7 +34,7 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 def in_order(sizes: Sequence[int], axes: Sequence[int]) -> bool:
-    """Whether ``axes`` names the axes of ``sizes`` in memory order, wherever those of size 1 stand."""
+    """Whether ``axes`` lists the axes of ``sizes`` in memory order; axes of size 1 may stand anywhere."""
     real = [axis for axis in axes if sizes[axis] != 1]
     return real == sorted(real)
 
@@ -44,7 +44,7 @@ def size(value: ir.Value) -> int:
 
 
 class Arrangement:
-    """The walk's memory, and the builder with which it writes in front of the current node."""
+    """The state of the walk, and the builder that writes before the current node."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, self.op = graph, Builder(graph)
@@ -52,14 +52,14 @@ class Arrangement:
         self._made: dict[tuple[ir.Value, Order], ir.Value] = {}
 
     def held(self, value: ir.Value | None) -> tuple[ir.Value, Order] | None:
-        """The tensor that holds ``value`` in another order than its own, and that order."""
+        """The tensor that holds ``value`` in an order other than its own, and that order."""
         return self._held.get(value) if value is not None else None
 
     def know(self, value: ir.Value, tensor: ir.Value, order: Order) -> None:
         self._held[value] = (tensor, order)
 
     def settle(self, node: ir.Node, results: Sequence[tuple[ir.Value, Order] | None]) -> None:
-        """Replace ``node``: its outputs are what these tensors hold in these orders; None: an output that nobody uses."""
+        """Replace ``node``: its outputs are held by these tensors in these orders; None: an unused output."""
         kept = False
         for old, result in zip(node.outputs, results, strict=True):
             if result is None:
@@ -69,7 +69,7 @@ class Arrangement:
             fresh = not (value.uses() or value.is_graph_output() or old.is_graph_output()) and value.producer() is not None
             if replace(self.graph, self.op, old, value):
                 if fresh:
-                    old.name, value.name = value.name, name  # messages go on to name what the user knows
+                    old.name, value.name = value.name, name  # so that messages still name the user's node
                 old = value
             else:
                 kept = True
@@ -79,7 +79,7 @@ class Arrangement:
             self.graph.remove(node, safe=True)
 
     def _own_order(self, tensor: ir.Value, order: Order) -> ir.Value:
-        """What ``tensor`` holds, in its own order."""
+        """The value that ``tensor`` holds, in its own order."""
         if list(order) == sorted(order):
             return tensor
         sizes = static_dims(tensor) or ()
@@ -100,7 +100,7 @@ class Arrangement:
         return found
 
     def fitted(self, value: ir.Value | None, order: Order) -> ir.Value | None:
-        """A tensor that broadcasts to others in ``order`` as ``value`` does to those in their own."""
+        """A tensor that broadcasts against tensors in ``order`` as ``value`` does against values in their own order."""
         if value is None or size(value) == 1:
             return value
         shape = static_dims(value) or ()
@@ -148,7 +148,7 @@ class Arrangement:
         return self._made[value, order]
 
     def flexible(self, value: ir.Value, depth: int = 4) -> bool:
-        """Whether the value only repeats smaller ones, so that it is made anew in any order rather than transposed."""
+        """Whether the value only repeats smaller ones, so that making it again is cheaper than a transpose."""
         producer = value.producer()
         if producer is None or producer.domain or not depth:
             return False
@@ -162,7 +162,7 @@ class Arrangement:
         return bool(whole) and all(self.flexible(v, depth - 1) for v in whole)
 
     def vote(self, values: Sequence[ir.Value | None]) -> Order | None:
-        """The order in which most elements of the largest of ``values`` lie; None: their own."""
+        """The order in which the largest of ``values`` have most of their elements; None: their own."""
         present = [v for v in dict.fromkeys(values) if v is not None]
         most = max((size(v) for v in present), default=0)
         votes: dict[Order, int] = {}

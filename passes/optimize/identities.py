@@ -1,9 +1,9 @@
-"""The local rules of ``simplify``: what one node is equal to, looking at it and its producers.
+"""The local rewrite rules of ``simplify``: each looks at one node and its producers.
 
     Mul(x, 1) → x      Reshape(Reshape(x, a), b) → Reshape(x, b)      MatMul(Transpose(a), b) → Gemm(a, b, transA=1)
 
-A rule takes the builder and the node, and returns the value that can stand for the node's first output, or None. It
-applies only where shapes are proved equal, statically or by the names of their symbols.
+A rule takes the builder and the node, and returns the value that replaces the node's first output, or None. It applies only
+where shapes are proved equal, statically or by the names of their symbols.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def filled(value: ir.Value | None) -> float | None:
 
 
 def same_shape(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two values provably have one shape."""
+    """Whether two values provably have the same shape."""
     return same_dims(dims(a), dims(b))
 
 
@@ -121,7 +121,7 @@ def zero_bias(op: Builder, node: ir.Node) -> ir.Value | None:
 def linear_layer(op: Builder, node: ir.Node) -> ir.Value | None:
     """x·W + b of a stack of rows → Reshape(Gemm(Reshape(x), W, b)), for a matrix W and a vector b
 
-    A runtime that fuses the two by itself copies the result back into its shape; a plan shares the memory.
+    A runtime that fuses the two by itself copies the result to its shape; in a plan the reshape shares memory.
     """
     for product, bias in (node.inputs, reversed(node.inputs)):
         multiply = _producer(product, "MatMul")
@@ -140,9 +140,9 @@ def linear_layer(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
-    """Pad(a, behind) + Pad(b, in front) → Concat(a, b), when the parts fill an axis without overlap.
+    """Pad(a, behind) + Pad(b, in front) → Concat(a, b), when the parts fill an axis without overlap
 
-    Autodiff leaves such sums where a tensor was taken apart by Gather, Slice or Split.
+    Autodiff leaves such sums where Gather, Slice or Split took a tensor apart.
     """
     if any(user.op_type == "Add" for user in node.outputs[0].consumers()):
         return None  # a longer sum of parts may end further down
@@ -165,7 +165,7 @@ def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def _summands(node: ir.Node) -> list[ir.Value]:
-    """What a tree of additions adds up; an inner sum that others use too is one summand."""
+    """The summands of a tree of additions; an inner sum with other uses is one summand."""
     leaves: list[ir.Value] = []
     for value in node.inputs:
         inner = _producer(value, "Add")
@@ -347,7 +347,7 @@ def decided_choice(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def _transposed(value: ir.Value | None) -> ir.Value | None:
-    """The matrix of which ``value`` is the transpose, or None."""
+    """The matrix whose transpose ``value`` is, or None."""
     producer = _producer(value, "Transpose")
     return producer.inputs[0] if producer is not None and _permutation(producer) == [1, 0] else None
 

@@ -1,10 +1,10 @@
-"""simplify: fold constants, merge equal nodes, drop identities and dead nodes. Effects stay where they are.
+"""simplify: fold constants, merge equal nodes, remove identities and dead nodes; effects stay where they are.
 
     before   h = Mul(x, 1);  a = Relu(h);  b = Relu(x);  y = Add(a, b);  unused = Exp(x)
     after    a = Relu(x);  y = Add(a, a)
 
-A sweep in node order sees inputs that are already simple, so chains collapse in one go; sweeps repeat until nothing
-changes (two, usually). Collectives and updates are neither merged nor deleted, random ops are never folded, and a float
+A sweep in node order sees inputs that are already simple, so chains collapse in one sweep; sweeps repeat until nothing
+changes (usually two). Collectives and updates are neither merged nor deleted, random ops are never folded, and a float
 initializer of rank ≥ 1 is a parameter, never a constant.
 """
 
@@ -27,10 +27,10 @@ from graphc.passes.optimize.identities import RULES
 from graphc.pipeline import Context, graph_pass
 
 FOLD_LIMIT = 16384
-"""Constants of more elements are neither used nor made by folding."""
+"""Largest constant, in elements, that folding reads or makes."""
 
 _REPEATING = frozenset({"Expand", "ConstantOfShape", "Tile"})
-"""Ops that only repeat elements: a float result stays one scalar and the op, which other rules see through."""
+"""Ops that only repeat elements: they are not folded, so that a float result stays one scalar that other rules can see."""
 
 _MAX_SWEEPS = 10
 
@@ -61,9 +61,9 @@ def simplify_graph(graph: ir.Graph) -> bool:
 
 
 def dead_code_elimination(graph: ir.Graph) -> bool:
-    """Remove nodes that no graph output and no effect depends on, and initializers that nothing uses and nothing updates.
+    """Remove nodes that no graph output and no effect depends on, and initializers without use or update.
 
-    Before an optimizer has been put in, nothing consumes the gradients and the loss total yet; they are kept for it.
+    Before there is an optimizer, nothing reads the gradients and the loss total; they are kept for it.
     """
     pending = not any(is_update(n) and any(_trains(v) for v in n.inputs) for n in graph)
     changed = False
@@ -88,7 +88,7 @@ def _trains(value: ir.Value | None) -> bool:
 
 
 def common_subexpressions(graph: ir.Graph) -> bool:
-    """Let the first of several equal pure nodes stand for all of them."""
+    """Merge equal pure nodes into the first of them."""
     seen: dict[Hashable, ir.Node] = {}
     alone: dict[Hashable, ir.Node | None] = {}
     changed = False
@@ -98,7 +98,7 @@ def common_subexpressions(graph: ir.Graph) -> bool:
             continue
         operands = _operands(node)
         if operands not in alone:
-            alone[operands] = node  # most nodes: nothing more need be known of them
+            alone[operands] = node  # most nodes: no need to compute a key
             continue
         other, alone[operands] = alone[operands], None
         if other is not None and (of_other := _expression(other)) is not None:
@@ -116,14 +116,14 @@ def common_subexpressions(graph: ir.Graph) -> bool:
 
 
 def _expression(node: ir.Node) -> Hashable | None:
-    """What a pure node computes, as a key; None for a node that must not be merged."""
+    """A key for what a pure node computes; None for a node that must not be merged."""
     attributes: list[Hashable] = []
     for name in sorted(node.attributes):
         attr = node.attributes[name]
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
             return None
         if attr.type == ir.AttributeType.TENSOR:
-            tensor = attr.value  # as_tensor() asks at length whether it is one
+            tensor = attr.value  # as_tensor() checks its type slowly
             if tensor.size > FOLD_LIMIT or tensor.dtype == ir.DataType.STRING:
                 return None
             attributes.append((name, int(tensor.dtype), tuple(tensor.shape), tensor.tobytes()))
@@ -135,7 +135,7 @@ def _expression(node: ir.Node) -> Hashable | None:
 
 
 def _operands(node: ir.Node) -> tuple[Hashable, ...]:
-    """What a node does to which values, attributes left aside."""
+    """The op and the operands of a node, without attributes."""
     inputs: Sequence[ir.Value | None] = node.inputs
     if node.op_type in _COMMUTATIVE and node.domain == "":
         inputs = sorted(inputs, key=id)
@@ -146,7 +146,7 @@ def _is_pure(node: ir.Node) -> bool:
     if node.domain == DOMAIN:
         return not has_effect(node) and node.op_type not in RANDOM_OPS
     if node.op_type == "Dropout":
-        return len(node.inputs) < 3  # without a training_mode input it drops nothing
+        return len(node.inputs) < 3  # without training_mode it drops nothing
     return node.op_type not in NOT_DETERMINED
 
 
@@ -166,7 +166,7 @@ def fold_and_rewrite(graph: ir.Graph) -> bool:
 
 
 def _refine(node: ir.Node) -> None:
-    """Fill in dimensions that are known now that the node's inputs are simpler."""
+    """Fill in dimensions that are known since the node's inputs became simpler."""
     if all(out.shape is not None and out.shape.is_static() for out in node.outputs):
         return
     found = infer_outputs(
@@ -200,11 +200,10 @@ def _rewrite(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
 
 
 def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
-    """Let ``new`` stand for ``old`` in every use; returns False when facts recorded on both contradict.
+    """Replace ``old`` by ``new`` in every use; returns False when the facts recorded on both contradict.
 
-    A graph output keeps its name. Where ``new`` is an output too, or none that a node makes, the output becomes a copy, which
-    nothing else reads: it may stand behind the other uses of ``old``. Metadata of the graph (``graphc.gradient_of`` …) moves
-    along.
+    A graph output keeps its name. Where ``new`` is an output too, or no node makes it, the output becomes a copy that
+    nothing else reads. Metadata of the graph (``graphc.gradient_of`` …) moves along.
     """
     kept = new
     facts, others = graph_metadata(old.metadata_props), graph_metadata(new.metadata_props)
@@ -231,13 +230,13 @@ def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
 
 
 def _keep_type(old: ir.Value, new: ir.Value) -> None:
-    """Where ``old`` was known better (a size where ``new`` has none), ``new`` inherits it."""
+    """Copy what was known better about ``old`` (a size where ``new`` has none) to ``new``."""
     if not new.is_initializer() and not new.is_graph_input():
         new.shape = _sharper(new.shape, old.shape)
 
 
 def _sharper(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
-    """Two descriptions of one shape in one: a size rather than a symbol, a symbol rather than nothing."""
+    """Merge two descriptions of one shape: a size wins over a symbol, a symbol over nothing."""
     if a is None or b is None or len(a) != len(b):
         return a if a is not None else b
     return ir.Shape([y if isinstance(y, int) or _unknown(x) else x for x, y in zip(a.dims, b.dims, strict=True)])

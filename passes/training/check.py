@@ -1,7 +1,7 @@
-"""check: what trains, and which ops stand between a trained parameter and the loss without a gradient rule.
+"""check: report which parameters train, and which ops on their paths have no gradient rule.
 
 before   x ─► Conv(W) ─► Det ─► loss
-after    the same graph; ``ctx.values["check"]`` says that ``W`` would train and that ``Det`` is in its way
+after    the same graph; ``ctx.values["check"]`` says that ``W`` would train and that ``Det`` blocks it
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _targets(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
 
 
 def _differentiable_ancestors(graph: ir.Graph, targets: Sequence[ir.Value]) -> set[ir.Value]:
-    """Float values from which ``targets`` are computed by ops that pass gradients on."""
+    """Float values from which ``targets`` are computed by differentiable ops."""
     wanted = set(targets)
     for node in reversed(graph):
         rule = GRADIENTS.get(key_of(node.domain, node.op_type))
         if any(out in wanted for out in node.outputs) and not (rule is not None and rule.function is None):
-            # A node's subgraph may read any value of the graph; what such a node captures is taken to be on the path.
+            # a subgraph may read any outer value; captured values count as operands
             wanted.update(v for v in ancestors([node], node.outputs) if is_float(v))
     return wanted

@@ -1,4 +1,4 @@
-"""loss: put a loss on a model and leave it ready for ``autodiff``.
+"""loss: append a loss to a model and mark the total that ``autodiff`` differentiates.
 
     before   x ─► … ─► Softmax ─► probabilities
     after    x ─► … ─► SoftmaxCrossEntropy(·, label) ─► total, weight        Mean(total, weight) ─► loss
@@ -107,7 +107,7 @@ def loss(
 
 
 def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
-    """Sums that are 0 where this rank's share of the batch is empty, whatever its stand-in samples gave (NaN too)."""
+    """Set the sums to 0 where this rank's share of the batch is empty, whatever its stand-in samples gave (NaN included)."""
     alive = op.Greater(scalar(graph, LIVE, 1, np.float32), 0.0)
 
     def gate(value: ir.Value) -> ir.Value:
@@ -136,7 +136,7 @@ def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: s
 
 
 def _free(graph: ir.Graph, ctx: Context, op: Builder, name: str) -> None:
-    """Give the name of a reported value free: another value of that name is renamed."""
+    """Free the name of a reported value: another value of that name is renamed."""
     if any(v.name == name for v in graph.inputs) or name in graph.initializers:
         raise UsageError(f"the model has an input or initializer {name!r}, which is the name of a reported value; rename it")
     for node in graph:
@@ -162,7 +162,7 @@ def _bce_with_logits(request: Request) -> Sums:
 
 
 def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[Request], Sums]:
-    """A loss that is Σ formula(prediction − label), divided by the number of elements."""
+    """Build a loss that is Σ formula(prediction − label) divided by the number of elements."""
 
     def build(request: Request) -> Sums:
         value = request.scored("prediction")
@@ -192,7 +192,7 @@ def _regression_label(request: Request, value: ir.Value, option: str) -> ir.Valu
 
 
 def _scalar_sums(op: Builder, value: ir.Value) -> Sums:
-    """A scalar as the total, with weight 1: the mean is over ranks."""
+    """Use a scalar of the graph as the total, with weight 1: the mean is over ranks."""
     if not is_float(value) or static_dims(value) not in ((), (1,), (1, 1)):
         raise UsageError(f"{describe_value(value)} is no floating-point scalar: reduce it, or choose another loss")
     if value.producer() is None or constant(value) is not None:

@@ -101,7 +101,9 @@ def _along(op: Builder, class_weight: ir.Value, axis: int, count: int) -> ir.Val
 
 
 def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, axis: int, smoothing: float) -> Sums:
-    """−Σ_c class_weight_c · q_c · log softmax(logits)_c, divided by the number of positions, as PyTorch does."""
+    """Cross-entropy with soft labels: −Σ_c class_weight_c · q_c · log softmax(logits)_c over the number of positions, as in
+    PyTorch.
+    """
     op = request.op
     if "ignore_index" in request.options:
         raise UsageError("ignore_index needs class indices as labels, not probabilities")
@@ -129,7 +131,7 @@ def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, a
 
 
 def _without_softmax(request: Request, value: ir.Value, kinds: Sequence[str]) -> tuple[ir.Value, int]:
-    """The scores in front of a trailing Softmax and its class axis; without one, ``value`` and the axis asked for."""
+    """Return the input of a trailing Softmax and its class axis; without one, ``value`` and the requested axis."""
     axis = request.options.get("axis")
     if axis is not None:
         if not -rank(value) <= axis < rank(value):
@@ -155,14 +157,14 @@ def _without_softmax(request: Request, value: ir.Value, kinds: Sequence[str]) ->
 
 
 def _same_but_ones(a: ir.Value, b: ir.Value) -> bool:
-    """Whether the shapes agree as far as is known, dimensions of size one aside."""
+    """Whether the known dimensions of two shapes agree, apart from dimensions of size one."""
     mine, other = ([d for d in dims(v) or () if d != 1] for v in (a, b))
     pairs = zip(mine, other, strict=False)
     return len(mine) == len(other) and not any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in pairs)
 
 
 def _without_trailing_ones(op: Builder, scores: ir.Value, axis: int) -> ir.Value:
-    """``scores`` of (N, C, 1, 1) as (N, C): what many image classifiers end with."""
+    """Reshape scores of (N, C, 1, 1), as many image classifiers end, to (N, C)."""
     sizes = dims(scores) or ()
     extra = list(range(axis + 1, len(sizes)))
     if not extra or axis == 0 or any(d != 1 for d in sizes[axis + 1 :]):
@@ -171,7 +173,7 @@ def _without_trailing_ones(op: Builder, scores: ir.Value, axis: int) -> ir.Value
 
 
 def _match_labels(request: Request, scores: ir.Value, label: ir.Value | None, axis: int) -> tuple[ir.Value, ir.Value]:
-    """Scores and class indices whose shapes differ by the class axis only."""
+    """Reshape scores and class indices until their shapes differ by the class axis only."""
     op = request.op
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
@@ -210,7 +212,7 @@ def _accuracy(request: Request, scores: ir.Value, label: ir.Value, axis: int) ->
 
 
 def _class_weight(request: Request, scores: ir.Value, axis: int) -> ir.Value | None:
-    """The class weights as a constant of the scores' type; a named initializer is copied, for it must not train."""
+    """The class weights as a constant of the scores' type; a named initializer is copied, so that it does not train."""
     given = request.options.get("class_weight")
     if given is None:
         return None

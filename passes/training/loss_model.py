@@ -1,4 +1,4 @@
-"""A loss that is an ONNX model of its own: its nodes are copied into the training graph."""
+"""Uses an ONNX model as a loss: its nodes are copied into the training graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUBGRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def inline_model(graph: ir.Graph, ctx: Context, op: Builder, path: str) -> ir.Value:
-    """Copy the nodes of the ONNX file ``path`` into ``graph`` and return what its only output became.
+    """Copy the nodes of the ONNX file ``path`` into ``graph``; returns the value of its only output.
 
     Its inputs are values of ``graph`` where the names agree, and new graph inputs elsewhere. Its weights become constants:
     a loss does not train.
@@ -57,7 +57,7 @@ def _load(path: str) -> ir.Model:
         raise UsageError(f"the loss model {path} does not exist")
     try:
         return ir.load(path)
-    except Exception as error:  # protobuf and onnx_ir raise many kinds for a broken file
+    except Exception as error:  # protobuf and onnx_ir raise many types for a broken file
         raise ModelError(f"the loss model {path} cannot be read: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""What the kinds of the ``loss`` pass share: the request, the sums they leave, and questions about scores and labels."""
+"""The request that all kinds of the ``loss`` pass share, the sums they return, and helpers for scores and labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphc.pipeline import Context
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a loss leaves, all of rank 0: Σ loss, what it is divided by, and the counts behind the accuracy (if any)."""
+    """The sums that a loss returns, all scalars: Σ loss, its divisor, and the counts behind the accuracy (if any)."""
 
     total: ir.Value
     weight: ir.Value
@@ -53,7 +53,7 @@ class Request:
         return value
 
     def existing_label(self) -> ir.Value | None:
-        """The value of the graph that serves as the label, or None when it is to be a new input."""
+        """The value of the graph that is the label, or None when the label will be a new input."""
         name = self.options.get("label", "label")
         if "label" not in self.options and not any(v.name == name for v in self.graph.inputs):
             return None
@@ -77,7 +77,7 @@ class Request:
         return value
 
     def sample_weight(self, like: ir.Value) -> ir.Value | None:
-        """The weights of the samples in the shape and type of ``like``, whose first axis is the sample; None: all weigh 1."""
+        """The sample weights in the shape and type of ``like``, whose first axis is the sample; None: every sample weighs 1."""
         name = self.options.get("sample_weight")
         if name is None:
             return None
@@ -107,7 +107,7 @@ def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
 
 
 def hits(request: Request, flags: ir.Value) -> ir.Value:
-    """The number of true flags, as float32; weighted where samples are."""
+    """Count true flags as float32, each weighted by its sample."""
     op = request.op
     found = op.Cast(flags, to=int(ir.DataType.FLOAT))
     weight = request.sample_weight(found)
@@ -123,7 +123,7 @@ def over_elements(request: Request, losses: ir.Value) -> Sums:
 
 
 def positions_of(request: Request, index: ir.Value) -> ir.Value:
-    """The number of positions that ``index`` has, as float32; weighted where samples are."""
+    """Count the positions of ``index`` as float32, each weighted by its sample."""
     op = request.op
     weight = request.sample_weight(op.Cast(index, to=int(ir.DataType.FLOAT)))
     if weight is not None:
@@ -144,7 +144,7 @@ _VIEWS = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze")
 
 
 def producer_behind_views(value: ir.Value, kinds: Sequence[str]) -> ir.Node | None:
-    """The node of one of ``kinds`` that made ``value``, seen through changes of shape; a Log of a Softmax is a LogSoftmax."""
+    """Find the node of one of ``kinds`` that made ``value``, through changes of shape; a Log of a Softmax is a LogSoftmax."""
     node = value.producer()
     while node is not None and node.domain == "" and node.op_type in _VIEWS and node.inputs[0] is not None:
         node = node.inputs[0].producer()

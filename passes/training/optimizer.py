@@ -1,4 +1,4 @@
-"""optimizer: an update node for every gradient, with the optimizer's state.
+"""optimizer: add an update node for every gradient, and the optimizer's state.
 
     before   W, W::grad
     after    graphc.step ─► Increment ─► t

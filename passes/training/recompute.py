@@ -1,12 +1,12 @@
-"""recompute: keep fewer activations, and compute the others again when the backward pass needs them.
+"""recompute: drop activations and compute them again when the backward pass needs them.
 
     before   h = Gemm(x, W);  y = Gelu(h);  …          dW2 = Gemm(y, dz);  dh = GeluGrad(dy, h)
     after    h = Gemm(x, W);  y = Gelu(h);  …          h' = Recompute(h);  y' = Gelu(h');  dW2 = Gemm(y', dz);  …
 
-Results stay the same, bit for bit: the same ops run on the same operands, and random masks depend on a counter, not on when
-they are drawn. What is kept is a minimum cut (:mod:`graphc.passes.training.recompute_cut`). The nodes are put in front of the
-first backward node that reads them, behind a ``graphc.Recompute``, which keeps them from being merged with the first
-computation.
+Results stay the same, bit for bit: the same ops run on the same operands, and random masks depend on a counter, not on the
+time of their drawing. A minimum cut decides which values are kept (:mod:`graphc.passes.training.recompute_cut`). Recomputed
+nodes are placed before the first backward node that reads them, after a ``graphc.Recompute``, which keeps common-subexpression
+elimination from merging them with the first computation.
 """
 
 from __future__ import annotations
@@ -109,5 +109,7 @@ def _insert(graph: ir.Graph, joint: Joint, regions: tuple[RecomputeRegion, ...])
 
 
 def _is_held_float(value: ir.Value) -> bool:
-    """A parameter or a feed: read through the mark too, so that a node that reads nothing else is not merged."""
+    """Whether a value is a parameter or a feed: it is read through the mark too, so that a node with no other operand is not
+    merged.
+    """
     return value.producer() is None and value.dtype is not None and value.dtype.is_floating_point() and constant(value) is None

@@ -1,11 +1,10 @@
-"""Which forward values wait in memory for the backward pass: a minimum cut, and what a choice costs.
+"""Chooses which activations to keep for the backward pass, by a minimum cut.
 
-Every forward value v is an edge v·in → v·out whose capacity is its size in bytes. What the backward pass reads leads to the
-sink; what must not be computed again hangs on the source; a node that may be leads from its operands to its results. The
+Every forward value v is an edge v·in → v·out whose capacity is its size in bytes. Values that the backward pass reads lead to
+the sink; nodes that must not be recomputed hang on the source; other nodes lead from their operands to their results. The
 edges of a minimum cut are the values to keep (the formulation is that of Horace He and Shangdi Yu, "Transcending runtime-
-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023). Where everything may be computed again, the forward
-pass is first divided into stretches whose borders stay in memory (T. Chen et al., "Training deep nets with sublinear memory
-cost", 2016).
+memory tradeoffs in checkpointing by being fusion aware", MLSys 2023). Where everything may be recomputed, the forward pass is
+first divided into stretches whose borders are kept (T. Chen et al., "Training deep nets with sublinear memory cost", 2016).
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ EXPENSIVE = frozenset(
     {"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention", "RNN", "GRU", "LSTM", "Det", "DFT", "STFT"}
     | {"TopK", "Unique", "MatMulInteger", "ConvInteger", "NonMaxSuppression", "ScaledDotProductAttention"}
 )
-"""Ops that take much more time than it takes to read and write their operands."""
+"""Ops that take much longer than reading and writing their operands."""
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 _TINY = 64
 
 Copy: TypeAlias = "tuple[ir.Value, bool]"
-"""A value, and whether it is the one computed again."""
+"""A value, and whether it is the recomputed copy."""
 
 Event: TypeAlias = "tuple[list[Copy], list[Copy]]"
-"""What a node makes and reads."""
+"""The values that a node writes and reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRegion:
-    """Nodes to compute again, in order, in front of the backward node ``before``, and the values they replace there."""
+    """Nodes to recompute, in order, before the backward node ``before``, and the values they replace there."""
 
     before: ir.Node
     nodes: tuple[ir.Node, ...]
@@ -53,13 +52,13 @@ class RecomputeRegion:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """What one choice of kept values means.
+    """The effect of keeping one set of values.
 
     Attributes:
-        regions: what is computed again, and where.
+        regions: the nodes to recompute, and where.
         peak: most bytes of activations alive at once.
-        work: a measure of the time it adds: bytes written by the nodes computed again, expensive ones counted 16 times.
-        kept: bytes that wait from the forward pass for the backward pass.
+        work: a measure of the added time: bytes written by recomputed nodes, expensive ones counted 16 times.
+        kept: bytes that are held from the forward pass to the backward pass.
     """
 
     regions: tuple[RecomputeRegion, ...]
@@ -73,7 +72,7 @@ class Joint:
     """A graph with its forward and backward nodes, in order.
 
     Args:
-        size: what a symbolic dimension counts as.
+        size: stands for every symbolic dimension.
     """
 
     graph: ir.Graph
@@ -99,7 +98,7 @@ class Joint:
         self.needed.update(dict.fromkeys(self.pinned))
 
     def free(self, value: ir.Value) -> bool:
-        """Whether the value costs nothing to keep: it is held anyway, or holds a few integers."""
+        """Whether keeping the value is free: it is held anyway, or is a few integers."""
         if value.producer() is None or constant(value) is not None or not isinstance(value.type, ir.TensorType):
             return True
         found = dims(value)
@@ -107,18 +106,18 @@ class Joint:
         return whole and found is not None and len(found) <= 1 and all(isinstance(d, int) and d <= _TINY for d in found)
 
     def nbytes(self, value: ir.Value) -> int:
-        """Size in bytes, with ``size`` for every dimension that is not known."""
+        """Size in bytes, with ``size`` for every unknown dimension."""
         count = 1
         for d in dims(value) or ():
             count *= d if isinstance(d, int) else self.size
         return int(count * value.dtype.itemsize) if value.dtype is not None else 0
 
     def operands(self, node: ir.Node) -> Iterator[ir.Value]:
-        """The forward values that a node reads and that cost something to keep."""
+        """The forward values that a node reads and that take memory to keep."""
         yield from dict.fromkeys(v for v in (*node.inputs, *captured(node)) if v is not None and v in self.made)
 
     def repeatable(self, node: ir.Node) -> bool:
-        """Whether computing the node again gives the same result and has no other effect."""
+        """Whether recomputing the node gives the same result and has no other effect."""
         if has_effect(node) or node.op_type in NOT_DETERMINED or any(True for _ in bodies(node)):
             return False
         if node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 2:
@@ -132,14 +131,14 @@ class Joint:
         return self.cost(set(self.needed))
 
     def cheap(self) -> RecomputeChoice:
-        """Compute again whatever is not expensive, where that saves memory."""
+        """Recompute all cheap nodes where that saves memory."""
         barred = {n for n in self.forward if n.op_type in EXPENSIVE or not self.repeatable(n)}
         return self.cost(self.cut(barred, self.pinned))
 
     def stretches(self, count: int) -> RecomputeChoice:
-        """Keep the borders of ``count`` stretches of the forward pass, and compute again what lies between them.
+        """Keep the borders of ``count`` stretches of the forward pass, and recompute what lies between them.
 
-        The last stretch is the first that the backward pass comes to: dropping its products would gain nothing.
+        The last stretch is the first one that the backward pass reaches; dropping its products would gain nothing.
         """
         borders = self.borders(count)
         last = borders[-1] if borders else -1
@@ -151,11 +150,11 @@ class Joint:
         return self.cost(self.cut(barred, pinned))
 
     def crossing(self, border: int) -> list[ir.Value]:
-        """The values made up to forward node ``border`` that forward nodes behind it read."""
+        """The values made by forward nodes up to ``border`` that later forward nodes read."""
         return list(dict.fromkeys(v for n in self.forward[border + 1 :] for v in self.operands(n) if self.made[v] <= border))
 
     def borders(self, count: int) -> list[int]:
-        """Positions that divide what the backward pass needs evenly, each moved to where the fewest bytes cross."""
+        """Choose positions that divide the needed values evenly, each moved to where the fewest bytes cross."""
         sizes = [sum(self.nbytes(v) for v in n.outputs if v in self.needed) for n in self.forward]
         found: list[int] = []
         total, seen = sum(sizes), 0
@@ -185,13 +184,13 @@ class Joint:
         return list(itertools.accumulate(changes))
 
     def cut(self, barred: Collection[ir.Node], pinned: Collection[ir.Value]) -> set[ir.Value]:
-        """The values to keep: of least size, such that all that the backward pass needs can be computed from them.
+        """Find the smallest set of values from which everything that the backward pass needs can be computed.
 
         Args:
-            barred: nodes that are not computed again.
+            barred: nodes that are not recomputed.
             pinned: values that are kept if they are needed at all.
         """
-        import networkx as nx  # here, for its import takes longer than most compilations have to wait
+        import networkx as nx  # imported here: importing networkx takes longer than most compilations
 
         ids = {value: k for k, value in enumerate(self.made)}
         network = nx.DiGraph()
@@ -214,7 +213,7 @@ class Joint:
     # Costs ------------------------------------------------------------------------------------------------------------
 
     def regions(self, kept: Collection[ir.Value]) -> Iterator[RecomputeRegion]:
-        """What is computed again when only ``kept`` waits, each value in front of the first backward node that reads it."""
+        """The nodes to recompute when only ``kept`` is kept, each before the first backward node that reads it."""
         again: set[ir.Value] = set()
         for node in self.backward:
             wanted = [v for v in node.inputs if v in self.made and v not in kept and v not in again]

@@ -1,4 +1,4 @@
-"""train_mode: BatchNormalization and Dropout behave as in training; inference_mode: as in inference.
+"""train_mode: switch BatchNormalization and Dropout to training; inference_mode: to inference.
 
     before   y = BatchNormalization(x, scale, bias, mean, var)          z = Dropout(y, 0.5)
     after    y, m, v, _ = graphc.BatchNormalizationTraining(x, scale, bias)
@@ -77,7 +77,7 @@ def train_mode(
         samples = _samples(graph, op)
         counts: dict[ir.DataType | None, ir.Value] = {}
     for running, average in averages.items():
-        # One count for all statistics of a type: updates that share their scalars share a bucket.
+        # one count for all statistics of a type: updates that share their scalars share a bucket
         if running.dtype not in counts:
             counts[running.dtype] = op.cast_like(samples, running)
         _update(graph, op, running, average, counts[running.dtype])
@@ -88,7 +88,7 @@ def train_mode(
 
 
 def _note_bodies(owner: ir.Node, ctx: Context, batchnorm: bool, dropout: bool) -> None:
-    """Say which nodes inside ``owner`` stay as they are: what a body computes is no state, and it draws no fresh masks."""
+    """Log which nodes inside ``owner`` stay unchanged: subgraphs hold no state and draw no masks."""
     asked = {"BatchNormalization"} if batchnorm else set()
     asked |= {"Dropout"} if dropout else set()
     for body in bodies(owner):
@@ -118,14 +118,14 @@ def inference_mode(model: ir.Model, ctx: Context) -> bool:
 
 @dataclass
 class _Average:
-    """The batches that flow into one running statistic in a step, and outputs that stand for its next value."""
+    """The batches that feed one running statistic in a step, and the outputs that are its next value."""
 
     batches: list[tuple[ir.Value, float]] = field(default_factory=list)
     stands_for: list[ir.Value] = field(default_factory=list)
 
 
 def _averages_running_statistics(node: ir.Node) -> bool:
-    """Whether the node's statistics are initializers that only BatchNormalization uses."""
+    """Whether the node's statistics are initializers that only BatchNormalization nodes use."""
     return all(
         value is not None
         and is_parameter(value)
@@ -139,7 +139,7 @@ def _is_frozen(node: ir.Node, patterns: Sequence[str]) -> bool:
     mode = mean.metadata_props.get(BATCHNORM) if mean is not None else None
     if mode == "inference":
         return True
-    telling = (1, 3, 4) if mode is None else (3, 4)  # a framework's module has a mode beside parameters that do not train
+    telling = (1, 3, 4) if mode is None else (3, 4)  # a module of a framework has a mode besides its frozen parameters
     names = [v.name or "" for k, v in enumerate(node.inputs) if v is not None and k in telling]
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
@@ -160,7 +160,7 @@ def _batchnorm_training(graph: ir.Graph, op: Builder, node: ir.Node, averages: d
 
 
 def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average, samples: ir.Value) -> None:
-    """One update for all batches of a step: r ← m·r + (1 - m)·b for each in turn, written as one such average."""
+    """Emit one update for all batches of a step: r ← m·r + (1 - m)·b for each in turn, as a single average."""
     kept, weighted = 1.0, []
     for batch, momentum in reversed(average.batches):
         weighted.append((batch, (1.0 - momentum) * kept))
@@ -241,9 +241,9 @@ def _without_dropout(graph: ir.Graph, op: Builder, node: ir.Node) -> None:
 
 
 def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
-    """Index of this rank's first row of ``x`` in the whole batch: the sample offset times the rows that a sample takes.
+    """Index of this rank's first row of ``x`` in the global batch: the sample offset times the rows of a sample.
 
-    A value whose first axis is batch · heads, as attention exported by PyTorch has it, takes several rows a sample.
+    A value whose first axis is batch · heads, as in attention exported by PyTorch, has several rows a sample.
     """
     offset = scalar(graph, SAMPLE_OFFSET, 0)
     batch = _batch(graph)

@@ -1,4 +1,4 @@
-"""verify: refuse a graph that breaks the rules of the IR. Changes nothing.
+"""verify: refuse a graph that breaks the rules of the IR; changes nothing.
 
 before   y = MatMul(x, w)      x:[2,3]  w:[4,5]
 after    ModelError: MatMul rejects its inputs …, with the node, its neighbours and the lines around it
