@@ -101,6 +101,7 @@ def test_an_unknown_job_is_refused_with_the_nearest(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.full
+@pytest.mark.large
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_whole_benchmark_runs_at_tiny_sizes_on_the_pretended_device(tmp_path: Path) -> None:
     target = tmp_path / "out.json"

@@ -28,6 +28,8 @@ from tests.conformance.exceptions import CUPY, NUMPY, ONNXRUNTIME
 from tests.conformance.suite import Case, all_cases, check, plain, quick_cases
 from tests.conformance.test_backend_suite import EVER_WRONG, failures
 
+pytestmark = pytest.mark.full
+
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="the kernels of the tests need a C++ compiler"
 )
@@ -104,7 +106,6 @@ def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.full
 @pytest.mark.parametrize("part", range(2))
 def test_a_larger_sample_and_all_that_was_ever_wrong(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = quick_cases()
@@ -123,7 +124,6 @@ def test_every_case(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found, found
 
 
-@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
 def test_kernels_of_a_sample_are_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = quick_cases()
@@ -133,7 +133,6 @@ def test_kernels_of_a_sample_are_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused_by_cuda(texts) == ""
 
 
-@pytest.mark.full
 def test_the_gpu_backend_passes_what_onnxruntime_passes() -> None:
     """Exceptions of its own are few, and each is named."""
     own = {pattern for pattern in CUPY if pattern not in {**ONNXRUNTIME, **NUMPY}}

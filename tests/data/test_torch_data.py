@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 from graphc.data import shard
 from graphc.errors import DataError, UsageError
 
+pytestmark = pytest.mark.full
+
 X = torch.arange(22 * 3, dtype=torch.float32).reshape(22, 3)
 Y = torch.arange(22)
 
@@ -55,7 +57,7 @@ def collected(source: Any, size: int = 2, **options: Any) -> dict[str, Any]:
     [
         DataLoader(TensorDataset(X, Y), batch_size=4),
         DataLoader(Rows(), batch_size=4),
-        pytest.param(DataLoader(Rows(), batch_size=4, num_workers=1), marks=pytest.mark.full),
+        DataLoader(Rows(), batch_size=4, num_workers=1),
         TensorDataset(X, Y),
         Rows(),
         DataLoader(Endless(), batch_size=4),

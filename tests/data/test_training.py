@@ -21,6 +21,8 @@ from graphc.errors import UsageError
 from graphc.optim import Schedule
 from tests.cli.models import write_blobs, write_mlp
 
+pytestmark = pytest.mark.full
+
 SAMPLES = 46
 
 

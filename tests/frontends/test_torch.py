@@ -16,6 +16,8 @@ from graphc.passes.legalize.rebatch import rebatch
 from graphc.pipeline import Context
 from tests.frontends.zoo import legal, run
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch")
 nn = torch.nn
 

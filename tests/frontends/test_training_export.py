@@ -19,8 +19,9 @@ from graphc.cli import main
 from graphc.errors import UnsupportedOpError
 from graphc.frontends.training_export import NEXT, standard_model, training_info
 from graphc.ir.names import LEARNING_RATE
+from tests.frontends.zoo import LARGE, SMALL, path_of
+from tests.tiers import params
 
-ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
 MOMENTUM = graphc.optim.SGD(lr=1e-4, momentum=0.9)
 ADAM = graphc.optim.Adam(lr=1e-3)
 
@@ -135,25 +136,25 @@ def zoo_program(path: Path | onnx.ModelProto, batch: int | str, optimizer: Any =
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", ZOO, ids=lambda p: p.stem)
-def test_zoo_models_step_alike_in_plain_onnxruntime(path: Path) -> None:
-    program = zoo_program(path, 2)
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large={*SMALL, *LARGE} - {"squeezenet"}))
+def test_zoo_models_step_alike_in_plain_onnxruntime(name: str) -> None:
+    program = zoo_program(path_of(name), 2)
     compare(program, zoo_feeds(program))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet", "light_resnet50"])
+@pytest.mark.parametrize("name", params(["squeezenet", "shufflenet", "resnet50"], large=["shufflenet", "resnet50"]))
 def test_kernels_step_alike_on_smooth_zoo_models(name: str) -> None:
     """Grouped, strided and residual convolutions, with batch normalisation and without."""
-    program = zoo_program(smooth(next(p for p in ZOO if p.stem == name)), 2)
+    program = zoo_program(smooth(path_of(name)), 2)
     compare_kernels(program, zoo_feeds(program))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["light_shufflenet", "light_inception_v1", "light_squeezenet"])
+@pytest.mark.parametrize("name", params(["shufflenet", "inception_v1", "squeezenet"], large=["shufflenet", "inception_v1"]))
 def test_a_symbolic_batch_stays_symbolic(name: str) -> None:
     """Grouped convolutions, concatenation, every kind of pooling; one file for any batch."""
-    program = zoo_program(next(p for p in ZOO if p.stem == name), "N")
+    program = zoo_program(path_of(name), "N")
     proto = ir.to_proto(standard_model(program.model))
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "N"
     for batch in (1, 3):
@@ -173,7 +174,9 @@ CASES = [(m, o) for m in ("mlp", "lenet", "transformer-small", "resnet18-small")
 QUICK = {("mlp", "adam"), ("lenet", "momentum")}
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.full) for c in CASES])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), params(CASES, full=[c for c in CASES if c not in QUICK], large=[("resnet18-small", "adam")])
+)
 def test_exported_models_step_alike_in_plain_onnxruntime(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
     program, feeds = exported_program(name, exported, OPTIMIZERS[optimizer])
     compare(program, feeds)
@@ -188,6 +191,7 @@ def test_kernels_step_alike_on_smooth_exported_models(name: str, exported: Calla
 
 
 @pytest.mark.full
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["squeezenet", "resnet50", "transformer"])
 def test_large_exported_models_step_alike_in_plain_onnxruntime(name: str, exported: Callable[[str], str]) -> None:
     program, feeds = exported_program(name, exported, MOMENTUM)

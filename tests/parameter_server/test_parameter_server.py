@@ -23,6 +23,8 @@ from graphc.frontends.training_export import standard_model
 from graphc.parameter_server.split import server_options
 from graphc.parameter_server.trainer import ServedTrainer
 
+pytestmark = pytest.mark.full
+
 OPTIMIZERS = {"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}
 
 

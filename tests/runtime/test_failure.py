@@ -56,13 +56,14 @@ def ended_well(done: Done) -> None:
 
 
 FULL = pytest.mark.full
+LARGE = (pytest.mark.full, pytest.mark.large)
 
 CASES = [
     pytest.param(
         "if comm.rank == 1: shoot(9)\nsteps()", r"rank 1 \(pid \d+\) is gone: killed by SIGKILL", 1, id="killed-in-allreduce"
     ),
     pytest.param(
-        "if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone: killed by SIGKILL", 1, id="rank-0", marks=FULL
+        "if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone: killed by SIGKILL", 1, id="rank-0", marks=LARGE
     ),
     pytest.param(
         "if comm.rank == 1: shoot(9)\ntime.sleep(60)",
@@ -76,6 +77,7 @@ CASES = [
         r"rank 1 \(pid \d+\) is gone: killed by SIGKILL",
         1,
         id="killed-in-computation",
+        marks=pytest.mark.large,
     ),
     pytest.param(
         "if comm.rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\nsteps()",
@@ -89,7 +91,7 @@ CASES = [
         r"rank 1 \(pid \d+\) is gone: it ended with exit code 7 without",
         1,
         id="os._exit",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 0: raise ValueError('bad sample 7')\nsteps()", "rank 0 failed: ValueError: bad sample 7", 1, id="error"
@@ -108,17 +110,23 @@ CASES = [
         id="op",
         marks=FULL,
     ),
-    pytest.param("raise UnsupportedOpError('no rule for Foo')", "ranks 0, 1 failed: no rule for Foo", 3, id="same-error"),
+    pytest.param(
+        "raise UnsupportedOpError('no rule for Foo')",
+        "ranks 0, 1 failed: no rule for Foo",
+        3,
+        id="same-error",
+        marks=pytest.mark.large,
+    ),
     pytest.param("if comm.rank == 1: sys.exit(5)\nsteps()", "rank 1 failed: exit code 5", 5, id="sys.exit"),
     pytest.param(
-        "if comm.rank == 1: sys.exit('out of data')\nsteps()", "rank 1 failed: out of data", 1, id="sys.exit-text", marks=FULL
+        "if comm.rank == 1: sys.exit('out of data')\nsteps()", "rank 1 failed: out of data", 1, id="sys.exit-text", marks=LARGE
     ),
     pytest.param(
         "if comm.rank == 1: comm.abort('the disk is full')\nsteps()",
         "rank 1 failed: the disk is full",
         1,
         id="abort",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 1: sys.exit()\nsteps()",
@@ -186,6 +194,7 @@ def test_killed_before_it_opened_a_communicator() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.large
 def test_killed_from_outside_among_four() -> None:
     process = start_mpi(4, START + "steps()")
     assert process.stdout is not None
@@ -272,7 +281,7 @@ LATE = [
         r"ranks 0, 2 did not come to allreduce\(mean\) 'bucket1' of step 7 \(16000000 bytes\) within 1.5 s: rank 0 "
         r"\(pid \d+\) is busy",
         id="slow-two",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps()",
@@ -299,7 +308,7 @@ LATE = [
         "if comm.rank == 1: os.kill(os.getpid(), 19)",
         r"rank 1 \(pid \d+\) has been stopped \(SIGSTOP\) for 2 s",
         id="stopped-at-the-end",
-        marks=FULL,
+        marks=LARGE,
     ),
 ]
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,9 +33,9 @@ MOMENTS = 20
 pytestmark = pytest.mark.mpi
 
 
-def moments(kind: str, quick: int) -> list[object]:
+def moments(kind: str, quick: int, large: Collection[int] = ()) -> list[object]:
     """Seeds of the moments; those beyond the first ``quick`` ones only in ``make faults``."""
-    marks = [[] if seed < quick else [pytest.mark.faults] for seed in range(MOMENTS)]
+    marks = [[pytest.mark.large] if seed in large else [] if seed < quick else [pytest.mark.faults] for seed in range(MOMENTS)]
     return [pytest.param(seed, id=f"{kind}-{seed}", marks=mark) for seed, mark in enumerate(marks)]
 
 
@@ -131,7 +131,7 @@ def fire(run: Run, number: int, seed: int) -> float:
     return time.monotonic()
 
 
-@pytest.mark.parametrize("seed", moments("kill", 2))
+@pytest.mark.parametrize("seed", moments("kill", 2, large=[1]))
 def test_killed(seed: int, tmp_path: Path) -> None:
     run = start("kill", seed, tmp_path)
     when = fire(run, signal.SIGKILL, seed)

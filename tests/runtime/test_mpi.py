@@ -51,7 +51,7 @@ def queue_and_gather(comm: Communicator) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), pytest.param(3, marks=pytest.mark.full)])
 def test_every_collective(ranks: int) -> None:
     results = map_ranks(ranks, everything)
     for case, (error, digest) in results[0].items():

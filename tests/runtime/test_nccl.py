@@ -25,6 +25,8 @@ from graphc.errors import MissingExtraError, UsageError, WorldError
 from tests.backends.strict import StrictMemory
 from tests.runtime.pretend_gpu import perform
 
+pytestmark = pytest.mark.full
+
 PARTS = {
     "even": [(0, 4), (4, 8), (8, 12)],
     "even and a rest": [(0, 3), (3, 6), (6, 9)],

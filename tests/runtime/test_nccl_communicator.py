@@ -24,6 +24,8 @@ from tests.runtime.mpi_run import run_mpi
 from tests.runtime.on_device import OnDevice
 from tests.runtime.pretend_gpu import PretendLink, PretendMemory, PretendNccl, capture
 
+pytestmark = pytest.mark.full
+
 
 def on_gpus(ranks: int, work: Callable[[Any, Any], Any]) -> list[Any]:
     """``work(communicator, memory)`` on every rank."""

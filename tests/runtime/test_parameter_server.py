@@ -15,7 +15,7 @@ from graphc.distributed.threads import run_threads
 from tests.parameter_server.test_parameter_server import COUNTING, OPTIMIZERS, train
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.full, pytest.mark.mpi]
 
 
 class Kept:
@@ -91,8 +91,8 @@ def fit(path: str, strategy: str, ranks: int, victim: int) -> Done:
 @pytest.mark.parametrize(
     ("strategy", "servers"),
     [
-        ("parameter_server:servers=2", 2),
-        pytest.param("parameter_server:staleness=0", 1, marks=pytest.mark.full),
+        pytest.param("parameter_server:servers=2", 2, marks=pytest.mark.large),
+        ("parameter_server:staleness=0", 1),
     ],
 )
 def test_the_others_go_on_without_a_killed_worker(strategy: str, servers: int, counting: str) -> None:
@@ -111,7 +111,6 @@ def test_the_others_go_on_without_a_killed_worker(strategy: str, servers: int, c
     assert len({digest for *_, digest in lines}) == 1, done.text
 
 
-@pytest.mark.full
 def test_a_killed_server_ends_the_run_by_name(counting: str) -> None:
     done = fit(counting, "parameter_server", 3, victim=0)
     assert done.code == 1, done.text
@@ -119,7 +118,6 @@ def test_a_killed_server_ends_the_run_by_name(counting: str) -> None:
     assert done.seconds < 30
 
 
-@pytest.mark.full
 def test_an_error_on_a_worker_ends_the_run(counting: str) -> None:
     program = START + (
         "with graphc.Trainer(program, threads=1) as trainer:\n"
@@ -131,7 +129,6 @@ def test_an_error_on_a_worker_ends_the_run(counting: str) -> None:
     assert "rank 1 failed: ValueError: bad sample 7" in done.err, done.text
 
 
-@pytest.mark.full
 def test_the_command_line(tmp_path: Path) -> None:
     """Asynchronous training of the digits, from file to file."""
     import json

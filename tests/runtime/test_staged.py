@@ -18,6 +18,8 @@ from tests.runtime.collective_cases import everything
 from tests.runtime.mpi_run import map_ranks
 from tests.runtime.on_device import OnDevice
 
+pytestmark = pytest.mark.full
+
 
 def both(comm: Communicator) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Every collective over the transport on host arrays, and on device arrays through it."""
@@ -25,14 +27,12 @@ def both(comm: Communicator) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return everything(comm), everything(OnDevice(StagedCommunicator(comm, memory), memory))  # type: ignore[arg-type]
 
 
-@pytest.mark.full
 def test_every_collective_has_the_bits_of_the_transport() -> None:
     for host, device in run_threads(3, both):
         assert device == host
 
 
 @pytest.mark.mpi
-@pytest.mark.full
 def test_every_collective_over_mpi() -> None:
     for host, device in map_ranks(2, both):
         assert device == host

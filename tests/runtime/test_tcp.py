@@ -27,6 +27,8 @@ from tests.runtime.on_device import OnDevice
 from tests.runtime.tcp_run import finish, free_port, map_tcp, run_tcp, start_tcp
 from tests.runtime.test_mpi import queue_and_gather, tree_of_blocks
 
+pytestmark = pytest.mark.full
+
 OPEN = """
 import os, sys, time
 import numpy as np
@@ -88,7 +90,6 @@ def test_a_rank_that_stops_the_work_tells_why() -> None:
     assert "the disk is full" in first.err
 
 
-@pytest.mark.full
 def test_an_uncaught_exception_sets_the_others_free() -> None:
     work = "if comm.rank == 1: raise ValueError('bad sample')\ncomm.allreduce(np.ones(3), 'sum', 'w')"
     first, second = run_tcp(2, OPEN + work)
@@ -97,7 +98,6 @@ def test_an_uncaught_exception_sets_the_others_free() -> None:
     assert "rank 1" in first.err
 
 
-@pytest.mark.full
 def test_ranks_that_call_different_collectives() -> None:
     for done in run_tcp(2, OPEN + "comm.allreduce(np.ones(3 + comm.rank), tag='w')"):
         assert done.code == 1
@@ -105,7 +105,6 @@ def test_ranks_that_call_different_collectives() -> None:
         assert "float64[3]" in done.err or "24 bytes" in done.err
 
 
-@pytest.mark.full
 def test_torchrun_starts_the_workers(tmp_path: Path) -> None:
     """torchrun keeps a server of its own at MASTER_PORT."""
     script = tmp_path / "script.py"

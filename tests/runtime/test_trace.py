@@ -18,6 +18,8 @@ from graphc.distributed.threads import run_threads
 from graphc.report.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, overlap, summarise, trace_events
 from tests.cli.models import cli, write_blobs, write_mlp
 
+pytestmark = pytest.mark.full
+
 
 def check_format(trace: dict[str, Any]) -> None:
     """The Trace Event Format, as far as complete events and names go: fields, types, and nesting within a thread."""

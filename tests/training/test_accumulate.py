@@ -14,6 +14,8 @@ from graphc.distributed.threads import run_threads
 from graphc.plan.accumulation import run_once
 from tests.training import torch_models
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -14,6 +14,8 @@ from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from tests.training import small
 
+pytestmark = pytest.mark.full
+
 Array = np.ndarray[Any, Any]
 
 

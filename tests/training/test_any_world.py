@@ -17,6 +17,8 @@ from graphc.errors import UsageError
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str], str]) -> dict[str, str]:
@@ -58,6 +60,7 @@ def test_the_same_bits_on_one_two_and_four_workers(name: str, paths: dict[str, s
 
 
 @pytest.mark.mpi
+@pytest.mark.large
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_same_bits_over_mpi(workers: int, paths: dict[str, str]) -> None:
     (one,) = run_threads(1, lambda comm: train(comm, paths["cnn"], "cnn"))

@@ -26,6 +26,8 @@ from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 from tests.training.torch_models import Array
 
+pytestmark = pytest.mark.full
+
 
 class Plain(nn.Module):
     """20-32-10 with Dropout: nothing in it mixes the samples of a batch."""
@@ -181,6 +183,7 @@ def train_in_two(comm: Any, path: str, batches: Sequence[dict[str, Array]]) -> A
 
 
 @pytest.mark.mpi
+@pytest.mark.large
 def test_uneven_accumulation_over_mpi(paths: dict[str, str]) -> None:
     batches = global_batches([7, 3, 1])
     (one,) = run_threads(1, lambda comm: train(comm, paths["plain"], batches))

@@ -18,6 +18,8 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.plan.partition import make_plan
 from tests.training import small
 
+pytestmark = pytest.mark.full
+
 STEPS = 20
 OPTIMIZERS = {
     "sgd:lr=0.1,momentum=0.9,weight_decay=0.01": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -22,6 +22,8 @@ from graphc.runtime import checkpoint
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small
 
+pytestmark = pytest.mark.full
+
 Array = np.ndarray[Any, Any]
 
 LOW = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -327,6 +329,7 @@ def over_mpi(comm: Any, compress: str) -> dict[str, Any]:
 
 
 @pytest.mark.mpi
+@pytest.mark.large
 @pytest.mark.parametrize("compress", ["fp16", "powersgd:rank=1", "topk:ratio=0.05"])
 def test_mpi_processes_do_what_threads_do(compress: str) -> None:
     threads = run_threads(2, lambda comm: over_mpi(comm, compress))

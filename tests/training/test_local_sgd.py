@@ -15,6 +15,8 @@ from graphc.distributed.threads import run_threads
 from graphc.errors import GraphcError, UsageError
 from tests.training import small
 
+pytestmark = pytest.mark.full
+
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd:lr=0.1": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd:lr=0.05,momentum=0.9": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

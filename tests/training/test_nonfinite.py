@@ -16,6 +16,8 @@ from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from tests.training import small
 
+pytestmark = pytest.mark.full
+
 BAD = (2, 5)
 """Steps whose batch holds an infinity."""
 

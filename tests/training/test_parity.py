@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from graphc.pipeline import run
 from graphc.plan.partition import make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
+from tests.tiers import params
+
+pytestmark = pytest.mark.full
 
 MODELS = ["mlp", "lenet", "resnet18-small", "transformer-small"]
 FLOAT32_MODELS = ["mlp", "lenet", "resnet18-smooth", "transformer-small"]
@@ -80,8 +84,9 @@ def exported_in_double(name: str) -> ir.Model:
     return frontends.export(build(name).double(), (tensor(x, torch.float64),), input_names=["input"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"), params(product(MODELS, OPTIMIZERS), large=[("mlp", "adam"), ("resnet18-small", "adam")])
+)
 def test_ten_steps_in_float64_are_those_of_pytorch(name: str, optimizer: str) -> None:
     """Losses within 1e-6 and every weight within 1e-6; what is left is the learning rate, which graphc holds in float32."""
     ours, theirs = OPTIMIZERS[optimizer]
@@ -109,8 +114,9 @@ def distances(name: str, optimizer: tuple[Any, Any], path: str, seeds: int = 1) 
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", FLOAT32_MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"), params(product(FLOAT32_MODELS, OPTIMIZERS), large=[("resnet18-smooth", "sgd-momentum")])
+)
 def test_ten_steps_follow_pytorch(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
     (found,) = distances(name, OPTIMIZERS[optimizer], exported(name))
     assert found <= 1e-4

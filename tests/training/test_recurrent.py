@@ -18,6 +18,8 @@ from graphc.ir.state import add_initializer
 from graphc.ir.subgraphs import finish_body, new_body
 from tests.gradient_check import new_model, normal
 
+pytestmark = pytest.mark.full
+
 BATCH, TIME, FEATURES, CLASSES = 8, 6, 5, 3
 
 
@@ -69,10 +71,10 @@ def train(model: Any, backend: str = "onnxruntime") -> tuple[np.ndarray[Any, Any
     [
         ("LSTM", "torchscript", "onnxruntime"),
         ("LSTM", "torchscript", "numpy"),
-        pytest.param("LSTM", "dynamo", "onnxruntime", marks=pytest.mark.full),
-        pytest.param("GRU", "torchscript", "onnxruntime", marks=pytest.mark.full),
-        pytest.param("GRU", "dynamo", "numpy", marks=pytest.mark.full),
-        pytest.param("RNN", "torchscript", "onnxruntime", marks=pytest.mark.full),
+        ("LSTM", "dynamo", "onnxruntime"),
+        ("GRU", "torchscript", "onnxruntime"),
+        ("GRU", "dynamo", "numpy"),
+        ("RNN", "torchscript", "onnxruntime"),
     ],
 )
 def test_ten_steps_follow_pytorch(kind: str, exporter: str, backend: str) -> None:
@@ -188,7 +190,6 @@ class Cells(torch.nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
 @pytest.mark.parametrize("module", [Bags, Cells])
 def test_sequences_in_exported_modules(module: type[torch.nn.Module], backend: str) -> None:

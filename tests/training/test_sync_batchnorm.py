@@ -18,6 +18,8 @@ from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
 
+pytestmark = pytest.mark.full
+
 SIZE = 16
 
 

@@ -13,6 +13,8 @@ import graphc
 from graphc import demo
 from graphc.distributed.threads import run_threads
 
+pytestmark = pytest.mark.full
+
 EPOCHS = 5
 
 

@@ -13,6 +13,9 @@ from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
+
+pytestmark = pytest.mark.full
 
 # BatchNormalization is left out where one worker is compared with two: its batch statistics are those of a worker's share.
 ALIKE = ["mlp", "lenet", "transformer-small"]
@@ -51,7 +54,7 @@ def test_workers_in_threads_follow_one(name: str, workers: int, exported: Callab
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", params(ALIKE, large=("lenet", "transformer-small")))
 def test_mpi_workers_follow_one(name: str, exported: Callable[[str], str]) -> None:
     path = exported(name)
     (one,) = run_threads(1, lambda comm: train(comm, path, name, 6))
@@ -87,7 +90,7 @@ def test_ignored_labels_average_exactly(exported: Callable[[str], str]) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["mlp", "resnet18-small"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("resnet18-small", marks=pytest.mark.large)])
 def test_replicas_are_bit_identical_after_fifty_steps(name: str, exported: Callable[[str], str]) -> None:
     results = map_ranks(2, train, exported(name), name, 50, "adam")
     assert results[0]["hash"] == results[1]["hash"]

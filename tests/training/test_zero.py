@@ -22,6 +22,8 @@ from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small, torch_models
 
+pytestmark = pytest.mark.full
+
 STRATEGIES = ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"]
 SYNCHRONOUS = ["mirrored", *STRATEGIES]
 SIZES = (8, 7)  # global batches, in turn: shares are uneven
@@ -100,7 +102,7 @@ def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
         assert_close(many[-1], expected)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [2, 4])
 def test_shared_batch_statistics_follow_one_worker(workers: int, cnn: str) -> None:
     batches, options = cnn_batches(20), {"optimizer": "sgd:lr=0.05,momentum=0.9", "sync_batchnorm": True}
     (one,) = run_threads(1, lambda comm: run(comm, compile_for(cnn, **options), batches))
@@ -123,7 +125,7 @@ def test_a_bad_step_is_skipped_by_all_workers(strategy: str) -> None:
     assert_close(two[0], one)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.large), 4])
 def test_a_transformer_follows_one_worker(workers: int, exported: Callable[[str], str]) -> None:
     path, spec = exported("transformer-small"), SPECS["transformer-small"]
     batches = [dict(zip(("input", "label"), spec.batch(SIZES[k % 2], k), strict=True)) for k in range(20)]

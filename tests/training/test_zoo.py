@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 import graphc
 from graphc.distributed.threads import run_threads
+from tests.frontends.zoo import LARGE, SMALL, path_of
+from tests.tiers import params
 
-ZOO = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
-SMALL = {"light_squeezenet", "light_shufflenet"}
+FULL = (*LARGE, "inception_v1")
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=() if p.stem in SMALL else pytest.mark.full) for p in ZOO])
-def test_zoo_model_trains_on_two_workers(path: Path) -> None:
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=FULL, large=LARGE))
+def test_zoo_model_trains_on_two_workers(name: str) -> None:
     program = graphc.compile(
-        path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=1e-3), batch=2, initialize="he"
+        path_of(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=1e-3), batch=2, initialize="he"
     )
     rng = np.random.default_rng(0)
     inputs = {v.name: v for v in program.model.graph.inputs}

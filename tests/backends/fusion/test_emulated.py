@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,14 @@ from graphc.backends.cupy.codegen.launch_shape import Shape
 from tests.backends.fusion.test_fusion import CASES, REDUCING, check_case, check_network
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_kernels import EmulatedDevice
+from tests.tiers import params
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
+    ),
+]
 
 SUM = """
 KERNEL total(const float* x, float* y) {
@@ -85,7 +90,6 @@ WRONG = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("fault", WRONG)
 def test_accesses_that_no_order_of_threads_may_show_are_named(fault: str) -> None:
     device, text = EmulatedDevice(watched=True), '#define KERNEL extern "C" __global__ void\n' + WRONG[fault]
@@ -102,15 +106,16 @@ def test_cases_of_the_standard_run_as_cuda(name: str) -> None:
     check_case(name, EmulatedDevice(), None)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_all_cases_run_as_cuda_in_any_order_of_threads(name: str) -> None:
     for order in (1, 2):
         check_case(name, EmulatedDevice(order), None)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("splits", [None, 3])
-@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
+NETWORKS = list(product(("mlp", "lenet", "transformer-small"), (None, 3)))
+QUICKEST = [("lenet", None), ("transformer-small", None)]
+
+
+@pytest.mark.parametrize(("name", "splits"), params(NETWORKS, large=[c for c in NETWORKS if c not in QUICKEST]))
 def test_networks_run_as_cuda(name: str, splits: int | None, tmp_path: Path) -> None:
     check_network(name, EmulatedDevice(2), splits, tmp_path)

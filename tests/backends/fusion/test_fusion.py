@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from graphc.pipeline import run
 from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.conformance.suite import plain, quick_cases
+from tests.tiers import params
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -171,10 +173,12 @@ def gradients_model(name: str, batch: int, tmp_path: Path) -> tuple[onnx.ModelPr
     return ir.to_proto(model), feeds
 
 
+NETWORKS = list(product(("mlp", "lenet", "transformer-small"), (1, 4)))
+
+
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small"])
+@pytest.mark.parametrize(("name", "splits"), params(NETWORKS, large=[case for case in NETWORKS if case[1] == 1]))
 def test_loss_and_gradients_of_networks_are_those_of_onnxruntime(name: str, splits: int, tmp_path: Path) -> None:
     check_network(name, HostDevice(), splits, tmp_path)
 

@@ -16,7 +16,7 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 
-pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
 HEAD = '<ir_version: 10, opset_import: ["": 26]> g '
 
 LAYER_NORM_GRADIENT = """{
@@ -87,7 +87,6 @@ def _reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.
     return results
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_the_same_with_all_their_threads(name: str) -> None:
     check_kernels(name, EmulatedDevice(2, watched=name != "long rows"))

@@ -255,6 +255,7 @@ ATTENTIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("saves", ["probabilities", "logsumexp"])
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("case", ATTENTIONS, ids=lambda case: f"{case[0]}-{case[3]}x{case[4]}")
@@ -273,6 +274,7 @@ def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadP
     compare("graphc::ScaledDotProductAttentionGrad", [made[3], q, k, v, mask, y, saved], attributes, pool)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_against_pytorch(causal: bool, pool: ThreadPool) -> None:
     arrays = [normal(2, 4, 40, 16) for _ in range(4)]

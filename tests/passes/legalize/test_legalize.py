@@ -17,7 +17,8 @@ from graphc.frontends.onnx import load, write_back
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.facts import dims
 from graphc.pipeline import run as run_pipeline
-from tests.frontends.zoo import LARGE, SMALL, legal, path_of, run, with_random_weights
+from tests.frontends.zoo import HUGE, LARGE, SMALL, legal, path_of, run, with_random_weights
+from tests.tiers import params
 
 F32 = np.float32
 
@@ -71,7 +72,7 @@ def constant_nodes(model: ir.Model) -> set[str]:
 # The zoo ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(n, marks=pytest.mark.full) for n in LARGE)])
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=LARGE, large=HUGE))
 def test_zoo_models_compute_the_same(name: str) -> None:
     original, legalised = with_random_weights(name)
     (x,) = legalised.graph.inputs
@@ -81,7 +82,7 @@ def test_zoo_models_compute_the_same(name: str) -> None:
     np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LARGE])
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=HUGE))
 def test_zoo_models_become_legal(name: str) -> None:
     model = legal(load(path_of(name)))
     onnx.checker.check_model(ir.to_proto(model)) if name in SMALL else None

@@ -17,8 +17,11 @@ from graphc.passes.legalize.rebatch import rebatch as rebatch_pass
 from graphc.passes.legalize.rebatch_repair import batch_place
 from graphc.pipeline import Context
 from graphc.pipeline import run as run_pipeline
-from tests.frontends.zoo import LARGE, SMALL, legal, path_of, run, with_random_weights
+from tests.frontends.zoo import HUGE, LARGE, SMALL, legal, path_of, run, with_random_weights
 from tests.passes.legalize.test_legalize import build, normal
+from tests.tiers import params
+
+pytestmark = pytest.mark.full
 
 
 def rebatch(model: ir.Model, batch: int | str, inputs: Sequence[str] | None = None) -> ir.Model:
@@ -38,7 +41,7 @@ def check_like_single_samples(model: ir.Model, feeds: dict[str, np.ndarray], par
             np.testing.assert_allclose(have, expected, rtol=1e-4, atol=atol * max(1.0, np.abs(expected).max()))
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LARGE])
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=HUGE))
 @pytest.mark.parametrize("batch", [2, "batch"])
 def test_zoo_models_take_another_batch(name: str, batch: int | str) -> None:
     model = legal(load(path_of(name)))
@@ -50,7 +53,7 @@ def test_zoo_models_take_another_batch(name: str, batch: int | str) -> None:
     assert all(shape is not None and None not in shape for shape in shapes)
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(n, marks=pytest.mark.full) for n in LARGE)])
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=(*HUGE, "densenet121", "inception_v2")))
 def test_zoo_models_compute_the_same_for_each_sample(name: str) -> None:
     _, model = with_random_weights(name)
     (x,) = model.graph.inputs

@@ -21,6 +21,8 @@ from graphc.ir.ops.random import philox_uniform
 from graphc.pipeline import Context, PassCall, run
 from graphc.training.inference import run_model
 
+pytestmark = pytest.mark.full
+
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 8, 2
 SIZE = WIDTH // HEADS
 
@@ -133,7 +135,7 @@ def compare(module: nn.Module, tensors: list[torch.Tensor], outputs: Mapping[str
     assert checked >= len(list(module.parameters())) / 2  # the bias of a key has no gradient, so it is left out
 
 
-@pytest.mark.parametrize("saves", ["probabilities", "logsumexp"])
+@pytest.mark.parametrize("saves", ["probabilities", pytest.param("logsumexp", marks=pytest.mark.large)])
 def test_every_way_to_write_it_is_found_and_trains_as_in_pytorch(saves: str) -> None:
     torch.manual_seed(0)
     seen = np.ones((BATCH, LENGTH), np.float32)
@@ -187,8 +189,9 @@ class Times(nn.Module):
         return x * self.mask
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("dynamic", "saves"), [(False, "logsumexp"), (True, "probabilities")])
+@pytest.mark.parametrize(
+    ("dynamic", "saves"), [(False, "logsumexp"), pytest.param(True, "probabilities", marks=pytest.mark.large)]
+)
 def test_dropped_probabilities_train_as_in_pytorch_with_the_same_masks(dynamic: bool, saves: str) -> None:
     torch.manual_seed(0)
     module = Dropped()

@@ -25,6 +25,8 @@ from graphc.ir.names import GOOD_STEPS, GRADIENT_OF, LOSS_SCALE
 from graphc.pipeline import PassCall
 from graphc.training.inference import run_model
 
+pytestmark = pytest.mark.full
+
 BATCH = 16
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,11 +68,11 @@ def autocast(name: str, precision: str | None, steps: int) -> np.ndarray:
     ("name", "precision"),
     [
         ("mlp", "bf16"),
-        pytest.param("mlp", "fp16", marks=pytest.mark.full),
-        pytest.param("lenet", "bf16", marks=pytest.mark.full),
-        pytest.param("lenet", "fp16", marks=pytest.mark.full),
-        pytest.param("transformer-small", "bf16", marks=pytest.mark.full),
-        pytest.param("transformer-small", "fp16", marks=pytest.mark.full),
+        ("mlp", "fp16"),
+        ("lenet", "bf16"),
+        ("lenet", "fp16"),
+        ("transformer-small", "bf16"),
+        pytest.param("transformer-small", "fp16", marks=pytest.mark.large),
     ],
 )
 def test_twenty_steps_follow_autocast(name: str, precision: str, exported: Callable[[str], str]) -> None:
@@ -86,9 +88,7 @@ def test_twenty_steps_follow_autocast(name: str, precision: str, exported: Calla
     assert np.median(moved) > 10 * np.median(noise) + 1e-7
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [("mlp", "bf16"), ("mlp", "fp16"), pytest.param("lenet", "bf16", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("name", "precision"), [("mlp", "bf16"), ("mlp", "fp16"), ("lenet", "bf16")])
 def test_first_steps_are_those_of_autocast_and_not_those_of_float32(
     name: str, precision: str, exported: Callable[[str], str]
 ) -> None:
@@ -131,14 +131,12 @@ def compiled(
     )
 
 
-@pytest.mark.full
 def test_one_cast_serves_all_readers(exported: Callable[[str], str]) -> None:
     graph = compiled(exported("transformer-small"), "bf16").model.graph
     casts = [(n.inputs[0], n.attributes["to"].as_int()) for n in graph if n.op_type == "Cast"]
     assert len(casts) == len(set(casts))
 
 
-@pytest.mark.full
 def test_allow_beats_the_table_and_deny_beats_allow(exported: Callable[[str], str]) -> None:
     def low(options: str) -> set[str]:
         graph = compiled(exported("transformer-small"), f"bf16{options}").model.graph

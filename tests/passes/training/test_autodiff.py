@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from graphc.ir.text import to_text
 from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.passes.training.autodiff import autodiff
 from graphc.pipeline import Context
+from tests.frontends.zoo import HUGE, LARGE, SMALL, path_of
 from tests.gradient_check import Array, gradients, new_model, normal, on_onnxruntime, reference
-
-ZOO = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+from tests.tiers import params
 
 
 def arrays(**shapes: tuple[int, ...]) -> dict[str, Array]:
@@ -232,8 +231,8 @@ def test_an_allreduce_without_gradient_is_refused() -> None:
         differentiate(model.graph, [y], [x])
 
 
-@pytest.mark.parametrize("path", sorted(ZOO.glob("*.onnx")), ids=lambda p: p.stem)
-def test_every_op_of_the_zoo_has_a_rule_or_a_zero_mark(path: Path) -> None:
-    used = {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=HUGE))
+def test_every_op_of_the_zoo_has_a_rule_or_a_zero_mark(name: str) -> None:
+    used = {node.op_type for node in onnx.load(path_of(name), load_external_data=False).graph.node}
     assert used
     assert sorted(op for op in used if op not in GRADIENTS) == []

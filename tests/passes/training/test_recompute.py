@@ -25,6 +25,9 @@ from graphc.ir.state import add_initializer
 from graphc.passes.training.recompute_cut import EXPENSIVE, Joint
 from graphc.pipeline import Context, run
 from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
+from tests.tiers import params
+
+pytestmark = pytest.mark.full
 
 BATCH = 32
 
@@ -145,9 +148,7 @@ FACTORS |= {("transformer", "cheap"): 1.5, ("transformer", "all"): 3.2}
 """By what the arena shrinks at least. It holds what passes from step to step; the Gelu of the mlp is a step of its own."""
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [pytest.param(*case, marks=pytest.mark.full if case[0] != "mlp" else ()) for case in FACTORS]
-)
+@pytest.mark.parametrize(("name", "mode"), params(FACTORS, large=[("transformer", "cheap")]))
 def test_the_same_bits_from_less_memory(name: str, mode: str, model: Callable[[str], str]) -> None:
     losses, state, arena = trained(compiled(model(name), None), name)
     again = trained(compiled(model(name), f"{mode},batch={BATCH}"), name)
@@ -157,7 +158,6 @@ def test_the_same_bits_from_less_memory(name: str, mode: str, model: Callable[[s
     assert arena / again[2] >= FACTORS[name, mode], (arena, again[2])
 
 
-@pytest.mark.full
 def test_the_same_bits_on_the_reference_backend(model: Callable[[str], str]) -> None:
     """Of matrix products; where numpy adds along strides, its order depends on whether a value has been copied to a buffer."""
     plain, again = (trained(compiled(model("mlp"), mode, "numpy"), "mlp", 2) for mode in (None, "all"))
@@ -166,7 +166,7 @@ def test_the_same_bits_on_the_reference_backend(model: Callable[[str], str]) -> 
         np.testing.assert_array_equal(again[1][key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_same_bits_in_mixed_precision(precision: str, model: Callable[[str], str]) -> None:
     plain, again = (trained(compiled(model("mlp"), mode, precision=precision), "mlp") for mode in (None, f"all,batch={BATCH}"))
     assert plain[0] == again[0]
@@ -191,7 +191,6 @@ def test_a_saved_graph_still_recomputes(model: Callable[[str], str], tmp_path: P
     assert memory_of(loaded, shapes) == memory_of(program.model, shapes)
 
 
-@pytest.mark.full
 def test_what_runs_again_comes_right_before_its_first_reader(model: Callable[[str], str]) -> None:
     graph = compiled(model("cnn"), "cheap").model.graph
     nodes = list(graph)
@@ -214,7 +213,6 @@ def test_taking_it_out_restores_the_plain_plan(model: Callable[[str], str]) -> N
         without_recomputation(plain)
 
 
-@pytest.mark.full
 def test_a_standard_file_computes_everything_once(model: Callable[[str], str]) -> None:
     plain, again = (standard_model(compiled(model("cnn"), mode).model) for mode in (None, "cheap"))
     counts = [sum(n.op_type in ("Relu", "Conv", "Sqrt") for n in m.graph) for m in (plain, again)]
@@ -224,7 +222,6 @@ def test_a_standard_file_computes_everything_once(model: Callable[[str], str]) -
 # Budgets ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_budget_takes_the_least_work_that_keeps_to_it(model: Callable[[str], str]) -> None:
     def nodes(recompute: str) -> tuple[int, float]:
         program = compiled(model("mlp"), recompute)
@@ -308,7 +305,6 @@ def test_the_cut_is_the_least_of_all_choices(seed: int) -> None:
     assert sum(sizes[v] for v in found) == least
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", [None, "cheap", "all"])
 def test_the_estimate_is_close_to_the_arena(mode: str | None, model: Callable[[str], str]) -> None:
     program = compiled(model("mlp"), f"{mode or 'budget_mb=1000'},batch={BATCH}")

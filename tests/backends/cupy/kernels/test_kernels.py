@@ -33,9 +33,12 @@ from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words
 from graphc.training.inference import run_model
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        shutil.which("g++") is None or platform.machine() != "x86_64", reason="the emulation needs a C++ compiler on x86-64"
+    ),
+]
 
 rng = np.random.default_rng(5)
 Arrays = Sequence["np.ndarray[Any, Any]"]
@@ -201,7 +204,6 @@ def test_a_pool_that_notes_its_maxima_has_the_gradient_of_pytorch(kernel: Any, s
     np.testing.assert_allclose(got.transpose(0, 3, 1, 2), x.grad.numpy(), atol=1e-6)
 
 
-@pytest.mark.full
 def test_a_maximum_that_is_nan_gets_the_gradient_as_in_pytorch(device: Any) -> None:
     """The last NaN of a window is its maximum; noted as a tap, or looked for. On the CPU backends too."""
     torch = pytest.importorskip("torch")
@@ -265,7 +267,6 @@ def test_gradients_of_pooling_are_those_of_pytorch(ties: bool, device: Any) -> N
 # Activations -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16], ids=lambda t: np.dtype(t).name)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_slope_of_gelu_is_that_of_pytorch(approximate: str, dtype: Any, device: Any) -> None:
@@ -295,7 +296,6 @@ def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device:
     assert got.tobytes() == want.tobytes()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("shape", [(6, 48), (3, 2, 20), (5, 9)], ids=str)
 def test_masks_are_the_same_wherever_a_kernel_draws_them(shape: tuple[int, ...], device: Any) -> None:
     """By fours for vectors of neighbours, one by one for other orders: element by element, along rows, across rows, turned."""
@@ -430,7 +430,6 @@ def test_the_host_runs_only_what_has_no_other_way() -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_networks_with_dropout_train_as_in_onnxruntime(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,8 @@ from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds, convolutions
 
+pytestmark = pytest.mark.full
+
 
 def check_attention(name: str, device: Any, dtype: ir.DataType, tolerance: float) -> None:
     case = ATTENTIONS[name]
@@ -59,7 +61,6 @@ def test_cudnn_is_told_the_right_attention(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16], ids=str)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.full
 def test_dropped_probabilities_are_those_of_pytorch_with_the_same_mask(dtype: ir.DataType) -> None:
     """In half precision by the library, else by its parts."""
     case = ATTENTIONS["dropped and added to"]
@@ -121,7 +122,6 @@ def test_numbers_saved_in_float32_do_not_keep_attention_off_tensor_cores() -> No
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.full
 def test_training_in_bfloat16_takes_attention_from_the_library(
     exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from graphc.passes.optimize.simplify import simplify_graph
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.backends.library_cases import CONVOLUTIONS, convolutions
 
+pytestmark = pytest.mark.full
+
 
 def check_convolution(name: str, last: bool, device: Any, dtype: ir.DataType, tolerance: float) -> None:
     model = convolutions(name, last, dtype)

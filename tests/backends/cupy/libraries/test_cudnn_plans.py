@@ -63,6 +63,7 @@ def check_plans(library: tuple[Any, dict[str, Any]], description: Description, l
     assert kept.get_workspace_size() == graph.get_workspace_size_plan_at_index(first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -75,6 +76,7 @@ def test_convolutions_have_plans(name: str, last: bool, dtype: ir.DataType, libr
             check_plans(library, convolution_of(node), deterministic=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fastest", "deterministic"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -88,6 +90,7 @@ def test_attention_has_plans(name: str, dtype: ir.DataType, deterministic: bool,
         check_plans(library, call, deterministic=deterministic)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_attention_of_the_benchmark_has_plans(name: str, dropout: bool, library: tuple[Any, dict[str, Any]]) -> None:

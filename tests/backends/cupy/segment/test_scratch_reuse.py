@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.report.memory import feed_shapes, memory_of
 from tests.backends.host_kernels import HostDevice
+from tests.tiers import params
 
 
 def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,20 +56,18 @@ def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_writ
     assert lodged > 200
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"accumulate": 2, "clip_norm": 1.0},
+    {"strategy": "zero:stage=2"},
+    {"strategy": "zero:stage=3"},
+]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"precision": "bf16"},
-        {"accumulate": 2, "clip_norm": 1.0},
-        {"strategy": "zero:stage=2"},
-        {"strategy": "zero:stage=3"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "workers"), params(product(OPTIONS, (1, 2)), large=[({}, 1)]), ids=str)
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_training_gives_the_same_bits_from_less_memory(
     options: dict[str, Any], workers: int, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch

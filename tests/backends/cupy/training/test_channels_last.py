@@ -23,6 +23,8 @@ from graphc.passes.optimize.simplify import simplify_graph
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.gradient_check import new_model
 
+pytestmark = pytest.mark.full
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 POOLS: list[dict[str, Any]] = [
@@ -89,7 +91,6 @@ def losses_of(backend: str, path: str) -> list[float]:
 
 
 @needs_compiler
-@pytest.mark.full
 def test_training_with_channels_last_follows_onnxruntime(
     exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +117,6 @@ class Small(torch.nn.Module):
 
 
 @needs_compiler
-@pytest.mark.full
 def test_an_image_is_convolved_in_blocks_and_its_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in bfloat16 follow PyTorch's in float32, weight by weight; the library gets 16 channels and steps of one pixel."""
     torch.manual_seed(0)

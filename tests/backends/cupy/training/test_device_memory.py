@@ -29,6 +29,8 @@ from graphc.report.memory import feed_shapes, memory_of, predicted
 from tests.backends.host_kernels import HostDevice
 from tests.backends.strict import DeviceArray
 
+pytestmark = pytest.mark.full
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
@@ -76,7 +78,6 @@ def test_a_trainer_allocates_what_was_predicted(
     assert found.pinned == pinned
 
 
-@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3"])
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
@@ -186,12 +187,13 @@ CLAIM = r"""(?x) (?: a\ batch\ of\ (?P<batch>\d+)\ on\ each\ worker\ in\ place\ 
 """What the message says helps, and with how many bytes."""
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "optimizer", "precision", "count", "part", "wanted"),
     [
         ("mlp", "adamw:lr=1e-3", "bf16", 1024, 0.8, {"batch", "steps"}),
-        ("transformer-small", "sgd:lr=0.1", None, 64, 0.9, {"batch", "steps", "recompute"}),
+        pytest.param(
+            "transformer-small", "sgd:lr=0.1", None, 64, 0.9, {"batch", "steps", "recompute"}, marks=pytest.mark.large
+        ),
         ("mlp", "adam:lr=1e-3", None, 2, 0.9, {"strategy"}),
     ],
 )
@@ -235,7 +237,7 @@ def test_whoever_takes_the_advice_has_enough_memory(
     assert all(int(claim["bytes"].replace(",", "")) > limit for claim in re.finditer(CLAIM, short))
 
 
-@pytest.mark.full
+@pytest.mark.large
 @needs_compiler
 def test_a_plan_that_does_not_fit_changes_nothing(exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, device = compiled(exported("lenet"), backend="pretended"), Equipped()
@@ -269,7 +271,6 @@ def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
         bind(program.again(strategy=claim["strategy"]), 0, needs, monkeypatch, workers)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("strategy", "workers"), [("zero:stage=1,offload=true", 1), ("zero:stage=3", 2)])
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_evaluation_copies_each_parameter_once_and_that_is_predicted(

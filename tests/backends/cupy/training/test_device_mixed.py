@@ -16,6 +16,7 @@ from tests.backends.host_kernels import HostDevice
 from tests.training import small
 
 pytestmark = [
+    pytest.mark.large,
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),

@@ -28,6 +28,8 @@ from graphc.ir.ops.updates import like_parameter
 from graphc.plan.segment_model import bind_op
 from tests.backends.host_kernels import EmulatedDevice, HostDevice
 
+pytestmark = pytest.mark.full
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 SIZE = 64 * 5 + 2
@@ -101,7 +103,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], list[str], Callable[..., Any]]]
 
 
 @needs_compiler
-@pytest.mark.parametrize("low", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_three_steps_in_place_are_those_of_pytorch(name: str, low: bool) -> None:
     op, attributes, roles, make = OPTIMIZERS[name]
@@ -257,7 +259,6 @@ def test_an_optimizer_of_a_plugin_gets_a_kernel_and_one_with_norms_does_not(monk
     assert not is_elementwise(node_of("TestLars", [arrays[0], arrays[1], arrays[3]], {}))
 
 
-@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
 def test_the_text_is_cuda_that_loads_sixteen_bytes_at_once(tmp_path: Path) -> None:
     state = adamw(HostDevice(), 640)
@@ -273,9 +274,7 @@ def test_the_text_is_cuda_that_loads_sixteen_bytes_at_once(tmp_path: Path) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "dtype", [np.float32, *(pytest.param(t, marks=pytest.mark.full) for t in (ml_dtypes.bfloat16, np.float16, np.float64))]
-)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
 def test_gradients_are_measured_in_two_launches(dtype: Any) -> None:
     """However many arrays there are, and wherever in one of them a number is not finite."""
     rng = np.random.default_rng(0)
@@ -329,7 +328,6 @@ def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
 
 
 @needs_compiler
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "options", "tolerance"),
     [
