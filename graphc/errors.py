@@ -27,7 +27,7 @@ class DataDependentShapeError(ModelError):
 
 
 class UnsupportedOpError(GraphcError):
-    """An operator graphc cannot differentiate, decompose or execute, named with its place in the graph."""
+    """An operator that graphc cannot differentiate, decompose or execute; the message names it and its place in the graph."""
 
     exit_code = 3
 
@@ -41,7 +41,7 @@ class FeedError(GraphcError, ValueError):
 
 
 class DataError(GraphcError):
-    """What reads the data failed; the message says in which batch, and the cause is the exception it raised.
+    """Reading data failed; the message names the batch, and the cause is the original exception.
 
     Attributes:
         epoch, batch: zero-based.

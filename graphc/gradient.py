@@ -61,13 +61,13 @@ def gradient(*ops: str, override: bool = False, selective: bool = False) -> Call
 
 
 def zero_gradient(*ops: str, origin: str) -> None:
-    """Mark ops as piecewise constant or integer-valued: nothing flows back through them, and they block nothing."""
+    """Mark ops as piecewise constant or integer-valued: their gradient is zero, and they block no path."""
     for op in ops:
         GRADIENTS.register(op, GradientRule(op, None, "zero almost everywhere"), origin=origin)
 
 
 def refuse_gradient(*ops: str, reason: str, origin: str) -> None:
-    """Mark ops of which there is no derivative, though there might be; whoever asks for one is told the ``reason``."""
+    """Mark ops that have no derivative here; asking for one raises an error with the ``reason``."""
 
     def refuse(op: Any, node: ir.Node, *dys: ir.Value | None) -> Any:
         raise UnsupportedOpError(f"no derivative of {node.op_type}: {reason}: {describe(node)}")

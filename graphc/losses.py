@@ -1,6 +1,6 @@
-"""The losses, as a user names them: ``graphc.losses.SoftmaxCrossEntropy(logits="logits", label="label")``.
+"""The losses by their public names: ``graphc.losses.SoftmaxCrossEntropy(logits="logits", label="label")``.
 
-Each is one step of the pipeline (the ``loss`` pass does the work). On the command line the same loss is
+Each is one call of the ``loss`` pass. On the command line the same loss is
 ``softmax_cross_entropy:logits=logits,label=label``; :func:`parse` reads that form.
 """
 
@@ -16,11 +16,11 @@ from graphc.pipeline import PASSES, PassCall
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What all losses have in common.
+    """Base of the losses.
 
     Attributes:
         reduction: ``mean`` over what counts, exact over uneven shares of the workers, or ``sum``.
-        keep_outputs: keep the model's own outputs behind the loss.
+        keep_outputs: keep the model's own outputs beside the loss.
         sample_weight: value of the graph, or name of a new float32 input (N,), by which each sample's loss is multiplied; a
             mean divides by the sum of the weights, and metrics are weighted too. None: every sample weighs 1.
     """

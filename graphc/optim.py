@@ -1,7 +1,7 @@
-"""The optimizers, as a user names them: ``graphc.optim.Adam(lr=1e-3)``. Definitions, names and defaults are PyTorch's.
+"""The optimizers by their public names: ``graphc.optim.Adam(lr=1e-3)``, with PyTorch's definitions and defaults.
 
-Each is one step of the pipeline (the ``optimizer`` pass does the work). On the command line the same optimizer is
-``adam:lr=1e-3``; :func:`parse` reads that form.
+Each is one call of the ``optimizer`` pass. On the command line the same optimizer is ``adam:lr=1e-3``; :func:`parse` reads
+that form.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class Schedule:
 
 
 def checked_rate(value: Any) -> float:
-    """A learning rate that does no harm: a NaN would reach every parameter with the next step.
+    """Check a learning rate: a NaN would reach every parameter with the next step.
 
     Raises:
-        UsageError: no number, not finite, or negative.
+        UsageError: not a number, not finite, or negative.
     """
     try:
         rate = float(value)

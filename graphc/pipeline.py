@@ -29,7 +29,7 @@ PASSES: Registry[Pass] = Registry("pass", "graphc.passes")
 
 @dataclass(slots=True)
 class Context:
-    """What a pipeline hands from pass to pass besides the model.
+    """State that a pipeline passes from pass to pass besides the model.
 
     Attributes:
         log: lines for the user about what passes did (``"allreduce: 10 gradients"``).

@@ -1,8 +1,8 @@
-"""Where ops, passes, gradients and backends are found by name.
+"""Registries that find ops, passes, gradients and backends by name.
 
 Built-ins and plugins register in one way: a module named by an entry point of group ``graphc.ops``, ``graphc.passes``,
-``graphc.gradients`` or ``graphc.backends`` is imported, and the decorators in it put what they decorate into the
-table of that group. No module of the core imports a pass, a gradient or a backend by name.
+``graphc.gradients`` or ``graphc.backends`` is imported, and the decorators in it add entries to the table of that group. No
+module of the core imports a pass, a gradient or a backend by name.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             importlib.import_module(module)
         except MissingExtraError as error:
-            # The others stay usable; whoever asks for this one by name learns what to install.
+            # the others stay usable; asking for this one by name raises the error that says what to install
             self._missing[name] = error
 
     def register(self, name: str, item: T, *, origin: str, override: bool = False) -> None:

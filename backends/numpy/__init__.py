@@ -1,6 +1,6 @@
-"""The reference backend: slow, obviously right. Segments run in ``onnx.reference``; there are no native kernels.
+"""The reference backend: slow and obviously right. ``onnx.reference`` runs segments; there are no native kernels.
 
-Where the evaluator of ``onnx.reference`` is wrong, ours stands in for it: :mod:`graphc.backends.numpy.operators`.
+Where the evaluator of ``onnx.reference`` is wrong, :mod:`graphc.backends.numpy.operators` replaces its implementation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphc.ir.ops.recurrent import RECURRENT, expand_recurrent
 
 
 class NumpyBackend:
-    """Every ``graphc`` op runs through its decomposition. ``threads`` and ``spin`` are accepted and unused."""
+    """Runs every ``graphc`` op through its decomposition; ``threads`` and ``spin`` are accepted and unused."""
 
     name = "numpy"
     alignment = ALIGNMENT
@@ -94,7 +94,7 @@ def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
 
 
 def _with_scans(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with RNN, GRU and LSTM as Scans: those of ``onnx.reference`` pass over lengths, activations and clipping."""
+    """Replace RNN, GRU and LSTM by Scans: those of ``onnx.reference`` ignore lengths, activations and clipping."""
     version = next((o.version for o in model.opset_import if o.domain == ""), None)
     if version != OPSET or not any(node.op_type in RECURRENT for node in model.graph.node):
         return model

@@ -1,4 +1,4 @@
-"""Control flow, sequences and optionals for the evaluator of ``onnx.reference``, whose own forms lack cases.
+"""Control flow, sequences and optionals for ``onnx.reference``, whose own implementations lack cases.
 
 Loop: scalars as scan outputs, no condition, no trips. Scan: axes, reversed directions, no trips. SequenceMap: several
 inputs, captured values. Optional: an element instead of a list of it; nothing where there is none.
@@ -33,7 +33,7 @@ class _WithBody(_Open):
 
 
 def _empty(body: Any, index: int, axis: int = 0) -> Array:
-    """The scan output of a body that never ran: no elements, of the type and, where they are known, sizes it declares."""
+    """The scan output of a body that never ran: no elements, with the declared type and known sizes."""
     tensor = body.output_types_[index].tensor_type
     dims = [d.dim_value for d in tensor.shape.dim]
     dims.insert(axis % (len(dims) + 1), 0)
@@ -58,7 +58,7 @@ class If(_WithBody):
 
 
 class Loop(_WithBody):
-    """Trips until the count or the condition ends them; states are handed on, scan outputs gathered along a new axis 0."""
+    """Iterate until the count or the condition ends; states are carried, scan outputs are stacked along a new axis 0."""
 
     def _run(
         self,
@@ -88,7 +88,7 @@ class Loop(_WithBody):
 
 
 class Scan(_WithBody):
-    """One trip per slice of the scan inputs; states are handed on, scan outputs gathered along their axes."""
+    """Iterate over slices of the scan inputs; states are carried, scan outputs are stacked along their axes."""
 
     def _run(
         self,
@@ -129,7 +129,7 @@ class Scan(_WithBody):
 
 
 class SequenceMap(_WithBody):
-    """The body's outputs for every element of the first sequence; other sequences go along, tensors stay."""
+    """Run the body for every element of the first sequence; other sequences advance with it, tensors stay."""
 
     def _run(
         self,

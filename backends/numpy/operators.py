@@ -1,4 +1,4 @@
-"""Ops whose implementation in ``onnx.reference`` is wrong or of lower precision than its operands, written anew.
+"""Replacements for ops whose implementation in ``onnx.reference`` is wrong or less precise than its operands.
 
 ====================  ========================================================================================
 ConvTranspose         mixes up groups
@@ -11,7 +11,7 @@ Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whateve
 GridSample, DeformConv                                    the same, and slow: :mod:`graphc.backends.numpy.sampling`
 ====================  ========================================================================================
 
-Classes carry the names of the ops, by which the evaluator finds them; its attributes come as keyword arguments.
+The evaluator finds the classes by the names of the ops; attributes come as keyword arguments.
 """
 
 from __future__ import annotations
@@ -350,4 +350,4 @@ REPAIRED: tuple[type[OpRun], ...] = (
     SequenceInsert,
     SequenceMap,
 )
-"""What stands in for the evaluator's own implementations."""
+"""The implementations that replace the evaluator's own."""

@@ -1,4 +1,4 @@
-"""GridSample and DeformConv in the precision of their operands: those of ``onnx.reference`` compute places in float32."""
+"""GridSample and DeformConv in the precision of their operands; ``onnx.reference`` computes positions in float32."""
 
 from __future__ import annotations
 

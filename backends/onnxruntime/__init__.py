@@ -1,6 +1,6 @@
-"""The CPU backend: compute segments run in onnxruntime, what it lacks or does slowly in native kernels.
+"""The CPU backend: onnxruntime runs the segments, native kernels what it lacks or does slowly.
 
-Inputs and outputs are bound by pointer into planned buffers, so a run copies nothing and allocates nothing of ours.
+Inputs and outputs are bound by pointer into planned buffers, so a run copies nothing and allocates none of our memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError as error:  # pragma: no cover - depends on the installation
 
 
 UNEVEN = ["MatMulScaleFusion"]
-"""Optimisations that change results by where a segment ends: what is computed again must come out bit for bit."""
+"""Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
 
 
 class OnnxRuntimeBackend:
@@ -57,7 +57,7 @@ class OnnxRuntimeBackend:
         return False
 
     def computes_halves(self, node: ir.Node) -> bool:
-        return False  # the CPU provider has few such kernels, and none for bfloat16
+        return False  # the CPU provider has few bfloat16 kernels
 
     def bind_segment(
         self,
@@ -95,7 +95,7 @@ class OnnxRuntimeBackend:
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         session = self._session(model)
         names = [value.name for value in session.get_outputs()]
-        wanted = {value.name for value in session.get_inputs()}  # inputs that nothing uses are gone
+        wanted = {value.name for value in session.get_inputs()}  # unused inputs are not part of the session
         try:
             results = session.run(names, {name: feed for name, feed in feeds.items() if name in wanted})
         except Exception as error:
@@ -141,15 +141,16 @@ def _ops(model: onnx.ModelProto) -> str:
 
 
 def element_type(array: Array) -> Any:
-    """What io_binding takes: a numpy type, or ONNX's number for a type that numpy has not."""
+    """The element type for io_binding: a numpy type, or ONNX's number for a type that numpy lacks."""
     return array.dtype if array.dtype.isbuiltin == 1 else int(ir.DataType.from_numpy(array.dtype))
 
 
 def make_session(
     model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[tuple[str, Mapping[str, str]]]
 ) -> ort.InferenceSession:
-    """A session for a segment. Without onnxruntime's fallback: a session on another device than the arrays that are bound to it
-    would read whatever lies there.
+    """Make a session for a segment, without onnxruntime's fallback to another device.
+
+    A session on another device than the bound arrays would read arbitrary memory.
 
     Raises:
         UnsupportedOpError: onnxruntime cannot run it.
@@ -169,13 +170,13 @@ def make_session(
 def session_options(threads: int, spin: bool) -> ort.SessionOptions:
     """Options of every session: ``threads`` in all, which do not wait busily between runs."""
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # what fails is raised, and told once
+    options.log_severity_level = 4  # errors are raised, so they need not be logged too
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin and threads > 1 else "0")
-    # Native kernels run between segments on the same cores: the runtime's threads must rest by then.
+    # native kernels run between segments on the same cores, so the runtime's threads must be idle by then
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 

@@ -1,9 +1,9 @@
-"""onnxruntime on a GPU: the same plans, segments in its CUDA provider, every buffer in the GPU's memory.
+"""onnxruntime on a GPU: segments run in its CUDA provider, with every buffer in GPU memory.
 
 CuPy owns the memory and the stream, and onnxruntime is bound to both, so that segments, collectives and copies are queued in
-one order and nothing waits for the host in between. (Memory of onnxruntime's own would do without CuPy, but can neither be
-cut into slices nor be filled, and no communicator takes it.) There are no kernels of graphc's here: what is no standard op is
-decomposed, and what the provider lacks, onnxruntime runs on the host by itself, at the price of a wait and two copies.
+one order without a wait on the host. (onnxruntime's own allocator would do without CuPy, but its memory can be neither sliced
+nor filled, and no communicator takes it.) graphc has no kernels of its own here: its ops are decomposed, and ops that the
+provider lacks run on the host, at the price of a wait and two copies.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
 
 PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip uninstall -y onnxruntime && pip install 'graphc[onnxruntime-cuda]'"
-"""The two packages of onnxruntime fill one folder, so that only one of them can be installed."""
+"""onnxruntime and onnxruntime-gpu install into the same folder, so only one of them can be installed."""
 
 LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
-"""What the provider is linked with, or loads when it needs it; CuPy depends on the package that finds them."""
+"""Libraries that the provider links or loads; CuPy depends on the package that finds them."""
 
 
 class DeviceBackend:
-    """Segments in a provider of onnxruntime whose arrays are not the host's.
+    """Runs segments in a provider of onnxruntime whose arrays are not in host memory.
 
     Args:
-        memory: whose arrays segments are bound to.
-        providers: of onnxruntime, with their options, the first one preferred.
-        device: onnxruntime's name of where the arrays lie, and the number of the device.
-        queued: makes a closure that runs a session one that queues it, where the provider does not queue by itself.
+        memory: of the arrays that segments are bound to.
+        providers: of onnxruntime, with their options, in order of preference.
+        device: onnxruntime's name of the device, and its number.
+        queued: turns a closure that runs a session into one that queues it, where the provider itself does not queue.
     """
 
     name = "onnxruntime-cuda"
@@ -70,7 +70,7 @@ class DeviceBackend:
         return False
 
     def computes_halves(self, node: ir.Node) -> bool:
-        """float16 wherever the provider has a kernel (else onnxruntime casts); of bfloat16 it has too few."""
+        """float16 where the provider has a kernel (onnxruntime casts elsewhere); it has too few for bfloat16."""
         values = (*node.inputs, *node.outputs)
         return all(v is None or v.dtype != ir.DataType.BFLOAT16 for v in values)
 
@@ -94,7 +94,7 @@ class DeviceBackend:
         run = functools.partial(session.run_with_iobinding, binding, self._run_options)
 
         def launch() -> None:
-            if held:  # whoever holds the closure holds the memory
+            if held:  # the closure keeps the memory alive
                 run()
 
         return self._queued(launch)
@@ -105,7 +105,7 @@ class DeviceBackend:
         raise UnsupportedOpError(f"the {self.name} backend has no native kernel for {node.op_type}")
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """What no plan can hold runs on the host."""
+        """Models that no plan can hold run on the host."""
         engine = OnnxRuntimeBackend(threads=1, spin=False)
         try:
             return engine.run_whole(model, feeds)
@@ -119,7 +119,7 @@ class DeviceBackend:
         """Nothing waits for the rest of its plan."""
 
     def record(self, runs: Sequence[Run]) -> Run:
-        return in_order(runs)  # onnxruntime allocates while it runs, which no graph may hold
+        return in_order(runs)  # onnxruntime allocates while it runs, which a CUDA graph does not allow
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(self.memory.fetch(array)).all())
@@ -129,11 +129,11 @@ class DeviceBackend:
 
 
 class OnnxRuntimeCudaBackend(DeviceBackend):
-    """onnxruntime's CUDA provider.
+    """Make the backend of onnxruntime's CUDA provider.
 
     Args:
-        threads: for what the provider leaves to the host.
-        index: of the GPU; None: that of this worker, by its local rank.
+        threads: for ops that the provider leaves to the host.
+        index: of the GPU; None: the local rank of this worker.
         tf32: whether float32 products and convolutions may round their operands to TF32.
 
     Raises:
@@ -157,7 +157,7 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
 
 
 def address(array: Any) -> int:
-    """Where an array of a device begins."""
+    """The address of the first element of a device array."""
     return int(array.data.ptr)
 
 
@@ -174,10 +174,10 @@ def provider_options(index: int, stream: int, *, tf32: bool) -> dict[str, str]:
 
 
 def check_provider() -> None:
-    """See to it that this onnxruntime has the CUDA provider.
+    """Check that this onnxruntime has the CUDA provider.
 
     Raises:
-        MissingExtraError: it is the one for CPUs.
+        MissingExtraError: it is the package for CPUs.
     """
     if PROVIDER not in ort.get_available_providers():
         raise MissingExtraError(
@@ -186,7 +186,7 @@ def check_provider() -> None:
 
 
 def check_major(major: int) -> None:
-    """See to it that CuPy and onnxruntime use the same CUDA.
+    """Check that CuPy and onnxruntime use the same CUDA.
 
     Raises:
         MissingExtraError: they were built for different ones.
@@ -200,9 +200,9 @@ def check_major(major: int) -> None:
 
 
 def load_libraries() -> None:
-    """Load CUDA's libraries and cuDNN from wherever pip or the system put them; what is not found, :func:`check_loads` tells.
+    """Load CUDA's libraries and cuDNN from pip's packages or the system; :func:`check_loads` reports what is missing.
 
-    onnxruntime's own ``preload_dlls`` looks into the folder of packages that it lies in only, and prints on stdout.
+    onnxruntime's own ``preload_dlls`` searches its own site-packages folder only, and prints to stdout.
     """
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
@@ -212,17 +212,17 @@ def load_libraries() -> None:
 
 
 def check_loads(providers: Sequence[tuple[str, dict[str, str]]]) -> None:
-    """See to it that the provider's libraries load, and that it takes its options: without it onnxruntime would go on.
+    """Check that the provider loads and takes its options; without this, onnxruntime would silently use the CPU.
 
     Raises:
-        GraphcError: it cannot be had, with the reason that the provider gives.
+        GraphcError: it does not load, with the provider's reason.
     """
     node = onnx.helper.make_node("Identity", ["x"], ["y"])
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
     graph = onnx.helper.make_graph([node], "probe", [x], [y])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9)
     reason = ""
-    ort.set_default_logger_severity(4)  # the error below says what its log would
+    ort.set_default_logger_severity(4)  # the error below contains the reason that the log would show
     try:
         with warnings.catch_warnings(action="ignore"):
             used = make_session(model, session_options(1, spin=False), providers).get_providers()

@@ -1,4 +1,4 @@
-"""Integers of two and four bits: onnxruntime keeps several in a byte, numpy (``ml_dtypes``) one in each."""
+"""Packs integers of two and four bits: onnxruntime stores several in a byte, numpy (``ml_dtypes``) one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Threads for native kernels: persistent, with a hand-off that costs about ten microseconds, one pool a worker.
+"""A thread pool for native kernels, one per worker; handing work over takes about ten microseconds.
 
-Numba's own ``parallel=True`` is left alone on purpose: one of its layers cannot be called from several threads, and the
-other keeps a second set of spinning threads beside those of onnxruntime.
+Numba's own ``parallel=True`` is not used: one of its threading layers cannot be called from several threads, and the other
+keeps a second set of spinning threads besides those of onnxruntime.
 """
 
 from __future__ import annotations

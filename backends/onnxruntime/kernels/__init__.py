@@ -1,4 +1,4 @@
-"""Native kernels of the onnxruntime backend: what onnxruntime lacks or does slowly. Importing this registers them."""
+"""Native kernels of the onnxruntime backend; importing this registers them."""
 
 from __future__ import annotations
 

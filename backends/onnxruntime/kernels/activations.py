@@ -15,7 +15,7 @@ from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.device import Run
 
 GRAIN = 16384
-"""Elements of a range worth handing to another thread."""
+"""Smallest range, in elements, that is worth handing to another thread."""
 
 _HALF_ROOT = np.float32(math.sqrt(0.5))
 _DENSITY = np.float32(1.0 / math.sqrt(2.0 * math.pi))
@@ -36,7 +36,7 @@ def relu_grad(k: Binding) -> Run:
 def _relu_grad(dy, y, dx, start, stop):
     dy, y, dx = dy[start:stop], y[start:stop], dx[start:stop]
     for i in range(y.size):
-        slope = dy[i]  # read in any case, so that there is no branch
+        slope = dy[i]  # always read, so that there is no branch
         dx[i] = slope if y[i] > np.float32(0.0) else np.float32(0.0)
 
 

@@ -1,4 +1,4 @@
-"""What kernels ask of the arrays they are bound to."""
+"""Helpers for the arrays that kernels are bound to."""
 
 from __future__ import annotations
 

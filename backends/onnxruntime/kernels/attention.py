@@ -1,9 +1,8 @@
-"""Attention, forward and backward, a head and a block of queries at a time: scores and probabilities stay in cache.
+"""Attention, forward and backward, one head and one block of queries at a time, so that scores stay in cache.
 
-Operands are read and gradients written where the layout of the op says they lie, through the leading dimensions of the
-matrix products, so nothing is transposed or taken apart. Milliseconds for 32 heads of 128 × 128 over 32 elements on one
-core of 110 GFLOP/s: forward 1.06, backward 1.59 where the op saves the probabilities and 2.11 where it saves the logarithms
-of their sums and they are computed again (PyTorch 1.14 and 3.1).
+Matrix products read operands and write gradients in place, through leading dimensions that follow the op's layout; nothing is
+transposed or split. Milliseconds for 32 heads of 128 × 128 over 32 elements on one core of 110 GFLOP/s: forward 1.06, backward
+1.59 where the op saves the probabilities, and 2.11 where it saves the log-sum-exp and recomputes them (PyTorch 1.14 and 3.1).
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from graphc.ir.facts import static_dims
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
 
 TILE = 65536
-"""Scores of one block of queries: 256 KiB, a part of a core's level-2 cache."""
+"""Bytes of the scores of one block of queries: 256 KiB, a part of a core's level-2 cache."""
 
-# Columns of the table of operands that a kernel gets: where it begins, and steps along batch, head and length.
+# columns of the operand table that a kernel gets: start, and steps along batch, head and length
 _START, _BATCH, _HEAD, _ROW = range(4)
 
 
 def _fits(node: ir.Node) -> bool:
-    """Whether all operands are there, none is empty, nothing is dropped, and heads end in contiguous rows of their elements."""
+    """Whether the kernel takes this node: no empty operand, no dropout, and contiguous rows of head elements."""
     backward = node.op_type.endswith("Grad")
     layout = node.attributes.get_string("layout", "bhtd,bhtd,bhtd->bhtd")
     shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
@@ -49,7 +48,7 @@ def _fits(node: ir.Node) -> bool:
 
 @dataclass
 class _Heads:
-    """What both kernels are told of the operands."""
+    """The operand description that both kernels take."""
 
     flat: list[Array]
     table: Array
@@ -168,7 +167,7 @@ def _at(array, place, b, h):
 @jit
 @no_type_check
 def _mask(row, bias, seen, place, b, h, r):
-    """Mask the scores of query r; the first entry of ``place`` says by what: 0 booleans, 1 numbers to add."""
+    """Mask the scores of query r; ``place[0]`` is 0 for a boolean mask and 1 for an additive one."""
     begin = b * place[1] + h * place[2] + r * place[3]
     if place[0] == 1:
         own = bias[begin : begin + row.size]
@@ -183,7 +182,9 @@ def _mask(row, bias, seen, place, b, h, r):
 @jit
 @no_type_check
 def _softmax(row, own):
-    """The first ``own`` scores to probabilities; returns m and Σ exp(score - m). A row that is hidden gets zeros."""
+    """Turn the first ``own`` scores into probabilities; returns their maximum m and Σ exp(score - m). A masked row gets
+    zeros.
+    """
     top = highest_of(row[:own])
     if top == -np.float32(np.inf):
         row[:own] = np.float32(0.0)
@@ -239,7 +240,7 @@ def _backward(
             for h in range(g * group, (g + 1) * group):
                 for first in range(0, queries, block):
                     last = min(first + block, queries)
-                    # A later block sees more keys: one that comes first writes all rows of ∂k and ∂v, those unseen as zeros.
+                    # later blocks see more keys, so the first to come writes all rows of ∂k and ∂v, unseen ones as zeros
                     count, limit = last - first, min(keys, last) if causal and so_far == one else keys
                     begin = (b * heads + h) * queries + first
                     row_q = _at(q, table[0], b, h) + 4 * first * table[0, 3]
@@ -275,7 +276,7 @@ def _backward(
 @jit
 @no_type_check
 def _again(row, own, logarithm):
-    """Probabilities of the first ``own`` scores of a row, from these and the logarithm of their sum."""
+    """Recompute the probabilities of the first ``own`` scores of a row from their log-sum-exp."""
     shown = row[:own]
     if logarithm == -np.float32(np.inf):
         shown[:] = np.float32(0.0)

@@ -1,7 +1,7 @@
-"""How native kernels are compiled: without the GIL, cached on disk, with NaN and infinity kept.
+"""Compiles native kernels with Numba: without the GIL, cached on disk, keeping NaN and infinity.
 
 ``fastmath`` may reorder sums, fuse multiply-add and turn division by a constant into a product; it may not assume that
-values are finite, because a diverging run must be seen as such.
+values are finite, since a diverging run must be detected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 
 
 def _cache_is_usable() -> bool:
-    """Whether Numba finds a directory for its cache: beside this file, else in the user's cache directory.
+    """Whether Numba finds a cache directory: beside this file, else in the user's cache directory.
 
-    When neither can be written, a directory among the temporary files serves; an unwritable one there turns caching off.
+    When neither can be written, a directory among the temporary files is used; if that is not writable, caching is off.
     """
     if os.environ.get("NUMBA_CACHE_DIR"):
         return True
@@ -54,12 +54,12 @@ def jit(function: F) -> F:
 
 
 def exact(function: F) -> F:
-    """As :func:`jit`, with every operation rounded as written."""
+    """Compile as :func:`jit` does, but round every operation as written."""
     return numba.njit(function, nogil=True, cache=_CACHE, boundscheck=False, error_model="numpy")  # type: ignore[no-any-return]
 
 
 def single_threaded_blas() -> None:
-    """Keep the BLAS behind ``np.dot`` in compiled code (SciPy's) to one thread: the pool's threads call it side by side."""
+    """Limit the BLAS behind ``np.dot`` in compiled code (SciPy's) to one thread: the pool's threads call it in parallel."""
     import scipy.linalg.cython_blas  # noqa: F401 - loads the library that is limited below
 
     for controller in threadpoolctl.ThreadpoolController().lib_controllers:

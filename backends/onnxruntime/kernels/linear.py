@@ -16,7 +16,7 @@ from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 
 WORTH = 1 << 20
-"""Multiplications below which a step of its own costs more than it saves."""
+"""Smallest product, in multiplications, for which a native step costs less than it saves."""
 
 
 def _shapes(node: ir.Node) -> list[tuple[int, ...]] | None:

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy and its gradient: one sweep over each position's classes, sums of the parts in float64."""
+"""Softmax cross-entropy and its gradient, in one sweep over each position's classes; partial sums are float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphc.device import Array, Run
 
 
 def _by_position(array: Array, axis: int) -> Array:
-    """Scores as (before, behind, classes): contiguous, and then compiled to vector code, when classes come last."""
+    """View scores as (before, behind, classes); contiguous, and compiled to vector code, when classes come last."""
     axis %= array.ndim
     behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
     if behind == 1:
@@ -24,7 +24,7 @@ def _by_position(array: Array, axis: int) -> Array:
 
 
 def _label_arguments(k: Binding, label: Array, weight: Array | None) -> tuple[Array, Array, np.bool_, np.int64, np.float32]:
-    """Labels as a vector, class weights (empty: all 1), whether and which label is ignored, smoothing."""
+    """Labels as a vector, class weights (empty: all 1), whether a label is ignored and which, smoothing."""
     ignore = k.attributes["ignore_index"]
     return (
         label.reshape(-1),
@@ -37,7 +37,7 @@ def _label_arguments(k: Binding, label: Array, weight: Array | None) -> tuple[Ar
 
 @kernel("onnxruntime", "graphc::SoftmaxCrossEntropy")
 def softmax_cross_entropy(k: Binding) -> Run:
-    """Two sums and the log-softmax."""
+    """Compute total, weight and the log-softmax."""
     (logits, label), (total, weight, log_prob) = given(k.inputs, 2), given(k.outputs, 3)
     scores = _by_position(logits, k.attributes["axis"])
     positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]

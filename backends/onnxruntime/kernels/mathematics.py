@@ -1,4 +1,4 @@
-"""Elementary functions in float32 that the compiler turns into vector instructions."""
+"""Elementary float32 functions that compile to vector instructions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exp(x):
 @jit
 @no_type_check
 def highest_of(row):
-    """The maximum, taken on bit patterns put in the order of their numbers: integers are compared in vectors."""
+    """Maximum of two floats by comparing their bit patterns as integers, which vectorises."""
     rest = np.int32(0x7FFFFFFF)
     best = np.int32(-0x80000000)
     for c in range(row.size):

@@ -1,4 +1,4 @@
-"""Normalisation over a batch, a layer or neighbouring channels: what is summed stays in cache for the sweep that uses it."""
+"""Normalisation over a batch, a layer or neighbouring channels; operands are in cache for the second sweep."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def by_channel(array: Array) -> Array:
 
 
 def grain_of(x: Array) -> int:
-    """Channels of ``x`` worth handing to another thread."""
+    """Fewest channels of ``x`` that are worth handing to another thread."""
     size, channels = x.size, int(x.shape[1])
     return max(1, 16384 // max(1, size // max(1, channels)))
 
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTraining")
 def batch_normalization_training(k: Binding) -> Run:
-    """A channel at a time: mean, then variance, then y, so that memory is read once."""
+    """One channel at a time: mean, variance, then y, so that memory is read once."""
     (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
     epsilon = np.float32(k.attributes["epsilon"])
     arguments = (by_channel(x), scale, bias, epsilon, by_channel(y), mean, var, inv_std)
@@ -67,7 +67,7 @@ def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, 
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad")
 def batch_normalization_training_grad(k: Binding) -> Run:
-    """A channel at a time: both sums, then dx."""
+    """One channel at a time: both sums, then dx."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
     arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, by_channel(dx), dscale, dbias)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
@@ -100,7 +100,9 @@ def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, st
 
 
 def _scale_is_a_row(of: int) -> Callable[[ir.Node], bool]:
-    """Whether scale, the input behind input ``of``, has the shape of its normalised axes: then those are one contiguous row."""
+    """Whether scale (the input after input ``of``) has the shape of the normalised axes, so that those form one
+    contiguous row.
+    """
 
     def check(node: ir.Node) -> bool:
         x, scale = node.inputs[of], node.inputs[of + 1]
@@ -116,12 +118,12 @@ def _scale_is_a_row(of: int) -> Callable[[ir.Node], bool]:
 
 @kernel("onnxruntime", "LayerNormalization", when=_scale_is_a_row(0))
 def layer_normalization(k: Binding) -> Run:
-    """y = (x - mean) / √(variance + ε) · scale + bias, a row at a time: mean, then variance, then the result."""
+    """y = (x - mean) / √(variance + ε) · scale + bias, one row at a time: mean, variance, then the result"""
     (x, scale), (y,) = given(k.inputs, 2), given(k.outputs, 1)
     size = scale.size
     rows = x.size // size
     bias = optional(k.inputs, 2)
-    # The mean and inverse deviation are results only where the backward pass asks for them.
+    # mean and inverse deviation are outputs only where the backward pass reads them
     sides = [a if (a := optional(k.outputs, i)) is not None else np.empty(rows, dtype=np.float32) for i in (1, 2)]
     arguments = (
         x.reshape(rows, size),
@@ -159,7 +161,7 @@ def _layer_normalization(x, scale, bias, y, mean, inv_std, epsilon, start, stop)
 
 @kernel("onnxruntime", "graphc::LayerNormalizationGrad", when=_scale_is_a_row(1))
 def layer_normalization_grad(k: Binding) -> Run:
-    """A row at a time; sums for scale and bias gather in one accumulator a part and are added at the end."""
+    """One row at a time; sums for scale and bias go to one accumulator per thread and are added at the end."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
     size = scale.size
     rows = x.size // size
@@ -211,11 +213,11 @@ def _layer_normalization_grad(dy, x, scale, mean, inv_std, dx, sums, start, stop
 
 @kernel("onnxruntime", "graphc::LRNGrad")
 def lrn_grad(k: Binding) -> Run:
-    """A sample at a time: s for all channels, then what crosses between channels, then dx."""
+    """One sample at a time: s for all channels, the sums across channels, then dx."""
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     a = k.attributes
     samples, channels = x.shape[:2]
-    block = 256  # positions whose columns of channels stay in cache
+    block = 256  # number of positions whose channels fit in cache
     positions = x.size // max(1, samples * channels)
     blocks = -(-positions // block)
     parts = max(1, min(k.pool.threads, samples * blocks))
@@ -262,7 +264,7 @@ def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):
 @jit
 @no_type_check
 def _negative_power(base, exponent):
-    """base^-exponent; by roots for the exponent of all published networks, a call to libm for any other."""
+    """base^-exponent; by square roots for the exponent that all published networks use, else by libm."""
     if exponent == np.float32(0.75):
         root = np.sqrt(base)
         return np.float32(1.0) / (root * np.sqrt(root))

@@ -1,6 +1,6 @@
-"""A small binding of oneDNN's C API (version 3): convolutions and matrix products that are ready before the first step.
+"""A small binding of oneDNN's C API (version 3): convolutions and matrix products, built before the first step.
 
-The library comes with the wheel ``onednn-cpu-gomp``; without it :func:`library` is None and other kernels take over. A
+The wheel ``onednn-cpu-gomp`` brings the library; without it :func:`library` is None and other kernels take over. A
 :class:`Primitive` is built once, over fixed addresses, and costs a few microseconds of Python a run.
 
 Source: oneAPI Deep Neural Network Library, developer guide and reference, https://uxlfoundation.github.io/oneDNN/.
@@ -25,7 +25,7 @@ import numpy as np
 
 Handle: TypeAlias = "ctypes.c_void_p"
 
-# Values of the C enumerations, as in dnnl_types.h.
+# values of the C enumerations in dnnl_types.h
 _CPU, _IN_ORDER = 1, 1
 _FLOAT32, _ANY_LAYOUT = 3, 1
 _FORWARD_TRAINING, _DIRECT = 64, 1
@@ -78,7 +78,7 @@ class OneDNN:
         self.equal = self._lib.dnnl_memory_desc_equal
         self.move = self._lib.dnnl_memory_set_data_handle
         self.engine = self.create("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
-        # Executions on the CPU are synchronous and a stream holds no state, so that one serves all threads.
+        # executions on the CPU are synchronous and a stream holds no state, so one serves all threads
         self.stream = self.create("dnnl_stream_create", self.engine, _IN_ORDER)
 
     def create(self, function: str, *arguments: Any) -> Handle:
@@ -101,7 +101,7 @@ _LOADING = threading.Lock()
 
 def library() -> OneDNN | None:
     """The library, or None when it is not installed or does not load. ``GRAPHC_ONEDNN=0`` leaves it out."""
-    with _LOADING:  # workers that are threads ask at the same time, and loading it sets variables of the process
+    with _LOADING:  # worker threads ask at the same time, and loading the library sets variables of the process
         return _loaded()
 
 
@@ -129,7 +129,7 @@ def _candidates() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _resting_threads() -> Iterator[None]:
-    """Let OpenMP threads wait briefly and then sleep; they read these variables when their library is loaded.
+    """Make OpenMP threads wait briefly and then sleep; the library reads these variables when it is loaded.
 
     By default they spin for milliseconds and take the core from the thread that runs the next kernel.
     """
@@ -145,9 +145,9 @@ def _resting_threads() -> Iterator[None]:
 
 
 class Scratchpad:
-    """Memory for copies in blocked layouts, shared by all primitives of one pool: they never run at the same time.
+    """Memory for copies in blocked layouts, shared by all primitives of one pool, which never run at the same time.
 
-    It grows while kernels are bound; addresses are therefore taken at the first run after it grew.
+    It grows while kernels are bound, so addresses are taken at the first run after it grew.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Scratchpad:
 
 
 class Primitive:
-    """An operation over fixed float32 arrays, with the copies to and from the layouts that it chose."""
+    """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose."""
 
     def __init__(self, lib: OneDNN, arrays: Sequence[np.ndarray[Any, Any] | None], threads: int, scratch: Scratchpad) -> None:
         self._lib, self._threads, self._scratch = lib, threads, scratch
@@ -189,7 +189,7 @@ class Primitive:
         return self._strided(shape, [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))])
 
     def _strided(self, shape: Sequence[int], strides: Sequence[int]) -> Handle:
-        """Layout of a float32 array with these steps, in elements."""
+        """Layout of a float32 array with the given strides, in elements."""
         return self._create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
 
     def _free_choice(self, shape: Sequence[int]) -> Handle:
@@ -224,7 +224,7 @@ class Primitive:
         def run() -> None:
             if self._generation != scratch.generation:
                 self._place()
-            before = threads_in_use()  # a setting of this thread, which other users of OpenMP in the process share
+            before = threads_in_use()  # a per-thread setting, shared with other users of OpenMP in the process
             use_threads(threads)
             status = 0
             for call in calls:

@@ -1,4 +1,4 @@
-"""Gradients of pooling, a channel of a sample at a time: its dx stays in cache while windows add to it."""
+"""Gradients of pooling, one channel of a sample at a time: its dx stays in cache while windows add to it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Pair: TypeAlias = "tuple[int, ...]"
 
 
 def _planes(array: Array) -> Array:
-    """N × C × spatial as planes × height × width; one spatial axis is two with a height of one."""
+    """View N × C × spatial as planes × height × width; one spatial axis gets a height of one."""
     height = 1 if array.ndim == 3 else array.shape[2]
     return array.reshape(-1, height, array.shape[-1])
 
 
 def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> Geometry:
-    """Where the windows lie.
+    """Compute where the windows lie.
 
     Returns:
         rows, int64 (taps, out): the row of x under each tap of each window, -1 in the padding;
@@ -68,7 +68,7 @@ def max_pool_grad(k: Binding) -> Run:
 @exact
 @no_type_check
 def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
-    """Place of the first tap inside x that equals ``wanted``, else -1."""
+    """Index of the first tap inside x that equals ``wanted``, else -1."""
     for i in range(taps_h):
         for j in range(taps_w):
             h, w = row + i * dilation_h, column + j * dilation_w
@@ -80,7 +80,7 @@ def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
 @exact
 @no_type_check
 def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
-    """Place of the last tap inside x that is NaN, else -1."""
+    """Index of the last tap inside x that is NaN, else -1."""
     found = -1
     for i in range(taps_h):
         for j in range(taps_w):
@@ -92,7 +92,7 @@ def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
 
 @functools.lru_cache(maxsize=64)
 def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., None]:
-    """The loop for one window: its sizes are constants, so that the taps are unrolled and windows searched in vectors."""
+    """Make the loop for one window; its sizes are constants, so that taps are unrolled and windows are searched in vectors."""
     taps_h, taps_w = taps
     stride_h, stride_w = strides
     dilation_h, dilation_w = dilations
@@ -101,8 +101,8 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
     @no_type_check
     def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):
         parts, planes, height, width = found.shape[0], x.shape[0], x.shape[1], x.shape[2]
-        first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # windows from here on have no tap in front of x
-        after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # and those before this, none behind
+        first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # from this window on, no tap lies before x
+        after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # before this window, no tap lies after x
         last = np.uint64(max(np.int64(first), min(y.shape[2], after)))
         for part in range(start, stop):
             at = found[part]
@@ -120,12 +120,12 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
                         at[q] = _clipped(
                             x[plane], wanted[q], row, q * stride_w - begin_w, taps_h, taps_w, dilation_h, dilation_w
                         )
-                    # Unsigned indices need no test for negative ones, which would keep this from becoming vector code.
+                    # unsigned indices need no test for negative ones, which would prevent vectorisation
                     for step in range(last - first if whole else np.uint64(0)):
                         q = first + step
                         corner = np.uint64(row * width - begin_w + np.int64(q) * stride_w)
                         value, place = wanted[q], corner
-                        for i in range(taps_h - 1, -1, -1):  # backwards, so that the first maximum is what remains
+                        for i in range(taps_h - 1, -1, -1):  # in reverse, so that the first maximum is the one kept
                             for j in range(taps_w - 1, -1, -1):
                                 tap = corner + np.uint64(i * dilation_h) * np.uint64(width) + np.uint64(j * dilation_w)
                                 place = tap if source[tap] == value else place
@@ -147,7 +147,7 @@ def _average_is_native(node: ir.Node) -> bool:
 
 @kernel("onnxruntime", "graphc::AveragePoolGrad", when=_average_is_native)
 def average_pool_grad(k: Binding) -> Run:
-    """Each dy is shared out equally over its window."""
+    """Each dy is divided equally over its window."""
     (dy,), (dx,) = given(k.inputs, 1), given(k.outputs, 1)
     window = Window.of(k.attributes, dx.shape[2:])
     include_pad = bool(k.attributes["count_include_pad"])

@@ -1,4 +1,4 @@
-"""Matrix products inside compiled kernels, on parts of larger arrays."""
+"""Matrix products inside compiled kernels, over parts of larger arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.np import linalg
 
 _SINGLE, _PLAIN, _TRANSPOSED = np.int8(ord("s")), np.int8(ord("n")), np.int8(ord("t"))
 
-# What Numba compiles np.dot to: SciPy's BLAS behind a C function. np.dot itself takes contiguous arrays only.
+# the BLAS function of SciPy that Numba uses for np.dot, which takes contiguous arrays only
 linalg.ensure_blas()  # type: ignore[no-untyped-call]
 _sgemm = types.ExternalFunction(
     "numba_xxgemm",
@@ -27,8 +27,8 @@ _sgemm = types.ExternalFunction(
 def product(transpose_a, transpose_b, m, n, k, alpha, a, step_a, b, step_b, beta, c, step_c):
     """c = alpha·a'·b' + beta·c over float32 matrices in row-major order.
 
-    ``a'`` is m × k, ``b'`` k × n, ``c`` m × n; ``a``, ``b``, ``c``, ``alpha`` and ``beta`` are addresses, steps are those
-    from row to row. BLAS counts columns first and so is asked for the transpose, cᵀ = b'ᵀ·a'ᵀ.
+    ``a'`` is m × k, ``b'`` k × n, ``c`` m × n; ``a``, ``b``, ``c``, ``alpha`` and ``beta`` are addresses, strides go from row
+    to row. BLAS is column-major, so it computes the transpose, cᵀ = b'ᵀ·a'ᵀ.
     """
     first, second = _TRANSPOSED if transpose_b else _PLAIN, _TRANSPOSED if transpose_a else _PLAIN
     _sgemm(_SINGLE, first, second, n, m, k, alpha, b, step_b, a, step_a, beta, c, step_c)

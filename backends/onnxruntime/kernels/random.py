@@ -15,7 +15,7 @@ from graphc.device import Array, Run
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 GRAIN = 1024
-"""Blocks of four elements worth handing to another thread."""
+"""Fewest blocks of four elements that are worth handing to another thread."""
 
 
 def _is_float32(node: ir.Node) -> bool:
@@ -24,7 +24,7 @@ def _is_float32(node: ir.Node) -> bool:
 
 @kernel("onnxruntime", "graphc::DropoutMask", when=_is_float32)
 def dropout_mask(k: Binding) -> Run:
-    """Every block of four elements has a counter of its own, so that threads need nothing from each other."""
+    """Draw the mask; every block of four elements has its own counter, so threads are independent."""
     (_, seed, step, sample_offset), (mask,) = given(k.inputs, 4), given(k.outputs, 1)
     ratio, tag_word = float(k.attributes["ratio"]), zlib.crc32(str(k.attributes["tag"]).encode())
     per_sample = int(np.prod(mask.shape[1:], dtype=np.int64))

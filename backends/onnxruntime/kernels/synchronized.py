@@ -1,4 +1,4 @@
-"""BatchNormalization over the batch of all workers: one sweep for each sum and for each result, a channel at a time.
+"""BatchNormalization over the batch of all workers, one channel at a time.
 
 Sums are made in float64 element by element: a float32 partial sum would depend on where a worker's share begins.
 """

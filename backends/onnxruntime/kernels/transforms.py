@@ -1,4 +1,4 @@
-"""Kernels between gradients and updates, over the flat buffers that gradients lie in."""
+"""Kernels between gradients and updates, over the flat buffers of gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from graphc.ir.declare import OPS
 from graphc.ir.ops.transforms import DEPENDENT
 
 BLOCK = 16384
-"""Elements that are summed at once. Blocks do not depend on the number of threads, so neither does the sum: replicas on
-machines of different size must clip by the same factor."""
+"""Elements summed in one block. Blocks do not depend on the number of threads, so neither does the sum: replicas on machines
+of different size must clip by the same factor.
+"""
 
 
 @kernel("onnxruntime", "graphc::SumOfSquares", dtypes=(ir.DataType.FLOAT, ir.DataType.DOUBLE))
@@ -60,7 +61,7 @@ def widen(k: Binding) -> Run:
 
 
 def widening(dtype: np.dtype[Any]) -> tuple[Callable[..., None], type[np.generic]]:
-    """The loop that makes float32 of ``dtype`` (seen as uint16), and as what it sees the float32 array."""
+    """The loop that converts ``dtype`` (seen as uint16) to float32, and the view type of the float32 array."""
     return (_from_float16, np.float32) if dtype == np.float16 else (_from_bfloat16, np.uint32)
 
 
@@ -73,7 +74,7 @@ def narrow_copy(k: Binding) -> Run:
 
 
 def _convert(k: Binding, loop: Callable[..., None], read: type[np.generic], write: type[np.generic]) -> Run:
-    """One sweep a flat buffer where source and target lie alike, else one a tensor."""
+    """One sweep a flat buffer where source and target have the same layout, else one a tensor."""
     count = len(k.inputs)
     sources, targets = given(k.inputs, count), given(k.outputs, count)
     if [a.size for a in contiguous(sources)] == [a.size for a in contiguous(targets)]:
@@ -110,7 +111,7 @@ def _from_bfloat16(source, target, start, stop):
 @exact
 @no_type_check
 def _to_float16(source, target, start, stop):
-    """In integers, which vectorise everywhere: numpy's own conversion takes ten times as long."""
+    """Convert with integer operations, which always vectorise; numpy's own conversion takes ten times as long."""
     source, target = source[start:stop], target[start:stop]
     for i in range(source.size):
         x = source[i]
@@ -132,7 +133,7 @@ def _to_float16(source, target, start, stop):
 @exact
 @no_type_check
 def _from_float16(source, target, start, stop):
-    """Sign and magnitude apart: half of a float16's numbers below 2^-14 is an integer times 2^-24."""
+    """Convert sign and magnitude separately: below 2^-14 a float16's magnitude is an integer times 2^-24."""
     source, target = source[start:stop], target[start:stop]
     for i in range(source.size):
         x = np.int32(source[i])
@@ -145,7 +146,7 @@ def _from_float16(source, target, start, stop):
 
 _POWERS = np.ldexp(np.float32(1), np.maximum(np.arange(32), 1) - 25).astype(np.float32)
 _POWERS[31] = np.inf
-"""What the digits of a float16 with each exponent count."""
+"""The value of the last digit of a float16, by exponent."""
 
 
 @kernel("onnxruntime", "graphc::Orthogonalize")
@@ -171,7 +172,7 @@ def _orthogonalize(rows, dependent):
         square = np.sum(rows[k] * rows[k])
         if square <= dependent * before:
             rows[k] = 0.0
-        else:  # NaN too, which must be seen
+        else:  # NaN counts as large: it must be seen
             rows[k] /= np.sqrt(square)
 
 
@@ -186,7 +187,7 @@ def keep_largest(k: Binding) -> Run:
 @exact
 @no_type_check
 def _keep_largest(bits, source, kept, rest, count, bins):
-    """The bits of floats without sign are ordered as their magnitudes: the threshold is found 16 bits at a time."""
+    """Find the threshold 16 bits at a time: without the sign, floats and their bit patterns have the same order."""
     high, left = np.uint32(0), count
     bins[:] = 0
     for i in range(bits.size):
@@ -236,9 +237,9 @@ def _replace(k: Binding) -> Run:
 
 
 def contiguous(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays as few vectors: neighbours in one flat buffer become one, with the padding between them, which is zero.
+    """Merge neighbours in one flat buffer into single vectors, with the padding between them, which is zero.
 
-    Buffers in the order in which they first occur, and arrays of one by address: the same on all ranks.
+    Buffers come in the order of first occurrence, and arrays of one buffer by address: the same on all ranks.
     """
     found: list[Array] = []
     vectors = [array.reshape(-1) for array in arrays]

@@ -1,8 +1,8 @@
-"""Optimizer updates as one sweep over flat buffers, in place; and the test for values that are not finite.
+"""Optimizer updates as one in-place sweep over flat buffers, and the test for non-finite values.
 
-Formulas and their sources stand at the declarations in ``graphc/ir/ops/updates.py``. What depends only on the step, the
-learning rate and the divisor is computed once a step in float64 and handed to the loops as a few float32 coefficients.
-Loops run from 0 over slices: an index that might be negative would be wrapped around, and that is never vectorised.
+The declarations in ``graphc/ir/ops/updates.py`` give formulas and sources. Whatever depends only on the step, the learning
+rate and the divisor is computed once a step in float64 and passed to the loops as a few float32 coefficients. Loops run from 0
+over slices: an index that might be negative would be wrapped around, which prevents vectorisation.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from graphc.device import Array, Run
 from graphc.ir.declare import OPS
 
 GRAIN = 16384
-"""Elements of a range worth handing to another thread: about ten microseconds of work."""
+"""Smallest range, in elements, that is worth handing to another thread: about ten microseconds of work."""
 
 PIECE = 1 << 18
-"""Gradients of half precision that are made float32 at a time: 1 MB, which stays in the cache."""
+"""Half-precision gradients converted to float32 at a time: 1 MB, which stays in cache."""
 
 
 def _in_place(op: str) -> Mapping[int, int]:
-    """Every next value may take over the memory of the state it replaces."""
+    """Every next value may be written over the state that it replaces."""
     return OPS[op].next_value
 
 
 def _state(k: Binding, op: str) -> tuple[list[Array], Run]:
-    """The outputs as vectors, and what copies the old state there first where the plan did not put both in one place.
+    """The outputs as vectors, and a function that copies the old state into them where the plan did not alias the two.
 
     Loops then read and write the state through one name, so that the compiler sees no overlap and vectorises. State that
     is left out becomes an empty vector.
@@ -57,13 +57,13 @@ def _state(k: Binding, op: str) -> tuple[list[Array], Run]:
 
 
 def _number(k: Binding, index: int) -> Callable[[], float]:
-    """Reads the scalar input ``index`` at run time; 1 where it is left out."""
+    """A function that reads the scalar input ``index`` at run time; 1 where it is left out."""
     array = optional(k.inputs, index)
     return (lambda: 1.0) if array is None else array.reshape(1).item
 
 
 def _skipped(k: Binding) -> Callable[[], bool]:
-    """Reads the flag that leaves everything as it is; never, where the node has none."""
+    """A function that reads the skip flag; constant False where the node has none."""
     index = next(i for i, formal in enumerate(OPS[k.node.op_type].inputs) if formal.name == "skip")
     array = optional(k.inputs, index)
     return (lambda: False) if array is None else array.reshape(1).item
@@ -74,7 +74,7 @@ def _inverse(value: float) -> float:
 
 
 def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: Run, write: Callable[[Array], None]) -> Run:
-    """A run: fill the coefficients, then sweep. The last coefficient is the limit of the gradient's elements."""
+    """A run: compute the coefficients, then sweep. The last coefficient limits the elements of the gradient."""
     coefficients = np.zeros(10, dtype=np.float32)
     coefficients[9] = k.attributes.get("clip_value") or math.inf
     arguments, size, pool, skipped = (*arrays, coefficients), arrays[0].size, k.pool, _skipped(k)
@@ -96,7 +96,7 @@ def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: 
 
 
 def _widened(arrays: Sequence[Array]) -> list[tuple[Callable[..., None], Array, Array, list[Array]]]:
-    """The arrays cut in pieces, each with the loop that makes float32 of its half-precision gradients, in a scratch array."""
+    """Cut the arrays into pieces, each with the loop that converts its half-precision gradients into a scratch array."""
     gradient, size = arrays[1], arrays[0].size
     widen, seen = widening(gradient.dtype)
     scratch = np.zeros(min(size, PIECE), dtype=np.float32)
@@ -312,7 +312,7 @@ def any_non_finite(k: Binding) -> Run:
 
 
 def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
-    """How many elements of a C-contiguous float32, float16 or bfloat16 array are NaN or infinite.
+    """Count the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array.
 
     Args:
         pool: threads that share the work; without it the calling thread does it alone.

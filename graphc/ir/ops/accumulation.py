@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of a step: what stands in front of an ``Accumulate`` runs for each, what follows it once."""
+"""Sums over the micro-batches of a step: an ``Accumulate`` runs its operands once each, its users once a step."""
 
 from __future__ import annotations
 

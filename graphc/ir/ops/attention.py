@@ -67,7 +67,7 @@ def packed(axes: str) -> int | None:
 
 
 def written(layout: str) -> list[int]:
-    """Of which operands (0 q, 1 k, 2 v) the gradients are outputs: of a packed tensor the first stands for all."""
+    """Which operands (0 q, 1 k, 2 v) have a gradient output; a packed tensor has one, for the first of its parts."""
     found, seen = [], False
     for index, axes in enumerate(operand_axes(layout)[:3]):
         if packed(axes) is None or not seen:
@@ -208,7 +208,7 @@ def scaled_dot_product_attention_grad(
 
 
 def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
-    """The node that draws the mask of a dropout, which may have been reshaped."""
+    """The node that draws the mask of a dropout, seen through reshapes."""
     node = keep.producer() if keep is not None else None
     while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -252,7 +252,7 @@ def from_heads(op: Builder, x: Any, axes: str) -> Any:
 
 
 def repeat_heads(op: Builder, x: Any, q: Any) -> Any:
-    """Each head of keys or values as often as it serves a head of queries."""
+    """Repeat each head of keys or values for every query head that it serves."""
     group = _group(x, q)
     if group == 1:
         return x
@@ -270,7 +270,7 @@ def _group(x: Any, q: Any) -> int:
 
 
 def _sum_heads(op: Builder, x: Any, like: Any) -> Any:
-    """The sum over the heads of queries that shared a head of ``like``."""
+    """Sum over the query heads that share a head of ``like``."""
     group = _group(like, x)
     if group == 1:
         return x
@@ -285,12 +285,12 @@ def _swap(op: Builder, x: Any) -> Any:
 
 
 def _widen(op: Builder, x: Any) -> Any:
-    """Half precision as float32, for what adds up or exponentiates."""
+    """Convert half precision to float32 before sums and exponentials."""
     return op.Cast(x, to=int(ir.DataType.FLOAT)) if x.dtype in _HALVES else x
 
 
 def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, causal: int, finite: int) -> tuple[Any, Any]:
-    """The masked scores, and where a whole row is hidden: such a row is left unmasked. None when no row can be."""
+    """The masked scores, and which rows are masked entirely (these are left unmasked); None when no row can be."""
     scores = _widen(op, op.MatMul(op.Mul(q, scale), _swap(op, repeat_heads(op, k, q))))
     low, zero = op.scalar(-math.inf, scores), op.scalar(0, scores)
     bias: Any = None

@@ -40,7 +40,7 @@ def static_dims_of(shape: ir.Shape | None) -> tuple[int, ...]:
 
 
 def last_order(count: int) -> list[int]:
-    """For each axis of N × C × spatial, where it is when channels come last; as ``perm`` it brings channels to the front."""
+    """For each axis of N × C × spatial, its place when channels come last; as ``perm`` it brings channels to the front."""
     return [0, count - 1, *range(1, count - 1)]
 
 

@@ -46,12 +46,12 @@ FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The sliding window of a convolution or pooling, one entry per spatial axis.
+    """The sliding window of a convolution or pooling, one entry a spatial axis.
 
     Attributes:
-        begin: padding in front; ``begin`` and ``end`` are None when ``auto_pad`` asks for SAME and a size is unknown.
-        end: padding behind.
-        lower: whether SAME puts the odd element of padding in front.
+        begin: padding before; ``begin`` and ``end`` are None when ``auto_pad`` asks for SAME and a size is unknown.
+        end: padding after.
+        lower: whether SAME puts the odd element of padding before.
     """
 
     kernel: tuple[int, ...]
@@ -186,7 +186,7 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
         left_over = [p % s for p, s in zip(padded, window.strides, strict=True)]
         return _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=left_over)
     tail = spatial_part(op, shape)
-    most = [s - 1 for s in window.strides]  # at least as much as any size can need; the rest is cut off
+    most = [s - 1 for s in window.strides]  # no size needs more; the excess is cut off
     n = len(window.kernel)
     if window.begin is not None:
         full = _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=most)

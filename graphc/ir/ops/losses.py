@@ -242,7 +242,7 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
 
 
 def _behind_views(value: ir.Value | None) -> ir.Value | None:
-    """The value whose elements ``value`` holds, seen through casts and changes of shape."""
+    """The value whose elements ``value`` holds, seen through casts and reshapes."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
             break
