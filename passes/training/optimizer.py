@@ -4,7 +4,7 @@
     after    graphc.step ─► Increment ─► t
              graphc.Adam(W, W::grad, W::exp_avg, W::exp_avg_sq, t, graphc.lr, weight) ─► W::next, W::exp_avg::next, …
 
-``weight`` is the divisor of the reported mean (docs/architecture.md, "Exact averaging").
+``weight`` is the divisor of the reported mean (docs/internals-graph.md, "Exact averaging").
 """
 
 from __future__ import annotations

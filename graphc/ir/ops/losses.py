@@ -1,6 +1,6 @@
 """Losses: the reported mean, softmax cross-entropy and negative log-likelihood over class indices.
 
-A loss over samples is two sums (docs/architecture.md, "Exact averaging"): the **total** and the **weight** it is divided
+A loss over samples is two sums (docs/internals-graph.md, "Exact averaging"): the **total** and the **weight** it is divided
 by. Class indices outside the range give NaN here, never an access out of bounds; a trainer refuses them by name before the
 step runs, with the limits that :func:`label_checks` reads from the graph.
 """
