@@ -50,8 +50,9 @@ def plan(
     from graphc.errors import UsageError
     from graphc.ir.facts import dims
     from graphc.ir.names import MESH
+    from graphc.ir.ops.parameter_server import server_options
     from graphc.mesh import Mesh
-    from graphc.parameter_server.split import role_plans, server_options
+    from graphc.parameter_server.split import role_plans
     from graphc.plan.overlap_view import flights, grid
     from graphc.plan.partition import make_plan
     from graphc.plan.state_rewrites import adapted

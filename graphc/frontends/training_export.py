@@ -7,12 +7,12 @@ training_info    the inference model, and beside it a TrainingInfoProto: initial
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.compiler import Program
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.frontends.writing import atomic_write, write_standard_output
 from graphc.ir.builder import Builder, used_names
@@ -20,6 +20,9 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, state_updates, static_dims
 from graphc.ir.names import RESERVED
 from graphc.pipeline import PASSES, Context, PassCall, run
+
+if TYPE_CHECKING:
+    from graphc.compiler import Program
 
 NEXT = "::next"
 """What follows the name of a state in the name of the output that holds its next value."""

@@ -13,7 +13,8 @@ from graphc.device import ALIGNMENT, Array
 from graphc.distributed.rma_windows import CELL
 from graphc.errors import UsageError, WorldError
 from graphc.ir.facts import state_updates, static_dims
-from graphc.parameter_server.split import ServerOptions, nbytes, pulled, pushes, server_options, server_part
+from graphc.ir.ops.parameter_server import ServerOptions, server_options
+from graphc.parameter_server.split import nbytes, pulled, pushes, server_part
 
 # Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
 VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED, HASH = 0, 1, 2, 3, 4, 5, 6, 7, 8

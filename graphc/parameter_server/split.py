@@ -9,8 +9,7 @@ Each is a graph of its own, with a plan of its own. A worker's results (the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +18,7 @@ from graphc.backend import Capabilities
 from graphc.errors import ModelError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import describe, static_dims
-from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
+from graphc.ir.ops.parameter_server import EVERY, exchanges, server_options
 from graphc.ir.subgraphs import captured
 from graphc.pipeline import PASSES, Context
 from graphc.plan.partition import Plan, make_plan
@@ -28,30 +27,14 @@ PUSHED = "pushed/"
 """What precedes the name of a pushed value in the name of the input that stands for it in a server's part."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """What the graph says about its servers: how many, and the bound of the staleness (None: no bound)."""
-
-    servers: int
-    staleness: int | None
-
-
-def server_options(graph: ir.Graph) -> ServerOptions | None:
-    """The options of the ``parameter_server`` pass that made ``graph``; None for a graph without servers."""
-    for node in _exchanges(graph, "Push"):
-        staleness = node.attributes["staleness"].as_int()
-        return ServerOptions(node.attributes["servers"].as_int(), None if staleness == UNBOUNDED else staleness)
-    return None
-
-
 def pushes(graph: ir.Graph, server: int) -> list[ir.Node]:
     """The Push nodes whose operands ``server`` gets, in order."""
-    return [node for node in _exchanges(graph, "Push") if _server(node) in (server, EVERY)]
+    return [node for node in exchanges(graph, "Push") if _server(node) in (server, EVERY)]
 
 
 def pulled(graph: ir.Graph, server: int) -> list[ir.Value]:
     """The state that workers read from ``server``, in order."""
-    nodes = [n for n in _exchanges(graph, "Pull") if _server(n) == server or (_server(n) == EVERY and server == 0)]
+    nodes = [n for n in exchanges(graph, "Pull") if _server(n) == server or (_server(n) == EVERY and server == 0)]
     return [value for node in nodes for value in node.inputs if value is not None]
 
 
@@ -59,16 +42,16 @@ def worker_part(model: ir.Model) -> ir.Model:
     """Everything up to the pushes, and the results over this worker's own share. Its parameters are no state."""
     part = model.clone()
     graph = part.graph
-    for node in list(_exchanges(graph, "Pull")):
+    for node in list(exchanges(graph, "Pull")):
         for value, old in zip(node.inputs, node.outputs, strict=True):
             assert value is not None
             old.replace_all_uses_with(value)
         graph.remove(node, safe=True)
-    for node in _exchanges(graph, "Push"):
+    for node in exchanges(graph, "Push"):
         for value, old in zip(node.inputs, node.outputs, strict=True):
             assert value is not None
             old.replace_all_uses_with(value, replace_graph_outputs=True)
-    _keep(graph, [*_exchanges(graph, "Push")], list(graph.outputs))
+    _keep(graph, list(exchanges(graph, "Push")), list(graph.outputs))
     PASSES["simplify"].function(part, Context())
     return part
 
@@ -77,7 +60,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
     """What follows the pushes to ``server``: the updates of its state; the first server also has the graph's outputs."""
     part = model.clone()
     graph = part.graph
-    owner = {v: _server(node) for node in _exchanges(graph, "Pull") for v in node.inputs}
+    owner = {v: _server(node) for node in exchanges(graph, "Pull") for v in node.inputs}
     updates = [n for n in graph if is_update(n) and owner.get(n.inputs[0], EVERY) in (server, EVERY)]
     arrived = pushes(graph, server)
     own = set(graph.inputs)
@@ -95,7 +78,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
         graph.outputs.clear()
     _keep(graph, [*arrived, *updates], list(graph.outputs))
     missing = next((v for node in graph for v in (*node.inputs, *captured(node)) if v in own), None)
-    foreign = next((node for node in _exchanges(graph, "Push") if node not in arrived), None)
+    foreign = next((node for node in exchanges(graph, "Push") if node not in arrived), None)
     if missing is not None or foreign is not None:
         what = f"the input {missing.name!r}" if missing is not None else f"what {foreign.name if foreign else ''!r} carries"
         raise ModelError(f"an update on server {server} needs {what}, which is not pushed to it")
@@ -137,10 +120,6 @@ def nbytes(value: ir.Value) -> int:
     if shape is None or value.dtype is None:
         raise ModelError(f"{value.name!r} has no static shape")
     return int(np.prod(shape, dtype=np.int64)) * int(value.dtype.itemsize)
-
-
-def _exchanges(graph: ir.Graph, op_type: str) -> Iterator[ir.Node]:
-    return (node for node in graph if node.op_type == op_type and node.domain == "graphc")
 
 
 def _server(node: ir.Node) -> int:

@@ -20,11 +20,12 @@ from graphc.data import Batch, Shards
 from graphc.device import Array
 from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
+from graphc.ir.ops.parameter_server import ServerOptions, server_options
 from graphc.parameter_server.layout import ServerLayout, check_world
 from graphc.parameter_server.member import plan_part
 from graphc.parameter_server.progress import Callback, EpochProgress
 from graphc.parameter_server.server import Server
-from graphc.parameter_server.split import ServerOptions, server_options, worker_part
+from graphc.parameter_server.split import worker_part
 from graphc.parameter_server.worker import ParameterWorker
 from graphc.runtime import checkpoint
 from graphc.runtime.executor import Executor, NonFiniteStepError

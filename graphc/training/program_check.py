@@ -15,7 +15,7 @@ from graphc.errors import WorldError
 from graphc.frontends import files_of
 from graphc.ir.declare import SHARD
 from graphc.ir.facts import dims, is_float, state_updates
-from graphc.parameter_server.split import server_options
+from graphc.ir.ops.parameter_server import server_options
 from graphc.runtime.state import averaged_states, local_states
 
 

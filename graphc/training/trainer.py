@@ -24,9 +24,9 @@ from graphc.distributed.world import find_world, threads_for
 from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
+from graphc.ir.ops.parameter_server import server_options
 from graphc.optim import checked_rate
 from graphc.parameter_server.progress import Callback
-from graphc.parameter_server.split import server_options
 from graphc.plan.accumulation import sums_by_tree
 from graphc.plan.state_rewrites import adapted
 from graphc.report.trace import Summary, Trace

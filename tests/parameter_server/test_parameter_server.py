@@ -20,7 +20,7 @@ from graphc.data import shard, share
 from graphc.device import Run
 from graphc.distributed.threads import run_threads
 from graphc.frontends.training_export import standard_model
-from graphc.parameter_server.split import server_options
+from graphc.ir.ops.parameter_server import server_options
 from graphc.parameter_server.trainer import ServedTrainer
 
 pytestmark = pytest.mark.full

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -56,3 +57,24 @@ declare_primitive(
     What depends on y_k is the servers' part of the graph. ``reduce`` is sum, mean, min, max or prod.
     """,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How many parameter servers a graph has, and the bound of the staleness (None: no bound)."""
+
+    servers: int
+    staleness: int | None
+
+
+def server_options(graph: ir.Graph) -> ServerOptions | None:
+    """The options of the ``parameter_server`` pass that made ``graph``; None for a graph without servers."""
+    for node in exchanges(graph, "Push"):
+        staleness = node.attributes["staleness"].as_int()
+        return ServerOptions(node.attributes["servers"].as_int(), None if staleness == UNBOUNDED else staleness)
+    return None
+
+
+def exchanges(graph: ir.Graph, op_type: str) -> Iterator[ir.Node]:
+    """The nodes of type ``Pull`` or ``Push``, in order."""
+    return (node for node in graph if node.op_type == op_type and node.domain == "graphc")
