@@ -108,7 +108,7 @@ def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
     """NCCL's own calls."""
     stream = comm.gpu.communication
     calls = plan_calls("allreduce", "sum", buffer.dtype, buffer.size, (), 0, comm.rank)
-    reduce = comm.link.bind(calls, int(buffer.data.ptr), int(stream.ptr))
+    reduce = comm.nccl.bind(calls, int(buffer.data.ptr), int(stream.ptr))
 
     def plain() -> None:
         for _ in range(LAUNCHES):

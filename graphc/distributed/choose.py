@@ -23,7 +23,7 @@ from graphc.distributed.health.hang_report import join_ranks
 from graphc.distributed.health.watchdog import host_name
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.host_staged import StagedCommunicator
-from graphc.distributed.nccl.bindings import find_library
+from graphc.distributed.nccl.bindings import load_nccl
 from graphc.distributed.nccl.communicator import GpuMemory, NcclCommunicator, on_gpu
 from graphc.distributed.world import Wanted, World, find_world, wanted_transport
 from graphc.errors import MissingExtraError, UsageError, WorldError
@@ -38,13 +38,13 @@ class Offer:
     """What one worker can do.
 
     Attributes:
-        device: names its GPU among those of all machines; None: its arrays are no GPU's.
-        library: which binding of NCCL it has; None: none.
-        wanted: what it was told to use.
+        device: a name of its GPU, unique among all machines; None: its arrays are not on a GPU.
+        nccl: whether it can load NCCL.
+        wanted: the transport it was told to use.
     """
 
     device: str | None
-    library: str | None
+    nccl: bool
     wanted: Wanted = "auto"
 
 
@@ -87,9 +87,9 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
         raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
     if comm.size == 1 or isinstance(comm, StagedCommunicator):  # the caller has chosen
         return comm
-    library = find_library() if on_gpu(memory) and wanted in ("auto", "nccl") else None
+    library = load_nccl() if on_gpu(memory) and wanted in ("auto", "nccl") else None
     device = device_name(memory) if on_gpu(memory) else None
-    offers = comm.allgather_object(Offer(device, library.name if library is not None else None, wanted))
+    offers = comm.allgather_object(Offer(device, library is not None, wanted))
     if memory.on_host:  # another worker's arrays may lie on a device all the same
         _check_host(comm.transport, wanted)
         return comm
@@ -114,7 +114,7 @@ def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"
     _check_host(host, first)
     problem = _against_nccl(host, offers)
     if not problem and first in ("auto", "nccl"):
-        missing = [rank for rank, offer in enumerate(offers) if offer.library is None]
+        missing = [rank for rank, offer in enumerate(offers) if not offer.nccl]
         if not missing:
             return "nccl", ""
         text = f"{join_ranks(missing)} cannot load NCCL; run: pip install 'graphc[gpu]'"

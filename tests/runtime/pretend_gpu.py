@@ -262,29 +262,27 @@ def capture(streams: Sequence[Stream], runs: Sequence[Callable[[], None]]) -> Ca
 class PretendNccl:
     """NCCL between the threads of this process that share this object; ranks of other processes never come."""
 
-    name = "pretended NCCL"
-
     def __init__(self, size: int, *, apart: bool = False) -> None:
         self.size = size
-        self.links: list[PretendLink] = []
+        self.comms: list[PretendComm] = []
         self.changed = threading.Condition()
         self.apart = apart
 
-    def identity(self) -> bytes:
+    def unique_id(self) -> bytes:
         return b"pretended"
 
-    def join(self, size: int, identity: bytes, rank: int) -> PretendLink:
-        assert (size, identity) == (self.size, b"pretended")
-        link = PretendLink(self, rank)
+    def init_rank(self, size: int, unique_id: bytes, rank: int) -> PretendComm:
+        assert (size, unique_id) == (self.size, b"pretended")
+        comm = PretendComm(self, rank)
         with self.changed:
-            self.links.append(link)
+            self.comms.append(comm)
             self.changed.notify_all()
             if not self.apart:
-                assert self.changed.wait_for(lambda: len(self.links) == size, 30)
-        return link
+                assert self.changed.wait_for(lambda: len(self.comms) == size, 30)
+        return comm
 
 
-class PretendLink:
+class PretendComm:
     """One rank's end.
 
     Attributes:
@@ -315,12 +313,12 @@ class PretendLink:
         nccl = self.nccl
         with nccl.changed:
             self.waiting = calls, memory
-            links = sorted(nccl.links, key=lambda link: link.rank)
-            if len(links) == nccl.size and all(link.waiting for link in links):
-                brought = [link.waiting for link in links if link.waiting]
+            comms = sorted(nccl.comms, key=lambda comm: comm.rank)
+            if len(comms) == nccl.size and all(comm.waiting for comm in comms):
+                brought = [comm.waiting for comm in comms if comm.waiting]
                 perform([memory for _, memory in brought], [calls for calls, _ in brought])
-                for link in links:
-                    link.waiting = None
+                for comm in comms:
+                    comm.waiting = None
                 nccl.changed.notify_all()
             while self.waiting is not None and not self.aborted:
                 nccl.changed.wait()

@@ -22,7 +22,7 @@ from tests.runtime.collective_cases import everything
 from tests.runtime.gpu_cases import one_rank
 from tests.runtime.mpi_run import run_mpi
 from tests.runtime.on_device import OnDevice
-from tests.runtime.pretend_gpu import PretendLink, PretendMemory, PretendNccl, capture
+from tests.runtime.pretend_gpu import PretendComm, PretendMemory, PretendNccl, capture
 
 pytestmark = pytest.mark.full
 
@@ -122,7 +122,7 @@ def test_errors_in_the_arguments() -> None:
 
 def test_an_error_of_nccl_names_the_collective_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arrays are set free, so that the program gets to hear of it."""
-    monkeypatch.setattr(PretendLink, "error", lambda link: "remote process exited" if link.waiting else "")
+    monkeypatch.setattr(PretendComm, "error", lambda comm: "remote process exited" if comm.waiting else "")
 
     def work(comm: Any, memory: Any) -> str:
         comm.step = 12
@@ -212,7 +212,7 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
 
     def work(comm: Any, memory: Any) -> None:
         if comm.rank == 0:
-            comm.link.fault = "unhandled system error"
+            comm.nccl.fault = "unhandled system error"
             while not ended:
                 time.sleep(0.01)
         else:
@@ -223,13 +223,13 @@ def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.Monke
     assert ended == [1]
 
 
-def test_nothing_is_asked_about_a_link_that_was_aborted() -> None:
+def test_an_aborted_comm_is_not_asked_for_errors() -> None:
     """NCCL gives its memory back."""
     comm = NcclCommunicator(NullCommunicator(), PretendMemory(0), PretendNccl(1))  # type: ignore[arg-type]
     comm.abort("enough")
     time.sleep(3 * communicator.LOOK)
-    assert comm.link.aborted
-    assert not comm.link.misused
+    assert comm.nccl.aborted
+    assert not comm.nccl.misused
     comm.close()
 
 

@@ -1,11 +1,11 @@
-"""What NCCL is asked to do for a collective: settled when it is prepared, before anything runs.
+"""Plans the NCCL calls of a collective, once, when it is prepared.
 
     allreduce         AllReduce in place
     broadcast         Broadcast in place
-    reduce_scatter    ReduceScatter in place where the parts are equal and in order, else a Reduce to each owner, in one group
-    all_gather        AllGather in place where they are, else a Broadcast from each owner, in one group
+    reduce_scatter    ReduceScatter in place where the parts are equal and in order, else a group of Reduces, one to each owner
+    all_gather        AllGather in place where they are, else a group of Broadcasts, one from each owner
 
-Bytes that are only moved travel as ``uint8``, so that any dtype can be.
+Data that is only moved travels as ``uint8``, so any dtype works.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from graphc.distributed.communicator import Kind
 from graphc.distributed.reductions import Parts
 
 OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "mean": 4}
-"""Numbers of ``ncclRedOp_t``; what is not here goes through host memory."""
+"""Reduction → its ``ncclRedOp_t``; other reductions go through host memory."""
 
 DATATYPES = {"uint8": 1, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
-"""Numbers of ``ncclDataType_t``."""
+"""Dtype → its ``ncclDataType_t``."""
 
 Function = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
@@ -32,10 +32,10 @@ class NcclCall:
     """One call of NCCL.
 
     Attributes:
-        send, receive: bytes from the beginning of the array.
-        count: elements; of one rank's part for ``reduce_scatter`` and ``all_gather``.
-        datatype, operation: numbers of NCCL; operation -1: none.
-        root: a rank, or -1.
+        send, receive: offsets into the array in bytes.
+        count: elements; for ``reduce_scatter`` and ``all_gather`` those of one rank.
+        datatype, operation: see :data:`DATATYPES` and :data:`OPERATIONS`; operation -1: none.
+        root: a rank; -1: none.
     """
 
     function: Function
@@ -47,20 +47,20 @@ class NcclCall:
     root: int = -1
 
 
-def takes(kind: Kind, op: str) -> bool:
-    """Whether NCCL can do it."""
+def supports(kind: Kind, op: str) -> bool:
+    """Whether NCCL has this collective."""
     return kind in ("all_gather", "broadcast") or op in OPERATIONS
 
 
 def plan_calls(
     kind: Kind, op: str, dtype: np.dtype[Any], elements: int, parts: Parts, root: int, rank: int
 ) -> tuple[NcclCall, ...]:
-    """The calls of ``rank``; two or more belong in one group. The same on all ranks but for the places of their own parts.
+    """The calls of ``rank``, which form one group; only the offsets of their own parts differ between ranks.
 
     Args:
-        elements: of the array.
-        parts: ``(start, stop)`` in elements of each rank.
-        root: of a broadcast.
+        elements: length of the array.
+        parts: ``(start, stop)`` of each rank, in elements.
+        root: the source of a broadcast.
     """
     if kind in ("allreduce", "reduce_scatter"):
         size, datatype, operation = dtype.itemsize, DATATYPES[dtype.name], OPERATIONS[op]

@@ -28,8 +28,8 @@ from graphc.device import Array, Memory, in_order
 from graphc.distributed.communicator import Communicator, CommunicatorOptions, Handle, check_collective, check_device_layout
 from graphc.distributed.health.flight_recorder import Ring, dump
 from graphc.distributed.host_staged import StagedCommunicator, lies_on_host
-from graphc.distributed.nccl.bindings import NcclLibrary
-from graphc.distributed.nccl.calls import plan_calls, takes
+from graphc.distributed.nccl.bindings import NcclComm, NcclLibrary
+from graphc.distributed.nccl.calls import plan_calls, supports
 from graphc.distributed.nccl.progress import Counters, NcclProgress
 from graphc.distributed.nccl.timeline import Timeline
 from graphc.errors import WorldError
@@ -77,7 +77,7 @@ class NcclCommunicator(StagedCommunicator):
 
     Attributes:
         gpu: the memory and streams of this rank's GPU.
-        link: what NCCL itself offers.
+        nccl: NCCL's own communicator.
 
     Raises:
         WorldError: the GPUs do not reach each other.
@@ -95,7 +95,7 @@ class NcclCommunicator(StagedCommunicator):
         watch = getattr(inner, "watch", None)
         if watch is not None:
             watch.add(self)
-        self.link = self._join(library)
+        self.nccl = self._join(library)
         counters = Counters(memory, memory.cupy, memory.communication)
         self._counters, self._progress = counters, NcclProgress(counters.seen, self.ring, self.number)
         self._timeline = Timeline(memory.cupy, memory.communication)
@@ -107,16 +107,16 @@ class NcclCommunicator(StagedCommunicator):
     def transport(self) -> str:
         return "nccl"
 
-    def _join(self, library: NcclLibrary) -> Any:
+    def _join(self, library: NcclLibrary) -> NcclComm:
         handle = Handle(lambda: None, "join", tag="nccl")
         try:
-            identity = self.inner.allgather_object(library.identity() if self.rank == 0 else b"")[0]
+            unique_id = self.inner.allgather_object(library.unique_id() if self.rank == 0 else b"")[0]
             handle.since = time.monotonic()
             place = self.ring.begin(self.number, 0, -1, "join", "", "nccl", 0, handle.since)
             self.current = handle
-            link = library.join(self.size, identity, self.rank)
+            comm = library.init_rank(self.size, unique_id, self.rank)
             self.ring.end(place, time.monotonic())
-            return link
+            return comm
         except WorldError:
             raise
         except Exception as error:
@@ -128,12 +128,12 @@ class NcclCommunicator(StagedCommunicator):
 
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         asked = check_collective(array, self.size, op, options)
-        if lies_on_host(array) or not takes(asked.kind, op):
+        if lies_on_host(array) or not supports(asked.kind, op):
             return super().prepare(array, op, tag, **options)
         check_device_layout(array)
         handle = NcclHandle(lambda: None, asked.kind, asked.reduction, tag, array.nbytes, overlap=asked.overlap)
         calls = plan_calls(asked.kind, op, array.dtype, array.size, asked.parts, asked.root, self.rank)
-        self._bind(handle, self.link.bind(calls, int(array.data.ptr), int(self.gpu.communication.ptr)))  # type: ignore[attr-defined]
+        self._bind(handle, self.nccl.bind(calls, int(array.data.ptr), int(self.gpu.communication.ptr)))  # type: ignore[attr-defined]
         return handle
 
     def _bind(self, handle: NcclHandle, run: Callable[[], None]) -> None:
@@ -210,7 +210,7 @@ class NcclCommunicator(StagedCommunicator):
             if not self._aborted:
                 self.gpu.communication.synchronize()
                 if not self._captured:  # NCCL would wait for the last graph that holds one of its calls
-                    self.link.close()
+                    self.nccl.close()
         self.inner.close()
 
     def _raise_failure(self) -> None:
@@ -231,7 +231,7 @@ class NcclCommunicator(StagedCommunicator):
         """What NCCL has met meanwhile; it is not asked about a link that it has begun to take apart."""
         with self._asking:
             try:
-                return "" if self._aborted else self.link.error()
+                return "" if self._aborted else self.nccl.error()
             except Exception as raised:  # NCCL cannot even say what is wrong
                 return str(raised)
 
@@ -252,4 +252,4 @@ class NcclCommunicator(StagedCommunicator):
         """Abort on another thread: kernels end at once, but NCCL returns only when no captured graph refers to it any more."""
         with self._asking:
             self._aborted = True
-        threading.Thread(target=self.link.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()
+        threading.Thread(target=self.nccl.abort, name=f"graphc-nccl-abort-{self.rank}", daemon=True).start()
