@@ -16,16 +16,20 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
+from graphc.backends.cupy.device.cache_folder import cache_folder, file_stem
+from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.device.protocol import CudaOptions, Device
 from graphc.backends.cupy.libraries import registry
+from graphc.backends.cupy.libraries.cublaslt import version_of_products
 from graphc.backends.cupy.libraries.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.rewrite.decompose import is_composite
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
-from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
+from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
 from graphc.backends.fusion.lowering import is_expression
 from graphc.device import Array, Memory, Run
@@ -38,6 +42,7 @@ class CupyBackend:
     Args:
         threads, spin: for the host's side of things; unused.
         device: the machine; None: the GPU of this worker, by its local rank.
+        cache: segments that earlier processes compiled for such a device; None: each is compiled.
         tf32, deterministic, loose_gelu: see :class:`.device.CudaOptions`; of the GPU that is made here.
     """
 
@@ -52,16 +57,15 @@ class CupyBackend:
         threads: int = 1,
         spin: bool = False,
         device: Device | None = None,
+        cache: SegmentCache | None = None,
         tf32: bool = False,
         deterministic: bool = False,
         loose_gelu: bool = False,
     ) -> None:
         del threads, spin
         if device is None:
-            from graphc.backends.cupy.device.cuda_device import CudaDevice
-
-            device = CudaDevice(options=CudaOptions(tf32, deterministic, loose_gelu))
-        self.device = device
+            device, cache = _gpu(CudaOptions(tf32, deterministic, loose_gelu))
+        self.device, self._cache = device, cache
         self.memory: Memory = device
         self._scratch = SegmentScratch(device, warn)
 
@@ -92,7 +96,7 @@ class CupyBackend:
         def compiled() -> Segment:
             return compile_segment(model, device=device.writes_cuda, choose=device.pays, loose_gelu=options.loose_gelu)
 
-        return compiled() if device.kept is None else device.kept.of(model, f"{device.writes_cuda} {options}", compiled)
+        return compiled() if self._cache is None else self._cache.of(model, f"{device.writes_cuda} {options}", compiled)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""
@@ -123,17 +127,25 @@ class CupyBackend:
         """Nothing to release."""
 
 
+def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache]:
+    """The GPU of this worker, and the segments compiled for its kind and for these versions of its libraries."""
+    device = CudaDevice(options=options)
+    words = (device.name, str(device.runtime_version), version_of_products())
+    return device, SegmentCache(cache_folder() / file_stem("segments", *words))
+
+
 class CupyPlanner(CupyBackend):
     """The same with no GPU at hand: it counts what binding a plan asks for, and runs nothing.
 
     Args:
-        kept: folder of compiled segments; None: each is compiled.
+        cache: folder of compiled segments; None: each is compiled.
     """
 
     memory: PlannedMemory
 
-    def __init__(self, *, writes_cuda: bool = True, kept: Path | None = None) -> None:
-        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda, kept=None if kept is None else SegmentCache(kept)))
+    def __init__(self, *, writes_cuda: bool = True, cache: Path | None = None) -> None:
+        held = None if cache is None else SegmentCache(cache)
+        super().__init__(device=PlannedDevice(writes_cuda=writes_cuda), cache=held)
         self._scratch = SegmentScratch(self.device)
 
     @property

@@ -70,7 +70,7 @@ def measured(job: Any, path: str, kept: Path) -> Seconds:
 
     assert BACKENDS["cupy"] is not None  # imports this backend alone, as a trainer does
     planner = PLANNERS["cupy"]
-    made: Callable[..., Any] = lambda threads, spin, **_: planner(kept=kept)  # noqa: E731
+    made: Callable[..., Any] = lambda threads, spin, **_: planner(cache=kept)  # noqa: E731
     BACKENDS.register("planned", made, origin=__name__)
     found, since = {"import": time.process_time()}, time.process_time()
 

@@ -15,20 +15,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.cudnn import Dnn
 from graphc.backends.cupy.libraries.gemm import DOMAIN, Product
 from graphc.backends.cupy.libraries.gemm_epilogues import product_of
-from graphc.backends.cupy.libraries.registry import operands, results
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
-from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion.views import shape_of
-from graphc.ir.facts import constant
-from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import PlanStep
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_cudnn import HostDnn
 from tests.backends.host_products import bind_product
@@ -45,7 +41,6 @@ class HostDevice(StrictMemory):
 
     writes_cuda = False
     options = CudaOptions()
-    kept = None
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         """Every epilogue is taken, so that every one is tested."""
@@ -83,30 +78,23 @@ class HostDevice(StrictMemory):
     def dnn(self) -> HostDnn:
         return HostDnn(self)
 
-    def node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+    def call_library(self, library: Any, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         assert all(a is None or isinstance(a, DeviceArray) for a in (*inputs, *outputs)), (
             "a library cannot reach the host's memory"
         )
-        if library is not None and node.domain != DOMAIN:
-            run = library.bind(self, node, inputs, outputs)
-            return run if library.own else self.queued(run)  # launches queue themselves
-        run = self._node(node, library, [host_of(a) for a in inputs], [host_of(a) for a in outputs])
-        return self.queued(run)
-
-    def _node(self, node: ir.Node, library: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
         if node.domain == DOMAIN:
-            return bind_product(product_of(node), inputs, outputs)
-        read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
-        written = results(node)
-        model = segment_model(PlanStep("segment", node.op_type, [node], read, written))
-        bound = {v.name: a for v, a in zip(operands(node), inputs, strict=True) if v in read}
+            return self.queued(bind_product(product_of(node), [host_of(a) for a in inputs], [host_of(a) for a in outputs]))
+        run = library.bind(self, node, inputs, outputs)
+        return run if library.launches_kernels else self.queued(run)  # launches queue themselves
+
+    def call_host(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        read, written = [host_of(a) for a in inputs], [host_of(a) for a in outputs]
 
         def run() -> None:
-            results = BACKENDS["numpy"](threads=1).run_whole(model, bound)
-            for out, array in zip(written, outputs, strict=True):
-                np.copyto(array, results[out.name].reshape(array.shape))
+            for array, result in zip(written, function(read), strict=True):
+                np.copyto(array, result)
 
-        return run
+        return self.queued(run)
 
 
 class EmulatedDevice(HostDevice):

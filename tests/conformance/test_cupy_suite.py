@@ -60,7 +60,10 @@ class Collecting(HostDevice):
     def launch(self, *_: Any) -> Callable[[], None]:
         return lambda: None
 
-    def node(self, *_: Any) -> Callable[[], None]:
+    def call_library(self, *_: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def call_host(self, *_: Any) -> Callable[[], None]:
         return lambda: None
 
 

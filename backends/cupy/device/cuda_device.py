@@ -6,42 +6,21 @@ CuPy's own library calls refuse a capturing stream, so products go through cuBLA
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS
 from graphc.backends.cupy.codegen.launch_shape import Shape
+from graphc.backends.cupy.device.cache_folder import cache_folder
 from graphc.backends.cupy.device.cuda_graph import Recording, capture_graph
 from graphc.backends.cupy.device.cuda_memory import CudaMemory, address
 from graphc.backends.cupy.device.nvrtc_cache import Cubins, architecture, folder_name, nvrtc_compiler
-from graphc.backends.cupy.device.protocol import CudaOptions
-from graphc.backends.cupy.libraries.cublaslt import Products, version_of_products
+from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
 from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.registry import LibraryOp, operands, results
-from graphc.backends.cupy.libraries.tuning_cache import file_name
-from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.device import Array, Run
-from graphc.ir.facts import constant
-from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import PlanStep
 
 L = TypeVar("L")
-
-CACHE = "GRAPHC_CACHE_DIR"
-"""Environment variable: folder for compiled kernels and measured choices; by default ``~/.cache/graphc``."""
-
-
-def cache_folder() -> Path:
-    """The folder of compiled kernels and measured choices."""
-    found = os.environ.get(CACHE)
-    if found:
-        return Path(found)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "graphc"
 
 
 class CudaDevice(CudaMemory):
@@ -63,10 +42,9 @@ class CudaDevice(CudaMemory):
         return Recording(runs, functools.partial(capture_graph, self))
 
     @functools.cached_property
-    def kept(self) -> SegmentCache:
-        """Compiled segments; which epilogues pay was measured on this device with this version of the library."""
-        words = (self.name, str(self.cupy.cuda.runtime.runtimeGetVersion()), version_of_products())
-        return SegmentCache(cache_folder() / Path(file_name("segments", *words)).stem)
+    def runtime_version(self) -> int:
+        """Of CUDA's runtime, 13000 for 13.0."""
+        return int(self.cupy.cuda.runtime.runtimeGetVersion())
 
     @functools.cached_property
     def name(self) -> str:
@@ -87,7 +65,7 @@ class CudaDevice(CudaMemory):
     def _cubins(self) -> Cubins:
         nvrtc = self.cupy.cuda.compiler.nvrtc
         target = architecture(int(self.device.compute_capability), nvrtc.getSupportedArchs())
-        folder = cache_folder() / folder_name(target, int(self.cupy.cuda.runtime.runtimeGetVersion()))
+        folder = cache_folder() / folder_name(target, self.runtime_version)
         return Cubins(folder, nvrtc_compiler(nvrtc, target))
 
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
@@ -108,24 +86,20 @@ class CudaDevice(CudaMemory):
         return cast("L", self._libraries[kind])
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        from graphc.backends.cupy.libraries.cublaslt import Products
+
         return self.library(Products).pays(joined, apart, saved)
 
-    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        if library is not None:
-            return library.bind(self, node, inputs, outputs)
-        return self._on_host(node, inputs, outputs)
+    def call_library(
+        self, library: LibraryCall, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]
+    ) -> Run:
+        return library.bind(self, node, inputs, outputs)
 
-    def _on_host(self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        read = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
-        model = segment_model(PlanStep("segment", node.op_type, [node], read, results(node)))
-        sources = {v.name or "": a for v, a in zip(operands(node), inputs, strict=True) if v in read}
-        written = [o.name or "" for o in results(node)]
-        targets = list(zip(written, outputs, strict=True))
-        engine = BACKENDS["auto" if "auto" in BACKENDS else "numpy"](threads=1)
+    def call_host(self, function: HostFunction, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
+        read, written = tuple(inputs), tuple(outputs)
 
         def run() -> None:
-            results = engine.run_whole(model, {name: self.fetch(array) for name, array in sources.items()})
-            for name, array in targets:
-                self.copy(array, np.asarray(results[name]).reshape(array.shape))
+            for array, result in zip(written, function([self.fetch(array) for array in read]), strict=True):
+                self.copy(array, result)
 
         return run

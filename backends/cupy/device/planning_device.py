@@ -15,11 +15,9 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_memory import UNIT
-from graphc.backends.cupy.device.protocol import CudaOptions
+from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
 from graphc.backends.cupy.libraries.gemm import Product
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
-from graphc.backends.cupy.libraries.registry import LibraryOp
-from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20
@@ -39,10 +37,8 @@ class PlannedDevice(Unqueued):
     on_host = False
     context = CONTEXT
 
-    def __init__(
-        self, *, writes_cuda: bool = True, options: CudaOptions | None = None, kept: SegmentCache | None = None
-    ) -> None:
-        self.writes_cuda, self.kept = writes_cuda, kept
+    def __init__(self, *, writes_cuda: bool = True, options: CudaOptions | None = None) -> None:
+        self.writes_cuda = writes_cuda
         self.options = options or CudaOptions()
         self.allocated = self.host = 0
         self.workspaces: dict[str, int] = {}
@@ -86,14 +82,17 @@ class PlannedDevice(Unqueued):
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         return _nothing
 
-    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        if library is not None and library.workspace is not None:
+    def call_library(
+        self, library: LibraryCall, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]
+    ) -> Run:
+        if library.workspace is not None:
             name, nbytes = library.workspace
             if name not in self.workspaces:
                 self.workspaces[name] = nbytes
                 self.zeros(nbytes)
-        if library is not None and library.own:
-            return library.bind(self, node, inputs, outputs)
+        return library.bind(self, node, inputs, outputs) if library.launches_kernels else _nothing
+
+    def call_host(self, function: HostFunction, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
         return _nothing
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:

@@ -1,20 +1,16 @@
-"""What a bound segment needs of the machine that runs it: memory, compiled kernels, and libraries for single nodes."""
+"""The device protocol: memory, compiled kernels, calls of libraries and of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.device import Array, Memory, Run
-
-if TYPE_CHECKING:
-    from graphc.backends.cupy.segment.disk_cache import SegmentCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,26 @@ class CudaOptions:
     loose_gelu: bool = False
 
 
+class LibraryCall(Protocol):
+    """How a node is run by a library, as far as a device has to know."""
+
+    @property
+    def bind(self) -> Callable[[Any, ir.Node, Sequence[Array | None], Sequence[Array]], Run]:
+        """(device, node, inputs, outputs) → closure that queues the call."""
+
+    @property
+    def workspace(self) -> tuple[str, int] | None:
+        """Name and bytes of the memory that the library takes on a device; calls with one name share it."""
+
+    @property
+    def launches_kernels(self) -> bool:
+        """Whether it launches kernels of this package, which every device runs."""
+
+
+HostFunction: TypeAlias = Callable[[Sequence[Array]], Sequence[Array]]
+"""Arrays of the host → results in the host's memory."""
+
+
 class Device(Memory, Protocol):
     """A GPU and its memory; in tests, the host.
 
@@ -42,10 +58,6 @@ class Device(Memory, Protocol):
 
     writes_cuda: bool
     options: CudaOptions
-
-    @property
-    def kept(self) -> SegmentCache | None:
-        """Compiled segments on disk, for this kind of device and these versions of its libraries; None: nothing is kept."""
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         """Whether products take less time with an epilogue than without it and a kernel that moves ``saved`` bytes."""
@@ -62,8 +74,13 @@ class Device(Memory, Protocol):
     def launch(self, kernel: Any, arrays: Sequence[Array], shape: Shape) -> Run:
         """A closure that launches a compiled kernel on these arrays."""
 
-    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-        """A closure that runs one node by ``library``, or on the host where that is None."""
+    def call_library(
+        self, library: LibraryCall, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]
+    ) -> Run:
+        """A closure that runs one node by ``library``."""
+
+    def call_host(self, function: HostFunction, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
+        """A closure that fetches ``inputs``, calls ``function`` on the host, and copies its results to ``outputs``."""
 
     def record(self, runs: Sequence[Run]) -> Run:
         """One closure for work that only queues; see :meth:`graphc.backend.Backend.record`."""

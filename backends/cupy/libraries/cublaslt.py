@@ -10,11 +10,12 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
     HALVES,
@@ -28,12 +29,9 @@ from graphc.backends.cupy.libraries.gemm import (
 )
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
 from graphc.backends.cupy.libraries.registry import library
-from graphc.backends.cupy.libraries.tuning_cache import Choices, file_name
+from graphc.backends.cupy.libraries.tuning_cache import Choices, choices_file
 from graphc.device import ALIGNMENT, Run
 from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
-
-if TYPE_CHECKING:
-    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
 WORKSPACE = 32 << 20
 """Bytes of workspace, as NVIDIA advises for Hopper."""
@@ -251,9 +249,7 @@ class Products:
         return memory, Pointers(*(base + start if size else 0 for start, size in zip(starts, sizes, strict=False)))
 
     def _file(self) -> Any:
-        from graphc.backends.cupy.device.cuda_device import cache_folder
-
-        return cache_folder() / file_name("products", self._device.name, str(self._lt.get_version()))
+        return choices_file("products", self._device.name, str(self._lt.get_version()))
 
 
 class MatmulPlan:

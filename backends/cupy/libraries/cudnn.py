@@ -18,16 +18,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.libraries.tuning_cache import Choices, file_name
+from graphc.backends.cupy.device.cuda_device import CudaDevice
+from graphc.backends.cupy.libraries.tuning_cache import Choices, choices_file
 from graphc.device import Run
 from graphc.errors import GraphcError, MissingExtraError
-
-if TYPE_CHECKING:
-    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
 WORKSPACE = 256 << 20
 """Bytes of workspace that all calls share; plans that want more are taken where there is no other."""
@@ -265,9 +263,7 @@ class Dnn:
     # On disk: what was chosen, and each plan with its compiled kernel, which takes a second or two to compile --------------
 
     def _file(self) -> Path:
-        from graphc.backends.cupy.device.cuda_device import cache_folder
-
-        return cache_folder() / file_name("cudnn", self._device.name, str(self._cudnn.backend_version()))
+        return choices_file("cudnn", self._device.name, str(self._cudnn.backend_version()))
 
     def _plan_file(self, key: str) -> Path | None:
         path = self._choices.path

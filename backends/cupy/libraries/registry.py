@@ -106,7 +106,7 @@ class LibraryOp:
     Attributes:
         bind: (device, node, inputs, outputs) → closure that queues the call.
         workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
-        own: whether it is this package that launches kernels, which it does on every device.
+        launches_kernels: whether it launches kernels of this package, which every device runs.
     """
 
     op: str
@@ -114,7 +114,7 @@ class LibraryOp:
     dtypes: Sequence[ir.DataType]
     when: Condition | None = None
     workspace: tuple[str, int] | None = None
-    own: bool = False
+    launches_kernels: bool = False
 
 
 KERNELS: dict[str, list[NodeKernel]] = {}
@@ -139,13 +139,13 @@ def library(
     dtypes: Sequence[ir.DataType] = FLOATS,
     when: Condition | None = None,
     workspace: tuple[str, int] | None = None,
-    own: bool = False,
+    launches_kernels: bool = False,
 ) -> Callable[[BindRule], BindRule]:
     """Register the library call of ``ops``."""
 
     def register(function: BindRule) -> BindRule:
         for op in ops:
-            LIBRARIES.setdefault(op, []).append(LibraryOp(op, function, dtypes, when, workspace, own))
+            LIBRARIES.setdefault(op, []).append(LibraryOp(op, function, dtypes, when, workspace, launches_kernels))
         return function
 
     return register

@@ -12,11 +12,12 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from graphc.backends.cupy.device.cache_folder import cache_folder, file_stem
 
 
 class Choices:
@@ -50,9 +51,9 @@ class Choices:
             warnings.warn(f"measured choices are not kept in {self.path}: {error}", RuntimeWarning, stacklevel=2)
 
 
-def file_name(*words: str) -> str:
-    """A file's name of words such as the device's name and a version."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words)) + ".json"
+def choices_file(*words: str) -> Path:
+    """The file of choices that depend on ``words``: the library, the device's name and the library's version."""
+    return cache_folder() / f"{file_stem(*words)}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

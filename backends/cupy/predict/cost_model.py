@@ -27,9 +27,8 @@ from graphc.backends.cupy.libraries.cudnn_convolution import INPUT, convolution_
 from graphc.backends.cupy.libraries.gemm import PRODUCT
 from graphc.backends.cupy.libraries.gemm_epilogues import product_of
 from graphc.backends.cupy.segment.bind import _offsets
-from graphc.backends.cupy.segment.compile import Segment, compile_segment
-from graphc.backends.cupy.segment.control_flow import Control
-from graphc.backends.cupy.segment.program import KernelCall, NodeCall
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launches_of, name_of
 from graphc.backends.fusion.kernel_source import Access, KernelSource
 from graphc.backends.fusion.views import shape_of, size_of

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import operands, results
-from graphc.backends.cupy.segment.compile import Segment
-from graphc.backends.cupy.segment.control_flow import Control, bind
-from graphc.backends.cupy.segment.program import Call, KernelCall, NodeCall, reads, writes
+from graphc.backends.cupy.segment.control_flow import bind
+from graphc.backends.cupy.segment.host_fallbacks import HostNode
+from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment, reads, writes
 from graphc.backends.cupy.segment.scratch_reuse import Idle
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.views import shape_of, size_of
@@ -138,9 +138,12 @@ class BoundSegment:
             inner.settle()
             return run
         if isinstance(call, NodeCall):
-            inputs = [None if v is None else self._array(v) for v in operands(call.node)]
             outputs = [self._array(v) for v in results(call.node)]
-            return self._device.node(call.node, call.library, inputs, outputs)
+            if call.library is None:
+                fallback = HostNode(call.node)
+                return self._device.call_host(fallback, [self._array(v) for v in fallback.reads], outputs)
+            inputs = [None if v is None else self._array(v) for v in operands(call.node)]
+            return self._device.call_library(call.library, call.node, inputs, outputs)
         arrays = [self._array(v) for v in call.source.operands]
         for dtype, offset in zip(call.source.partials, self._partials.get(index, ()), strict=True):
             kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())

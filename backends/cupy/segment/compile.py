@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -19,9 +19,9 @@ from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm_epilogues import Choose, by_rule, join_products
 from graphc.backends.cupy.rewrite.cast_order import small_casts_first, small_casts_last
 from graphc.backends.cupy.rewrite.decompose import take_apart
-from graphc.backends.cupy.segment.control_flow import Control, body_models
+from graphc.backends.cupy.segment.control_flow import body_models
 from graphc.backends.cupy.segment.inplace import overwrite
-from graphc.backends.cupy.segment.program import Call, KernelCall, NodeCall
+from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.graph_queries import INTO, sweep
 from graphc.backends.fusion.kernel_source import KernelSource
@@ -31,32 +31,6 @@ from graphc.backends.fusion.views import size_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.infer import propagate
 from graphc.ir.subgraphs import CONTROL
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The calls of a segment, in order.
-
-    Attributes:
-        graph: the values that calls refer to.
-        aliases: value → the value whose memory it is: of another shape, or what becomes of it in place.
-    """
-
-    graph: ir.Graph
-    calls: list[Call]
-    aliases: dict[ir.Value, ir.Value]
-
-    @property
-    def fallbacks(self) -> list[ir.Node]:
-        """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
-        own = [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
-        inner = [body for call in self.calls if isinstance(call, Control) for body in call.bodies]
-        return [*own, *(node for body in inner for node in body.fallbacks)]
-
-    @property
-    def queued(self) -> bool:
-        """Whether a run only queues work for the device, so that it can be captured."""
-        return not self.fallbacks and all(call.queued for call in self.calls if isinstance(call, Control))
 
 
 def compile_segment(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -18,48 +18,17 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import results
+from graphc.backends.cupy.segment.program import Control, trip_count
 from graphc.backends.fusion.views import shape_of
 from graphc.device import Array, Run
 from graphc.ir.builder import Builder
-from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.subgraphs import bodies, captured
 from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
 
-if TYPE_CHECKING:
-    from graphc.backends.cupy.segment.compile import Segment
-
-MOST = 4096
-"""Iterations that are bound one by one."""
-
 BindBody: TypeAlias = "Callable[..., Run]"
 """What binds a segment to arrays by name: the constructor of :class:`.bound.BoundSegment`, with scratch memory of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """A node with bodies.
-
-    Attributes:
-        bodies: one segment for each body, in the order of the attributes.
-    """
-
-    node: ir.Node
-    bodies: tuple[Segment, ...]
-
-    @property
-    def iterations(self) -> int:
-        """How often the bodies run; 1 where only the run will tell."""
-        if self.node.op_type == "Scan":
-            return shape_of(self.node.inputs[-1])[0]
-        return (trip_count(self.node) or 1) if self.node.op_type == "Loop" else 1
-
-    @property
-    def queued(self) -> bool:
-        """Whether the host has to read nothing while the node runs."""
-        known = self.node.op_type == "Scan" or (self.node.op_type == "Loop" and trip_count(self.node) is not None)
-        return known and all(body.queued for body in self.bodies)
 
 
 def body_models(node: ir.Node) -> list[onnx.ModelProto] | None:
@@ -87,12 +56,6 @@ def _model(node: ir.Node, body: ir.Graph) -> onnx.ModelProto:
     outer = [v for v in captured(node) if constant(v) is None]
     inner = [n for n in body if n.op_type != "Constant" or n.domain]
     return segment_model(PlanStep("segment", node.name or node.op_type, inner, [*body.inputs, *outer], list(body.outputs)))
-
-
-def trip_count(node: ir.Node) -> int | None:
-    """The iterations of a Loop that are bound one by one; None where the host reads the condition after each."""
-    count = static_trip_count(node)
-    return count if count is not None and count <= MOST else None
 
 
 @dataclass(slots=True)

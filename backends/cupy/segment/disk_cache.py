@@ -29,8 +29,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import PRODUCT
 from graphc.backends.cupy.libraries.registry import LibraryOp
-from graphc.backends.cupy.segment.compile import Segment
-from graphc.backends.cupy.segment.program import KernelCall, NodeCall
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment
 from graphc.backends.fusion.views import shape_of
 from graphc.ir import DOMAIN
 from graphc.ir.facts import constant

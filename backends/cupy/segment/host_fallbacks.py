@@ -1,4 +1,4 @@
-"""What runs where: how each op is run, and the nodes of a plan that the host has to run."""
+"""Nodes that the host runs in the middle of a segment, and the report of what runs where."""
 
 from __future__ import annotations
 
@@ -6,23 +6,47 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from graphc.backend import COVERAGE, Fallback
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import BACKENDS, COVERAGE, Fallback
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.rewrite import decompose
 from graphc.backends.cupy.rewrite.rules import table
-from graphc.backends.cupy.segment.compile import Segment
+from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion import expressions, lowering, reductions, views
-from graphc.backends.fusion.views import size_of
+from graphc.backends.fusion.views import shape_of, size_of
+from graphc.device import Array
 from graphc.ir import DOMAIN
 from graphc.ir.declare import OPS
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.functions import has_body
 from graphc.ir.subgraphs import CONTROL
+from graphc.plan.segment_model import segment_model
+from graphc.plan.steps import PlanStep
 
 LOG = logging.getLogger("graphc.cupy")
 
 FOLDED = frozenset({"Constant", "Shape", "Size"})
 """Ops whose results are known before anything runs."""
+
+
+class HostNode:
+    """Computes one node on the host, from arrays of the host.
+
+    Attributes:
+        reads: the values that it takes, in order; constants are in the model.
+    """
+
+    def __init__(self, node: ir.Node) -> None:
+        self.reads = [v for v in dict.fromkeys(registry.operands(node)) if v is not None and constant(v) is None]
+        self._writes = registry.results(node)
+        self._model = segment_model(PlanStep("segment", node.op_type, [node], self.reads, self._writes))
+
+    def __call__(self, inputs: Sequence[Array]) -> list[Array]:
+        feeds = {v.name or "": array for v, array in zip(self.reads, inputs, strict=True)}
+        found = BACKENDS["numpy"](threads=1).run_whole(self._model, feeds)
+        return [np.asarray(found[v.name or ""]).reshape(shape_of(v)) for v in self._writes]
 
 
 def fallbacks_of(segment: Segment) -> list[Fallback]:

@@ -1,4 +1,4 @@
-"""The calls that a segment is made of, and what each touches."""
+"""A compiled segment as data: its calls in order, and what each call reads and writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries import registry
-from graphc.backends.cupy.segment.control_flow import Control
 from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.fusion.views import shape_of
+from graphc.ir.control_flow import static_trip_count
+
+MOST_ITERATIONS = 4096
+"""Iterations of a loop up to which each is bound to memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,64 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """A node that a library runs, or, where there is none, the host."""
+    """A node that a library runs; without a library, the host runs it."""
 
     node: ir.Node
     library: registry.LibraryOp | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An If, Loop or Scan.
+
+    Attributes:
+        bodies: one segment for each body, in the order of the attributes.
+    """
+
+    node: ir.Node
+    bodies: tuple[Segment, ...]
+
+    @property
+    def iterations(self) -> int:
+        """How often the bodies run; 1 where only the run will tell."""
+        if self.node.op_type == "Scan":
+            return shape_of(self.node.inputs[-1])[0]
+        return (trip_count(self.node) or 1) if self.node.op_type == "Loop" else 1
+
+    @property
+    def queued(self) -> bool:
+        """Whether the host has to read nothing while the node runs."""
+        known = self.node.op_type == "Scan" or (self.node.op_type == "Loop" and trip_count(self.node) is not None)
+        return known and all(body.queued for body in self.bodies)
+
+
 Call = KernelCall | NodeCall | Control
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The calls of a segment, in order.
+
+    Attributes:
+        graph: the values that calls refer to.
+        aliases: value → the value whose memory it shares: one of another shape, or the operand that it replaces in place.
+    """
+
+    graph: ir.Graph
+    calls: list[Call]
+    aliases: dict[ir.Value, ir.Value]
+
+    @property
+    def fallbacks(self) -> list[ir.Node]:
+        """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
+        own = [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
+        inner = [body for call in self.calls if isinstance(call, Control) for body in call.bodies]
+        return [*own, *(node for body in inner for node in body.fallbacks)]
+
+    @property
+    def queued(self) -> bool:
+        """Whether a run only queues work for the device, so that it can be captured."""
+        return not self.fallbacks and all(call.queued for call in self.calls if isinstance(call, Control))
 
 
 def reads(call: Call) -> Sequence[ir.Value]:
@@ -52,3 +107,9 @@ def reads(call: Call) -> Sequence[ir.Value]:
 def writes(call: Call) -> Sequence[ir.Value]:
     """What the call writes."""
     return call.source.operands[call.source.reads :] if isinstance(call, KernelCall) else registry.results(call.node)
+
+
+def trip_count(node: ir.Node) -> int | None:
+    """The iterations of a Loop that are bound one by one; None where the host reads the condition after each."""
+    count = static_trip_count(node)
+    return count if count is not None and count <= MOST_ITERATIONS else None

@@ -28,7 +28,7 @@ def _alike(node: ir.Node) -> bool:
     return len({v.dtype for v in node.inputs if v is not None}) == 1
 
 
-@library("graphc::AnyNonFinite", dtypes=FLOATS, when=_alike, own=True)
+@library("graphc::AnyNonFinite", dtypes=FLOATS, when=_alike, launches_kernels=True)
 def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """The flag is cleared, and set by every block that meets a NaN or an infinity."""
     clear = "KERNEL $name(unsigned char* out) { if (THREAD == 0) out[0] = 0; }"
@@ -39,7 +39,7 @@ def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None]
     )  # fmt: skip
 
 
-@library("graphc::SumOfSquares", dtypes=FLOATS, when=_alike, own=True)
+@library("graphc::SumOfSquares", dtypes=FLOATS, when=_alike, launches_kernels=True)
 def sum_of_squares(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """Parts of blocks, then their sum."""
     count = blocks_of(_rows(inputs))

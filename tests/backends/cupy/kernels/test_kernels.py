@@ -25,8 +25,7 @@ from graphc.backend import BACKENDS, COVERAGE, PLANNERS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.kernels import sorting
 from graphc.backends.cupy.segment.compile import compile_segment
-from graphc.backends.cupy.segment.control_flow import Control
-from graphc.backends.cupy.segment.program import KernelCall, NodeCall
+from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words

@@ -28,8 +28,8 @@ from graphc.backends.cupy.libraries.cublaslt import Products
 from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, call_of
 from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
 from graphc.backends.cupy.libraries.tuning_cache import Choices
-from graphc.backends.cupy.segment.compile import Segment, compile_segment
-from graphc.backends.cupy.segment.program import KernelCall, NodeCall
+from graphc.backends.cupy.segment.compile import compile_segment
+from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment
 from graphc.ir.declare import is_update
 from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
@@ -316,10 +316,11 @@ def test_the_biases_of_all_layers_are_rounded_by_one_kernel() -> None:
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[CudaOptions], Any]]:
     """Makes the GPU with options; what is measured goes to a folder of its own."""
-    from graphc.backends.cupy.device.cuda_device import CACHE, CudaDevice
+    from graphc.backends.cupy.device.cache_folder import CACHE_VARIABLE
+    from graphc.backends.cupy.device.cuda_device import CudaDevice
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield lambda options: CudaDevice(0, options)
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from graphc.backends.cupy.segment import disk_cache
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
-from graphc.backends.cupy.segment.compile import Segment, compile_segment
+from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache
+from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion.views import shape_of
 from tests.backends.host_kernels import HostDevice
 

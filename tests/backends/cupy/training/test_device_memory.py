@@ -49,11 +49,11 @@ class Equipped(HostDevice):
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         return by_rule(joined, apart, saved)  # as where nothing can be measured
 
-    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Any, outputs: Any) -> Callable[[], None]:
-        if library is not None and library.workspace is not None and library.workspace[0] not in self._taken:
+    def call_library(self, library: LibraryOp, node: ir.Node, inputs: Any, outputs: Any) -> Callable[[], None]:
+        if library.workspace is not None and library.workspace[0] not in self._taken:
             self._taken.add(library.workspace[0])
             self.empty(library.workspace[1])
-        return super().node(node, library, inputs, outputs)
+        return super().call_library(library, node, inputs, outputs)
 
 
 @needs_compiler
@@ -149,12 +149,14 @@ class Bare(HostDevice):
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
         return by_rule(joined, apart, saved)
 
-    def node(self, node: ir.Node, library: LibraryOp | None, inputs: Any, outputs: Any) -> Callable[[], None]:
-        if library is not None and library.workspace is not None and library.workspace[0] not in self._taken:
+    def call_library(self, library: LibraryOp, node: ir.Node, inputs: Any, outputs: Any) -> Callable[[], None]:
+        if library.workspace is not None and library.workspace[0] not in self._taken:
             self._taken.add(library.workspace[0])
             self.empty(library.workspace[1])
-        own = library is not None and library.own
-        return library.bind(self, node, inputs, outputs) if own else lambda: None  # type: ignore[union-attr,arg-type]
+        return library.bind(self, node, inputs, outputs) if library.launches_kernels else lambda: None
+
+    def call_host(self, *_: Any) -> Callable[[], None]:
+        return lambda: None
 
 
 def rounded(nbytes: int) -> int:

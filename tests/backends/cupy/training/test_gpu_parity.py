@@ -20,7 +20,7 @@ from graphc import backends
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.backends.cupy.fusion import row_column
 from graphc.backends.cupy.segment import compile as segment_compile
-from graphc.backends.cupy.segment.compile import KernelCall, Segment
+from graphc.backends.cupy.segment.program import KernelCall, Segment
 from graphc.bench.models import _Block
 
 pytestmark = pytest.mark.gpu
