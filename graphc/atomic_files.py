@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNNAMED_IMPOSSIBLE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file that replaces ``path``, complete and on the disk, when the block ends without an error.
 
-    Where the file system can do it, the data has no name until it is complete: a process that is killed meanwhile leaves
-    nothing behind. A symbolic link stays one: what it points to is replaced. The new file has the permissions of the old one.
-    A device or a pipe is written to as it is, since it cannot be replaced by a file without being lost.
+    Where the file system allows it, the data has no name until it is complete: a killed process leaves nothing behind. A
+    symbolic link stays one: its target is replaced. The new file has the permissions of the old one. A device or a pipe is
+    written to directly, since replacing it by a file would lose it.
 
     Raises:
         OSError: the file cannot be written; ``path`` is as it was, and nothing else is left in its folder.
@@ -47,7 +47,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out whether :func:`whole_file` could begin to write ``path``; nothing is left behind.
+    """Check that :func:`whole_file` could start to write ``path``; leaves nothing behind.
 
     Raises:
         OSError: it is a folder, it or its folder may not be written to, or there is no such folder.
@@ -65,7 +65,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """The place behind symbolic links, and the mode of what is there; None: nothing.
+    """Follow symbolic links; returns the target and the mode of what exists there, or None.
 
     Raises:
         OSError: a folder, or a file that its owner has protected from being written to.
@@ -87,7 +87,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _open_unnamed(folder: Path) -> IO[bytes] | None:
-    """A file without a name in ``folder``, or None where such files, or their naming, are not supported."""
+    """A file without a name in ``folder``, or None where the file system supports none."""
     if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
         return None
     try:

@@ -115,30 +115,31 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
 
 
 class Capabilities(Protocol):
-    """What a plan has to know of the backend that will run it."""
+    """The properties of a backend that a plan depends on."""
 
     alignment: int
-    """Bytes to which what steps hand to each other is aligned."""
+    """Alignment, in bytes, of values that one step hands to another."""
 
     rewrites: str
-    """Passes, as the text of a pipeline, that a plan runs on the decomposed graph, whose shapes are static; mostly none."""
+    """Pipeline text of passes to run on the decomposed graph with static shapes; mostly empty."""
 
     state_rewrites: str
-    """Passes that change which state a training graph keeps (:mod:`graphc.plan.state_rewrites`), before there is a plan; mostly
-    none."""
+    """Pipeline text of passes that change which state a training graph keeps (:mod:`graphc.plan.state_rewrites`); mostly
+    empty.
+    """
 
     def prefers_native(self, node: ir.Node) -> bool:
-        """Whether the node runs as a native kernel, a step of its own, instead of inside a segment."""
+        """Whether the node runs as a native kernel, in a step of its own, instead of inside a segment."""
 
     def holds(self, node: ir.Node) -> bool:
-        """Whether a segment may hold this ``graphc`` op as it is; others are decomposed."""
+        """Whether a segment may hold this ``graphc`` op undecomposed."""
 
     def computes_halves(self, node: ir.Node) -> bool:
-        """Whether the node runs in half precision as it stands; otherwise the plan lets it work in float32."""
+        """Whether the backend computes the node in half precision; otherwise the plan computes it in float32."""
 
 
 class StandardAbilities:
-    """Those of a runtime of standard ops, and in single precision only."""
+    """The capabilities of a runtime of standard ops in single precision."""
 
     alignment = ALIGNMENT
     rewrites = ""
@@ -198,12 +199,12 @@ class Backend(Capabilities, Protocol):
         """Output index → input index that the native kernel of ``node`` may overwrite."""
 
     def settle(self) -> None:
-        """Give all that was bound its memory and its kernels: a plan is complete, and nothing is allocated when it runs."""
+        """Allocate the memory and compile the kernels of everything bound: the plan is complete, and steps allocate nothing."""
 
     def record(self, runs: Sequence[Run]) -> Run:
-        """One closure for bound work that only queues: none of ``runs`` looks at a result on the host.
+        """Combine bound work that only queues into one closure; none of ``runs`` reads a result on the host.
 
-        They run in order. A device may take note of what they queue and replay it in later calls, without calling them.
+        They run in order. A device may record what they queue and replay it in later calls.
         """
 
     def all_finite(self, array: Array) -> bool:
@@ -218,13 +219,13 @@ BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backend
 
 
 class PlannedMemory(Memory, Protocol):
-    """Memory of a device that is not there, which counts what it is asked for.
+    """A device that does not exist: it counts the memory that it is asked for.
 
     Attributes:
         allocated: bytes on the device.
         host: bytes of :meth:`pinned` memory.
-        workspaces: the part of ``allocated`` that libraries take for themselves, by name.
-        context: bytes that the driver, the libraries and their kernels take beside all this, as measured.
+        workspaces: the part of ``allocated`` that libraries ask for, by name.
+        context: bytes that the driver, the libraries and their kernels take beside all this.
     """
 
     allocated: int
@@ -235,10 +236,10 @@ class PlannedMemory(Memory, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A node that the host runs in the middle of a segment on a device.
+    """A node in the middle of a device segment that runs on the host.
 
     Attributes:
-        nbytes: what is copied to the host and back in every run.
+        nbytes: bytes copied to the host and back in every run.
     """
 
     op: str
@@ -247,20 +248,20 @@ class Fallback:
 
 
 class Planner(Backend, Protocol):
-    """A backend to which a plan can be bound with no device at hand, to learn what memory that takes."""
+    """A backend that plans and binds without a device, to report memory."""
 
     memory: PlannedMemory
 
     def fallbacks(self, model: onnx.ModelProto) -> Sequence[Fallback]:
-        """The nodes of a segment that the host would run."""
+        """The nodes of a segment that would run on the host."""
 
     @property
     def scratch(self) -> int:
-        """The part of ``allocated`` in which values inside segments lie."""
+        """The part of ``allocated`` that holds values inside segments."""
 
 
 PLANNERS: dict[str, Callable[..., Planner]] = {}
-"""Name of a backend → the same without a device; filled by the backends that need one."""
+"""Name of a backend → its planning version; filled by the backends that need one."""
 
 
 COVERAGE: dict[str, Callable[[str], str]] = {}
@@ -276,16 +277,16 @@ def host_backend(*, threads: int, spin: bool = False) -> Backend:
 
 
 DETERMINISTIC = "deterministic"
-"""The option of a backend that otherwise chooses by measuring; it comes from what the program asks for."""
+"""The option of backends that otherwise tune by measuring; the program sets it."""
 
 _TRUTH = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 def make_backend(text: str, *, threads: int, spin: bool = True, deterministic: bool = False) -> Backend:
-    """The backend of ``text``; ``auto``: onnxruntime on CPUs, or numpy where it is not installed. A GPU has to be named.
+    """Make the backend of ``text``; ``auto`` takes onnxruntime on the CPU, or numpy where that is not installed, never a GPU.
 
     Args:
-        deterministic: two equal runs have equal bits, also where a backend has to give up speed for that.
+        deterministic: equal runs must have equal bits, even where that costs speed.
 
     Raises:
         UsageError: an unknown backend or option.
@@ -299,12 +300,12 @@ def make_backend(text: str, *, threads: int, spin: bool = True, deterministic: b
 
 
 def name_of(text: str) -> str:
-    """The name in front of the options."""
+    """The backend's name, without options."""
     return text.partition(":")[0]
 
 
 def backend_of(text: str) -> tuple[Callable[..., Backend], dict[str, Any]]:
-    """The factory of a backend, and the options that ``text`` gives it.
+    """The factory of a backend, and the options in ``text``.
 
     Raises:
         UsageError: an unknown backend or option, or a value that is neither true nor false.

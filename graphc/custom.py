@@ -1,4 +1,4 @@
-"""Custom ops: giving graphc an operator of any domain.
+"""Custom ops: adds an operator of any domain to graphc.
 
     @graphc.custom_op("my.domain::Softsign2", inputs="x", outputs="y", attributes={"scale": 1.0})
     def softsign2(op, x, *, scale):
@@ -7,8 +7,9 @@
 
 The decorated function is the op's decomposition: it emits simpler ops through a builder. With that alone the op runs on
 every backend, in ``graphc run`` as in training, and is differentiated through its decomposition. A rule of
-:func:`graphc.gradient.gradient` for ``"my.domain::Softsign2"`` goes before the decomposition, and so does a kernel of
-:func:`graphc.backend.kernel` on its backend. An op that only a kernel can compute is declared with :func:`custom_primitive`.
+:func:`graphc.gradient.gradient` for ``"my.domain::Softsign2"`` takes precedence over the decomposition, and so does a kernel
+of :func:`graphc.backend.kernel` on its backend. An op that only a kernel can compute is declared with
+:func:`custom_primitive`.
 
 A declaration takes effect when its module is imported. A package lets graphc import it, on the command line too, by an entry
 point of group ``graphc.ops`` (``graphc.gradients`` for a module that holds rules).
@@ -128,7 +129,7 @@ def _declare(
 
 
 def _through_decomposition(name: str, function: Decomposition) -> InferFunction:
-    """Inference by emitting the decomposition into a graph of its own and reading the types of what it returns."""
+    """Infer types by emitting the decomposition into a graph of its own."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
         copies = [None if value is None else _copy(f"i{k}", value) for k, value in enumerate(inputs)]
@@ -146,7 +147,7 @@ def _through_decomposition(name: str, function: Decomposition) -> InferFunction:
 
 
 def _copy(name: str, value: ir.Value) -> ir.Value:
-    """A value of the same type and, where it is known, of the same constant, for shapes may depend on it."""
+    """A value of the same type and, where it is known, the same constant, since shapes may depend on it."""
     shape = ir.Shape(value.shape.dims) if value.shape is not None else None
     copy = ir.Value(name=name, type=value.type, shape=shape)
     producer = value.producer()

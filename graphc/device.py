@@ -1,4 +1,4 @@
-"""Memory that a backend's arrays lie in, and work over it that is bound once and queued in every step."""
+"""Device memory, and bound work: closures that are built once and queued in every step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes to which every slice of a flat buffer and of the arena is aligned: a cache line, and an AVX-512 register."""
+"""Alignment, in bytes, of every slice of a flat buffer and of the arena: a cache line, and an AVX-512 register."""
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Run: TypeAlias = "Callable[[], None]"
 
 
 class HostSync:
-    """Bound work that looks at results on the host, or decides anew in each step: it cannot be recorded."""
+    """Bound work that reads results on the host, or differs from step to step: it cannot be recorded."""
 
     __slots__ = ("run",)
 
@@ -33,12 +33,12 @@ class HostSync:
 
 
 class Choice:
-    """Bound work that only queues, but not the same in every step.
+    """Bound work that only queues, but differs from step to step.
 
     Args:
-        options: what may be queued.
-        pick: which of them in the present step; called before anything of the row runs in which it stands. Choices with equal
-            ``pick`` go together.
+        options: the alternatives.
+        pick: index of the alternative for the present step; called before its row runs. Choices with the same ``pick`` change
+            together.
     """
 
     __slots__ = ("options", "pick")
@@ -51,11 +51,11 @@ class Choice:
 
     @property
     def queued(self) -> bool:
-        return False  # to whoever does not know of choices
+        return False  # for callers that do not handle choices
 
 
 class Variants:
-    """A row of work with choices in it: each combination is a recording of its own, made when the row is bound.
+    """A row of work with choices: each combination is recorded separately, when the row is bound.
 
     Args:
         record: see :meth:`Backend.record`.
@@ -77,7 +77,7 @@ class Variants:
 
 
 def only_queues(run: Run) -> bool:
-    """Whether bound work for a device queues the same in every step and waits for nothing (see :meth:`Backend.record`)."""
+    """Whether bound work queues the same calls in every step and waits for nothing (see :meth:`Backend.record`)."""
     return bool(getattr(run, "queued", True))
 
 
@@ -95,91 +95,92 @@ def in_order(runs: Sequence[Run]) -> Run:
 
 
 class Event(Protocol):
-    """A point in the work that was queued."""
+    """A point in a queue of work."""
 
     def wait(self) -> None:
-        """Return when everything before it has run."""
+        """Wait until everything before it has run."""
 
 
 class Memory(Protocol):
-    """Where a backend's arrays lie, and how they get there and back.
+    """The memory that a backend's arrays lie in, and copies to and from it.
 
-    Arrays on a device share with numpy's what needs no look at their elements: ``shape``, ``dtype``, ``size``, ``nbytes``,
-    ``view``, ``reshape`` and slices. Everything else goes through these methods, whose work on a device is queued in order
-    with that of the bound segments.
+    Device arrays share with numpy arrays what needs no access to elements: ``shape``, ``dtype``, ``size``, ``nbytes``,
+    ``view``,
+    ``reshape`` and slices. Everything else goes through these methods, whose work on a device is queued in order with that of
+    the bound segments.
     """
 
     on_host: bool
-    """Whether numpy may touch the arrays."""
+    """Whether numpy can access the arrays."""
 
     def zeros(self, nbytes: int) -> Array:
-        """New zeroed memory as a flat array of bytes, aligned for whatever the backend does with it."""
+        """Allocate zeroed memory as a flat array of bytes, aligned for every use by the backend."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Memory of the host, as a flat array of bytes, that transfers reach fastest."""
+        """Allocate host memory, as a flat array of bytes, that transfers reach fastest."""
 
     def adopt(self, array: object) -> Array | None:
-        """An array of whatever library that lies in this memory, as one of it, without a copy; None: the host's.
+        """View another library's array in this memory without a copy; None when it lies on the host.
 
-        What the other library has queued for it is waited for by what is queued here from now on.
+        Work that is queued here from now on waits for what the other library has queued for it.
 
         Raises:
-            ValueError: it lies on another device, or cannot be handed over.
+            ValueError: it lies on another device, or cannot be shared.
         """
 
     def copy(self, target: Array, source: Array) -> None:
-        """Queue a copy between arrays of equal shape and type; either may be the host's, and may be reused afterwards."""
+        """Queue a copy between arrays of equal shape and type; either may be on the host, and may be reused afterwards."""
 
     def fetch(self, array: Array) -> Array:
-        """What ``array`` holds once everything queued has run, in the host's memory; there, the array itself."""
+        """Return the contents of ``array`` on the host once everything queued has run; a host array is returned itself."""
 
     def bind_copy(self, target: Array, source: Array) -> Run:
-        """What queues a copy between two arrays of this memory, or between one and :meth:`pinned` memory."""
+        """A closure that queues a copy between two arrays of this memory, or between one and :meth:`pinned` memory."""
 
     def bind_fill(self, target: Array, value: float) -> Run:
-        """What queues the filling of ``target`` with one number."""
+        """A closure that queues filling ``target`` with one number."""
 
     def send(self, target: Array, source: Array, after: Event | None = None) -> Event:
-        """Begin a copy from :meth:`pinned` memory beside what is queued, once ``after`` has passed; when it is done."""
+        """Start a copy from :meth:`pinned` memory beside the queue, once ``after`` has passed; returns its event."""
 
     def after(self, event: Event) -> None:
-        """Let what is queued from now on wait for ``event``."""
+        """Make work that is queued from now on wait for ``event``."""
 
     def mark(self) -> Event:
-        """When everything that is queued now has run."""
+        """An event that passes when everything queued so far has run."""
 
     def available(self) -> int | None:
-        """Bytes that can still be allocated; None: as many as the host has."""
+        """Bytes that can still be allocated; None: limited by the host's memory only."""
 
     def synchronize(self) -> None:
-        """Return once everything queued has run; errors of queued work are raised here."""
+        """Wait until everything queued has run; raises the errors of queued work."""
 
 
 def aligned_zeros(nbytes: int) -> Array:
-    """Zeroed bytes of the host whose address is a multiple of the cache line."""
+    """Zeroed bytes on the host, aligned to the cache line."""
     raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 class Passed:
-    """The event of a memory where nothing is ever queued."""
+    """The event of a memory without a queue."""
 
     def wait(self) -> None:
-        """It has passed already."""
+        """Has always passed."""
 
 
 PASSED: Event = Passed()
 
 
 class Unqueued:
-    """What a :class:`Memory` is where nothing is ever queued, nor handed over by other libraries."""
+    """Base of memories without a queue, which share no arrays with other libraries."""
 
     def adopt(self, array: object) -> Array | None:
         return None
 
     def after(self, event: Event) -> None:
-        """Whatever was to be waited for has passed."""
+        """Every event has passed."""
 
     def mark(self) -> Event:
         return PASSED
@@ -192,7 +193,7 @@ class Unqueued:
 
 
 class HostMemory(Unqueued):
-    """The memory of the host, where numpy does at once what is asked."""
+    """Host memory, where numpy works at once."""
 
     on_host = True
 

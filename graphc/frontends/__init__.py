@@ -1,4 +1,4 @@
-"""Models in and trained models out: ONNX files, protos and ``onnx_ir`` models; PyTorch modules through their export."""
+"""Reads models (ONNX files, protos, ``onnx_ir`` models, PyTorch modules) and writes trained ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["export", "files_of", "frozen", "load", "save", "write_back"]
 
 
 def load(source: Any, *, example_inputs: Any = None) -> ir.Model:
-    """The model behind ``source``: a path, ``-``, ``onnx.ModelProto``, ``onnx_ir.Model`` or ``torch.nn.Module``.
+    """Load the model behind ``source``: a path, ``-``, ``onnx.ModelProto``, ``onnx_ir.Model`` or ``torch.nn.Module``.
 
     Args:
         example_inputs: what a PyTorch module is exported with: a tensor, a sequence of tensors, or a mapping from names of

@@ -1,4 +1,4 @@
-"""ONNX files: read with errors that help, written back with trained values, never half-written.
+"""Reads ONNX files with helpful errors and writes them back, whole, with trained values.
 
 model = load("model.onnx")                          # a path, "-", onnx.ModelProto or onnx_ir.Model
 trained = write_back(model, {"conv.weight": w})     # the user's own file with new values
@@ -117,7 +117,7 @@ def _is_text(data: bytes) -> bool:
 def _from_proto(
     proto: onnx.ModelProto, where: str, folder: Path | None, apart: Mapping[int, memoryview] | None = None
 ) -> ir.Model:
-    """The model of a parsed file; ``apart`` are the bytes of initializers that were cut out of it, by index."""
+    """Convert a parsed file; ``apart`` holds the bytes of initializers that were cut out of it, by index."""
     apart = apart or {}
     if not proto.HasField("graph") or not proto.ir_version:
         raise ModelError(f"{where} is no ONNX model: it has no graph; it may be truncated")
@@ -152,7 +152,7 @@ def _from_proto(
 
 
 def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryview]) -> None:
-    """Refuse what the reader would leave out without a word, or fail at."""
+    """Refuse what the reader would drop silently or fail at."""
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name
         raise ModelError(
@@ -163,22 +163,22 @@ def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryv
         if k not in apart:
             _check_inline(tensor, where)
     names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
-    if any(isinstance(name, bytes) for group in names for name in group):  # protobuf hands over what is no UTF-8 as bytes
+    if any(isinstance(name, bytes) for group in names for name in group):  # protobuf returns text that is not UTF-8 as bytes
         raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
 
 
 def _forget_negative_sizes(graph: ir.Graph) -> None:
-    """Take sizes below 0 for unknown ones, which is what some exporters mean by them."""
+    """Treat negative sizes as unknown, which is what some exporters mean."""
     for value in (*graph.inputs, *graph.outputs, *(out for node in graph.all_nodes() for out in node.outputs)):
         if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
             value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
 
 
 def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memoryview]) -> None:
-    """Give the initializers whose bytes were cut out of the file these bytes, where they lie."""
+    """Attach the bytes that were cut out of the file to their initializers, without a copy."""
     names = [tensor.name for tensor in proto.graph.initializer] if apart else []
     for k, data in apart.items():
-        value = model.graph.initializers.get(names[k])  # one without a name is left out
+        value = model.graph.initializers.get(names[k])  # an initializer without a name is dropped
         if value is not None and value.const_value is not None:
             value.const_value = wire.tensor(data, value.const_value)
 
@@ -220,7 +220,7 @@ def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
 
 
 def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) -> None:
-    """Refuse external data outside the model's folder, missing or too short; then let it be memory-mapped from there."""
+    """Check external data (inside the model's folder, present, long enough) and memory-map it."""
     location = os.fspath(tensor.location)
     name = f"external data {location!r} of tensor {tensor.name!r}"
     if folder is None:
@@ -255,7 +255,7 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) 
 
 
 def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -> ir.Model:
-    """The user's own file with trained values.
+    """Return the user's own file with trained values.
 
     Args:
         original: the model as it was loaded, before ``legalize``.
@@ -306,7 +306,7 @@ _FILLERS = frozenset({"Constant", "ConstantOfShape", "Identity", "Cast"})
 
 
 def _replace_producer(model: ir.Model, old: ir.Value, array: np.ndarray[Any, Any]) -> None:
-    """Let an initializer stand for the output of a node that only made a parameter."""
+    """Replace the output of a node that only made a parameter by an initializer."""
     graph, producer, name = model.graph, old.producer(), old.name or ""
     if producer is None or producer.op_type not in _FILLERS:
         kind = producer.op_type if producer is not None else "graph input"
@@ -317,7 +317,7 @@ def _replace_producer(model: ir.Model, old: ir.Value, array: np.ndarray[Any, Any
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     _remove_unused(graph, producer)
     graph.register_initializer(new)
-    if model.ir_version < 4:  # in that format every initializer is listed among the graph's inputs
+    if model.ir_version < 4:  # files of that version list every initializer among the graph's inputs
         graph.inputs.append(new)
 
 
@@ -339,7 +339,7 @@ def _filled_dtype(node: ir.Node) -> ir.DataType | None:
 
 
 def _remove_unused(graph: ir.Graph, node: ir.Node) -> None:
-    """Remove a filler node and what only it used: other fillers and shape initializers."""
+    """Remove a filler node, and the fillers and shape initializers that only it used."""
     sources = [v for v in node.inputs if v is not None]
     graph.remove(node, safe=True)
     for value in sources:

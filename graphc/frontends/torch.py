@@ -1,9 +1,9 @@
-"""PyTorch modules as ONNX models that train as the module does.
+"""Exports PyTorch modules as ONNX models that train as the module does.
 
     model = export(module, (x,))        # an onnx_ir.Model with the module's parameter names and a batch of any size
 
-The module is exported in training mode, because exporters drop Dropout and may fold BatchNormalization otherwise; the result
-is in inference mode all the same, so it is an ordinary model file, and the ``train_mode`` pass finds everything it needs.
+The module is exported in training mode, because exporters otherwise drop Dropout and may fold BatchNormalization. The result
+is nevertheless an ordinary model file in inference mode; the ``train_mode`` pass finds all it needs in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Inputs = Any
 """One tensor, a sequence of tensors, or a mapping from the names of ``forward``'s parameters to tensors."""
 
 _OPSET = 20
-"""Opset asked of the exporters: what both write without converting their own output."""
+"""Opset requested from the exporters: the newest that both write without converting their own output."""
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -79,7 +79,7 @@ def export(
     names, tensors = _bind(module, example_inputs)
     batched = _batched(tensors) if dynamic_batch else []
     if batched and tensors[0].shape[0] == 1:
-        # torch.export takes a size of 1 for a constant, and BatchNorm wants more than one sample to train.
+        # torch.export takes a size of 1 for a constant, and BatchNorm needs more than one sample to train
         tensors = [t.repeat(2, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
     failures = []
     for name, function in exporters.items():
@@ -89,7 +89,7 @@ def export(
             with _training(module), _quiet():
                 model = function(module, names, tensors, batched)
             break
-        except Exception as error:  # the exporters raise whatever the module or they themselves raise
+        except Exception as error:  # exporters raise any error of the module, or their own
             failures.append(
                 f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             )
@@ -106,7 +106,7 @@ def export(
 
 
 def _warn(module: torch.nn.Module) -> None:
-    """Of what trains otherwise than in PyTorch."""
+    """Warns of parameters that train differently than in PyTorch."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dim() == 0:
             warnings.warn(
@@ -183,7 +183,7 @@ def _training(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' advice on their own options and missing packages."""
+    """Silence the exporters' warnings about their own options and missing packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -246,7 +246,7 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
     buffers = dict(module.named_buffers())
     for name, value in graph.initializers.items():
         if value.const_value is not None:
-            # Statistics come from the module: the exporter read them after its own forward pass had changed them.
+            # take the statistics from the module: the exporter's forward pass changed them before it read them
             source = buffers[name].detach().cpu() if name.endswith(_STATISTICS) and name in buffers else value.const_value
             array = np.array(source.numpy(), copy=True)
             value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=value.name)
@@ -266,7 +266,7 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
 
 
 def _share(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Let a parameter that the module uses under several names be one initializer."""
+    """Merge a parameter that the module uses under several names into one initializer."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -281,7 +281,7 @@ def _share(graph: ir.Graph, module: torch.nn.Module) -> None:
                 other.replace_all_uses_with(graph.initializers[first])
                 other.name = f"{name}.shared"
         if first is not None and first != names[0]:
-            graph.initializers[first].name = names[0]  # the name that named_parameters() gives it
+            graph.initializers[first].name = names[0]  # the name that named_parameters() uses
 
 
 def _rename(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Writing a training graph for other runtimes: standard ONNX ops only, with or without ONNX's own training information.
+"""Writes a training graph for other runtimes, in standard ONNX ops only.
 
 standard_model   one graph; state s is an initializer and an optional input, its next value is output "s::next"
 training_info    the inference model, and beside it a TrainingInfoProto: initialization, algorithm, update bindings
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from graphc.compiler import Program
 
 NEXT = "::next"
-"""What follows the name of a state in the name of the output that holds its next value."""
+"""Suffix of the output that holds the next value of a state."""
 
 _MOST_BYTES = 2_000_000_000
-"""Size at which a protobuf message ends (2 GiB), rounded down."""
+"""Largest size of a protobuf message (2 GiB), rounded down."""
 
 
 def standard_model(model: ir.Model) -> ir.Model:
@@ -109,14 +109,14 @@ def training_info(program: Program) -> onnx.ModelProto:
 
 
 def _pairs(graph: ir.Graph) -> list[tuple[ir.Value, ir.Value]]:
-    """(state, next value) of a standard training graph."""
+    """(state, next value) pairs of a standard training graph."""
     outputs = {value.name: value for value in graph.outputs}
     states = (v for v in graph.initializers.values() if f"{v.name}{NEXT}" in outputs)
     return [(state, outputs[f"{state.name}{NEXT}"]) for state in states]
 
 
 def _make_names_unique(graph: ir.Graph, other: ir.Graph) -> None:
-    """Rename nodes and results of ``graph`` that have a name of ``other``: both will be parts of one graph."""
+    """Rename nodes and results of ``graph`` whose names ``other`` uses: both become parts of one graph."""
     op, (values, nodes) = Builder(graph), used_names(other)
     for node in graph.all_nodes():
         if node.name in nodes:
@@ -127,7 +127,7 @@ def _make_names_unique(graph: ir.Graph, other: ir.Graph) -> None:
 
 
 def _write_initialization(info: onnx.TrainingInfoProto, states: set[str], graph: ir.Graph) -> None:
-    """The graph that makes the first values of ``states`` that are one number throughout, and its bindings."""
+    """Build the graph that makes the first values of ``states`` that hold one repeated number, and its bindings."""
     target = info.initialization
     target.name = f"{info.algorithm.name}.initialization"
     for name in sorted(states):
@@ -135,7 +135,7 @@ def _write_initialization(info: onnx.TrainingInfoProto, states: set[str], graph:
         assert tensor is not None
         array = tensor.numpy()
         if array.size == 0 or (array != array.flat[0]).any():
-            continue  # its initializer says where it starts
+            continue  # its initializer holds the first value
         out = f"{name}::first"
         shape = onnx.numpy_helper.from_array(np.array(array.shape, dtype=np.int64))
         fill = onnx.numpy_helper.from_array(array.reshape(-1)[:1])

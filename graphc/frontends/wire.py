@@ -1,8 +1,8 @@
-"""The weights of an ONNX file where they lie in it: the file is read once, and no large tensor is copied out of it.
+"""Reads the weights of an ONNX file in place: the file is read once, and no large tensor is copied.
 
-A file is a protocol buffer: fields, each a tag (number and kind) and a value, of which messages and bytes begin with their
-length. Protocol Buffers would copy every tensor when it parses the file, and again whenever somebody looks at one. So the
-bytes of large tensors are cut out first, and become arrays that refer to the file's.
+A file is a protocol buffer: fields, each a tag (number and kind) and a value; messages and byte strings begin with their
+length. Protocol Buffers would copy every tensor when it parses the file, and again at every access. So the bytes of large
+tensors are cut out before parsing, and become arrays that refer to the file's bytes.
 
 Source: https://protobuf.dev/programming-guides/encoding and ``onnx.proto``.
 """
@@ -17,22 +17,22 @@ import numpy as np
 import onnx_ir as ir
 
 LEAST = 1 << 14
-"""Bytes from which a tensor is worth a cut."""
+"""Smallest tensor, in bytes, that is cut out."""
 
 _GRAPH, _INITIALIZER, _DIMS, _DATA_TYPE, _RAW_DATA = 7, 5, 1, 2, 9
-"""Numbers of fields: of ModelProto, GraphProto and TensorProto."""
+"""Field numbers of ModelProto, GraphProto and TensorProto."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _UnreadableError(Exception):
-    """Not what a writer of ONNX files writes; whoever parses the whole says what is wrong."""
+    """The file has an unusual form; the full parser reports what is wrong."""
 
 
 def cut(data: bytes) -> tuple[bytes, dict[int, memoryview]]:
-    """The file without the bytes of its large initializers, and these by the initializer's index.
+    """Return the file without the bytes of its large initializers, and those bytes by the initializer's index.
 
-    A file that is damaged, or written in an unusual way, comes back as it is.
+    A file that is damaged, or written in an unusual way, is returned unchanged.
     """
     found: dict[int, memoryview] = {}
     if len(data) < LEAST or sys.byteorder != "little":
@@ -53,7 +53,7 @@ def tensor(data: memoryview, like: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _without(data: memoryview, level: int, count: int, found: dict[int, memoryview]) -> tuple[list[bytes | memoryview], int]:
-    """The pieces of a message that stay, and how many initializers there are up to its end; level 0: model, 1: graph."""
+    """The parts of a message to keep, and the number of initializers up to its end; level 0: model, 1: graph."""
     parts: list[bytes | memoryview] = []
     kept = 0
     for number, kind, begin, start, end in _fields(data):
@@ -70,7 +70,7 @@ def _without(data: memoryview, level: int, count: int, found: dict[int, memoryvi
 
 
 def _without_raw(data: memoryview, index: int, found: dict[int, memoryview]) -> list[bytes | memoryview]:
-    """The pieces of a tensor without its raw data, where that is large and each element takes whole bytes."""
+    """The parts of a tensor without its raw data, when that is large and elements are whole bytes."""
     raw: tuple[int, int, int] | None = None
     dtype, dims = 0, []
     for number, kind, begin, start, end in _fields(data):
@@ -91,7 +91,7 @@ def _without_raw(data: memoryview, index: int, found: dict[int, memoryview]) -> 
         return [data]
     begin, start, end = raw
     if math.prod(dims) * _WHOLE[dtype] != end - start:
-        return [data]  # damaged: whoever checks the tensor says so
+        return [data]  # damaged: the check of tensors reports it
     found[index] = data[start:end]
     return [data[:begin], data[end:]]
 
@@ -103,7 +103,7 @@ _WHOLE = {
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
-    """(number, kind, where the field begins, where its value begins, where it ends) of each field of a message."""
+    """Walk the fields of a message: (number, kind, start of the field, start of its value, end)."""
     at, size = 0, len(data)
     while at < size:
         begin = at
@@ -125,7 +125,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def _read(data: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins at ``at``, seven bits a byte, and where it ends."""
+    """Decode the varint at ``at``, seven bits a byte; returns it and where it ends."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, with the weights of large models in a file of their own."""
+"""Writes model files whole or not at all; the weights of large models go to a file of their own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from graphc.errors import ModelError
 from graphc.ir.toposort import check_whole
 
 EXTERNAL_ABOVE = 1 << 30
-"""Bytes of tensors above which :func:`save` puts them in a file of their own; a protobuf message ends at 2 GB."""
+"""Bytes of tensors above which :func:`save` writes them to a separate file; a protobuf message ends at 2 GB."""
 
 _SMALL = 1024
-"""Tensors of fewer bytes stay inside the ``.onnx`` file even when there is a data file: shapes must be readable there."""
+"""Tensors of fewer bytes always stay in the ``.onnx`` file: shape inference reads small ones."""
 
 _ALIGNMENT = 4096
-"""Tensors in a data file start at multiples of this, so that they can be memory-mapped."""
+"""Alignment of tensors in a data file, so that they can be memory-mapped."""
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file that appears under ``path``, complete, when the block ends without an error, and not at all otherwise.
+    """Open a file that replaces ``path`` when the block ends without an error, and leaves no trace otherwise.
 
     Raises:
         ModelError: the folder does not exist or cannot be written to, or the disk is full.
@@ -44,8 +44,8 @@ def write_standard_output(data: bytes) -> None:
     """Write ``data`` to standard output.
 
     Raises:
-        BrokenPipeError: its reader has gone.
-        ModelError: it cannot be written to, because a disk is full perhaps.
+        BrokenPipeError: its reader is gone.
+        ModelError: it cannot be written to, for example because a disk is full.
     """
     try:
         sys.stdout.buffer.write(data)
@@ -78,9 +78,9 @@ def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
             raise ModelError(f"a model with {total:,} bytes of tensors cannot go to standard output; name a file")
         write_standard_output(_internal(copy).SerializeToString(deterministic=True))
         return
-    path = Path(os.path.realpath(path))  # the two files lie beside each other, whatever links lead to them
+    path = Path(os.path.realpath(path))  # both files go to the same folder, wherever links lead
     with contextlib.ExitStack() as stack:
-        # The data file is renamed last-in first-out, that is after the model file is complete but before it appears.
+        # the data file is renamed last-in first-out: after the model file is complete, and before it appears
         file = stack.enter_context(atomic_write(path))
         if total > EXTERNAL_ABOVE:
             data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
@@ -119,7 +119,7 @@ def _inside(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 
 
 def _move_out(model: ir.Model, file: IO[bytes], location: str) -> None:
-    """Write the large initializers of ``model`` to ``file`` and let them refer to ``location``."""
+    """Write the large initializers of ``model`` to ``file`` and make them refer to ``location``."""
     for graph in model.graphs():
         _take_in_attributes(graph)
         for value in graph.initializers.values():

@@ -1,7 +1,7 @@
-"""What a training step holds in memory on one worker, read from its plan.
+"""Reports the memory of a training step on one worker, from its plan.
 
-The figures are sizes of buffers that a plan lays out: exact for what graphc allocates. What a runtime allocates inside one
-segment (values that no other step reads) is not among them.
+The figures are sizes of buffers in the plan: exact for what graphc allocates. Memory that a runtime allocates inside one
+segment (values that no other step reads) is not included.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 
 NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
-"""Update ops whose state is neither a parameter nor an optimizer's."""
+"""Update ops whose state is neither a parameter nor optimizer state."""
 
 BESIDE = ("host", "pinned", "context", "evaluation")
-"""Fields of :class:`MemoryReport` that are no part of the total, or counted in it once already."""
+"""Fields of :class:`MemoryReport` that are outside the total, or already counted in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,23 @@ class MemoryReport:
     """Bytes on one worker.
 
     Attributes:
-        parameters: what the computation reads: what trains, and what is frozen.
+        parameters: what the computation reads: trained and frozen parameters.
         masters: float32 parameters of which the computation reads a copy in a lower type.
         gradients: the flat buffers of the buckets.
-        optimizer: momenta and the like.
+        optimizer: state of the optimizer (momenta and the like).
         other_state: running statistics with their batch values, counters.
         feeds: the inputs of a step.
-        activations: the arena of what steps hand to each other, at its peak.
-        collectives: buffers of collectives beside these.
+        activations: the arena of values that one step hands to another, at its peak.
+        collectives: further buffers of collectives.
         scratch: values inside segments, where the backend plans them.
-        workspace: what libraries take for themselves.
-        bound: what else the backend allocates when the plan is bound: constants of segments, temporaries of updates, the
-            staging of feeds, and what rounding costs.
-        host: of all this, what lies in the host's memory (offloaded masters and optimizer state).
-        pinned: memory of the host through which transfers go; beside the total.
-        context: what a driver and its libraries keep on a device, about; beside the total.
-        evaluation: whole float32 copies of parameters that the first evaluation or export makes where a worker has a part of
-            them, or the host; beside the total.
+        workspace: memory that libraries ask for.
+        bound: further memory that the backend allocates when the plan is bound: constants of segments, temporaries of updates,
+            staging of feeds, rounding of sizes.
+        host: the part of all this in host memory (offloaded masters and optimizer state).
+        pinned: host memory through which transfers go; not in the total.
+        context: memory of the driver and its libraries on a device, roughly; not in the total.
+        evaluation: whole float32 copies of parameters that the first evaluation or export makes where a worker, or the device,
+            holds only a part of them; not in the total.
     """
 
     parameters: int
@@ -86,7 +86,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSide(MemoryReport):
-    """The same of a backend that computes elsewhere than in the host's memory: what is offloaded is not in its total."""
+    """The same for a backend with device memory: offloaded state is not in its total."""
 
     @property
     def total(self) -> int:
@@ -97,7 +97,7 @@ class DeviceSide(MemoryReport):
 def memory_of(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1, rank: int = 0
 ) -> MemoryReport:
-    """The memory of a training graph (or of a model in inference) for feeds of these shapes.
+    """Report the memory of a training graph (or of a model in inference) for feeds of these shapes.
 
     Args:
         model: as a pipeline leaves it.
@@ -122,7 +122,7 @@ def memory_of(
 def predicted(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
 ) -> MemoryReport:
-    """What a backend with a device of its own will ask it for: the plan is bound as a trainer binds it, to no device.
+    """Measure the allocations of a backend with a device: the plan is bound as a trainer binds it, to a planning device.
 
     Args:
         planner: a new one.
@@ -147,7 +147,7 @@ def predicted(
 
 
 class Unconnected(NullCommunicator):
-    """Takes part in a world of which there is nobody: collectives can be bound, none can be run."""
+    """A communicator without peers: collectives can be bound, but not run."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Unconnected(NullCommunicator):
 
 
 def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> MemoryReport:
-    """The same for a plan that is at hand; :class:`DeviceSide` where its backend computes on a device."""
+    """Report the memory of an existing plan; :class:`DeviceSide` where its backend computes on a device."""
     sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
     copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}
     counted: set[str] = set()
@@ -185,7 +185,7 @@ def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> Mem
 
 
 def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
-    """Bytes of the parameters that are not whole where a graph of float32 is computed."""
+    """Bytes of the parameters that are sharded where a graph of float32 is computed."""
     offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
     for group in plan.groups:
         if group.nodes[0].op_type in (*NOT_OPTIMIZERS, "Narrow"):
@@ -204,7 +204,7 @@ def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:
 
 
 def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:
-    """Shapes of the graph inputs with ``batch`` in place of every symbolic dimension."""
+    """Shapes of the graph inputs with ``batch`` for every symbolic dimension."""
     return {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in model.graph.inputs}
 
 
