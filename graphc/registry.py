@@ -7,6 +7,7 @@ module of the core imports a pass, a gradient or a backend by name.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import threading
@@ -85,6 +86,23 @@ class Registry(Mapping[str, T], Generic[T]):
             self._overrides.add(name)
         self._items[name] = item
         self._origin[name] = origin
+
+    def remove(self, name: str) -> None:
+        """Take ``name`` out of the table."""
+        self.load()
+        del self._items[name], self._origin[name]
+        self._overrides.discard(name)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Undo on exit whatever the body registers or removes. Tests use it; it must not run in two threads at once."""
+        self.load()
+        before = self._items, self._origin, self._overrides
+        self._items, self._origin, self._overrides = dict(self._items), dict(self._origin), set(self._overrides)
+        try:
+            yield
+        finally:
+            self._items, self._origin, self._overrides = before
 
     def origin(self, name: str) -> str:
         """The module that registered ``name``."""

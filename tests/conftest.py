@@ -104,12 +104,25 @@ def flight_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def det_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def register_backend() -> Iterator[Callable[[str, Callable[..., Any]], None]]:
+    """``register_backend(name, make)``: a backend for this test, in place of one of the same name."""
+    from graphc.backend import BACKENDS
+
+    def register(name: str, make: Callable[..., Any]) -> None:
+        BACKENDS.register(name, make, origin=__name__, override=True)
+
+    with BACKENDS.restored():
+        yield register
+
+
+@pytest.fixture
+def det_without_gradient() -> Iterator[None]:
     """Every differentiable op of ONNX has a gradient; tests of what happens without one take that of Det away."""
     from graphc.gradient import GRADIENTS
 
-    assert "Det" in GRADIENTS
-    monkeypatch.delitem(GRADIENTS._items, "Det")
+    with GRADIENTS.restored():
+        GRADIENTS.remove("Det")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -134,16 +147,10 @@ def registries() -> Iterator[None]:
     from graphc.backend import KERNELS
     from graphc.gradient import GRADIENTS
     from graphc.ir.declare import CUSTOM
-    from graphc.registry import Registry
 
-    tables: tuple[Registry[Any], ...] = (CUSTOM, GRADIENTS)
-    for table in tables:
-        table.load()
-    held = [(dict(t._items), dict(t._origin), set(t._overrides)) for t in tables]
     kernels = dict(KERNELS)
-    yield
-    for table, (items, origin, overrides) in zip(tables, held, strict=True):
-        table._items, table._origin, table._overrides = items, origin, overrides
+    with CUSTOM.restored(), GRADIENTS.restored():
+        yield
     for backend, op in list(KERNELS):
         if "::" in op and not op.startswith("graphc::"):  # those of a backend that was imported meanwhile stay
             del KERNELS[backend, op]

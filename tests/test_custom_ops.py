@@ -215,19 +215,6 @@ def test_a_built_in_rule_can_be_replaced() -> None:
     np.testing.assert_array_equal(found["x::grad"], 2 * np.round(x))
 
 
-def test_an_override_stands_whichever_module_comes_first() -> None:
-    first: Registry[int] = Registry("thing", "graphc.tests.none")
-    first.register("a", 1, origin="built-in")
-    first.register("a", 2, origin="mine", override=True)
-    second: Registry[int] = Registry("thing", "graphc.tests.none")
-    second.register("a", 2, origin="mine", override=True)
-    second.register("a", 1, origin="built-in")
-    assert (first["a"], second["a"]) == (2, 2)
-    first.register("b", 1, origin="built-in")
-    with pytest.raises(UsageError, match=r"'b' is registered twice: by built-in and by mine"):
-        first.register("b", 1, origin="mine")
-
-
 def test_an_entry_point_declares_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after ``pip install`` of a package that has one: graphc imports the module when it looks for ops."""
     (tmp_path / "acme_ops.py").write_text(

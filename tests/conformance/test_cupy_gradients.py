@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import onnx
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice
@@ -55,8 +54,10 @@ def chosen() -> list[TestCase]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(3))
-def test_gradients_of_ops_with_kernels_of_their_own(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+def test_gradients_of_ops_with_kernels_of_their_own(
+    part: int, monkeypatch: pytest.MonkeyPatch, register_backend: Callable[..., None]
+) -> None:
+    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
     monkeypatch.setattr(suite, "_compare_single", on_gpu_backend)
     logging.getLogger("graphc.cupy").setLevel(logging.ERROR)
     wrong, compared = [], 0

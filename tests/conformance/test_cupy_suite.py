@@ -19,7 +19,6 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.errors import GraphcError
 from tests.backends.host_compiler import compile_kernels, refused_by_cuda
@@ -82,56 +81,56 @@ def with_constants(case: Case) -> Case | None:
     return dataclasses.replace(case, model=model, data_sets=[([x for k, x in enumerate(inputs) if k not in known], outputs)])
 
 
-def kernels(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch, *, cuda: bool = False) -> dict[str, str]:
+def kernels(cases: Iterable[Case], register_backend: Callable[..., None], *, cuda: bool = False) -> dict[str, str]:
     """The text of the kernels of all cases."""
     texts: dict[str, str] = {}
     logging.getLogger("graphc.cupy").setLevel(logging.ERROR)
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=Collecting(texts, cuda=cuda)))
+    register_backend("cupy", lambda **_: CupyBackend(device=Collecting(texts, cuda=cuda)))
     for case in cases:
         with contextlib.suppress(AssertionError, GraphcError, RuntimeError, ImportError):  # nothing is computed
             check(case, "cupy")
     return texts
 
 
-def wrong(cases: Mapping[str, Case], names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def wrong(cases: Mapping[str, Case], names: Sequence[str], register_backend: Callable[..., None]) -> str:
     """One line per case that is neither passed nor excepted, with feeds as they are and as constants."""
     folded = {name: case for name in names if (case := with_constants(cases[name])) is not None}
-    compile_kernels(kernels([*(cases[name] for name in names), *folded.values()], monkeypatch))
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    compile_kernels(kernels([*(cases[name] for name in names), *folded.values()], register_backend))
+    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
     return "\n".join([*failures("cupy", cases, names), *failures("cupy", folded, sorted(folded))])
 
 
 @needs_compiler
-def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample(register_backend: Callable[..., None]) -> None:
     cases = quick_cases()
-    found = wrong(cases, sorted(cases)[::60], monkeypatch)
+    found = wrong(cases, sorted(cases)[::60], register_backend)
     assert not found, found
 
 
 @needs_compiler
 @pytest.mark.parametrize("part", range(2))
-def test_a_larger_sample_and_all_that_was_ever_wrong(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_sample_and_all_that_was_ever_wrong(part: int, register_backend: Callable[..., None]) -> None:
     cases = quick_cases()
     names = sorted(cases)
     chosen = sorted({*names[::12], *(n for n in names if re.fullmatch(EVER_WRONG, n.removeprefix("test_")))})
-    found = wrong(cases, chosen[part::2], monkeypatch)
+    found = wrong(cases, chosen[part::2], register_backend)
     assert not found, found
 
 
 @needs_compiler
 @pytest.mark.large
 @pytest.mark.parametrize("part", range(4))
-def test_every_case(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case(part: int, register_backend: Callable[..., None]) -> None:
     cases = all_cases()
-    found = wrong(cases, sorted(cases)[part::4], monkeypatch)
+    found = wrong(cases, sorted(cases)[part::4], register_backend)
     assert not found, found
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
-def test_kernels_of_a_sample_are_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_a_sample_are_cuda(register_backend: Callable[..., None]) -> None:
     cases = quick_cases()
     chosen = [cases[name] for name in sorted(cases)[5::40]]
-    texts = kernels([*chosen, *filter(None, map(with_constants, chosen))], monkeypatch, cuda=True)
+    texts = kernels([*chosen, *filter(None, map(with_constants, chosen))], register_backend, cuda=True)
     assert len(texts) > 30
     assert refused_by_cuda(texts) == ""
 

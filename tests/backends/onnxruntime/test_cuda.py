@@ -91,9 +91,9 @@ def test_a_provider_that_does_not_load_is_no_reason_to_go_on_without_it(capfd: p
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["mlp", "lenet"])
 def test_training_on_a_device_follows_the_backend_of_the_host(
-    name: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    name: str, exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: pretended())
+    register_backend("pretended", lambda **_: pretended())
     x, y = SPECS[name].batch(6)
     losses, states = {}, {}
     for backend in ("onnxruntime", "pretended"):

@@ -360,9 +360,9 @@ collatz (int64 x, float[3] a) => (int64 last, int64 steps, float[3] sums) {
 
 
 @pytest.mark.parametrize("start", [1, 2, 27])
-def test_a_loop_goes_on_until_its_condition_says_so(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_goes_on_until_its_condition_says_so(start: int, register_backend: Callable[..., None]) -> None:
     """27 takes 111 steps; a branch is chosen in each; 1 takes none, and the states are what they were."""
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
     a = np.array([1, 2, 3], np.float32)
     found = run_model(onnx.parser.parse_model(COLLATZ), {"x": np.array(start), "a": a}, "cupy")
     n, steps = start, 0
@@ -392,8 +392,10 @@ NOISE = """<ir_version: 10, opset_import: ["" : 20]>
 g (float[4, 8] x) => (float[4, 8] y) { r = RandomNormalLike (x) y = Add (x, r) }"""
 
 
-def test_nodes_on_the_host_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+def test_nodes_on_the_host_are_reported_in_one_line(
+    register_backend: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
     with caplog.at_level(logging.WARNING, "graphc.cupy"):
         run_model(onnx.parser.parse_model(NOISE), {"x": np.zeros((4, 8), np.float32)}, "cupy")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "graphc.cupy"]
@@ -431,11 +433,11 @@ def test_the_host_runs_only_what_has_no_other_way() -> None:
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_networks_with_dropout_train_as_in_onnxruntime(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, register_backend: Callable[..., None]
 ) -> None:
     """The loop of the forward and that of the gradient run on the device, and the masks are those of the CPU."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setitem(BACKENDS._items, "cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
     torch.manual_seed(0)
 
     class Network(torch.nn.Module):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.cudnn import barred
@@ -123,11 +122,11 @@ def test_numbers_saved_in_float32_do_not_keep_attention_off_tensor_cores() -> No
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_training_in_bfloat16_takes_attention_from_the_library(
-    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
     """Packed projections are read where they lie, and the losses are those of the CPU backend."""
     device = HostDevice()
-    monkeypatch.setitem(BACKENDS._items, "on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: CupyBackend(device=device))
     x, y = SPECS["transformer-small"].batch(4)
     losses = {}
     for backend in ("onnxruntime", "on host"):

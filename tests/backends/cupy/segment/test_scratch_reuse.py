@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.segment import scratch_reuse
 from graphc.backends.cupy.segment.bind import BoundSegment
@@ -70,9 +69,13 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("options", "workers"), params(product(OPTIONS, (1, 2)), large=[({}, 1)]), ids=str)
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_training_gives_the_same_bits_from_less_memory(
-    options: dict[str, Any], workers: int, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    workers: int,
+    exported: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    register_backend: Callable[..., None],
 ) -> None:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("pretended", lambda **_: CupyBackend(device=HostDevice()))
     lodged, bind = [], BoundSegment.bind
 
     def noting(segment: BoundSegment, *arguments: Any) -> None:

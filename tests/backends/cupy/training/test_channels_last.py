@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.libraries.cudnn_convolution import Convolution
 from graphc.bench.specs import SPECS
@@ -92,11 +91,11 @@ def losses_of(backend: str, path: str) -> list[float]:
 
 @needs_compiler
 def test_training_with_channels_last_follows_onnxruntime(
-    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
     """Every convolution goes to cuDNN with its channels fastest in memory; the losses are those of the CPU backend."""
     device, path = HostDevice(), exported("resnet18-small")
-    monkeypatch.setitem(BACKENDS._items, "on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: CupyBackend(device=device))
     np.testing.assert_allclose(losses_of("on host", path), losses_of("onnxruntime", path), rtol=2e-4)
     calls = [call for call in device.dnn.calls if isinstance(call, Convolution)]
     assert len(calls) == 20 + 19 + 20
@@ -117,11 +116,11 @@ class Small(torch.nn.Module):
 
 
 @needs_compiler
-def test_an_image_is_convolved_in_blocks_and_its_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_convolved_in_blocks_and_its_weights_stay_as_they_are(register_backend: Callable[..., None]) -> None:
     """Steps in bfloat16 follow PyTorch's in float32, weight by weight; the library gets 16 channels and steps of one pixel."""
     torch.manual_seed(0)
     module, device = Small(), HostDevice()
-    monkeypatch.setitem(BACKENDS._items, "on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: CupyBackend(device=device))
     rng = np.random.default_rng(0)
     x, label = rng.standard_normal((4, 3, 18, 21)).astype(np.float32), rng.integers(0, 5, 4)
     program = graphc.compile(

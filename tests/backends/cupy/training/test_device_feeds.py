@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.bench.specs import SPECS
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, 
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
+def devices(register_backend: Callable[..., None]) -> list[HostDevice]:
     made: list[HostDevice] = []
 
     def make(**_: Any) -> CupyBackend:
@@ -31,7 +30,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
         made[-1].early = len(made) % 2 == 0
         return CupyBackend(device=made[-1])
 
-    monkeypatch.setitem(BACKENDS._items, "pretended", make)
+    register_backend("pretended", make)
     return made
 
 

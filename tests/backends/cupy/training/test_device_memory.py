@@ -15,7 +15,6 @@ import onnx_ir as ir
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend, CupyPlanner
 from graphc.backends.cupy.device.cuda_memory import UNIT
 from graphc.backends.cupy.libraries.gemm import Product
@@ -59,10 +58,10 @@ class Equipped(HostDevice):
 @needs_compiler
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"accumulate": 2}, {"precision": "bf16"}], ids=str)
 def test_a_trainer_allocates_what_was_predicted(
-    options: dict[str, Any], exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
     device = Equipped()
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: CupyBackend(device=device))
     program = compiled(exported("lenet"), backend="pretended", **options)
     x, y = SPECS["lenet"].batch(8)
     parts = options.get("accumulate", 1)
@@ -82,9 +81,9 @@ def test_a_trainer_allocates_what_was_predicted(
 @pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3"])
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_each_of_two_workers_allocates_what_was_predicted_for_it(
-    strategy: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    strategy: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, register_backend: Callable[..., None]
 ) -> None:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Equipped()))
+    register_backend("pretended", lambda **_: CupyBackend(device=Equipped()))
     program = compiled(exported("lenet"), backend="pretended", strategy=strategy, bucket_mb=0.1)
     x, y = SPECS["lenet"].batch(8)
     broadcast = graphc.Trainer._broadcast
@@ -168,9 +167,9 @@ def feeds_of(program: graphc.Program, batch: int) -> dict[str, Any]:
     return {v.name: np.zeros(feed_shapes(program.model, batch)[v.name], v.dtype.numpy()) for v in graph.inputs}  # type: ignore[union-attr,index,misc]
 
 
-def bind(program: graphc.Program, batch: int, limit: int, monkeypatch: pytest.MonkeyPatch, workers: int = 1) -> None:
+def bind(program: graphc.Program, batch: int, limit: int, register_backend: Callable[..., None], workers: int = 1) -> None:
     """Bind the training plan for ``batch`` samples to devices of ``limit`` bytes; 0: the state alone."""
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Bare(limit)))
+    register_backend("pretended", lambda **_: CupyBackend(device=Bare(limit)))
 
     def worker(comm: Any) -> None:
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
@@ -208,15 +207,15 @@ def test_whoever_takes_the_advice_has_enough_memory(
     part: float,
     wanted: set[str],
     exported: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
+    register_backend: Callable[..., None],
 ) -> None:
     program = compiled(exported(name), optimizer, backend="pretended", precision=precision)
     needed = predicted(program.model, feed_shapes(program.model, count), CupyPlanner())
     total = needed.total
-    bind(program, count, total, monkeypatch)
+    bind(program, count, total, register_backend)
     limit = needed.workspace + int((total - needed.workspace) * part) // UNIT * UNIT
     with pytest.raises(DeviceMemoryError) as caught:
-        bind(program, count, limit, monkeypatch)
+        bind(program, count, limit, register_backend)
     message = str(caught.value)
     assert f"needs {total / 2**20:.1f} MiB ({total:,} bytes)" in message
     assert f"{limit:,} bytes) are available" in message
@@ -231,19 +230,21 @@ def test_whoever_takes_the_advice_has_enough_memory(
             options["accumulate"] = int(given["steps"])
         batch = int(given.get("batch", count)) // options.get("accumulate", 1)
         assert program.again is not None
-        bind(program.again(**options), batch, needs, monkeypatch, int(given.get("workers", 1)))
+        bind(program.again(**options), batch, needs, register_backend, int(given.get("workers", 1)))
         if "batch" in given:
             with pytest.raises(DeviceMemoryError):
-                bind(program, batch + 2, limit, monkeypatch)
+                bind(program, batch + 2, limit, register_backend)
     assert found == wanted, message
     assert all(int(claim["bytes"].replace(",", "")) > limit for claim in re.finditer(CLAIM, short))
 
 
 @pytest.mark.large
 @needs_compiler
-def test_a_plan_that_does_not_fit_changes_nothing(exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_changes_nothing(
+    exported: Callable[[str], str], register_backend: Callable[..., None]
+) -> None:
     program, device = compiled(exported("lenet"), backend="pretended"), Equipped()
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: CupyBackend(device=device))
     with graphc.Trainer(program, threads=1) as trainer:
         before = trainer.state.snapshot()
         device.limit = sum(rounded(array.nbytes) for array in device.allocations) + (305 << 20)
@@ -256,11 +257,11 @@ def test_a_plan_that_does_not_fit_changes_nothing(exported: Callable[[str], str]
 
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
-    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
     program = compiled(exported("mlp"), backend="pretended")
     with pytest.raises(DeviceMemoryError) as caught:
-        bind(program, 0, 3 << 20, monkeypatch)
+        bind(program, 0, 3 << 20, register_backend)
     message = str(caught.value)
     assert "parameters and optimizer state take" in message
     assert "3.0 MiB (3,145,728 bytes) are available" in message
@@ -270,15 +271,15 @@ def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
         needs, workers = int(claim["bytes"].replace(",", "")), int(claim["each"] or 1)
         assert needs <= 3 << 20
         assert program.again is not None
-        bind(program.again(strategy=claim["strategy"]), 0, needs, monkeypatch, workers)
+        bind(program.again(strategy=claim["strategy"]), 0, needs, register_backend, workers)
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("zero:stage=1,offload=true", 1), ("zero:stage=3", 2)])
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_evaluation_copies_each_parameter_once_and_that_is_predicted(
-    strategy: str, workers: int, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    strategy: str, workers: int, exported: Callable[[str], str], register_backend: Callable[..., None]
 ) -> None:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=Bare(1 << 40)))
+    register_backend("pretended", lambda **_: CupyBackend(device=Bare(1 << 40)))
 
     def taken(strategy: str, workers: int) -> list[int]:
         """What evaluation with batches of two sizes takes, and no plan of its own would."""

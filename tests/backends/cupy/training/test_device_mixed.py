@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.distributed.threads import run_threads
 from graphc.errors import WorldError
@@ -26,8 +26,8 @@ WORLDS = [(DEVICE, "onnxruntime"), ("onnxruntime", DEVICE)]
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS._items, DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+def device(register_backend: Callable[..., None]) -> None:
+    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
 
 
 def mixed(backends: tuple[str, ...], **options: Any) -> list[dict[str, Any]]:

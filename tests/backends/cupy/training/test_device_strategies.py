@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ DEVICE = "pretended"
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(register_backend: Callable[..., None]) -> None:
     assert DEVICE not in BACKENDS
-    monkeypatch.setitem(BACKENDS._items, DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
 
 
 def held(trainer: graphc.Trainer) -> int:

@@ -24,9 +24,9 @@ DEVICE = "pretended"
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(register_backend: Callable[..., None]) -> None:
     assert DEVICE not in BACKENDS
-    monkeypatch.setitem(BACKENDS._items, DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
 
 
 def compiled(path: str, optimizer: str, backend: str, **options: Any) -> graphc.Program:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.bench.specs import SPECS
 from tests.backends.cupy.training import test_device_strategies as strategies
@@ -27,9 +26,9 @@ OPTIMIZERS = {"mlp": "sgd:lr=0.05,momentum=0.9", "lenet": "sgd:lr=0.05,momentum=
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(register_backend: Callable[..., None]) -> None:
     """What stands for a device in the cases of the other file is a GPU."""
-    monkeypatch.setitem(BACKENDS._items, strategies.DEVICE, lambda **_: CupyBackend())
+    register_backend(strategies.DEVICE, lambda **_: CupyBackend())
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.bench.specs import SPECS
@@ -66,8 +65,8 @@ class StreamDevice(HostDevice):
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=OWN.device))
+def pretended(register_backend: Callable[..., None]) -> str:
+    register_backend("pretended", lambda **_: CupyBackend(device=OWN.device))
     return "pretended"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.predict.cost_model import cost_of
@@ -179,9 +179,9 @@ def test_a_sum_and_its_gradient_in_one_kernel_need_no_bits() -> None:
     assert passes(text, "x") == 5
 
 
-def trained(device: HostDevice, steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float], Any]:
+def trained(device: HostDevice, steps: int, register_backend: Callable[..., None]) -> tuple[list[float], list[float], Any]:
     """Losses of graphc on ``device`` and of PyTorch for a network of ResNet-50's parts, and the largest difference left."""
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: CupyBackend(device=device))
     torch.manual_seed(0)
     module, rng = Residual().train(), np.random.default_rng(0)
     x, label = rng.standard_normal((4, 3, 33, 32)).astype(np.float32), rng.integers(0, 10, 4)
@@ -211,10 +211,10 @@ def trained(device: HostDevice, steps: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_compiler
 @pytest.mark.full
-def test_training_follows_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_follows_pytorch(register_backend: Callable[..., None]) -> None:
     """With the pool that notes its maxima, and a strided shortcut whose gradient is spread by what adds it."""
     device = HostDevice()
-    losses, wanted, worst = trained(device, 3, monkeypatch)
+    losses, wanted, worst = trained(device, 3, register_backend)
     np.testing.assert_allclose(losses, wanted, rtol=1e-4)
     assert worst < 2e-4
     steps = [call.strides for call in device.dnn.calls if call.kind == "ConvGradInput" and set(call.w.dims[2:]) == {1}]

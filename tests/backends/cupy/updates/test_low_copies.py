@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.updates.bind import Update, launches_of
 from graphc.bench.specs import SPECS
@@ -43,9 +42,9 @@ class Watched(CupyBackend):
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: Watched(device=HostDevice()))
-    monkeypatch.setitem(BACKENDS._items, "casting", lambda **_: Casting(device=HostDevice()))
+def devices(register_backend: Callable[..., None]) -> None:
+    register_backend("pretended", lambda **_: Watched(device=HostDevice()))
+    register_backend("casting", lambda **_: Casting(device=HostDevice()))
 
 
 def compiled(backend: str, **options: Any) -> graphc.Program:

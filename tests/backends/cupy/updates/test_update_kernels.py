@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.updates.bind import Update, is_elementwise, join_updates
 from graphc.backends.cupy.updates.kernel import written
@@ -227,10 +226,16 @@ def test_the_kernel_is_right_as_cuda(order: int) -> None:
         np.testing.assert_array_equal(device.fetch(a), host.fetch(b))
 
 
-@needs_compiler
-def test_an_optimizer_of_a_plugin_gets_a_kernel_and_one_with_norms_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OPS, "_items", dict(OPS._items))
+@pytest.fixture
+def ops() -> Iterator[None]:
+    """Ops that a test declares are gone after it."""
+    with OPS.restored():
+        yield
 
+
+@needs_compiler
+@pytest.mark.usefixtures("ops")
+def test_an_optimizer_of_a_plugin_gets_a_kernel_and_one_with_norms_does_not() -> None:
     def lion(op: Any, param: Any, grad: Any, momentum: Any, lr: Any, *, beta: float, bucket: str) -> Any:
         """param' = param − lr·sign(β·m + (1 − β)·g);  m' = g"""
         sign = op.Sign(op.Add(op.Mul(momentum, beta), op.Mul(grad, 1.0 - beta)))
@@ -339,10 +344,14 @@ def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
     ],
 )
 def test_training_with_clipping_skipping_and_low_copies_follows_the_host(
-    optimizer: str, options: dict[str, Any], tolerance: float, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    optimizer: str,
+    options: dict[str, Any],
+    tolerance: float,
+    exported: Callable[[str], str],
+    register_backend: Callable[..., None],
 ) -> None:
     device = Counting()
-    monkeypatch.setitem(BACKENDS._items, "pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: CupyBackend(device=device))
     x, y = SPECS["mlp"].batch(8)
     losses = {}
     for backend in ("onnxruntime", "pretended"):
