@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
+from graphc.backend import BACKENDS, KERNELS
 from graphc.cli import COMMANDS
+from graphc.ir.declare import OPS
+from graphc.pipeline import PASSES
+from graphc.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,6 +58,7 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
     )
     onnx.save(scalar, tmp_path / "scalar.onnx")
     return {
+        "__name__": "page",
         "path": exported("mlp"),
         "scalar_path": str(tmp_path / "scalar.onnx"),
         "sample_shape": (784,),
@@ -61,8 +67,23 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
     }
 
 
+@pytest.fixture
+def declarations(registries: None) -> Iterator[None]:
+    """Ops, passes, kernels and backends that a page registers are gone after it."""
+    tables: tuple[Registry[Any], ...] = (OPS, PASSES, BACKENDS)
+    for table in tables:
+        table.load()
+    held, kernels = [dict(table._items) for table in tables], dict(KERNELS)
+    yield
+    for table, items in zip(tables, held, strict=True):
+        table._items = items
+    for key, found in list(KERNELS.items()):
+        if key not in kernels and not found.bind.__module__.startswith("graphc."):
+            del KERNELS[key]
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
-@pytest.mark.usefixtures("registries")
+@pytest.mark.usefixtures("declarations")
 def test_python_blocks_run_and_print_what_is_shown(
     page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
