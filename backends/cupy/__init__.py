@@ -1,8 +1,12 @@
 """The GPU backend: a segment becomes fused kernels in CUDA C and nodes that a library runs.
 
-    segment ─► take apart ─► group ─► kernels (text, launch shape) and library nodes, in order ─► bound to addresses
+    segment ─► decompose ─► group ─► kernels (text, launch shape) and library nodes, in order ─► bound to addresses
 
-Only :mod:`.cuda` and the modules of libraries (:mod:`.cublaslt`) need a GPU; in the tests the same kernels run on the host.
+The folders, each of which imports only those before it (``backends/fusion`` comes first):
+
+    codegen · device · libraries · rewrite · fusion · kernels · updates · segment · predict
+
+Only ``device/cuda_*`` and the calls of libraries need a GPU; in the tests the same kernels run on the host.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+import graphc.backends.cupy.kernels
+import graphc.backends.cupy.libraries.cudnn_attention
+import graphc.backends.cupy.libraries.cudnn_convolution
+import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these four fill the registry, as cublaslt does
 from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
 from graphc.backends.cupy.device.cache_folder import cache_folder, file_stem
 from graphc.backends.cupy.device.cuda_device import CudaDevice
@@ -23,8 +31,8 @@ from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.device.protocol import CudaOptions, Device
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.cublaslt import version_of_products
-from graphc.backends.cupy.libraries.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.rewrite.decompose import is_composite
+from graphc.backends.cupy.rewrite.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache

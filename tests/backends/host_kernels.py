@@ -19,8 +19,7 @@ from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries.cudnn import Dnn
-from graphc.backends.cupy.libraries.gemm import DOMAIN, Product
-from graphc.backends.cupy.libraries.gemm_epilogues import product_of
+from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, product_of
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Segment

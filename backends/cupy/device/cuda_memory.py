@@ -78,8 +78,8 @@ def check_versions(driver: int, built: int, backend: str) -> None:
 
 
 def address(array: Any) -> int:
-    """Where a device array begins."""
-    return int(array.data.ptr)
+    """Where an array of a device, or of the host, begins."""
+    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
 
 
 def explain(error: BaseException) -> DeviceError:

@@ -16,8 +16,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_memory import UNIT
 from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
-from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
+from graphc.backends.cupy.libraries.gemm import Product, by_rule
 from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20

@@ -24,10 +24,11 @@ from graphc.backends.cupy.libraries.gemm import (
     Matrix,
     MatrixLayout,
     Product,
+    by_rule,
     call_of,
     is_product,
+    product_of,
 )
-from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
 from graphc.backends.cupy.libraries.registry import library
 from graphc.backends.cupy.libraries.tuning_cache import Choices, choices_file
 from graphc.device import ALIGNMENT, Run

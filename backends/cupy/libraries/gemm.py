@@ -9,8 +9,9 @@ by the library's own names, so that what it is told can be read, and evaluated, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import onnx_ir as ir
 
@@ -35,6 +36,9 @@ BACKWARD = {"relu_grad": "DRELU", "gelu_grad": "DGELU"}
 
 MASK_BITS, AUX_ELEMENTS = 128, 8
 """What the leading dimension of a ReLU mask (in bits) and of a GELU operand (in elements) has to be a multiple of."""
+
+SMALL_K = 128
+"""Summed elements below which an epilogue that writes or reads a second matrix costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,21 @@ def is_product(node: ir.Node) -> bool:
     if node.domain != "" or node.op_type not in ("Gemm", "MatMul") or node.outputs[0].dtype not in TYPES:
         return False
     return min(size_of(node.inputs[0]), size_of(node.inputs[1])) > 0 and shape_of(node.inputs[0])[-1] > 0
+
+
+def by_rule(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+    """The choice where nothing can be measured, or where the same must be chosen in every run."""
+    return all(p.dtype != ir.DataType.DOUBLE and (p.aux is None or p.k >= SMALL_K) for p in joined)
+
+
+def product_of(node: ir.Node) -> Product:
+    """The description of a product's node."""
+    found: Product = node.meta[PRODUCT]
+    return found
+
+
+Choose: TypeAlias = Callable[[Sequence[Product], Sequence[Product], int], bool]
+"""(products with the epilogue, without, bytes that a kernel in its place would move) → whether the epilogue is taken."""
 
 
 # What the library is told ------------------------------------------------------------------------------------------------

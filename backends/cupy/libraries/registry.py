@@ -1,4 +1,4 @@
-"""Nodes that the fusion compiler leaves alone: those with a kernel of their own, and those that a library runs.
+"""The registry of nodes that are not fused: those that a library runs, and those with a kernel written by hand.
 
     @node_kernel("CumSum", dtypes=NUMBERS)               text for one or more launches, for CUDA and for the host's compiler
     def cum_sum(node): return [Launch(body, reads={"x": …}, writes={"y": …}, rows=…)]
@@ -6,14 +6,12 @@
     @library("Gemm", "MatMul", when=is_product)          bound on the GPU through an object that is made once a device
     def product(device, node, inputs, outputs): return device.library(Products).bind(node, inputs, outputs)
 
-One table serves grouping (what stands here is not fused), ``CupyBackend.holds``, the report of what runs on the host, and
-the list of ops. What is in neither table and cannot be generated runs on the host.
+Importing :mod:`graphc.backends.cupy` fills both tables. Grouping, ``CupyBackend.holds``, the report of host fallbacks and the
+list of ops read them. A node that is in neither table and cannot be generated runs on the host.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,15 +24,6 @@ from graphc.device import Array, Run
 from graphc.gradient import key_of
 from graphc.ir.facts import constant, static_dims
 from graphc.ir.subgraphs import bodies, captured
-
-MODULES = (
-    "libraries.cublaslt",
-    "updates.finite_check",
-    "libraries.cudnn_attention",
-    "libraries.cudnn_convolution",
-    "kernels",
-)
-"""Modules of this package that fill the tables."""
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 STORED = tuple(expressions.STORAGE)
@@ -153,7 +142,6 @@ def library(
 
 def special(node: ir.Node) -> NodeKernel | LibraryOp | None:
     """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
-    load()
     key = key_of(node.domain, node.op_type)
     entries: list[NodeKernel | LibraryOp] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
     return next((entry for entry in entries if _accepts(entry, node)), None)
@@ -191,10 +179,3 @@ def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:
 def _storage(value: ir.Value) -> str:
     assert value.dtype is not None
     return expressions.STORAGE[value.dtype]
-
-
-@functools.cache
-def load() -> None:
-    """Fill the tables."""
-    for name in MODULES:
-        importlib.import_module(f"graphc.backends.cupy.{name}")

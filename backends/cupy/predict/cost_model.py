@@ -24,8 +24,7 @@ import onnx_ir as ir
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.libraries.cudnn_convolution import INPUT, convolution_of
-from graphc.backends.cupy.libraries.gemm import PRODUCT
-from graphc.backends.cupy.libraries.gemm_epilogues import product_of
+from graphc.backends.cupy.libraries.gemm import PRODUCT, product_of
 from graphc.backends.cupy.segment.bind import _offsets
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment

@@ -16,9 +16,10 @@ from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Opaque
 from graphc.backends.cupy.fusion.row_column import Crossed, cross, sources
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.libraries import registry
-from graphc.backends.cupy.libraries.gemm_epilogues import Choose, by_rule, join_products
+from graphc.backends.cupy.libraries.gemm import Choose, by_rule
 from graphc.backends.cupy.rewrite.cast_order import small_casts_first, small_casts_last
 from graphc.backends.cupy.rewrite.decompose import take_apart
+from graphc.backends.cupy.rewrite.gemm_epilogues import join_products
 from graphc.backends.cupy.segment.control_flow import body_models
 from graphc.backends.cupy.segment.inplace import overwrite
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment

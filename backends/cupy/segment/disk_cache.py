@@ -72,7 +72,6 @@ class SegmentCache:
 
 def _is_ours(model: onnx.ModelProto) -> bool:
     """Whether only code of this package has to do with a segment."""
-    registry.load()
     makers = [entry.build for found in registry.KERNELS.values() for entry in found]
     binders = [entry.bind for found in registry.LIBRARIES.values() for entry in found]
     known = all(maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
@@ -198,7 +197,6 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, key: Any) -> Any:
         if isinstance(key, int):
             return self._values[key]
-        registry.load()
         op, index = key
         return registry.LIBRARIES[op][index]
 

@@ -75,7 +75,6 @@ def warn(segments: Sequence[Segment]) -> None:
 
 def how(key: str) -> str:
     """How the backend runs an op: generated, library, kernel, decomposed, folded, loop or host; the best of them first."""
-    registry.load()
     domain, _, name = key.rpartition("::")
     found = []
     if name in FOLDED and not domain:

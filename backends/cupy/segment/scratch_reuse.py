@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
-from graphc.backends.cupy.updates.multi_tensor import place_of
+from graphc.backends.cupy.device.cuda_memory import ALIGNMENT, address
 from graphc.device import Array
 
 LEAST = 64 << 10
@@ -47,9 +46,9 @@ class Idle:
     def __init__(
         self, reusable_buffers: Sequence[Array], results: Iterable[tuple[Array, int]], others: Iterable[Array]
     ) -> None:
-        self._reusable = [(place_of(room), place_of(room) + room.nbytes) for room in reusable_buffers]
-        barred = [(place_of(array), place_of(array) + array.nbytes) for array in others]
-        ranges = sorted((place_of(array), place_of(array) + array.nbytes, written) for array, written in results)
+        self._reusable = [(address(room), address(room) + room.nbytes) for room in reusable_buffers]
+        barred = [(address(array), address(array) + array.nbytes) for array in others]
+        ranges = sorted((address(array), address(array) + array.nbytes, written) for array, written in results)
         self._runs: list[list[Range]] = []
         end = 0
         for start, stop, written in ranges:

@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.backends.cupy.device.cuda_memory import address
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.updates.kernel import (
     WIDTH,
@@ -26,7 +27,7 @@ from graphc.backends.cupy.updates.kernel import (
     slots_read,
     written,
 )
-from graphc.backends.cupy.updates.multi_tensor import TableRow, bind_table, place_of
+from graphc.backends.cupy.updates.multi_tensor import TableRow, bind_table
 from graphc.device import Array, Run
 from graphc.ir.declare import declaration_of, declared, is_update
 
@@ -57,7 +58,7 @@ class Update:
     @property
     def reads(self) -> list[tuple[int, int]]:
         """(begin, end) in bytes of all arrays."""
-        return [(place_of(a), place_of(a) + a.nbytes) for a in self.arrays]
+        return [(address(a), address(a) + a.nbytes) for a in self.arrays]
 
     @property
     def writes(self) -> list[tuple[int, int]]:
@@ -145,15 +146,13 @@ def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -
         if array is None:
             places.append(None)
             continue
-        key = (place_of(array), array.size, str(array.dtype))
+        key = (address(array), array.size, str(array.dtype))
         if key not in known:
             known[key] = len(arrays)
             arrays.append(array.reshape(-1))
             slots.append((ir.DataType.from_numpy(array.dtype), k in flat))
         places.append(known[key])
-    vector = all(
-        place_of(a) % (WIDTH * a.dtype.itemsize) == 0 for a, (_, is_flat) in zip(arrays, slots, strict=True) if is_flat
-    )
+    vector = all(address(a) % (WIDTH * a.dtype.itemsize) == 0 for a, (_, is_flat) in zip(arrays, slots, strict=True) if is_flat)
     attributes = tuple(sorted(_attributes(node).items()))
     program = _program(node.domain, node.op_type, attributes, tuple(places), tuple(slots), len(node.outputs), vector)
     return Update(device, program, tuple(arrays), count)
@@ -228,10 +227,10 @@ def _fused(a: Update, b: Update) -> Update | None:
     if a.count != b.count or a.program.vector != b.program.vector:
         return None
     slots, arrays = list(a.program.slots), list(a.arrays)
-    known = {(place_of(x), x.nbytes): k for k, x in enumerate(arrays)}
+    known = {(address(x), x.nbytes): k for k, x in enumerate(arrays)}
     moved: dict[int, int] = {}
     for k, array in enumerate(b.arrays):
-        key = (place_of(array), array.nbytes)
+        key = (address(array), array.nbytes)
         if key not in known:
             known[key] = len(arrays)
             arrays.append(array)
@@ -240,14 +239,14 @@ def _fused(a: Update, b: Update) -> Update | None:
         if slots[moved[k]] != b.program.slots[k]:
             return None
     shared = [k for k in moved.values() if k < len(a.arrays) and slots[k][1]]
-    exact = {known[place_of(x), x.nbytes] for x in a.arrays}
+    exact = {known[address(x), x.nbytes] for x in a.arrays}
     if len(arrays) > SLOTS or not any(k in a.program.written for k in shared):
         return None
-    outside = [x for x in b.arrays if known[place_of(x), x.nbytes] not in exact]
-    if _overlap(a.writes, [(place_of(x), place_of(x) + x.nbytes) for x in outside]):
+    outside = [x for x in b.arrays if known[address(x), x.nbytes] not in exact]
+    if _overlap(a.writes, [(address(x), address(x) + x.nbytes) for x in outside]):
         return None
     changed = [b.arrays[k] for k in b.program.written if moved[k] not in exact]
-    if _overlap([(place_of(x), place_of(x) + x.nbytes) for x in changed], a.reads):
+    if _overlap([(address(x), address(x) + x.nbytes) for x in changed], a.reads):
         return None
     if any(k in a.program.written and not slots[k][1] for k in moved.values()):
         return None  # a scalar that the first changes is read once a block, before that

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backends.cupy.device.cuda_memory import address
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import FLOATS, library
-from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of, named, place_of
+from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of, named
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
 
@@ -75,7 +76,7 @@ def _bind(
     assert dtype is not None
     rows = _rows(inputs)
     width = AT_ONCE // int(dtype.itemsize)
-    if any(place_of(array) % AT_ONCE for row in rows for array in row.arrays):
+    if any(address(array) % AT_ONCE for row in rows for array in row.arrays):
         width = 1
     kind, load = expressions.STORAGE[dtype], expressions.load(dtype, "pack.at[j]")
     body = f"""KERNEL $name(const long long* table, const int* chunks, {result}* out) {{

@@ -51,11 +51,6 @@ class Launched:
         self.run()
 
 
-def place_of(array: Array) -> int:
-    """Where an array begins."""
-    return int(array.ctypes.data) if isinstance(array, np.ndarray) else address(array)
-
-
 def blocks_of(rows: Sequence[TableRow]) -> int:
     """Blocks of a launch over ``rows``."""
     return sum(-(-row.count // ELEMENTS) for row in rows)
@@ -63,7 +58,7 @@ def blocks_of(rows: Sequence[TableRow]) -> int:
 
 def bind_table(device: Device, kernel: Any, rows: Sequence[TableRow], more: Sequence[Array] = ()) -> Launched:
     """A launch of ``kernel(table, chunks, *more)``."""
-    table = np.array([[*map(place_of, row.arrays), row.count] for row in rows], dtype=np.int64)
+    table = np.array([[*map(address, row.arrays), row.count] for row in rows], dtype=np.int64)
     chunks = [(k, part) for k, row in enumerate(rows) for part in range(-(-row.count // ELEMENTS))]
     if not chunks:
         return Launched(_nothing, tuple(rows))  # no grid may be empty

@@ -25,8 +25,7 @@ from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.backends.cupy.libraries import tuning_cache
 from graphc.backends.cupy.libraries.cublaslt import Products
-from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, call_of
-from graphc.backends.cupy.libraries.gemm_epilogues import by_rule, product_of
+from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, by_rule, call_of, product_of
 from graphc.backends.cupy.libraries.tuning_cache import Choices
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment

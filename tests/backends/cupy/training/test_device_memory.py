@@ -17,8 +17,7 @@ import pytest
 import graphc
 from graphc.backends.cupy import CupyBackend, CupyPlanner
 from graphc.backends.cupy.device.cuda_memory import UNIT
-from graphc.backends.cupy.libraries.gemm import Product
-from graphc.backends.cupy.libraries.gemm_epilogues import by_rule
+from graphc.backends.cupy.libraries.gemm import Product, by_rule
 from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.bench.specs import SPECS
 from graphc.data import share

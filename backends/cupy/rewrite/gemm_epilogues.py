@@ -5,14 +5,13 @@
 
 This happens before the fusion compiler groups nodes, for what goes into an epilogue leaves it. Each rule asks ``choose``
 whether the library is faster with the epilogue than without it and a kernel in its place: on a GPU that is measured once,
-elsewhere :func:`by_rule` decides.
+elsewhere :func:`.gemm.by_rule` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import onnx_ir as ir
 
@@ -23,11 +22,14 @@ from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
     HALVES,
     PRODUCT,
+    Choose,
     Matrix,
     Product,
     Strided,
+    by_rule,
     is_product,
     mask_row,
+    product_of,
 )
 from graphc.backends.cupy.libraries.gemm_operands import Fitted, fitted, matrices, placed, scalar_factor
 from graphc.backends.cupy.rewrite.cast_order import casts_before_views, views_before_casts
@@ -50,9 +52,6 @@ from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant
 
-Choose: TypeAlias = Callable[[Sequence[Product], Sequence[Product], int], bool]
-"""(products with the epilogue, without, bytes that a kernel in its place would move) → whether the epilogue is taken."""
-
 GRADIENTS = frozenset({"GeluGrad", "ReluGrad"})
 """Ops of graphc that a product may take in; where none does, they are decomposed."""
 
@@ -60,20 +59,6 @@ A, B, C, BIAS, AUX = range(5)
 """Inputs of a product's node. Its outputs are d, then ``aux`` and the bias gradient where it has them."""
 
 FITTED = "fitted"
-
-SMALL_K = 128
-"""Summed elements below which an epilogue that writes or reads a second matrix costs more than it saves."""
-
-
-def by_rule(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-    """The choice where nothing can be measured, or where the same must be chosen in every run."""
-    return all(p.dtype != ir.DataType.DOUBLE and (p.aux is None or p.k >= SMALL_K) for p in joined)
-
-
-def product_of(node: ir.Node) -> Product:
-    """The description of a product's node."""
-    found: Product = node.meta[PRODUCT]
-    return found
 
 
 def join_products(graph: ir.Graph, choose: Choose = by_rule, *, loose_gelu: bool = False) -> None:
@@ -429,6 +414,3 @@ def _joins_a_kernel(value: ir.Value) -> bool:
 def _nbytes(value: ir.Value) -> int:
     assert value.dtype is not None
     return size_of(value) * int(value.dtype.itemsize)
-
-
-__all__ = ["GRADIENTS", "by_rule", "join_products", "product_of"]
