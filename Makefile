@@ -52,14 +52,14 @@ lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The checker needs an installed copy: it does not follow the mapping of passes/ and backends/ in an editable install.
+# Type checker and API reference read an installed copy: in an editable install they do not find passes/ and backends/.
 type: $(STAMP)  ## mypy --strict over the installed packages
-	@rm -rf build/typed && mkdir -p build
+	@rm -rf build/typed build/lib && mkdir -p build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p graphc
 
 docs: $(STAMP)  ## the documentation as a site in build/site, with every warning an error
-	@rm -rf build/docs && mkdir -p build
+	@rm -rf build/docs build/lib && mkdir -p build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/docs .
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -67,13 +67,7 @@ docs: $(STAMP)  ## the documentation as a site in build/site, with every warning
 bench: $(STAMP)  ## step times against PyTorch; writes build/bench.json
 	$(BIN)/graphc bench --output build/bench.json
 
-gpu-docs: $(STAMP)  ## the documentation as a site in build/site, with every warning an error
-	@rm -rf build/docs && mkdir -p build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/docs .
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-
-bench: $(STAMP)  ## step times on an NVIDIA GPU beside PyTorch's; writes build/gpu_bench.json (under 10 minutes)
+gpu-bench: $(STAMP)  ## step times on an NVIDIA GPU beside PyTorch's; writes build/gpu_bench.json (under 10 minutes)
 	$(BIN)/python -m graphc.bench.gpu --output build/gpu_bench.json
 
 clean:  ## remove .venv and everything built
