@@ -17,7 +17,7 @@ from graphc.backends.cupy import CupyBackend
 from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice
 from tests.conformance import gradient_suite as suite
-from tests.conformance.test_gradient_suite import EXCEPTIONS, ROUGH, SINGLE, UNMATCHED_SINGLE, check
+from tests.conformance.gradient_cases import EXCEPTIONS, ROUGH, SINGLE, UNMATCHED_SINGLE, check
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="the kernels of the tests need a C++ compiler"

@@ -23,9 +23,9 @@ from graphc.backends.cupy import CupyBackend
 from graphc.errors import GraphcError
 from tests.backends.host_compiler import compile_kernels, refused_by_cuda
 from tests.backends.host_kernels import HostDevice
+from tests.conformance.backend_cases import EVER_WRONG, failures
 from tests.conformance.exceptions import CUPY, NUMPY, ONNXRUNTIME
 from tests.conformance.suite import Case, all_cases, check, plain, quick_cases
-from tests.conformance.test_backend_suite import EVER_WRONG, failures
 
 pytestmark = pytest.mark.full
 

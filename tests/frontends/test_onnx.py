@@ -19,7 +19,7 @@ from graphc.errors import ModelError
 from graphc.frontends import writing
 from graphc.frontends.onnx import atomic_write, load, save, write_back
 from tests.frontends.zoo import run
-from tests.passes.legalize.test_legalize import build, normal
+from tests.passes.legalize.legalize_cases import build, normal
 
 
 def linear(opset: int = 17) -> onnx.ModelProto:

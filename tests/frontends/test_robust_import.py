@@ -23,7 +23,7 @@ from graphc.ir.facts import dims
 from graphc.pipeline import Context, PassCall
 from graphc.pipeline import run as run_passes
 from graphc.training.inference import run_model
-from tests.passes.legalize.test_legalize import build, normal
+from tests.passes.legalize.legalize_cases import build, normal
 
 MICROSOFT = {"com.microsoft": 1}
 

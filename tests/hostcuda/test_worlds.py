@@ -19,11 +19,11 @@ from graphc.data import share
 from graphc.device import Variants
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.threads import run_threads
-from tests.backends.cupy.training import test_device_strategies as strategies
+from tests.backends.cupy.training import strategy_cases as strategies
 from tests.conftest import emulated
 from tests.runtime.mpi_run import map_ranks
+from tests.training import batchnorm_cases as batchnorm
 from tests.training import small, torch_models
-from tests.training import test_sync_batchnorm as batchnorm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.consistency import agree
+from graphc.distributed.reductions import tree_pairs
+from graphc.distributed.world import find_world, threads_for
+from graphc.errors import WorldError
 
 SIZES = (1, 10, 4099, 700_003)  # the last is several slices and a rest
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -118,3 +123,42 @@ def _error(array: Any, expected: Any, dtype: str, ranks: int) -> float:
 
 def _digest(array: Any) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def queue_and_gather(comm: Communicator) -> dict[str, Any]:
+    arrays = [np.full(300_000, comm.rank + k, np.float32) for k in range(6)]
+    handles = [comm.start(array, "mean", f"b{k}") for k, array in enumerate(arrays)]
+    middle = np.full(3, float(comm.rank))
+    comm.allreduce(middle)  # a blocking call behind a full queue keeps its place
+    for handle in reversed(handles):
+        comm.wait(handle)
+    received = np.full(3, comm.rank, np.uint8)
+    comm.broadcast(received, root=1)
+    comm.barrier()
+    try:
+        agree(comm, ["AllReduce w", f"AllReduce b{comm.rank}"], "collectives")
+    except WorldError as error:
+        text = str(error)
+    second = open_communicator()
+    ranks = second.allgather_object(comm.rank)
+    second.close()
+    return {
+        "means": [(float(a.min()), float(a.max())) for a in arrays],
+        "middle": middle.tolist(),
+        "received": received.tolist(),
+        "agree": text,
+        "ranks": ranks,
+        "world": find_world(),
+        "threads": threads_for(find_world()),
+    }
+
+
+def tree_of_blocks(comm: Communicator) -> str:
+    """Sum eight micro-shards, this rank's share of them here and the rest over the ranks."""
+    rows = [np.random.default_rng(k).normal(size=10_007).astype(np.float32) for k in range(8)]
+    each = 8 // comm.size
+    mine = rows[comm.rank * each : (comm.rank + 1) * each]
+    for into, other in tree_pairs(each):
+        mine[into] += mine[other]
+    comm.allreduce(mine[0], "tree")
+    return hashlib.sha256(mine[0].tobytes()).hexdigest()

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from graphc.distributed.choose import open_communicator
-from graphc.distributed.communicator import Communicator
-from graphc.distributed.consistency import agree
 from graphc.distributed.host_queue import NullCommunicator
-from graphc.distributed.reductions import tree_pairs
-from graphc.distributed.world import World, find_world, threads_for
-from graphc.errors import MissingExtraError, WorldError
-from tests.runtime.collective_cases import everything
+from graphc.distributed.world import World
+from graphc.errors import MissingExtraError
+from tests.runtime.collective_cases import everything, queue_and_gather, tree_of_blocks
 from tests.runtime.mpi_run import map_ranks, run_mpi
 
 pytestmark = pytest.mark.mpi
-
-
-def queue_and_gather(comm: Communicator) -> dict[str, Any]:
-    arrays = [np.full(300_000, comm.rank + k, np.float32) for k in range(6)]
-    handles = [comm.start(array, "mean", f"b{k}") for k, array in enumerate(arrays)]
-    middle = np.full(3, float(comm.rank))
-    comm.allreduce(middle)  # a blocking call behind a full queue keeps its place
-    for handle in reversed(handles):
-        comm.wait(handle)
-    received = np.full(3, comm.rank, np.uint8)
-    comm.broadcast(received, root=1)
-    comm.barrier()
-    try:
-        agree(comm, ["AllReduce w", f"AllReduce b{comm.rank}"], "collectives")
-    except WorldError as error:
-        text = str(error)
-    second = open_communicator()
-    ranks = second.allgather_object(comm.rank)
-    second.close()
-    return {
-        "means": [(float(a.min()), float(a.max())) for a in arrays],
-        "middle": middle.tolist(),
-        "received": received.tolist(),
-        "agree": text,
-        "ranks": ranks,
-        "world": find_world(),
-        "threads": threads_for(find_world()),
-    }
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), pytest.param(3, marks=pytest.mark.full)])
@@ -57,17 +23,6 @@ def test_every_collective(ranks: int) -> None:
     for case, (error, digest) in results[0].items():
         assert error <= 1, case
         assert all(other[case][1] == digest for other in results[1:]), f"{case}: ranks differ in bits"
-
-
-def tree_of_blocks(comm: Communicator) -> str:
-    """Sum eight micro-shards, this rank's share of them here and the rest over the ranks."""
-    rows = [np.random.default_rng(k).normal(size=10_007).astype(np.float32) for k in range(8)]
-    each = 8 // comm.size
-    mine = rows[comm.rank * each : (comm.rank + 1) * each]
-    for into, other in tree_pairs(each):
-        mine[into] += mine[other]
-    comm.allreduce(mine[0], "tree")
-    return hashlib.sha256(mine[0].tobytes()).hexdigest()
 
 
 def test_a_tree_has_the_same_bits_on_any_number_of_workers() -> None:

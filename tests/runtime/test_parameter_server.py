@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from graphc.distributed.threads import run_threads
-from tests.parameter_server.test_parameter_server import COUNTING, OPTIMIZERS, train
+from tests.parameter_server.parameter_server_cases import COUNTING, OPTIMIZERS, train
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
 
 pytestmark = [pytest.mark.full, pytest.mark.mpi]

@@ -21,11 +21,10 @@ from graphc.distributed.tcp_store import Store, meeting_place
 from graphc.distributed.world import find_world
 from graphc.errors import UsageError, WorldError
 from tests.backends.strict import StrictMemory
-from tests.runtime.collective_cases import everything
+from tests.runtime.collective_cases import everything, queue_and_gather, tree_of_blocks
 from tests.runtime.mpi_run import ROOT
 from tests.runtime.on_device import OnDevice
 from tests.runtime.tcp_run import finish, free_port, map_tcp, run_tcp, start_tcp
-from tests.runtime.test_mpi import queue_and_gather, tree_of_blocks
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import check_versions
 from graphc.errors import GraphcError, MissingExtraError
-from tests.backends.fusion.test_fusion import CASES, check_case, check_network
+from tests.backends.fusion.fusion_cases import CASES, check_case, check_network
 from tests.conftest import has_gpu
 
 

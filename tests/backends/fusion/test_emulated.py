@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
-from tests.backends.fusion.test_fusion import CASES, REDUCING, check_case, check_network
+from tests.backends.fusion.fusion_cases import CASES, REDUCING, check_case, check_network
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_kernels import EmulatedDevice
 from tests.tiers import params

@@ -14,7 +14,7 @@ from graphc.backends.cupy import CupyBackend
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
-from tests.passes.gradients.test_table import CASES, NO_KERNEL, SINGLE, Case, _label
+from tests.passes.gradients.table_cases import CASES, NO_KERNEL, SINGLE, Case, label
 
 SAMPLE = [case for case in CASES if case[0] not in NO_KERNEL]
 
@@ -54,13 +54,13 @@ def check(case: Case, device: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("case", SAMPLE[5::20], ids=_label)
+@pytest.mark.parametrize("case", SAMPLE[5::20], ids=label)
 def test_rules_of_a_sample_on_generated_kernels(case: Case) -> None:
     check(case, HostDevice())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SAMPLE[::3], ids=_label)
+@pytest.mark.parametrize("case", SAMPLE[::3], ids=label)
 def test_rules_on_a_gpu(case: Case) -> None:
     from graphc.backends.cupy.device.cuda_device import CudaDevice
 

@@ -14,7 +14,7 @@ import pytest
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.backends.cupy.updates.multi_tensor import bind_table
-from tests.backends.fusion.test_threads import LAYER_NORM_GRADIENT
+from tests.backends.fusion.fusion_cases import LAYER_NORM_GRADIENT
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -14,21 +14,12 @@ import pytest
 
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
+from tests.backends.fusion.fusion_cases import LAYER_NORM_GRADIENT
 from tests.backends.host_kernels import EmulatedDevice, run_segment
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
 HEAD = '<ir_version: 10, opset_import: ["": 26]> g '
 
-LAYER_NORM_GRADIENT = """{
-  xf = Cast<to=1>(x)  gf = Cast<to=1>(g)
-  last = Constant<value_ints=[-1]>()  first = Constant<value_ints=[0]>()
-  m = ReduceMean(xf, last)  c = Sub(xf, m)  q = Mul(c, c)  v = ReduceMean(q, last)
-  e = Constant<value_float=1e-5>()  w = Add(v, e)  r = Sqrt(w)  n = Div(c, r)
-  h = Mul(gf, s)  a = ReduceMean(h, last)  hn = Mul(h, n)  b = ReduceMean(hn, last)
-  nb = Mul(n, b)  d0 = Sub(h, a)  d1 = Sub(d0, nb)  d2 = Div(d1, r)  d3 = Add(d2, o)
-  dx = Identity(d3)  dl = Cast<to=16>(d3)
-  gn = Mul(gf, n)  ds = ReduceSum<keepdims=0>(gn, first)  db = ReduceSum<keepdims=0>(gf, first)
-}"""
 
 CASES = {
     "elements": "(bfloat16[40,136] x, float[136] b) => (bfloat16[40,136] y)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,38 +17,8 @@ from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.facts import dims
 from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import HUGE, LARGE, SMALL, legal, path_of, run, with_random_weights
+from tests.passes.legalize.legalize_cases import F32, build, normal
 from tests.tiers import params
-
-F32 = np.float32
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(F32)
-
-
-def build(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: dict[str, Sequence[int | str]],
-    outputs: Sequence[str] | dict[str, Sequence[int | str]],
-    weights: dict[str, np.ndarray] | None = None,
-    *,
-    opset: int,
-    ir_version: int = 8,
-    functions: Sequence[onnx.FunctionProto] = (),
-    domains: dict[str, int] | None = None,
-    types: dict[str, int] | None = None,
-) -> onnx.ModelProto:
-    types = types or {}
-    shapes = outputs if isinstance(outputs, dict) else {}
-    graph = helper.make_graph(
-        list(nodes),
-        "test",
-        [helper.make_tensor_value_info(n, types.get(n, TensorProto.FLOAT), s) for n, s in inputs.items()],
-        [helper.make_tensor_value_info(n, types.get(n, TensorProto.FLOAT), shapes.get(n)) for n in outputs],
-        [numpy_helper.from_array(a, n) for n, a in (weights or {}).items()],
-    )
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
-    return helper.make_model(graph, opset_imports=imports, ir_version=ir_version, functions=list(functions))
 
 
 def check_same(model: onnx.ModelProto, feeds: dict[str, np.ndarray], atol: float = 1e-5) -> ir.Model:

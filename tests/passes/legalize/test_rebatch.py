@@ -18,7 +18,7 @@ from graphc.passes.legalize.rebatch_repair import batch_place
 from graphc.pipeline import Context
 from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import HUGE, LARGE, SMALL, legal, path_of, run, with_random_weights
-from tests.passes.legalize.test_legalize import build, normal
+from tests.passes.legalize.legalize_cases import build, normal
 from tests.tiers import params
 
 pytestmark = pytest.mark.full

@@ -18,7 +18,7 @@ from graphc.ir.ops.losses import label_checks
 from graphc.passes.training.autodiff import autodiff
 from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
-from tests.passes.training.test_loss import HEAD, WEIGHTS, data, graph_of, outputs, run, scores, torch_loss
+from tests.passes.training.loss_cases import HEAD, WEIGHTS, data, graph_of, outputs, run, scores, torch_loss
 
 # Labels, names and outputs ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from graphc.errors import UsageError
 from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
-from tests.passes.training.test_loss import WEIGHTS, data, run, scores
+from tests.passes.training.loss_cases import WEIGHTS, data, run, scores
 
 SAMPLES = np.array([0.5, 0.0, 2.0, 1.0, 3.0, 0.0], dtype=np.float32)
 

@@ -9,19 +9,14 @@ import sys
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.predict.cost_model import cost_of, nbytes, traffic
+from graphc.backends.cupy.predict.cost_model import cost_of
 from graphc.backends.cupy.segment.compile import compile_segment
-from graphc.backends.cupy.segment.program import KernelCall
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
 from graphc.errors import UsageError
-from graphc.ir.facts import static_dims
-from graphc.plan.partition import prepare
-
-HEAD = '<ir_version: 10, opset_import: ["": 26, "graphc": 1]> g '
+from tests.backends.cupy.predict.cost_cases import HEAD, passes
 
 CROSS_ENTROPY = """(bfloat16[4096,8192] logits, int64[4096] label, float[] d) => (float[] total, bfloat16[4096,8192] dlogits) {
   x = Cast<to=1>(logits)
@@ -43,16 +38,6 @@ NORMALISED = """(bfloat16[64,28,28,256] x, float[256] s, float[256] b, bfloat16[
   a1 = Div(db, count)  a2 = Div(ds, count)  a3 = Mul(a2, r)  d1 = Sub(gf, a1)  d2 = Mul(c, a3)  d3 = Sub(d1, d2)
   d4 = Mul(d3, f)  dx = Cast<to=16>(d4)
 }"""
-
-
-def passes(text: str, array: str) -> float:
-    """Bytes that all kernels move, in sizes of one input."""
-    model = ir.from_proto(onnx.parser.parse_model(HEAD + text))
-    shapes = {v.name or "": list(static_dims(v) or ()) for v in model.graph.inputs}
-    segment = compile_segment(ir.to_proto(prepare(model, shapes)))
-    assert all(isinstance(call, KernelCall) for call in segment.calls), "every node is generated"
-    size = next(nbytes(v) for v in segment.graph.inputs if v.name == array)
-    return sum(traffic(call.source, call.parts) for call in segment.calls if isinstance(call, KernelCall)) / size
 
 
 def test_cross_entropy_reads_the_scores_twice_and_writes_their_gradient_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 from graphc.backends.cupy import CupyBackend
 from graphc.distributed.threads import run_threads
 from graphc.errors import WorldError
-from tests.backends.cupy.training.test_device_strategies import ADAM, DEVICE, follow, train
+from tests.backends.cupy.training.strategy_cases import ADAM, DEVICE, follow, train
 from tests.backends.host_kernels import HostDevice
 from tests.training import small
 

@@ -15,7 +15,7 @@ import pytest
 import graphc
 from graphc.backends.cupy import CupyBackend
 from graphc.bench.specs import SPECS
-from tests.backends.cupy.training import test_device_strategies as strategies
+from tests.backends.cupy.training import strategy_cases as strategies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,9 +22,9 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import prepare
-from tests.backends.cupy.predict.test_cost_model import HEAD, passes
+from tests.backends.cupy.predict.cost_cases import HEAD, passes
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
-from tests.passes.optimize.test_channels_last import Residual
+from tests.passes.optimize.channels_last_cases import Residual
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

@@ -1,0 +1,88 @@
+"""Every strategy on workers with a device each, against the same on onnxruntime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import graphc
+from graphc.data import share
+from graphc.distributed.threads import run_threads
+from tests.backends.host_kernels import HostDevice
+from tests.training import small
+
+DEVICE = "pretended"
+
+
+def held(trainer: graphc.Trainer) -> int:
+    """Bytes that a trainer's device has handed out."""
+    device = trainer.backend.memory
+    assert isinstance(device, HostDevice)
+    return sum(array.nbytes for array in device.allocations)
+
+
+def train(comm: Any, program: graphc.Program, sizes: tuple[int, ...] = (12, 11, 12)) -> dict[str, Any]:
+    """Losses of training and of evaluation, whole state and its hash of one rank; ``sizes`` are those of the global batches."""
+    losses = []
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        for k, size in enumerate(sizes):
+            feeds = dict(zip(("input", "label"), small.batch(size, k), strict=True))
+            mine = share(len(feeds["input"]), comm.rank, comm.size)
+            losses.append(trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)["loss"])
+        nbytes = held(trainer) if isinstance(trainer.backend.memory, HostDevice) else 0
+        losses.append(trainer.evaluate([{"input": feeds["input"][mine], "label": feeds["label"][mine]}])["loss"])
+        places = {**trainer.state.arrays, **{n: trainer.state.flat[s.buffer] for n, s in trainer.state.shards.items()}}
+        on_host = {name for name, array in places.items() if isinstance(array, np.ndarray)}
+        state, digest = trainer.state.snapshot(trainer.comm), trainer.state_sha256()
+        return {"losses": losses, "state": state, "hash": digest, "bytes": nbytes, "on host": on_host}
+
+
+def follow(device: dict[str, Any], host: dict[str, Any], tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(device["losses"], host["losses"], rtol=tolerance)
+    assert device["state"].keys() == host["state"].keys()
+    for name, value in host["state"].items():
+        scale = max(1.0, float(np.abs(value.astype(np.float64)).max(initial=0)))
+        np.testing.assert_allclose(
+            device["state"][name].astype(np.float64), value.astype(np.float64), rtol=0, atol=tolerance * scale, err_msg=name
+        )
+
+
+ADAM = "adam:lr=0.002,eps=1e-4"
+MOMENTUM = "sgd:lr=0.1,momentum=0.9"
+
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mirrored": (ADAM, {}),
+    "zero 1": (ADAM, {"strategy": "zero:stage=1"}),
+    "zero 2, clip": (ADAM, {"strategy": "zero:stage=2", "clip_norm": 0.5}),
+    "zero 3": (ADAM, {"strategy": "zero:stage=3"}),
+    "central storage": (ADAM, {"strategy": "central_storage"}),
+    "accumulate, clip": (MOMENTUM, {"accumulate": 3, "clip_norm": 0.5}),
+    "local sgd": (MOMENTUM, {"strategy": "local_sgd:every=2"}),
+    "powersgd": (MOMENTUM, {"compress": "powersgd:rank=2"}),
+    "topk": (MOMENTUM, {"compress": "topk:ratio=0.05"}),
+    "adasum": (MOMENTUM, {"strategy": "adasum"}),
+    "skip": (ADAM, {"nonfinite": "skip"}),
+    "any world": (MOMENTUM, {"deterministic": "any-world"}),
+}
+
+HALVES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "bf16": (ADAM, {"precision": "bf16"}, 2e-3),
+    "bf16, zero 3, offload": (ADAM, {"precision": "bf16", "strategy": "zero:stage=3,offload=true"}, 2e-3),
+    "fp16": (ADAM, {"precision": "fp16"}, 3e-4),
+    "fp16 gradients": (MOMENTUM, {"compress": "fp16"}, 1e-5),
+}
+"""With what the rounding of one value in the low type, which falls on either side, makes of a loss."""
+
+
+def both(optimizer: str, options: dict[str, Any], workers: int = 2, **how: Any) -> list[list[dict[str, Any]]]:
+    """What ``workers`` ranks got on devices, and on hosts."""
+    programs = [small.compiled(optimizer, backend=backend, **options) for backend in (DEVICE, "onnxruntime")]
+    return [run_threads(workers, lambda comm, program=program: train(comm, program, **how)) for program in programs]
+
+
+def check_strategy(name: str, tolerance: float) -> None:
+    """Two workers on devices do what two on hosts do."""
+    devices, hosts = both(*PROGRAMS[name], sizes=(12, 12, 12) if name == "any world" else (12, 11, 12))
+    assert devices[0]["hash"] == devices[1]["hash"]
+    follow(devices[0], hosts[0], tolerance)
