@@ -20,14 +20,24 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
-from graphc.ir.declare import CUSTOM, Decomposition, Formal, InferFunction, OpDeclaration, Spec, spec_of
+from graphc.ir.declare import (
+    CUSTOM,
+    PLACEMENT,
+    Decomposition,
+    InferFunction,
+    OpDeclaration,
+    OpOptions,
+    Spec,
+    make_declaration,
+    spec_of,
+)
 
 
 def custom_op(
@@ -35,9 +45,9 @@ def custom_op(
     *,
     inputs: str,
     outputs: str,
-    attributes: Mapping[str, Any] | None = None,
     infer: InferFunction | None = None,
     override: bool = False,
+    **options: Unpack[OpOptions],
 ) -> Callable[[Decomposition], Decomposition]:
     """Declare an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``.
 
@@ -45,25 +55,29 @@ def custom_op(
         name: ``"domain::Op"``, as the model file has it.
         inputs: names of the inputs in order: ``"x bias?"``; ``name?`` may be left out, ``*name`` stands for any number.
         outputs: names of the outputs; the function returns one value for each.
-        attributes: name → default; ``graphc.ir.declare.REQUIRED`` for one without.
         infer: ``(inputs, attributes) -> [(type, shape), …]``; by default what the decomposition's own ops infer.
         override: replace a declaration of another module.
+        options: ``attributes``, name → default (``graphc.ir.declare.REQUIRED`` for one without), and for the update of an
+            optimizer ``next_value``, ``gradient`` and the like; see :class:`graphc.ir.declare.OpDeclaration`.
 
     Raises:
         UsageError: a name that is no ``domain::Op``, or one that another module has declared.
     """
 
     def register(function: Decomposition) -> Decomposition:
-        _declare(
+        _register(
             name,
-            inputs=inputs,
-            outputs=outputs,
-            attributes=attributes,
-            infer=infer or _through_decomposition(name, function),
-            doc=function.__doc__ or "",
-            decompose=function,
-            origin=function.__module__,
-            override=override,
+            make_declaration(
+                name.rpartition("::")[2],
+                inputs=inputs,
+                outputs=outputs,
+                infer=infer or _through_decomposition(name, function),
+                doc=function.__doc__ or "",
+                decompose=function,
+                origin=function.__module__,
+                **options,
+            ),
+            override,
         )
         return function
 
@@ -77,8 +91,8 @@ def custom_primitive(
     outputs: str,
     infer: InferFunction,
     doc: str,
-    attributes: Mapping[str, Any] | None = None,
     override: bool = False,
+    **options: Unpack[OpOptions],
 ) -> OpDeclaration:
     """Declare an op that has no decomposition: only a backend with a kernel for it runs it.
 
@@ -86,45 +100,19 @@ def custom_primitive(
     """
     frame = inspect.currentframe()
     caller = frame.f_back if frame else None
-    return _declare(
-        name,
-        inputs=inputs,
-        outputs=outputs,
-        attributes=attributes,
-        infer=infer,
-        doc=doc,
-        decompose=None,
-        origin=str(caller.f_globals["__name__"]) if caller else "?",
-        override=override,
+    origin = str(caller.f_globals["__name__"]) if caller else "?"
+    op_type = name.rpartition("::")[2]
+    declaration = make_declaration(
+        op_type, inputs=inputs, outputs=outputs, infer=infer, doc=doc, decompose=None, origin=origin, **options
     )
+    return _register(name, declaration, override)
 
 
-def _declare(
-    name: str,
-    *,
-    inputs: str,
-    outputs: str,
-    attributes: Mapping[str, Any] | None,
-    infer: InferFunction,
-    doc: str,
-    decompose: Decomposition | None,
-    origin: str,
-    override: bool,
-) -> OpDeclaration:
+def _register(name: str, declaration: OpDeclaration, override: bool) -> OpDeclaration:
     found = re.fullmatch(r"([\w.-]+)::(\w+)", name)
     if found is None or found[1] in ("ai.onnx", DOMAIN):
         raise UsageError(f"{name!r} is no name of a custom op: give it as 'my.domain::Op', with a domain of your own")
-    declaration = OpDeclaration(
-        name=found[2],
-        inputs=Formal.parse(inputs),
-        outputs=Formal.parse(outputs),
-        attributes=dict(attributes or {}),
-        infer=infer,
-        doc=inspect.cleandoc(doc),
-        origin=origin,
-        decompose=decompose,
-    )
-    CUSTOM.register(name, declaration, origin=origin, override=override)
+    CUSTOM.register(name, declaration, origin=declaration.origin, override=override)
     return declaration
 
 
@@ -140,7 +128,7 @@ def _through_decomposition(name: str, function: Decomposition) -> InferFunction:
             opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION},
             name=name,
         )
-        result = function(Builder(graph), *copies, **attributes)
+        result = function(Builder(graph), *copies, **{k: v for k, v in attributes.items() if k not in PLACEMENT})
         return [spec_of(value) for value in (result if isinstance(result, tuple) else (result,))]
 
     return infer

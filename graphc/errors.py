@@ -12,6 +12,10 @@ class GraphcError(Exception):
     exit_code = 1
 
 
+class InternalError(GraphcError):
+    """A graph breaks graphc's own rules: a bug in graphc, or in a pass or op of a plugin."""
+
+
 class UsageError(GraphcError, ValueError):
     """A wrong argument: an unknown pass, option, loss, feed name, mesh …"""
 

@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from graphc.cli import output
 from graphc.gradient import key_of
-from graphc.ir.facts import describe_value, is_parameter, state_updates, static_dims
+from graphc.ir.facts import describe_value, state_updates, static_dims
 from graphc.ir.ops.collectives import collective_of
+from graphc.ir.updates import state_of, trains
 
 
 def nbytes(value: ir.Value) -> int:
@@ -67,8 +68,8 @@ def training_graph(model: ir.Model) -> dict[str, Any]:
 
 
 def is_trained(node: ir.Node, state: ir.Value) -> bool:
-    """Whether ``node`` updates ``state`` as a parameter, and not as state of the optimizer, a statistic or a counter."""
-    return node.op_type not in ("RunningAverage", "Increment") and node.inputs[0] is state and is_parameter(state)
+    """Whether ``state`` is the parameter that ``node`` updates."""
+    return trains(node) and state_of(node) is state
 
 
 def print_training_graph(found: dict[str, Any], *, to_stderr: bool = False) -> None:

@@ -11,14 +11,16 @@ has none (a collective) is declared with :func:`declare_primitive`.
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import InternalError
 from graphc.registry import Registry
 
 if TYPE_CHECKING:
@@ -34,13 +36,30 @@ REQUIRED: Any = object()
 """Marks an attribute without a default."""
 
 SHARD, OFFLOAD = "shard", "offload"
-PLACEMENT: Mapping[str, Any] = {SHARD: "", OFFLOAD: 0}
-"""Attributes of every update op that say where it runs and not what it computes; decompositions do not get them.
+PLACEMENT: Mapping[str, Any] = {"bucket": "", SHARD: "", OFFLOAD: 0}
+"""Attributes that every update op has: they say where it runs, not what it computes, and decompositions do not get them.
 
-``shard`` is empty, ``even`` or ``root``: the update runs over the elements that this rank owns of its bucket's flat arrays
-(:mod:`graphc.ir.ops.collectives`), and state that nothing gathers is kept for those only. ``offload``: the state lies in the
-host's memory and the update runs there.
+``bucket`` names the flat arrays that the update shares with others. ``shard`` is empty, ``even`` or ``root``: the update runs
+over the elements that this rank owns of its bucket (:mod:`graphc.ir.ops.collectives`), and state that nothing gathers is kept
+for those only. ``offload``: the state lies in the host's memory and the update runs there.
 """
+
+
+class Role(enum.Enum):
+    """What a state of an update is for."""
+
+    PARAMETER = "parameter"
+    """What trains; a checkpoint and an exported model hold it."""
+    OPTIMIZER = "optimizer"
+    """State of an optimizer or of gradient compression: a momentum, an error feedback."""
+    STATISTIC = "statistic"
+    """A running statistic of the forward pass: small, and read whole when the model is evaluated."""
+    COUNTER = "counter"
+    """A number of steps."""
+    SCALE = "scale"
+    """The loss scale; its update takes ``skip``, the flag of a step that overflowed, and has the attribute ``minimum``."""
+    COPY = "copy"
+    """The parameter that is the update's ``source``, in a lower type; checkpoints do not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +82,20 @@ class OpDeclaration:
     Attributes:
         next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
             running statistics). A node with a non-empty ``next_value`` is an **update node**.
+        gradient: of an optimizer: index of the input that is the gradient of the parameter.
+        source: of another update: index of the input with an element for each element of the state, if there is one: a batch
+            statistic, the value that is copied. For an optimizer it is the gradient.
+        roles: index of the input that is a state → what it is for. By default the first next value of an optimizer is that of
+            the parameter, and the others are the optimizer's.
         local: input indices of state that differs from rank to rank: it is neither broadcast nor compared, and a checkpoint
             holds the sum over the ranks, of which each takes an equal part.
-        reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input.
-        elementwise: element k of every next value depends on element k of the states and of input 1, and on scalars only: the
-            update may run over any part of a flat array.
+        reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input. By
+            default an optimizer sums its gradient and the input called ``divisor``.
+        elementwise: element k of every next value depends on element k of the states and of the source, and on scalars only:
+            the update may run over any part of a flat array.
         combine: ``"sum"`` or ``"max"`` where the result over several parts of the operands is that reduction of the results
             over each part (a sum of squares, a test for NaN); such an op has the attribute ``shard`` too.
+        passes_through: output k is what becomes of input k on its way: reduced over the ranks, or in another type.
         effect: the node must neither be merged with another nor deleted nor moved across one of the same group.
         decompose: builds the same outputs from standard ops; None for primitives that only a backend can run.
     """
@@ -83,11 +109,29 @@ class OpDeclaration:
     origin: str
     effect: bool = False
     next_value: Mapping[int, int] = field(default_factory=dict)
+    gradient: int | None = None
+    source: int | None = None
+    roles: Mapping[int, Role] = field(default_factory=dict)
     reduces: Mapping[int, str] = field(default_factory=dict)
     decompose: Decomposition | None = None
     elementwise: bool = False
     combine: str = ""
+    passes_through: bool = False
     local: tuple[int, ...] = ()
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Inputs with an element for each element of the state: the states and the source."""
+        return tuple(sorted({*self.next_value.values(), *(() if self.source is None else (self.source,))}))
+
+    @property
+    def main(self) -> int:
+        """Index of the state after which an update is named: the parameter, or else its first state."""
+        return next((k for k, role in self.roles.items() if role is Role.PARAMETER), self.next_value[min(self.next_value)])
+
+    def place_of(self, name: str) -> int | None:
+        """Index of the formal input ``name``, or None where the op has none."""
+        return next((k for k, formal in enumerate(self.inputs) if formal.name == name), None)
 
     def attribute_values(self, node: ir.Node) -> dict[str, Any]:
         """The node's attributes as Python values, defaults filled in.
@@ -110,6 +154,64 @@ CUSTOM: Registry[OpDeclaration] = Registry("custom op", "graphc.ops")
 """Ops of any other domain, by ``domain::name``; see :mod:`graphc.custom`."""
 
 
+class OpOptions(TypedDict, total=False):
+    """What a declaration may say besides its signature; see :class:`OpDeclaration`."""
+
+    attributes: Mapping[str, Any]
+    effect: bool
+    next_value: Mapping[int, int]
+    gradient: int
+    source: int
+    roles: Mapping[int, Role]
+    reduces: Mapping[int, str]
+    elementwise: bool
+    combine: str
+    passes_through: bool
+    local: tuple[int, ...]
+
+
+def make_declaration(
+    name: str,
+    *,
+    inputs: str,
+    outputs: str,
+    infer: InferFunction,
+    doc: str,
+    decompose: Decomposition | None,
+    origin: str,
+    **options: Unpack[OpOptions],
+) -> OpDeclaration:
+    """An :class:`OpDeclaration` with the defaults that follow from what is given filled in.
+
+    Raises:
+        ValueError: an update that does not say what a state is for, or whose gradient is one of its states.
+    """
+    formals, next_value = Formal.parse(inputs), options.get("next_value", {})
+    placement: Mapping[str, Any] = PLACEMENT if next_value else {SHARD: ""} if options.get("combine") else {}
+    options["attributes"] = {**options.get("attributes", {}), **placement}
+    gradient, states = options.get("gradient"), [next_value[k] for k in sorted(next_value)]
+    if gradient is not None:
+        if not states or gradient in states:
+            raise ValueError(f"the gradient of {name!r} is no state, and an optimizer has one: next_value={dict(next_value)}")
+        options["source"] = gradient
+        divisors = [k for k, formal in enumerate(formals) if formal.name == "divisor"]
+        options.setdefault("reduces", dict.fromkeys((gradient, *divisors), "sum"))
+        parameter = {} if Role.PARAMETER in options.get("roles", {}).values() else {states[0]: Role.PARAMETER}
+        options["roles"] = {**dict.fromkeys(states, Role.OPTIMIZER), **parameter, **options.get("roles", {})}
+    if options.get("roles", {}).keys() != set(states):
+        raise ValueError(f"the update {name!r} must say what each of its states is for: roles={{{states[0]}: Role.…}}")
+    return OpDeclaration(
+        name=name,
+        inputs=formals,
+        outputs=Formal.parse(outputs),
+        infer=infer,
+        doc=inspect.cleandoc(doc),
+        origin=origin,
+        decompose=decompose,
+        **options,
+    )
+
+
 def declare_primitive(
     name: str,
     *,
@@ -117,72 +219,27 @@ def declare_primitive(
     outputs: str,
     infer: InferFunction,
     doc: str,
-    attributes: Mapping[str, Any] | None = None,
-    effect: bool = False,
-    next_value: Mapping[int, int] | None = None,
-    reduces: Mapping[int, str] | None = None,
+    origin: str,
     decompose: Decomposition | None = None,
-    origin: str | None = None,
-    elementwise: bool = False,
-    combine: str = "",
-    local: tuple[int, ...] = (),
+    **options: Unpack[OpOptions],
 ) -> OpDeclaration:
     """Register an op of the ``graphc`` domain; see :class:`OpDeclaration` for the arguments."""
-    placement = PLACEMENT if next_value else {SHARD: ""} if combine else {}
-    if origin is None:
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame else None
-        origin = str(caller.f_globals["__name__"]) if caller else "?"
-    declaration = OpDeclaration(
-        name=name,
-        inputs=Formal.parse(inputs),
-        outputs=Formal.parse(outputs),
-        attributes={**(attributes or {}), **placement},
-        infer=infer,
-        doc=inspect.cleandoc(doc),
-        origin=origin,
-        effect=effect,
-        next_value=dict(next_value or {}),
-        reduces=dict(reduces or {}),
-        decompose=decompose,
-        elementwise=elementwise,
-        combine=combine,
-        local=local,
+    declaration = make_declaration(
+        name, inputs=inputs, outputs=outputs, infer=infer, doc=doc, decompose=decompose, origin=origin, **options
     )
     OPS.register(name, declaration, origin=origin)
     return declaration
 
 
 def declare(
-    name: str,
-    *,
-    inputs: str,
-    outputs: str,
-    infer: InferFunction,
-    attributes: Mapping[str, Any] | None = None,
-    next_value: Mapping[int, int] | None = None,
-    reduces: Mapping[int, str] | None = None,
-    elementwise: bool = False,
-    combine: str = "",
-    local: tuple[int, ...] = (),
+    name: str, *, inputs: str, outputs: str, infer: InferFunction, **options: Unpack[OpOptions]
 ) -> Callable[[Decomposition], Decomposition]:
     """Register an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``."""
 
     def register(function: Decomposition) -> Decomposition:
+        doc, origin = function.__doc__ or "", function.__module__
         declare_primitive(
-            name,
-            inputs=inputs,
-            outputs=outputs,
-            infer=infer,
-            doc=function.__doc__ or "",
-            attributes=attributes,
-            next_value=next_value,
-            reduces=reduces,
-            decompose=function,
-            origin=function.__module__,
-            elementwise=elementwise,
-            combine=combine,
-            local=local,
+            name, inputs=inputs, outputs=outputs, infer=infer, doc=doc, decompose=function, origin=origin, **options
         )
         return function
 
@@ -199,6 +256,18 @@ def declared(domain: str, op_type: str) -> OpDeclaration | None:
 def declaration_of(node: ir.Node) -> OpDeclaration | None:
     """The declaration of a ``graphc`` or custom node, or None for a standard op and for what nobody declares."""
     return declared(node.domain, node.op_type)
+
+
+def required_declaration(node: ir.Node) -> OpDeclaration:
+    """The declaration of a node that must have one.
+
+    Raises:
+        InternalError: nobody declares the op.
+    """
+    declaration = declaration_of(node)
+    if declaration is None:
+        raise InternalError(f"the node {node.name!r} is a {node.domain or 'ai.onnx'}::{node.op_type}, which nobody declares")
+    return declaration
 
 
 def has_effect(node: ir.Node) -> bool:
@@ -241,9 +310,7 @@ def is_update(node: ir.Node) -> bool:
 
 def place_of(node: ir.Node, name: str) -> int | None:
     """Index of the formal input ``name`` of a declared op, or None where it has none."""
-    declaration = declaration_of(node)
-    assert declaration is not None
-    return next((k for k, formal in enumerate(declaration.inputs) if formal.name == name), None)
+    return required_declaration(node).place_of(name)
 
 
 def operand(node: ir.Node, name: str) -> ir.Value | None:
@@ -255,7 +322,8 @@ def operand(node: ir.Node, name: str) -> ir.Value | None:
 def put(node: ir.Node, name: str, value: ir.Value) -> None:
     """Make ``value`` the operand of the formal input ``name``."""
     index = place_of(node, name)
-    assert index is not None
+    if index is None:
+        raise InternalError(f"the op {node.op_type} of {node.name!r} has no input {name!r}")
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)

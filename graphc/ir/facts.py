@@ -1,13 +1,15 @@
-"""Small questions about values: static shapes, constants, element types. Nothing here changes a graph."""
+"""Questions about values and nodes: shapes, constants, element types, operands. Nothing here changes a graph."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import InternalError, ModelError
 from graphc.ir.declare import declaration_of
 
 Dim: TypeAlias = "int | str | None"
@@ -37,6 +39,58 @@ def static_dims(value: ir.Value) -> tuple[int, ...] | None:
         if type(d) is not int:
             return None
     return found  # type: ignore[return-value]
+
+
+def shape_of(value: ir.Value) -> tuple[int, ...]:
+    """The static shape of a value.
+
+    Raises:
+        ModelError: it has none.
+    """
+    found = static_dims(value)
+    if found is None:
+        raise ModelError(f"{value.name!r} has no static shape: {describe_value(value)}")
+    return found
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """The element type of a value; InternalError where it is not known."""
+    if value.dtype is None:
+        raise InternalError(f"the element type of {value.name!r} is not known")
+    return value.dtype
+
+
+def nbytes_of(value: ir.Value) -> int:
+    """Bytes of a value of static shape; ModelError where it has none."""
+    return math.prod(shape_of(value)) * int(dtype_of(value).itemsize)
+
+
+def array_of(value: ir.Value) -> np.ndarray:
+    """What an initializer holds; InternalError where it has no value."""
+    if value.const_value is None:
+        raise InternalError(f"the initializer {value.name!r} has no value")
+    return np.asarray(value.const_value.numpy())
+
+
+def producer_of(value: ir.Value) -> ir.Node:
+    """The node that computes a value; InternalError for a graph input or an initializer."""
+    producer = value.producer()
+    if producer is None:
+        raise InternalError(f"no node computes {value.name!r}")
+    return producer
+
+
+def input_of(node: ir.Node, index: int = 0) -> ir.Value:
+    """Input ``index`` of a node; InternalError where it is left out."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is None:
+        raise InternalError(f"input {index} is left out of {describe(node)}")
+    return value
+
+
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """The inputs of a node, without those that are left out."""
+    return [value for value in node.inputs if value is not None]
 
 
 def rank(value: ir.Value) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import Role
 from graphc.ir.facts import is_parameter
+from graphc.ir.updates import has_role
 
 STEP = "graphc.step"
 """int64 scalar initializer: number of finished steps."""
@@ -114,11 +115,6 @@ def explain_trainable(
 
 
 def is_running_statistic(value: ir.Value) -> bool:
-    """Whether the value is a running mean or variance of a BatchNormalization, or other non-optimizer state."""
-    for node, index in value.uses():
-        if node.op_type == "BatchNormalization" and index in (3, 4):
-            return True
-        declaration = declaration_of(node)
-        if declaration is not None and node.op_type == "RunningAverage" and index in declaration.next_value.values():
-            return True
-    return False
+    """Whether the value is a running mean or variance of a BatchNormalization, or another running statistic."""
+    normalises = any(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in value.uses())
+    return normalises or has_role(value, Role.STATISTIC)

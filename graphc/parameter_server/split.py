@@ -20,6 +20,7 @@ from graphc.ir.declare import is_update
 from graphc.ir.facts import describe, static_dims
 from graphc.ir.ops.parameter_server import EVERY, exchanges, server_options
 from graphc.ir.subgraphs import captured
+from graphc.ir.updates import state_of
 from graphc.pipeline import PASSES, Context
 from graphc.plan.partition import Plan, make_plan
 
@@ -61,7 +62,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
     part = model.clone()
     graph = part.graph
     owner = {v: _server(node) for node in exchanges(graph, "Pull") for v in node.inputs}
-    updates = [n for n in graph if is_update(n) and owner.get(n.inputs[0], EVERY) in (server, EVERY)]
+    updates = [n for n in graph if is_update(n) and owner.get(state_of(n), EVERY) in (server, EVERY)]
     arrived = pushes(graph, server)
     own = set(graph.inputs)
     graph.inputs.clear()

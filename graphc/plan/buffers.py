@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir.declare import declaration_of
-from graphc.ir.facts import static_dims
-from graphc.ir.ops.collectives import collective_of
+from graphc.ir.facts import dtype_of, input_of, shape_of
+from graphc.ir.updates import converts, on_its_way
 from graphc.plan.arena import Arena
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
 
@@ -52,74 +52,43 @@ def lay_out(
             _place_transfer(step, waits[step.transfer.tag], homes, world_size, places, blocks)
     for view, source in views.items():
         if view in places:
-            places[source] = replace(places[view], shape=_shape(source))
+            places[source] = replace(places[view], shape=shape_of(source))
     _place_activations(graph, steps, views, places, buffers, blocks, Arena(alignment))
     for view, source in views.items():
         if source in places:
-            places[view] = replace(places[source], shape=_shape(view))
+            places[view] = replace(places[source], shape=shape_of(view))
     return places, buffers
 
 
-def _shape(value: ir.Value) -> tuple[int, ...]:
-    found = static_dims(value)
-    if found is None:
-        raise ModelError(f"{value.name!r} has no static shape")
-    return found
-
-
 def _dtype(value: ir.Value) -> np.dtype[Any]:
-    assert value.dtype is not None
-    return np.dtype(value.dtype.numpy())
+    return np.dtype(dtype_of(value).numpy())
+
+
+def _size(value: ir.Value) -> int:
+    return math.prod(shape_of(value))
 
 
 def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
-    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place."""
-    declaration = declaration_of(group.nodes[0])
-    assert declaration is not None
+    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place.
+
+    A gradient that travels in a low type is rounded from the memory that it is widened to.
+    """
     for index in group.flat:
         dtype, name = group.dtype(index), group.buffer(index)
         buffers[name] = group.nbytes(index)
         if index in group.scattered:
             continue
         for node, offset in zip(group.nodes, group.offsets, strict=True):
-            value = node.inputs[index]
-            assert value is not None
-            place = Slice(name, offset * dtype.itemsize, _shape(value), dtype)
-            places.setdefault(_operand(value), place)
-            rounded = _rounded(value)
-            if rounded is not None:
-                places.setdefault(rounded, place)
-    for output, index in declaration.next_value.items():
+            value = input_of(node, index)
+            place = Slice(name, offset * dtype.itemsize, shape_of(value), dtype)
+            for before in on_its_way(value):
+                if before.dtype == value.dtype:
+                    places.setdefault(before, place)
+    for output, index in group.declaration.next_value.items():
         for node in group.nodes:
             state = node.inputs[index] if index < len(node.inputs) else None
             if state is not None and state in places and output < len(node.outputs):
                 places[node.outputs[output]] = places[state]
-
-
-def _rounded(value: ir.Value) -> ir.Value | None:
-    """For a gradient that travelled in a low type, what was rounded to it: both take the same memory."""
-    widened = value.producer()
-    low = widened.inputs[value.index() or 0] if widened is not None and widened.op_type == "Widen" else None
-    sent = _operand(low) if low is not None else None
-    producer = sent.producer() if sent is not None else None
-    if sent is None or producer is None or producer.op_type != "RoundTo":
-        return None
-    found = producer.inputs[sent.index() or 0]
-    return found if found is not None and found.dtype == value.dtype else None
-
-
-def _operand(value: ir.Value) -> ir.Value:
-    """What is reduced, for a value that a collective gives; the value itself for any other."""
-    producer = value.producer()
-    if producer is None or collective_of(producer) is None or not producer.op_type.endswith("Wait"):
-        return value
-    flying = producer.inputs[value.index() or 0]
-    start = flying.producer() if flying is not None else None
-    assert flying is not None
-    assert start is not None
-    operand = start.inputs[flying.index() or 0]
-    assert operand is not None
-    return operand
 
 
 @dataclass(slots=True, eq=False)
@@ -210,7 +179,7 @@ def _home(step: PlanStep, wait: PlanStep, homes: Homes) -> tuple[UpdateGroup, in
 def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] | None:
     """Offsets and length, in elements, of the array in which a group's gradients travel in a low type: those of the group."""
     (user, *others) = wait.outputs[0].consumers() or (None,)
-    if user is None or others or user.op_type != "Widen" or list(user.inputs) != list(wait.outputs):
+    if user is None or others or not converts(user) or list(user.inputs) != list(wait.outputs):
         return None
     home = homes.get(user.outputs[0])
     if home is None:
@@ -237,7 +206,7 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, 
         return
     offsets, position, apart = [], 0, max(1, ACCESS // transfer.dtype.itemsize)
     for value in step.inputs:
-        size = int(np.prod(_shape(value), dtype=np.int64))
+        size = _size(value)
         if size > 1:  # scalars pack densely: a padded buffer would send 64 bytes for each
             position = -(-position // apart) * apart
         offsets.append(position)
@@ -252,7 +221,7 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, 
 
 
 def _fill_gaps(transfer: Transfer, offsets: Sequence[int], operands: Sequence[ir.Value]) -> None:
-    used = sorted((o, o + int(np.prod(_shape(v), dtype=np.int64))) for o, v in zip(offsets, operands, strict=True))
+    used = sorted((o, o + _size(v)) for o, v in zip(offsets, operands, strict=True))
     following = [*(start for start, _ in used[1:]), transfer.elements]
     transfer.gaps = [(stop, start) for (_, stop), start in zip(used, following, strict=True) if stop < start]
 
@@ -289,7 +258,7 @@ def _place_activations(
                 _place_block(block, arena, places, last_use, kept, len(steps))
             elif step.kind not in ("update", "start", "wait"):
                 result = value in kept or step.kind == "check"
-                place = Slice(RESULTS if result else ARENA, 0, _shape(value), _dtype(value))
+                place = Slice(RESULTS if result else ARENA, 0, shape_of(value), _dtype(value))
                 place.offset = (results if result else arena).take(place.nbytes, last_use.get(value, k))
                 places[value] = place
         arena.free_after(k)
@@ -311,6 +280,6 @@ def _place_block(
     transfer = block.transfer
     transfer.buffer, transfer.offset = ARENA, arena.take(transfer.nbytes, dies)
     for value, offset in block.members.items():
-        places[value] = Slice(ARENA, transfer.offset + offset, _shape(value), _dtype(value))
+        places[value] = Slice(ARENA, transfer.offset + offset, shape_of(value), _dtype(value))
     for source, out in block.readers:
-        places[out] = replace(places[source], shape=_shape(out))
+        places[out] = replace(places[source], shape=shape_of(out))

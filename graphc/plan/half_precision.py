@@ -16,6 +16,8 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, has_effect
+from graphc.ir.facts import dtype_of
+from graphc.ir.updates import converts
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -24,9 +26,6 @@ AS_THEY_ARE = frozenset(
     | {"Squeeze", "Unsqueeze", "Transpose", "QuantizeLinear", "DequantizeLinear"}
 )
 """Ops that do no arithmetic on their operand, or convert it themselves."""
-
-CONVERSIONS = frozenset({"RoundTo", "Widen"})
-"""The same among the ops of graphc."""
 
 
 def emulate_halves(graph: ir.Graph, computes: Callable[[ir.Node], bool]) -> bool:
@@ -69,12 +68,9 @@ def _is_plain(node: ir.Node) -> bool:
     """Whether the node computes tensors from tensors, without a body and without an effect."""
     declaration = declaration_of(node)
     measures = declaration is not None and bool(declaration.combine)  # which reads a bucket where it lies
-    if (
-        has_effect(node)
-        or measures
-        or node.op_type == "Recompute"
-        or node.op_type in (CONVERSIONS if node.domain else AS_THEY_ARE)
-    ):
+    if has_effect(node) or measures or converts(node) or node.op_type == "Recompute":
+        return False
+    if not node.domain and node.op_type in AS_THEY_ARE:
         return False
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
         return False
@@ -99,8 +95,7 @@ def _widen(op: Builder, node: ir.Node, following: ir.Node | None) -> None:
 
 def _round(op: Builder, out: ir.Value) -> None:
     """Let ``out`` be float32 and a cast of it stand for it everywhere."""
-    low, name, users = out.dtype, out.name, list(out.uses())
-    assert low is not None
+    low, name, users = dtype_of(out), out.name, list(out.uses())
     out.type = ir.TensorType(ir.DataType.FLOAT)
     rounded = op.Cast(out, to=int(low))
     if out.is_graph_output():

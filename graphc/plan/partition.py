@@ -20,12 +20,13 @@ from graphc.backend import STANDARD, Capabilities
 from graphc.errors import DataDependentShapeError, FeedError, ModelError
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import SHARD, declaration_of, is_update
+from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.decomposition import decompose_graph, is_decomposed
-from graphc.ir.facts import constant, describe, dims, is_state, static_dims
+from graphc.ir.facts import constant, describe, dims, input_of, inputs_of, is_state, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.updates import converts
 from graphc.pipeline import PASSES, Context, parse
 from graphc.plan.accumulation import is_accumulation, run_once
 from graphc.plan.buffers import lay_out
@@ -216,16 +217,14 @@ def _privatise(graph: ir.Graph) -> None:
     """
     operands: list[tuple[ir.Node, int]] = []
     for node in graph:
-        declaration = declaration_of(node)
         begins = collective_of(node) is not None and node.op_type.endswith("Start")
-        if begins or (node.op_type == "RoundTo" and node.domain == DOMAIN):
+        if begins or converts(node):
             operands.extend((node, k) for k in range(len(node.inputs)))
-        elif declaration is not None and declaration.next_value and (1 in declaration.reduces or declaration.elementwise):
-            operands.append((node, 1))
+        elif is_update(node) and (source := required_declaration(node).source) is not None:
+            operands.append((node, source))
     op, follower = Builder(graph), _followers(graph)
     for node, index in operands:
-        value = node.inputs[index]
-        assert value is not None
+        value = input_of(node, index)
         producer = value.producer()
         if producer is not None and (is_update(producer) or (is_update(node) and _is_wait(producer))):
             continue
@@ -311,10 +310,8 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
 
 def _transfer(node: ir.Node) -> Transfer:
     """What a started collective does; where, is a matter of the layout."""
-    name, declaration = collective_of(node), declaration_of(node)
-    assert name is not None
-    assert declaration is not None
-    values = declaration.attribute_values(node)
+    name = node.op_type.removesuffix("Start")
+    values = required_declaration(node).attribute_values(node)
     own = {
         k: values[k]
         for k in ("tag", "group", "reduce", "owner", "root", "every", "since", "first", "last", "nonzero")
@@ -327,8 +324,7 @@ def _dissolve_regions(graph: ir.Graph) -> None:
     """Let recomputed regions read the saved values themselves: their place in the order of steps is settled."""
     for node in list(graph):
         if node.op_type == "Recompute" and node.domain == DOMAIN:
-            for saved, again in zip(node.inputs, node.outputs, strict=True):
-                assert saved is not None
+            for saved, again in zip(inputs_of(node), node.outputs, strict=True):
                 again.replace_all_uses_with(saved)
             graph.remove(node, safe=True)
 

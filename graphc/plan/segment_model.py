@@ -14,7 +14,7 @@ from graphc.device import Array, Run
 from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.ir.subgraphs import captured
 from graphc.plan.steps import PlanStep
 
@@ -22,19 +22,17 @@ from graphc.plan.steps import PlanStep
 def segment_model(step: PlanStep) -> onnx.ModelProto:
     """The ONNX model of a segment: its nodes, the constants they read as initializers, static types throughout."""
     graph = onnx.GraphProto(name="segment")
-    constants: dict[str, ir.Value] = {}
+    constants: dict[str, np.ndarray] = {}
     bound = set(step.inputs)
     for node in step.nodes:
         graph.node.append(ir.serde.serialize_node(node))
         for value in node.inputs:
-            if value is not None and value not in bound and constant(value) is not None:
-                constants[value.name or ""] = value
+            if value is not None and value not in bound and (known := constant(value)) is not None:
+                constants[value.name or ""] = known
         for inner in captured(node):
-            if inner not in bound and constant(inner) is not None:
-                constants[inner.name or ""] = inner
-    for name, value in constants.items():
-        known = constant(value)
-        assert known is not None
+            if inner not in bound and (known := constant(inner)) is not None:
+                constants[inner.name or ""] = known
+    for name, known in constants.items():
         graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(known).reshape(known.shape), name))
     graph.input.extend(_value_info(v) for v in step.inputs)
     graph.output.extend(_value_info(v) for v in step.outputs)
@@ -47,8 +45,7 @@ def segment_model(step: PlanStep) -> onnx.ModelProto:
 
 
 def _value_info(value: ir.Value) -> onnx.ValueInfoProto:
-    assert value.dtype is not None
-    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), static_dims(value))
+    return onnx.helper.make_tensor_value_info(value.name or "", int(dtype_of(value)), static_dims(value))
 
 
 def bind_op(

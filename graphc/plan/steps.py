@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import OpDeclaration, required_declaration
+from graphc.ir.facts import dtype_of, input_of
 from graphc.ir.ops.collectives import Kind
 
 
@@ -142,6 +143,17 @@ class UpdateGroup:
         return self.names[index]
 
     @property
+    def declaration(self) -> OpDeclaration:
+        """Of the op of all nodes."""
+        return required_declaration(self.nodes[0])
+
+    @property
+    def source(self) -> int | None:
+        """The flat input that is no state: a gradient, a statistic, what is copied."""
+        source = self.declaration.source
+        return source if source in self.flat else None
+
+    @property
     def owned(self) -> tuple[int, int]:
         """The elements that this rank updates."""
         return self.parts[self.rank]
@@ -152,10 +164,7 @@ class UpdateGroup:
 
     def dtype(self, index: int) -> np.dtype[Any]:
         """The element type of flat input ``index``."""
-        value = self.nodes[0].inputs[index]
-        assert value is not None
-        assert value.dtype is not None
-        return np.dtype(value.dtype.numpy())
+        return np.dtype(dtype_of(input_of(self.nodes[0], index)).numpy())
 
     def nbytes(self, index: int) -> int:
         """Bytes of the buffer of flat input ``index`` on this rank."""
@@ -164,9 +173,7 @@ class UpdateGroup:
 
     def states(self) -> list[int]:
         """The flat inputs that are state, as opposed to gradients."""
-        declaration = declaration_of(self.nodes[0])
-        assert declaration is not None
-        return sorted(set(declaration.next_value.values()) & set(self.flat))
+        return sorted(set(self.declaration.next_value.values()) & set(self.flat))
 
 
 def shares(elements: int, owner: str, size: int) -> list[tuple[int, int]]:

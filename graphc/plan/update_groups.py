@@ -7,6 +7,7 @@ is its part where the ``ReduceScatter`` that made it is ``transient``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ import onnx_ir as ir
 
 from graphc.device import ALIGNMENT
 from graphc.errors import ModelError
-from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update
-from graphc.ir.facts import describe, static_dims
+from graphc.ir.declare import OFFLOAD, SHARD, Role, is_update, required_declaration
+from graphc.ir.facts import describe, dtype_of, input_of, shape_of
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
+from graphc.ir.updates import role_of, state_of, updates_of
 from graphc.plan.steps import UpdateGroup, shares
 
 
@@ -33,21 +35,19 @@ def update_groups(graph: ir.Graph, world_size: int = 1, rank: int = 0) -> list[U
     units = _units(graph)
     for nodes in _gather_nodes(graph):
         first = nodes[0]
-        assert first.inputs[0] is not None
-        name = _bucket(first) or f"{first.inputs[0].name}"
+        name = _bucket(first) or f"{state_of(first).name}"
         while name in taken:
             name += "'"
         taken.add(name)
         unit = units[_bucket(first) or name]
         offsets, position = _offsets(nodes, unit)
-        declaration = declaration_of(first)
-        assert declaration is not None
-        owner = declaration.attribute_values(first)[SHARD] if SHARD in declaration.attributes else ""
+        placement = required_declaration(first).attribute_values(first)
+        owner = placement[SHARD]
         if owner == "even":
             position = -(-position // (unit * world_size)) * unit * world_size
         group = UpdateGroup(name, nodes, offsets, position, _flat_inputs(first))
         group.parts, group.rank = shares(position, owner if world_size > 1 else "", world_size), rank
-        group.offload = bool(declaration.attribute_values(first).get(OFFLOAD, 0))
+        group.offload = bool(placement[OFFLOAD])
         if owner and world_size > 1:
             group.scattered = frozenset(k for k in group.flat if not _whole(group, k))
         groups.append(group)
@@ -59,28 +59,29 @@ def find_homes(groups: Sequence[UpdateGroup]) -> dict[ir.Value, tuple[UpdateGrou
     """State, its next value, or a gradient (as its update reads it) → its group and flat input."""
     homes: dict[ir.Value, tuple[UpdateGroup, int]] = {}
     for group in groups:
-        declaration = declaration_of(group.nodes[0])
-        assert declaration is not None
         for node in group.nodes:
-            for output, index in declaration.next_value.items():
+            for output, index in group.declaration.next_value.items():
                 state = node.inputs[index] if index in group.flat else None
                 if state is not None and output < len(node.outputs):
                     homes[state] = homes[node.outputs[output]] = (group, index)
     for group in groups:
         for node in group.nodes:
             for index in group.flat:
-                value = node.inputs[index]
-                assert value is not None
-                homes.setdefault(value, (group, index))
+                homes.setdefault(input_of(node, index), (group, index))
     return homes
 
 
 def offloaded_buffers(groups: Sequence[UpdateGroup]) -> frozenset[str]:
     """The flat buffers that lie in the host's memory: optimizer state, and parameters of which the graph reads a copy."""
-    copied = {group.buffer(1) for group in groups if group.nodes[0].op_type == "Narrow"}
     found = {group.buffer(k) for group in groups if group.offload for k in group.states()}
-    read = {group.buffer(0) for group in groups if group.offload}
-    return frozenset(found - (read - copied))
+    read = {group.buffer(group.declaration.main) for group in groups if group.offload}
+    return frozenset(found - (read - copied_buffers(groups)))
+
+
+def copied_buffers(groups: Sequence[UpdateGroup]) -> set[str]:
+    """The flat buffers of parameters of which other state is a copy in a lower type."""
+    copies = (group for group in groups if role_of(group.nodes[0]) is Role.COPY)
+    return {group.buffer(group.source) for group in copies if group.source is not None}
 
 
 def _bucket(node: ir.Node) -> str:
@@ -90,12 +91,9 @@ def _bucket(node: ir.Node) -> str:
 def _gather_nodes(graph: ir.Graph) -> list[list[ir.Node]]:
     """The updates of a bucket that have equal ops, attributes and scalars."""
     found: dict[tuple[Any, ...], list[ir.Node]] = {}
-    for node in graph:
-        declaration = declaration_of(node)
-        if declaration is None or not declaration.next_value:
-            continue
-        values = declaration.attribute_values(node)
-        name = values.get(BUCKET) or ""
+    for node in updates_of(graph):
+        values = required_declaration(node).attribute_values(node)
+        name = values[BUCKET]
         flat = _flat_inputs(node)
         shared = tuple(id(v) for k, v in enumerate(node.inputs) if k not in flat)
         key = (name, node.op_type, repr(sorted(values.items())), shared) if name else (id(node),)
@@ -106,16 +104,11 @@ def _gather_nodes(graph: ir.Graph) -> list[list[ir.Node]]:
 def _units(graph: ir.Graph) -> dict[str, int]:
     """Bucket (or state) → elements to which slices are aligned: for the narrowest type, so that all its arrays are alike."""
     narrowest: dict[str, int] = {}
-    for node in graph:
-        if not is_update(node):
-            continue
-        first = node.inputs[0]
-        assert first is not None
-        name = _bucket(node) or f"{first.name}"
+    for node in updates_of(graph):
+        name = _bucket(node) or f"{state_of(node).name}"
         for index in _flat_inputs(node):
-            value = node.inputs[index]
-            if value is not None and value.dtype is not None:
-                narrowest[name] = min(narrowest.get(name, ALIGNMENT), int(np.dtype(value.dtype.numpy()).itemsize))
+            size = int(np.dtype(dtype_of(input_of(node, index)).numpy()).itemsize)
+            narrowest[name] = min(narrowest.get(name, ALIGNMENT), size)
     return {name: max(1, ALIGNMENT // size) for name, size in narrowest.items()}
 
 
@@ -123,35 +116,22 @@ def _offsets(nodes: Sequence[ir.Node], unit: int) -> tuple[list[int], int]:
     """Where each node's slice begins, and where the last one ends, in elements."""
     offsets, position = [], 0
     for node in nodes:
-        state = node.inputs[0]
-        assert state is not None
-        shape = static_dims(state)
-        if shape is None:
-            raise ModelError(f"state {state.name!r} has no static shape")
         offsets.append(position)
-        position += -(-int(np.prod(shape, dtype=np.int64)) // unit) * unit
+        position += -(-math.prod(shape_of(state_of(node))) // unit) * unit
     return offsets, position
 
 
 def _flat_inputs(node: ir.Node) -> tuple[int, ...]:
-    """Inputs with one element per parameter element: the states, and input 1 where it is a gradient or the like."""
-    declaration = declaration_of(node)
-    assert declaration is not None
-    states = set(declaration.next_value.values())
-    if 1 in declaration.reduces or declaration.elementwise:
-        states.add(1)
-    return tuple(sorted(k for k in states if k < len(node.inputs) and node.inputs[k] is not None))
+    """Inputs with an element for each element of the state: the states, and the gradient or what takes its place."""
+    return tuple(k for k in required_declaration(node).flat if k < len(node.inputs) and node.inputs[k] is not None)
 
 
 def _whole(group: UpdateGroup, index: int) -> bool:
     """Whether a rank of a sharded group has all elements of flat input ``index``."""
     kinds = set()
     for node in group.nodes:
-        declaration = declaration_of(node)
-        assert declaration is not None
-        value = node.inputs[index]
-        assert value is not None
-        outputs = [k for k, state in declaration.next_value.items() if state == index and k < len(node.outputs)]
+        value = input_of(node, index)
+        outputs = [k for k, state in group.declaration.next_value.items() if state == index and k < len(node.outputs)]
         if outputs:
             whole = any(_is_gathered(node.outputs[k]) for k in outputs)
             if not whole:
@@ -180,33 +160,26 @@ def _refuse_readers(state: ir.Value) -> None:
 
 
 def _name_buffers(groups: Sequence[UpdateGroup]) -> None:
-    """A state has a buffer of its own; input 1 may be the next value of another update's state, which lies in that one's."""
+    """Each state has a buffer of its own. A source that is the next value of another update's state lies in that one's."""
     owners = {out: (group, output) for group in groups for n in group.nodes for output, out in enumerate(n.outputs)}
     for group in groups:
-        declaration = declaration_of(group.nodes[0])
-        assert declaration is not None
-        group.names = {index: f"{group.name}/{declaration.inputs[index].name}" for index in group.flat}
+        group.names = {index: f"{group.name}/{group.declaration.inputs[index].name}" for index in group.flat}
     for group in groups:
-        other = _source(group, owners)
-        if other is not None:
-            group.names[1] = other[0].buffer(other[1])
-            group.scattered = group.scattered - {1} | ({1} if other[1] in other[0].scattered else frozenset())
+        other, source = _updated_before(group, owners), group.source
+        if other is not None and source is not None:
+            group.names[source] = other[0].buffer(other[1])
+            group.scattered = group.scattered - {source} | ({source} if other[1] in other[0].scattered else frozenset())
 
 
-def _source(group: UpdateGroup, owners: Mapping[ir.Value, tuple[UpdateGroup, int]]) -> tuple[UpdateGroup, int] | None:
-    """The group and flat input whose next value is input 1 of ``group``."""
-    if 1 not in group.flat or 1 in group.states():
+def _updated_before(group: UpdateGroup, owners: Mapping[ir.Value, tuple[UpdateGroup, int]]) -> tuple[UpdateGroup, int] | None:
+    """The group and flat input whose next value is the source of ``group``."""
+    if group.source is None:
         return None
-    values = [node.inputs[1] for node in group.nodes]
-    found = [owners[v] for v in values if v is not None and v in owners]
+    values = [input_of(node, group.source) for node in group.nodes]
+    found = [owners[v] for v in values if v in owners]
     if not found:
         return None
     other, output = found[0]
-    declaration = declaration_of(other.nodes[0])
-    assert declaration is not None
     if [n.outputs[output] for n in other.nodes] != values or other.offsets != group.offsets:
         raise ModelError(f"bucket {group.name!r} reads the new state of {other.name!r}, which lies in another order")
-    return other, declaration.next_value[output]
-
-
-__all__ = ["find_homes", "update_groups"]
+    return other, other.declaration.next_value[output]

@@ -18,20 +18,21 @@ from graphc.device import Array
 from graphc.distributed.communicator import CommunicatorOptions, Handle
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.errors import UsageError
-from graphc.ir.declare import declaration_of, is_update
+from graphc.ir.declare import Role, is_update, required_declaration
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import dims, is_parameter, static_dims
+from graphc.ir.facts import dims, is_parameter, state_updates, static_dims
+from graphc.ir.updates import role_of, state_of, trains
 from graphc.pipeline import PASSES, Context
 from graphc.plan.buffers import ARENA, RESULTS
 from graphc.plan.partition import Plan, make_plan
 from graphc.plan.state_rewrites import adapted
 from graphc.plan.steps import UpdateGroup
-from graphc.plan.update_groups import offloaded_buffers
+from graphc.plan.update_groups import copied_buffers, offloaded_buffers
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 
-NOT_OPTIMIZERS = ("RunningAverage", "Increment", "LossScale", "Tally")
-"""Update ops whose state is neither a parameter nor optimizer state."""
+OTHER = (Role.STATISTIC, Role.COUNTER, Role.SCALE)
+"""Roles of state that is neither a parameter nor an optimizer's."""
 
 BESIDE = ("host", "pinned", "context", "evaluation")
 """Fields of :class:`MemoryReport` that are outside the total, or already counted in it."""
@@ -162,7 +163,7 @@ class Unconnected(NullCommunicator):
 def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> MemoryReport:
     """Report the memory of an existing plan; :class:`DeviceSide` where its backend computes on a device."""
     sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
-    copied = {group.buffer(1) for group in plan.groups if group.nodes[0].op_type == "Narrow"}
+    copied = copied_buffers(plan.groups)
     counted: set[str] = set()
     for group in plan.groups:
         for index in group.flat:
@@ -188,19 +189,20 @@ def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
     """Bytes of the parameters that are sharded where a graph of float32 is computed."""
     offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
     for group in plan.groups:
-        if group.nodes[0].op_type in (*NOT_OPTIMIZERS, "Narrow"):
-            continue
-        if 0 in group.scattered or group.buffer(0) in offloaded:
-            found += sum(_nbytes(v) for node in group.nodes if (v := node.inputs[0]) is not None)
+        main = group.declaration.main
+        if trains(group.nodes[0]) and (main in group.scattered or group.buffer(main) in offloaded):
+            found += sum(_nbytes(state_of(node)) for node in group.nodes)
     return found
 
 
 def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:
-    if group.nodes[0].op_type in NOT_OPTIMIZERS:
+    if role_of(group.nodes[0]) in OTHER:
         return "other_state"
-    if index == 0:
-        return "masters" if group.buffer(0) in copied else "parameters"
-    return "gradients" if index == 1 else "optimizer"
+    if index == group.source:
+        return "gradients"
+    if role_of(group.nodes[0], index) is Role.OPTIMIZER:
+        return "optimizer"
+    return "masters" if group.buffer(index) in copied else "parameters"
 
 
 def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:
@@ -228,9 +230,7 @@ def without_recomputation(model: ir.Model) -> ir.Model:
     masks: dict[tuple[object, ...], ir.Node] = {}
     for node in list(graph):
         if node.op_type == "DropoutMask" and node.domain == "graphc":
-            declaration = declaration_of(node)
-            assert declaration is not None
-            key = (*node.inputs, repr(sorted(declaration.attribute_values(node).items())))
+            key = (*node.inputs, repr(sorted(required_declaration(node).attribute_values(node).items())))
             first = masks.setdefault(key, node)
             if first is not node:
                 node.outputs[0].replace_all_uses_with(first.outputs[0])
@@ -239,13 +239,7 @@ def without_recomputation(model: ir.Model) -> ir.Model:
 
 
 def _updated(graph: ir.Graph) -> set[str]:
-    found: set[str] = set()
-    for node in graph:
-        declaration = declaration_of(node)
-        if declaration is not None and is_update(node):
-            states = (node.inputs[k] for k in declaration.next_value.values() if k < len(node.inputs))
-            found.update(v.name or "" for v in states if v is not None)
-    return found
+    return {state.name or "" for _, state, _ in state_updates(graph)}
 
 
 def _nbytes(value: ir.Value) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 from graphc.device import Array, Choice, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
 from graphc.errors import ModelError
+from graphc.ir.declare import operand
 from graphc.ir.names import STEP
+from graphc.ir.updates import state_of
 from graphc.plan.steps import PlanStep, Transfer, UpdateGroup
 from graphc.runtime.buffers import BufferMap
 from graphc.runtime.sparse_allreduce import SparseSum
@@ -175,7 +177,9 @@ class Transfers:
 
         A step that is skipped has not been counted, which only the device knows by then.
         """
-        skips = any(group.nodes[0].op_type in ("Tally", "LossScale") for group in self._places.plan.groups)
+        plan = self._places.plan
+        flags = (operand(group.nodes[0], "skip") for group in plan.groups)
+        skips = any(flag is not None and flag is not plan.stop for flag in flags)
         return not (_is_conditional(transfer) and skips and self._counted(index))
 
     def _counted(self, index: int) -> bool:
@@ -188,5 +192,4 @@ def _is_conditional(transfer: Transfer) -> bool:
 
 
 def _counts_steps(group: UpdateGroup) -> bool:
-    state = group.nodes[0].inputs[0]
-    return state is not None and state.name == STEP
+    return state_of(group.nodes[0]).name == STEP

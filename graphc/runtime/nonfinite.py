@@ -13,8 +13,10 @@ import numpy as np
 from graphc.backend import Backend
 from graphc.device import Array, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import Role, operand
 from graphc.ir.facts import is_float
+from graphc.ir.names import SKIPPED
+from graphc.ir.updates import role_of, state_of
 from graphc.plan.segment_model import bind_op
 from graphc.runtime.buffers import BufferMap
 
@@ -31,13 +33,13 @@ class Check:
 
     Attributes:
         scaled: the flag of a step that overflowed, the loss scale, and the least that this may become, where the graph has a
-            loss scale and no ``Tally``: what stops the run then is an overflow that no smaller scale can cure.
+            loss scale and does not count skipped steps: an overflow that no smaller scale can cure stops the run then.
         counted: whether the graph skips and counts such steps itself, whatever they are.
     """
 
     def __init__(self, places: BufferMap, backend: Backend, comm: Communicator | None) -> None:
         self._places, self._backend, self._comm = places, backend, comm
-        self.counted = any(group.nodes[0].op_type == "Tally" for group in places.plan.groups)
+        self.counted = SKIPPED in places.state.names
         self.scaled = None if self.counted else self._scaled()
 
     def bind(self) -> Run | None:
@@ -48,9 +50,10 @@ class Check:
             return self._bind_scaled(*self.scaled)
         plan = self._places.plan
         watched = [self._places.array(v).reshape(-1) for v in plan.model.graph.outputs if is_float(v)]
-        gradients = [group for group in plan.groups if 1 in group.flat and group.buffer(1) not in self._places.state.flat]
-        watched += [part for group in gradients if (part := self._places.part(group, 1)).size]
-        comm = self._comm if any(group.sharded for group in gradients) else None
+        sources = [(group, k) for group in plan.groups if (k := group.source) is not None]
+        gradients = [(group, k) for group, k in sources if group.buffer(k) not in self._places.state.flat]
+        watched += [part for group, k in gradients if (part := self._places.part(group, k)).size]
+        comm = self._comm if any(group.sharded for group, _ in gradients) else None
         if self._places.memory.on_host:
             return self._bind_on_host(watched, comm)
         return self._bind_on_device(watched, comm)
@@ -115,9 +118,8 @@ class Check:
     def _scaled(self) -> tuple[Array, Array, float] | None:
         for group in self._places.plan.groups:
             node = group.nodes[0]
-            if node.op_type == "LossScale" and node.inputs[2] is not None and node.inputs[0] is not None:
-                declaration = declaration_of(node)
-                assert declaration is not None
-                least = float(declaration.attribute_values(node)["minimum"])
-                return self._places.array(node.inputs[2]), self._places.array(node.inputs[0]), least
+            flag = operand(node, "skip") if role_of(node) is Role.SCALE else None
+            if flag is not None:
+                least = float(group.declaration.attribute_values(node)["minimum"])
+                return self._places.array(flag), self._places.array(state_of(node)), least
         return None

@@ -12,10 +12,11 @@ import onnx_ir as ir
 from graphc.device import ALIGNMENT, HOST, Array, Memory
 from graphc.distributed.communicator import Communicator
 from graphc.errors import UsageError, nearest
-from graphc.ir.declare import declaration_of
-from graphc.ir.facts import state_updates, static_dims
+from graphc.ir.declare import Role, declaration_of
+from graphc.ir.facts import array_of, input_of, state_updates, static_dims
 from graphc.ir.names import BY_RANK, STEP
 from graphc.ir.ops.collectives import collective_of
+from graphc.ir.updates import role_of, source_of
 from graphc.plan.steps import UpdateGroup
 from graphc.plan.update_groups import offloaded_buffers, update_groups
 from graphc.runtime.scalars import ROOM, Scalars
@@ -104,9 +105,8 @@ class State:
             flat = self.memory_of(buffer).zeros(nbytes).view(dtype)
         self.flat[buffer] = flat
         for node, offset in zip(group.nodes, group.offsets, strict=True):
-            value = node.inputs[index]
-            assert value is not None
-            name, initial = value.name or "", self.initial(value.name or "")
+            name = input_of(node, index).name or ""
+            initial = self.initial(name)
             if buffer in self.offloaded:
                 self._offloaded_names.add(name)
             if index in group.scattered:
@@ -169,9 +169,7 @@ class State:
 
     def initial(self, name: str) -> Array:
         """What the graph says that state ``name`` begins with."""
-        tensor = self._initial[name].const_value
-        assert tensor is not None
-        return np.asarray(tensor.numpy())
+        return array_of(self._initial[name])
 
     def array(self, name: str) -> Array:
         """State ``name``, whole; of sharded state the copy that :meth:`gather` made.
@@ -361,11 +359,11 @@ def local_states(graph: ir.Graph) -> frozenset[str]:
 
 
 def narrow_copies(graph: ir.Graph) -> dict[str, list[str]]:
-    """State → the states that are its copy in a narrower type (op ``Narrow``), which no checkpoint needs."""
+    """Parameter → the states that are its copy in a lower type, which no checkpoint needs."""
     found: dict[str, list[str]] = {}
     state_of = {following: state for _, state, following in state_updates(graph)}
     for node, low, _ in state_updates(graph):
-        wide = state_of.get(node.inputs[1]) if node.op_type == "Narrow" and node.inputs[1] is not None else None
+        wide = state_of.get(source_of(node)) if role_of(node) is Role.COPY else None
         if wide is not None:
             found.setdefault(wide.name or "", []).append(low.name or "")
     return found

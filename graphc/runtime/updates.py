@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import HOST, Array, HostSync, Memory, Run, in_order
-from graphc.ir.declare import declaration_of
+from graphc.ir.facts import inputs_of
 from graphc.plan.segment_model import bind_op
 from graphc.plan.steps import UpdateGroup
 from graphc.runtime.buffers import BufferMap
@@ -42,7 +42,7 @@ class Updates:
 
     def _bind(self, group: UpdateGroup, inputs: Sequence[Array | None], backend: Backend, memory: Memory) -> Run:
         node = group.nodes[0]
-        following = _following(group)
+        following = group.declaration.next_value
         targets: list[Array | None] = []
         for output in range(len(node.outputs)):
             index = following[output]
@@ -55,7 +55,7 @@ class Updates:
             unread = [memory.zeros(size).view("float32") if t is None else t for t in targets]
             return backend.bind_kernel(node, inputs, unread, dict(following))
         results = [None if t is None else memory.zeros(t.nbytes).view(t.dtype).reshape(t.shape) for t in targets]
-        run = bind_op(backend, node.op_type, node.attributes, inputs, results)
+        run = bind_op(backend, node.op_type, node.attributes, inputs, results, domain=node.domain)
         pairs = [(t, r) for t, r in zip(targets, results, strict=True) if t is not None and r is not None]
         return in_order([run, *(memory.bind_copy(target, result) for target, result in pairs)])
 
@@ -66,7 +66,7 @@ class Updates:
         """
         assert self._host is not None
         memory, state = self._places.memory, self._places.state
-        following = _following(group)
+        following = group.declaration.next_value
         kept = {following[output] for output in range(len(group.nodes[0].outputs))}
         held: list[Array | None] = []
         fetched: list[tuple[Array, Array]] = []
@@ -103,8 +103,7 @@ class Updates:
         places, backend = self._places, self._backend
         outputs = [places.array(v) for v in node.outputs]
         parts: dict[str, Array] = {}
-        for value in node.inputs:
-            assert value is not None
+        for value in inputs_of(node):
             group, index = places.plan.homes[value]
             parts[group.buffer(index)] = places.part(group, index)
         inputs: list[Array | None] = [array for array in parts.values() if array.size]
@@ -113,13 +112,6 @@ class Updates:
         if backend.prefers_native(node):
             return backend.bind_kernel(node, inputs, outputs, {})
         return bind_op(backend, node.op_type, node.attributes, inputs, outputs)
-
-
-def _following(group: UpdateGroup) -> Mapping[int, int]:
-    """Output index → index of the state that it is the next value of."""
-    declaration = declaration_of(group.nodes[0])
-    assert declaration is not None
-    return declaration.next_value
 
 
 def owns_nothing(group: UpdateGroup) -> bool:

@@ -23,9 +23,9 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
+from graphc.ir.updates import gradient_of, state_of
 from graphc.passes.compression.powersgd import low_rank
 from graphc.passes.compression.topk import keep_largest
-from graphc.passes.precision.update_graph import trains, updates_of
 from graphc.pipeline import Context, graph_pass
 
 LOW: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -80,14 +80,13 @@ def compress(
 
 def _parameters(graph: ir.Graph, nodes: Sequence[ir.Node]) -> list[str]:
     """The parameter whose gradient each AllReduce sums."""
-    owner = {n.inputs[1]: n.inputs[0] for n in updates_of(graph) if trains(n)}
-    found = [owner[node.outputs[0]] for node in nodes]
-    return [v.name or "" for v in found if v is not None]
+    owner = {gradient: state_of(n) for n in graph if (gradient := gradient_of(n)) is not None}
+    return [owner[node.outputs[0]].name or "" for node in nodes]
 
 
 def reductions(graph: ir.Graph) -> list[ir.Node]:
     """The AllReduces of single float32 gradients, summed, in node order."""
-    wanted = {v.producer() for n in updates_of(graph) if trains(n) and (v := n.inputs[1]) is not None}
+    wanted = {gradient.producer() for n in graph if (gradient := gradient_of(n)) is not None}
     return [node for node in graph if node in wanted and _sums_float32(node)]
 
 

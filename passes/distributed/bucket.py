@@ -15,11 +15,13 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import ModelError, UsageError
+from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OpDeclaration, declaration_of
-from graphc.ir.facts import describe, static_dims
+from graphc.ir.declare import required_declaration
+from graphc.ir.facts import input_of, inputs_of, nbytes_of, producer_of
 from graphc.ir.names import BUCKET
+from graphc.ir.ops.collectives import collective_of
+from graphc.ir.updates import converts, copies_of, is_reduced, on_its_way, source_of, state_of
 from graphc.pipeline import Context, graph_pass
 
 
@@ -35,7 +37,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
         raise UsageError(f"bucket sizes must be positive, not mb={mb}, first_mb={first_mb}")
     graph = model.graph
     position = {node: k for k, node in enumerate(graph)}
-    updates = sorted((n for n in graph if _fits(n)), key=lambda n: _produced(n, position))
+    updates = sorted((n for n in graph if is_reduced(n)), key=lambda n: _produced(n, position))
     open_buckets: dict[tuple[str, ...], list[ir.Node]] = {}
     closed: list[tuple[tuple[str, ...], list[ir.Node]]] = []
     filled: dict[tuple[str, ...], int] = {}
@@ -51,7 +53,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     closed.sort(key=lambda item: _produced(item[1][-1], position))
     op = Builder(graph)
     for k, (_, nodes) in enumerate(closed):
-        for node in (*nodes, *(copy for n in nodes if (copy := _copy(n)) is not None)):
+        for node in (*nodes, *(copy for n in nodes for copy in copies_of(n))):
             node.attributes[BUCKET] = ir.AttrString(BUCKET, f"b{k}")
         _merge(graph, op, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
     scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
@@ -61,42 +63,16 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     return bool(updates)
 
 
-def _fits(node: ir.Node) -> bool:
-    """Whether the update reduces an operand (a gradient or a statistic), as opposed to a counter."""
-    declaration = declaration_of(node)
-    return declaration is not None and bool(declaration.next_value) and 1 in declaration.reduces
-
-
-def _copy(node: ir.Node) -> ir.Node | None:
-    """The update that keeps a copy of the new parameter in a narrower type."""
-    return next((user for user in node.outputs[0].consumers() if user.op_type == "Narrow" and user.domain == "graphc"), None)
-
-
-def _gradient(node: ir.Node) -> ir.Value:
-    value = node.inputs[1]
-    if value is None:
-        raise ModelError(f"an update without a gradient: {describe(node)}")
-    return value
-
-
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node of a ``graphc`` op that gives the value; None where another does."""
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type and node.domain == "graphc" else None
-
-
 def _reduction_of(node: ir.Node) -> ir.Node | None:
-    """The AllReduce of an update's gradient, which may have travelled in a low type."""
-    value: ir.Value | None = _gradient(node)
-    widened = _producer(value, "Widen")
-    return _producer(widened.inputs[0] if widened is not None else value, "AllReduce")
+    """The AllReduce of what an update takes, which may have travelled in a low type."""
+    producers = (value.producer() for value in on_its_way(source_of(node)))
+    return next((p for p in producers if p is not None and collective_of(p) == "AllReduce"), None)
 
 
 def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
-    reduction = _reduction_of(node)
-    source = reduction.inputs[0] if reduction is not None else _gradient(node)
-    narrowed = _producer(source, "RoundTo")
-    return _position(narrowed.inputs[0] if narrowed is not None else source, position)
+    """Where the gradient of an update is computed, before it is reduced."""
+    *_, value = on_its_way(source_of(node))
+    return _position(value, position)
 
 
 def _position(value: ir.Value | None, position: dict[ir.Node, int]) -> int:
@@ -106,18 +82,16 @@ def _position(value: ir.Value | None, position: dict[ir.Node, int]) -> int:
 
 
 def _key(node: ir.Node) -> tuple[str, ...]:
-    declaration: OpDeclaration | None = declaration_of(node)
-    assert declaration is not None
     reduction = _reduction_of(node)
-    attributes = {k: v for k, v in declaration.attribute_values(node).items() if k != BUCKET}
+    attributes = {k: v for k, v in required_declaration(node).attribute_values(node).items() if k != BUCKET}
     present = "".join("-" if v is None else "x" for v in node.inputs)
     how = ""
     if reduction is not None:
         dtype = reduction.outputs[0].dtype
         how = f"{reduction.attributes['group'].as_string()}/{reduction.attributes['reduce'].as_string()}/{dtype}"
         how += "/sparse" * (_nonzero(reduction) > 0)
-    copy = "" if (narrow := _copy(node)) is None else str(narrow.outputs[0].dtype)
-    return (node.op_type, str(_gradient(node).dtype), copy, how, present, repr(sorted(attributes.items())))
+    copies = " ".join(str(copy.outputs[0].dtype) for copy in copies_of(node))
+    return (node.op_type, str(source_of(node).dtype), copies, how, present, repr(sorted(attributes.items())))
 
 
 def _nonzero(reduction: ir.Node) -> int:
@@ -125,23 +99,13 @@ def _nonzero(reduction: ir.Node) -> int:
 
 
 def _bytes(node: ir.Node) -> int:
-    parameter = node.inputs[0]
-    assert parameter is not None
-    found = static_dims(parameter)
-    if found is None or parameter.dtype is None:
-        raise ModelError(f"state {parameter.name!r} has no static shape: {describe(node)}")
-    count = 1
-    for d in found:
-        count *= d
-    return int(count * parameter.dtype.itemsize)
+    return nbytes_of(state_of(node))
 
 
 def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
     groups: dict[tuple[str, ...], list[ir.Node]] = {}
     for node in nodes:
-        value = node.inputs[0]
-        assert value is not None
-        key = (str(value.dtype), node.attributes["group"].as_string(), node.attributes["reduce"].as_string())
+        key = (str(input_of(node).dtype), node.attributes["group"].as_string(), node.attributes["reduce"].as_string())
         groups.setdefault(key, []).append(node)
     return list(groups.values())
 
@@ -171,20 +135,14 @@ def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: st
     for reduction, result in zip(reductions, results, strict=True):
         reduction.outputs[0].replace_all_uses_with(result)
         graph.remove(reduction, safe=True)
-    merged = results[0].producer()
-    assert merged is not None
-    _merge_conversions(graph, op, [_producer(v, "RoundTo") for v in merged.inputs], f"narrow/{name}")
-    _merge_conversions(graph, op, [_consumer(v, "Widen") for v in merged.outputs], f"widen/{name}")
-
-
-def _consumer(value: ir.Value, op_type: str) -> ir.Node | None:
-    users = value.consumers()
-    return users[0] if len(users) == 1 and users[0].op_type == op_type and users[0].domain == "graphc" else None
+    merged = producer_of(results[0])
+    _merge_conversions(graph, op, [v.producer() for v in inputs_of(merged)], f"narrow/{name}")
+    _merge_conversions(graph, op, [users[0] if len(users := v.consumers()) == 1 else None for v in results], f"widen/{name}")
 
 
 def _merge_conversions(graph: ir.Graph, op: Builder, nodes: Sequence[ir.Node | None], name: str) -> None:
     """Replace single-operand conversions to or from a low type by one, as soon as all operands exist."""
-    found = [n for n in nodes if n is not None]
+    found = [n for n in nodes if n is not None and converts(n)]
     if not found or len(found) < len(nodes):
         return
     order = list(graph)

@@ -17,10 +17,12 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import Role, required_declaration
+from graphc.ir.facts import inputs_of, producer_of
 from graphc.ir.names import BUCKET
+from graphc.ir.updates import role_of, trains, updates_of
 from graphc.passes.distributed.reductions import gradient_reductions, operand_of, reduced_total, reduced_weight
-from graphc.passes.precision.update_graph import move_to_end, trains, updates_of
+from graphc.passes.precision.update_graph import move_to_end
 from graphc.pipeline import Context, graph_pass
 
 
@@ -41,10 +43,9 @@ def local_sgd(model: ir.Model, ctx: Context, *, every: int = 8, start: int = 0, 
     graph = model.graph
     reductions = gradient_reductions(graph, "local_sgd")
     group = reductions[0].attributes.get_string("group", "data") if reductions else "data"
-    gradients = [v for node in reductions for v in node.inputs if v is not None]
+    gradients = [v for node in reductions for v in inputs_of(node)]
     for node in reductions:
-        for own, reduced in zip(node.inputs, node.outputs, strict=True):
-            assert own is not None
+        for own, reduced in zip(inputs_of(node), node.outputs, strict=True):
             reduced.replace_all_uses_with(own)
         graph.remove(node, safe=True)
     _divide_by_own_weight(graph)
@@ -73,9 +74,7 @@ def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
     if total is None or not gradients:
         return
     flags = [node.outputs[0] for node in graph if node.op_type == "AnyNonFinite" and node.domain == "graphc"]
-    reduction = total.producer()
-    assert reduction is not None
-    own = operand_of(total)
+    reduction, own = producer_of(total), operand_of(total)
     move_to_end(graph, [reduction, *updates_of(graph)])
     op = Builder(graph, before=reduction, scope="local")
     kinds: dict[ir.DataType | None, list[ir.Value]] = {}
@@ -85,8 +84,7 @@ def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
         own = op.Where(op.graphc.AnyNonFinite(*values), op.scalar(float("nan"), own), own)
     reduction.replace_input_with(total.index() or 0, own)
     for flag in flags:
-        users, producer = list(flag.uses()), flag.producer()
-        assert producer is not None
+        users, producer = list(flag.uses()), producer_of(flag)
         move_to_end(graph, [producer])
         following = list(graph)
         op.before = following[following.index(producer) + 1]
@@ -98,13 +96,10 @@ def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
 def _average(graph: ir.Graph, group: str, every: int, start: int, states: bool) -> int:
     """An AllReduce of the next values of every bucket, for the parameters and each kind of state; returns how many."""
     buckets: dict[tuple[str, int], list[ir.Value]] = {}
-    for node in updates_of(graph):
-        declaration = declaration_of(node)
-        if declaration is None or not trains(node):
-            continue
-        for output, index in declaration.next_value.items():
+    for node in (n for n in graph if trains(n)):
+        for output, index in required_declaration(node).next_value.items():
             kept = index < len(node.inputs) and node.inputs[index] is not None and output < len(node.outputs)
-            if kept and (index == 0 or states):
+            if kept and (states or role_of(node, index) is Role.PARAMETER):
                 buckets.setdefault((node.attributes.get_string(BUCKET, ""), output), []).append(node.outputs[output])
     op = Builder(graph)
     for (bucket, output), values in buckets.items():

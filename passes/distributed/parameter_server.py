@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import ModelError, UsageError
+from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of, is_update
-from graphc.ir.facts import describe, is_state, static_dims
+from graphc.ir.declare import is_update
+from graphc.ir.facts import describe, is_state, nbytes_of
 from graphc.ir.names import LOSS_SCALE
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.ops.parameter_server import EVERY, UNBOUNDED
 from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.updates import is_reduced, state_of
 from graphc.pipeline import Context, graph_pass
 
 
@@ -49,7 +49,7 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
         )
     _refuse_meetings(graph)
     common = {"servers": servers, "staleness": UNBOUNDED if staleness is None else staleness}
-    owner = _deal([node for node in graph if is_update(node) and _has_gradient(node)], servers)
+    owner = _deal([node for node in graph if is_reduced(node)], servers)
     reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
     wanted = {node: _wanted(node, owner) for node in reductions}
     for node in graph:
@@ -76,30 +76,16 @@ def _refuse_meetings(graph: ir.Graph) -> None:
             )
 
 
-def _has_gradient(node: ir.Node) -> bool:
-    declaration = declaration_of(node)
-    return declaration is not None and 1 in declaration.reduces
-
-
 def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
     """Update → server, balanced by the bytes of what is updated."""
     if servers > len(updates):
         raise UsageError(f"{servers} servers are more than the {len(updates)} parameters to divide among them")
     held = [0] * servers
     owner: dict[ir.Node, int] = {}
-    for node in sorted(updates, key=_nbytes, reverse=True):
+    for node in sorted(updates, key=lambda n: nbytes_of(state_of(n)), reverse=True):
         owner[node] = server = held.index(min(held))
-        held[server] += _nbytes(node)
+        held[server] += nbytes_of(state_of(node))
     return owner
-
-
-def _nbytes(node: ir.Node) -> int:
-    state = node.inputs[0]
-    assert state is not None
-    shape = static_dims(state)
-    if shape is None or state.dtype is None:
-        raise ModelError(f"state {state.name!r} has no static shape: {describe(node)}")
-    return int(np.prod(shape, dtype=np.int64)) * int(state.dtype.itemsize)
 
 
 def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
@@ -148,8 +134,7 @@ def _pull(graph: ir.Graph, owner: Mapping[ir.Node, int], common: Mapping[str, in
     workers = _ancestors([node for node in graph if node.op_type == "Push" and node.domain == "graphc"])
     held: dict[int, list[ir.Value]] = {}
     for node, server in sorted(owner.items(), key=lambda item: item[0].name or ""):
-        assert node.inputs[0] is not None
-        held.setdefault(server, []).append(node.inputs[0])
+        held.setdefault(server, []).append(state_of(node))
     dealt = {v for values in held.values() for v in values}
     home = {inner: node for node in graph for body in bodies(node) for inner in body.all_nodes()}
     readers = {v: {home.get(user, user) for user, _ in v.uses()} for v in graph.initializers.values()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.errors import UsageError
-from graphc.passes.precision.update_graph import trains, updates_of
+from graphc.ir.facts import input_of, producer_of
+from graphc.ir.updates import gradient_of
 
 
 def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
@@ -15,10 +16,11 @@ def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
         UsageError: a gradient that comes of something else.
     """
     wanted: set[ir.Node] = set()
-    for node in updates_of(graph):
-        if not trains(node):
+    for node in graph:
+        gradient = gradient_of(node)
+        if gradient is None:
             continue
-        producer = node.inputs[1].producer() if node.inputs[1] is not None else None
+        producer = gradient.producer()
         if producer is None or not _is_plain_sum(producer):
             raise UsageError(f"strategy {strategy!r} takes gradients as they are; leave compress and other strategies out")
         wanted.add(producer)
@@ -43,10 +45,7 @@ def reduced_total(graph: ir.Graph) -> ir.Value | None:
 
 def operand_of(reduced: ir.Value) -> ir.Value:
     """This rank's own value, of what an AllReduce gives."""
-    reduction = reduced.producer()
-    own = reduction.inputs[reduced.index() or 0] if reduction is not None else None
-    assert own is not None
-    return own
+    return input_of(producer_of(reduced), reduced.index() or 0)
 
 
 def _reduced_operand(graph: ir.Graph, index: int) -> ir.Value | None:

@@ -16,13 +16,12 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update
+from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update, required_declaration
+from graphc.ir.facts import inputs_of, producer_of
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
-from graphc.passes.precision.update_graph import is_reduced, updates_of
-
-REPLICATED = ("RunningAverage",)
-"""Updates of reduced values that every rank runs: statistics are small, and evaluation reads them whole."""
+from graphc.ir.updates import copies_of, next_value_of, source_of, state_of, trains
+from graphc.plan.accumulation import is_accumulation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +30,7 @@ class Bucket:
 
     Attributes:
         updates: those that take the gradients.
-        copies: updates that keep a copy of the new parameters in a narrower type (``Narrow``), in the same order.
+        copies: updates that copy the new parameters to a lower type, in the same order.
         reduction: the ReduceScatter of the gradients.
     """
 
@@ -44,18 +43,16 @@ class Bucket:
     def group(self) -> str:
         return self.reduction.attributes["group"].as_string()
 
-    def read_states(self) -> list[list[ir.Value]]:
-        """The states that the computation reads, the whole bucket of each kind."""
-        found = []
-        for nodes in (self.updates, self.copies):
-            states = [state for node in nodes if (state := node.inputs[0]) is not None]
-            if any(not is_update(user) for state in states for user in state.consumers()):
-                found.append(states)
-        return found
+    def read(self) -> list[list[ir.Node]]:
+        """The updates of the parameters, and those of their copies, as far as the computation reads these states."""
+        both = (self.updates, self.copies)
+        return [nodes for nodes in both if any(not is_update(user) for n in nodes for user in state_of(n).consumers())]
 
 
 def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool, offload: bool) -> list[Bucket]:
     """Let every rank reduce and update only the elements that it owns of each bucket.
+
+    Statistics stay whole: they are small, and evaluation reads all of them.
 
     Args:
         strategy: the name of the pass, for errors.
@@ -66,18 +63,17 @@ def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool
     Raises:
         UsageError: an update that cannot run over a part of its bucket, or gradients that something else reads whole.
     """
-    updates = [n for n in updates_of(graph) if is_reduced(n) and n.op_type not in REPLICATED]
+    updates = [n for n in graph if trains(n)]
     if not updates:
         raise UsageError(f"{strategy}: there is nothing to shard; the graph has no optimizer")
     buckets: dict[ir.Node, list[ir.Node]] = {}
     for node in updates:
         buckets.setdefault(_reduction_of(node, strategy), []).append(node)
-    copies = {n.inputs[1]: n for n in updates_of(graph) if n.op_type == "Narrow"}
     op = Builder(graph)
     readers = _measures(buckets, strategy)
     found = []
     for reduction, nodes in buckets.items():
-        narrow = [copies[n.outputs[0]] for n in nodes if n.outputs[0] in copies]
+        narrow = [copy for n in nodes for copy in copies_of(n)]
         for node in (*nodes, *narrow):
             node.attributes[SHARD] = ir.AttrString(SHARD, owner)
         for node in nodes if offload else ():
@@ -92,37 +88,25 @@ def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool
 def gather_next(graph: ir.Graph, bucket: Bucket, owner: str) -> None:
     """Put an AllGather behind the updates, so that every rank has all of the new parameters."""
     op = Builder(graph, scope=f"gather/{bucket.name}")
-    for k, states in enumerate(bucket.read_states()):
-        following = [_next_value(state) for state in states]
+    for k, nodes in enumerate(bucket.read()):
         tag = f"{bucket.group}/{bucket.name}/gather{k or ''}"
         attributes = {"tag": tag, "group": bucket.group, BUCKET: bucket.name, "owner": owner}
-        op.emit("AllGather", following, attributes, domain="graphc", name=f"gather/{bucket.name}{k or ''}")
-
-
-def _next_value(state: ir.Value) -> ir.Value:
-    for user, index in state.uses():
-        declaration = declaration_of(user)
-        for output, of in declaration.next_value.items() if declaration is not None else ():
-            if of == index:
-                return user.outputs[output]
-    raise AssertionError(f"{state.name!r} is no state")
+        op.emit(
+            "AllGather", [next_value_of(n) for n in nodes], attributes, domain="graphc", name=f"gather/{bucket.name}{k or ''}"
+        )
 
 
 def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
     """The AllReduce of the update's gradient, of a bucket all of which may be sharded."""
-    state, gradient = node.inputs[0], node.inputs[1]
-    assert state is not None
-    assert gradient is not None
-    declaration = declaration_of(node)
-    assert declaration is not None
-    if not declaration.elementwise:
+    state = state_of(node)
+    if not required_declaration(node).elementwise:
         raise UsageError(
             f"{strategy} cannot shard the optimizer {node.op_type} of {state.name!r}: an element of its result depends on more"
             " than that element of the parameter and its gradient (its declaration does not say elementwise=True)"
         )
     if node.attributes.get_string(SHARD, ""):
         raise UsageError(f"{strategy}: the update of {state.name!r} is sharded already; a program has one strategy")
-    reduction = gradient.producer()
+    reduction = source_of(node).producer()
     if reduction is None or collective_of(reduction) != "AllReduce" or reduction.attributes.get_int("nonzero", 0) > 0:
         between = f"{reduction.op_type} ({reduction.name!r})" if reduction is not None else "nothing"
         raise UsageError(
@@ -163,35 +147,32 @@ def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, trans
     """Replace the AllReduce by a ReduceScatter; what accumulates over micro-batches is kept whole all the same."""
     op.before, op.scope = reduction, reduction.name or "scatter"
     attributes = {k: a.value for k, a in reduction.attributes.items() if k not in ("every", "nonzero")}
-    accumulated = any((p := v.producer()) is not None and p.op_type == "Accumulate" for v in reduction.inputs if v is not None)
+    accumulated = any((p := v.producer()) is not None and is_accumulation(p) for v in inputs_of(reduction))
     attributes.update({"owner": owner, "transient": int(transient and not accumulated)})
     name = (reduction.name or "").replace("allreduce/", "scatter/")
     results = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
     for old, new in zip(reduction.outputs, results, strict=True):
         old.replace_all_uses_with(new)
     graph.remove(reduction, safe=True)
-    scatter = results[0].producer()
-    assert scatter is not None
-    return scatter
+    return producer_of(results[0])
 
 
 def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> None:
     """Compute ``node`` over this rank's parts, and put the results of all ranks together."""
-    declaration = declaration_of(node)
-    assert declaration is not None
+    combine = required_declaration(node).combine
     result, attributes = node.outputs[0], {k: a.value for k, a in node.attributes.items()}
-    sharded = [v for v in node.inputs if v is not None and _is_scattered(v)]
-    whole = [v for v in node.inputs if v is not None and not _is_scattered(v)]
+    sharded = [v for v in inputs_of(node) if _is_scattered(v)]
+    whole = [v for v in inputs_of(node) if not _is_scattered(v)]
     op.before, op.scope = node, node.name or node.op_type
     (part,) = op.emit(node.op_type, sharded, {**attributes, SHARD: owner}, domain=node.domain)
-    group = sharded[0].producer().attributes["group"].as_string()  # type: ignore[union-attr]
+    group = producer_of(sharded[0]).attributes["group"].as_string()
     flag = part.dtype == ir.DataType.BOOL
     number = op.Cast(part, to=int(ir.DataType.FLOAT)) if flag else part
-    total = op.graphc.AllReduce(number, tag=f"{group}/{node.name}", group=group, reduce=declaration.combine)
+    total = op.graphc.AllReduce(number, tag=f"{group}/{node.name}", group=group, reduce=combine)
     total = op.Cast(total, to=int(ir.DataType.BOOL)) if flag else total
     if whole:
         (other,) = op.emit(node.op_type, whole, attributes, domain=node.domain)
-        join = {"max": op.Or if flag else op.Max, "sum": op.Add}[declaration.combine]
+        join = {"max": op.Or if flag else op.Max, "sum": op.Add}[combine]
         total = join(total, other)
     result.replace_all_uses_with(total, replace_graph_outputs=True)
     graph.remove(node, safe=True)

@@ -23,6 +23,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.names import BUCKET, LOSS_TOTAL
 from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.updates import state_of
 from graphc.passes.distributed.sharding import Bucket, buckets_note, gather_next, shard_updates
 from graphc.pipeline import Context, graph_pass
 
@@ -64,7 +65,8 @@ def _forward(graph: ir.Graph) -> set[ir.Node]:
 
 def _gather_before_use(graph: ir.Graph, bucket: Bucket, forward: set[ir.Node]) -> None:
     """An AllGather of the bucket in front of its first use in the forward pass, and one for the backward pass."""
-    for k, states in enumerate(bucket.read_states()):
+    for k, updates in enumerate(bucket.read()):
+        states = [state_of(node) for node in updates]
         wanted = set(states)
         readers = [n for n in graph if not is_update(n) and not wanted.isdisjoint(_reads(n))]
         phases = (("forward", [n for n in readers if n in forward]), ("backward", [n for n in readers if n not in forward]))

@@ -25,7 +25,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
+from graphc.ir.declare import Role
 from graphc.ir.facts import is_parameter, static_dims
+from graphc.ir.updates import role_of, source_of
 from graphc.pipeline import Context, graph_pass
 
 METHODS = ("he", "glorot", "normal", "uniform", "zeros")
@@ -206,9 +208,8 @@ def _role(value: ir.Value) -> str:
     for node, index, _ in uses:
         if (node.op_type, index) in _ROLES:
             return _ROLES[node.op_type, index]
-        if node.op_type == "RunningAverage" and index == 0:
-            batch = node.inputs[1]
-            return _ONE if batch is not None and batch.index() == 2 else _ZERO
+        if role_of(node, index) is Role.STATISTIC:
+            return _ONE if source_of(node).index() == 2 else _ZERO
     if sum(d != 1 for d in value.shape or ()) >= 2 or any(node.op_type in ("MatMul", "Gemm") for node, _, _ in uses):
         return _WEIGHT
     return _ONE if any(node.op_type in ("Mul", "Div") for node, _, _ in uses) else _ZERO

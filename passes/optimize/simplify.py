@@ -17,12 +17,12 @@ import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import has_effect, is_update
-from graphc.ir.facts import is_parameter, is_state
+from graphc.ir.declare import has_effect
 from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_outputs, version_of
-from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, is_running_statistic
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.text import graph_metadata
+from graphc.ir.updates import trains
 from graphc.passes.optimize.identities import RULES
 from graphc.pipeline import Context, graph_pass
 
@@ -65,7 +65,7 @@ def dead_code_elimination(graph: ir.Graph) -> bool:
 
     Before there is an optimizer, nothing reads the gradients and the loss total; they are kept for it.
     """
-    pending = not any(is_update(n) and any(_trains(v) for v in n.inputs) for n in graph)
+    pending = not any(trains(node) for node in graph)
     changed = False
     for node in reversed(list(graph)):
         if any(out.uses() or out.is_graph_output() for out in node.outputs) or has_effect(node):
@@ -81,10 +81,6 @@ def dead_code_elimination(graph: ir.Graph) -> bool:
     if changed and DOMAIN in graph.opset_imports and not any(n.domain == DOMAIN for n in graph.all_nodes()):
         del graph.opset_imports[DOMAIN]
     return changed
-
-
-def _trains(value: ir.Value | None) -> bool:
-    return value is not None and is_parameter(value) and is_state(value) and not is_running_statistic(value)
 
 
 def common_subexpressions(graph: ir.Graph) -> bool:

@@ -24,7 +24,8 @@ from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, put
 from graphc.ir.names import CLIP_VALUE
-from graphc.passes.precision.update_graph import move_to_end, trains, updates_of
+from graphc.ir.updates import source_of, trains, updates_of
+from graphc.passes.precision.update_graph import move_to_end
 from graphc.pipeline import Context, graph_pass
 
 GRAD_NORM = "grad_norm"
@@ -51,7 +52,7 @@ def clip(model: ir.Model, ctx: Context, *, norm: float | None = None, value: flo
         if bound is not None and not 0 < bound < math.inf:
             raise UsageError(f"clip: {name}={bound} must be a positive number")
     graph = model.graph
-    updates = [node for node in updates_of(graph) if trains(node)]
+    updates = [node for node in graph if trains(node)]
     if norm is not None:
         _clip_norm(graph, updates, norm)
     if value is not None:
@@ -67,8 +68,7 @@ def _clip_norm(graph: ir.Graph, updates: Sequence[ir.Node], bound: float) -> Non
     op = Builder(graph, before=updates_of(graph)[0], scope="clip")
     divided: dict[ir.Value | None, dict[ir.DataType | None, dict[ir.Value, None]]] = {}
     for node in updates:
-        gradient = node.inputs[1]
-        assert gradient is not None
+        gradient = source_of(node)
         divided.setdefault(operand(node, "divisor"), {}).setdefault(gradient.dtype, {})[gradient] = None
     total = op.Sum(*[_mean_square(op, divisor, kinds.values()) for divisor, kinds in divided.items()])
     norm = op.Sqrt(total)

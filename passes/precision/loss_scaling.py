@@ -18,7 +18,8 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, place_of, put
 from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
 from graphc.ir.state import scalar
-from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
+from graphc.ir.updates import is_reduced, source_of, updates_of
+from graphc.passes.precision.update_graph import move_to_end
 from graphc.pipeline import Context, graph_pass
 
 
@@ -50,15 +51,14 @@ def loss_scaling(
     updates = updates_of(graph)
     move_to_end(graph, updates)
     op = Builder(graph, before=updates[0], scope="loss_scaling")
-    gradients = dict.fromkeys(v for n in updates if is_reduced(n) and (v := n.inputs[1]) is not None)
+    gradients = dict.fromkeys(source_of(n) for n in updates if is_reduced(n))
     skip = op.graphc.AnyNonFinite(*gradients)
     divisors: dict[ir.Value | None, ir.Value] = {None: scale}
     for node in updates:
         put(node, "skip", skip)
         if place_of(node, "divisor") is not None:
             old = operand(node, "divisor")
-            if old not in divisors:
-                assert old is not None
+            if old is not None and old not in divisors:
                 divisors[old] = op.Mul(old, op.cast_like(scale, old))
             put(node, "divisor", divisors[old])
     op.before = None

@@ -15,16 +15,16 @@ casts a parameter. The graph has buckets then, and the flat array of a bucket is
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, put
+from graphc.ir.facts import array_of
 from graphc.ir.names import BUCKET, GRADIENT_OF
 from graphc.ir.ops.updates import LOW
 from graphc.ir.state import add_initializer
-from graphc.passes.precision.update_graph import trains, updates_of
+from graphc.ir.updates import next_value_of, source_of, state_of, trains
 from graphc.pipeline import Context, graph_pass
 
 VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
@@ -45,7 +45,7 @@ def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True,
     graph, count = model.graph, 0
     op = Builder(graph)
     for updates in _together(graph):
-        casts = {update: _casts(graph, _parameter(update), vectors) for update in updates}
+        casts = {update: _casts(graph, state_of(update), vectors) for update in updates}
         dtype = next((chain[-1].outputs[0].dtype for found in casts.values() for chain in found), None)
         if dtype is not None and all(_may_be_copied(update) for update in updates):
             for update in updates:
@@ -60,16 +60,10 @@ def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True,
 def _together(graph: ir.Graph) -> list[list[ir.Node]]:
     """The updates of optimizers, those of a bucket together."""
     found: dict[str | ir.Node, list[ir.Node]] = {}
-    for node in updates_of(graph):
+    for node in graph:
         if trains(node):
             found.setdefault(node.attributes.get_string(BUCKET, "") or node, []).append(node)
     return list(found.values())
-
-
-def _parameter(update: ir.Node) -> ir.Value:
-    found = update.inputs[0]
-    assert found is not None
-    return found
 
 
 def _casts(graph: ir.Graph, value: ir.Value, vectors: bool) -> list[list[ir.Node]]:
@@ -93,22 +87,21 @@ def _lowers(node: ir.Node) -> bool:
 
 def _may_be_copied(update: ir.Node) -> bool:
     """Whether the parameter is float32, and what the update makes of it stays: no average over workers changes it."""
-    return _parameter(update).dtype == ir.DataType.FLOAT and not update.outputs[0].uses()
+    return state_of(update).dtype == ir.DataType.FLOAT and not next_value_of(update).uses()
 
 
 def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
     """Replace the casts of a parameter to ``dtype`` by state that is written behind its update; whether there were any."""
-    parameter = _parameter(update)
-    assert parameter.const_value is not None
+    parameter = state_of(update)
     name = f"{parameter.name}::{SUFFIX[dtype]}"
-    copy = add_initializer(op.graph, name, np.asarray(parameter.const_value.numpy()).astype(dtype.numpy()))
+    copy = add_initializer(op.graph, name, array_of(parameter).astype(dtype.numpy()))
     for chain in (c for c in casts if c[-1].outputs[0].dtype == dtype):
         _read_copy(op, copy, chain)
     bucket = update.attributes.get_string(BUCKET, "")
     attributes = {BUCKET: bucket} if bucket else {}
     op.before, op.scope = None, "update"
     (following,) = op.emit(
-        "Narrow", [copy, update.outputs[0]], attributes, domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}"
+        "Narrow", [copy, next_value_of(update)], attributes, domain=DOMAIN, outputs=[f"{name}::next"], name=f"update/{name}"
     )
     skip, node = operand(update, "skip"), following.producer()
     if skip is not None and node is not None:
@@ -131,19 +124,13 @@ def _read_copy(op: Builder, copy: ir.Value, chain: list[ir.Node]) -> None:
 
 def _keep_low(graph: ir.Graph, update: ir.Node) -> None:
     """Let the update read the gradient in front of the cast to float32."""
-    wide = update.inputs[1]
-    cast = wide.producer() if wide is not None else None
-    if wide is None or cast is None or cast.op_type != "Cast" or cast.domain or len(list(wide.uses())) > 1:
+    wide = source_of(update)
+    cast = wide.producer()
+    if cast is None or cast.op_type != "Cast" or cast.domain or len(list(wide.uses())) > 1:
         return
     low = cast.inputs[0]
     if low is None or low.dtype not in LOW or low.producer() is None or wide.is_graph_output():
         return
-    update.replace_input_with(1, low)
-    low.metadata_props[GRADIENT_OF] = wide.metadata_props.pop(GRADIENT_OF, parameter_name(update))
+    update.replace_input_with(list(update.inputs).index(wide), low)
+    low.metadata_props[GRADIENT_OF] = wide.metadata_props.pop(GRADIENT_OF, state_of(update).name or "")
     graph.remove(cast, safe=True)
-
-
-def parameter_name(update: ir.Node) -> str:
-    """Name of the parameter that an update replaces."""
-    assert update.inputs[0] is not None
-    return update.inputs[0].name or ""

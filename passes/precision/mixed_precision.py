@@ -25,11 +25,11 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir import DOMAIN, OPSET
 from graphc.ir.builder import Builder
-from graphc.ir.declare import is_update
 from graphc.ir.infer import apply
 from graphc.ir.names import LOSS_SCALE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.updates import trains
 from graphc.pipeline import Context, graph_pass
 
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16}
@@ -76,7 +76,7 @@ def mixed_precision(
     if not loss_scale >= 1 or not np.isfinite(loss_scale):
         raise UsageError(f"loss_scale={loss_scale} must be a number of at least 1")
     graph = model.graph
-    if any(is_update(n) and n.op_type != "RunningAverage" for n in graph) or "autodiff" in ctx.done:
+    if any(trains(n) for n in graph) or "autodiff" in ctx.done:
         raise UsageError("the graph has its gradients already; mixed_precision belongs between 'loss' and 'autodiff'")
     rewriter = _Rewriter(graph, DTYPES[dtype], _matcher(graph, allow), _matcher(graph, deny))
     low = rewriter.run()

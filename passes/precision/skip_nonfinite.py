@@ -19,7 +19,8 @@ from graphc.ir.declare import operand, place_of, put
 from graphc.ir.facts import is_float
 from graphc.ir.names import SKIPPED
 from graphc.ir.state import scalar
-from graphc.passes.precision.update_graph import is_reduced, move_to_end, updates_of
+from graphc.ir.updates import is_reduced, source_of, updates_of
+from graphc.passes.precision.update_graph import move_to_end
 from graphc.pipeline import Context, graph_pass
 
 
@@ -44,7 +45,7 @@ def _flag(graph: ir.Graph, updates: list[ir.Node]) -> ir.Value:
     """Whether any reduced gradient or statistic, or any number the step reports, is not finite."""
     move_to_end(graph, updates_of(graph))
     op = Builder(graph, before=updates_of(graph)[0], scope="skip_nonfinite")
-    watched = dict.fromkeys(v for node in updates if is_reduced(node) and (v := node.inputs[1]) is not None)
+    watched = dict.fromkeys(source_of(node) for node in updates if is_reduced(node))
     watched |= dict.fromkeys(v for v in graph.outputs if is_float(v) and v.producer() is not None)
     kinds: dict[ir.DataType | None, list[ir.Value]] = {}
     for value in watched:

@@ -1,4 +1,4 @@
-"""What passes between the gradients and their updates share."""
+"""Moving updates to the end, and finding what gradients are computed from."""
 
 from __future__ import annotations
 
@@ -6,25 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.ir.declare import declaration_of, is_update, place_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.subgraphs import captured
-
-
-def updates_of(graph: ir.Graph) -> list[ir.Node]:
-    """All update nodes, in node order."""
-    return [node for node in graph if is_update(node)]
-
-
-def is_reduced(node: ir.Node) -> bool:
-    """Whether input 1 of the update (a gradient, a statistic) is reduced over the ranks."""
-    declaration = declaration_of(node)
-    return declaration is not None and 1 in declaration.reduces
-
-
-def trains(node: ir.Node) -> bool:
-    """Whether the node is the update of an optimizer: it takes a gradient, with a learning rate."""
-    return is_reduced(node) and place_of(node, "lr") is not None
 
 
 def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:

@@ -29,7 +29,7 @@ from graphc.backends.cupy.updates.kernel import (
 )
 from graphc.backends.cupy.updates.multi_tensor import TableRow, bind_table
 from graphc.device import Array, Run
-from graphc.ir.declare import declaration_of, declared, is_update
+from graphc.ir.declare import PLACEMENT, declaration_of, declared, is_update, required_declaration
 
 SLOTS = 40
 """Most arrays of one kernel."""
@@ -78,8 +78,7 @@ def is_elementwise(node: ir.Node) -> bool:
     declaration = declaration_of(node)
     if not is_update(node) or declaration is None or declaration.decompose is None:
         return False
-    flat = {*declaration.next_value.values(), *((1,) if 1 in declaration.reduces or declaration.elementwise else ())}
-    types = tuple(None if v is None or v.dtype is None else (v.dtype, k in flat) for k, v in enumerate(node.inputs))
+    types = tuple(None if v is None or v.dtype is None else (v.dtype, k in declaration.flat) for k, v in enumerate(node.inputs))
     return _can_be_written(node.domain, node.op_type, tuple(sorted(_attributes(node).items())), types, len(node.outputs))
 
 
@@ -104,7 +103,7 @@ def _can_be_written(
 
 def _attributes(node: ir.Node) -> dict[str, Any]:
     """As hashable Python values, by which equal updates have equal kernels; where they run is no part of it."""
-    found = {name: attr.value for name, attr in node.attributes.items() if name not in ("bucket", "shard", "offload")}
+    found = {name: attr.value for name, attr in node.attributes.items() if name not in PLACEMENT}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
 
@@ -132,12 +131,8 @@ def _program(
 
 def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -> Update:
     """One update of flat arrays, in place."""
-    declaration = declaration_of(node)
-    assert declaration is not None
-    flat = {k for k in declaration.next_value.values() if k < len(inputs)}
+    flat = required_declaration(node).flat
     count = next(a.size for k, a in enumerate(inputs) if k in flat and a is not None)
-    if 1 in declaration.reduces or declaration.elementwise:
-        flat.add(1)
     arrays: list[Array] = []
     known: dict[tuple[int, int, str], int] = {}
     places: list[int | None] = []

@@ -89,6 +89,7 @@ for _name, (_, _own, _doc) in COLLECTIVES.items():
             attributes={**COMMON, **_own},
             infer=_same,
             effect=True,
+            passes_through=True,
             decompose=_alone,
             origin=__name__,
             doc=_text,

@@ -42,6 +42,7 @@ declare_primitive(
     infer=_same,
     effect=True,
     decompose=_alone,
+    origin=__name__,
     doc="""y_k is the state x_k as its server holds it now. ``servers`` is the number of servers.""",
 )
 declare_primitive(
@@ -52,6 +53,7 @@ declare_primitive(
     infer=_same,
     effect=True,
     decompose=_alone,
+    origin=__name__,
     doc="""y_k is x_k of one worker as it arrived at the servers, or with ``staleness`` 0 the reduction over the live workers.
 
     What depends on y_k is the servers' part of the graph. ``reduce`` is sum, mean, min, max or prod.

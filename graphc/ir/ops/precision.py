@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import Spec, declare, same_as, spec_of
+from graphc.ir.declare import Role, Spec, declare, same_as, spec_of
 
 
 @declare("ScaleLoss", inputs="total scale", outputs="same_total", infer=same_as(0))
@@ -33,8 +33,8 @@ def any_non_finite(op: Builder, *x: ir.Value) -> ir.Value:
     return op.IsNaN(op.Sum(*sums))  # type: ignore[no-any-return]
 
 
-@declare("Tally", inputs="count flag", outputs="next_count", attributes={"bucket": ""}, infer=same_as(0), next_value={0: 0})
-def tally(op: Builder, count: ir.Value, flag: ir.Value, *, bucket: str) -> ir.Value:
+@declare("Tally", inputs="count flag", outputs="next_count", infer=same_as(0), next_value={0: 0}, roles={0: Role.COUNTER})
+def tally(op: Builder, count: ir.Value, flag: ir.Value) -> ir.Value:
     """count' = count + 1 in a step whose flag is true"""
     return op.Add(count, op.cast_like(flag, count))  # type: ignore[no-any-return]
 
@@ -47,9 +47,10 @@ def _scale_spec(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
     "LossScale",
     inputs="scale good_steps skip",
     outputs="next_scale next_good_steps",
-    attributes={"growth": 2.0, "backoff": 0.5, "growth_interval": 2000, "minimum": 1.0, "maximum": 16777216.0, "bucket": ""},
+    attributes={"growth": 2.0, "backoff": 0.5, "growth_interval": 2000, "minimum": 1.0, "maximum": 16777216.0},
     infer=_scale_spec,
     next_value={0: 0, 1: 1},
+    roles={0: Role.SCALE, 1: Role.COUNTER},
 )
 def loss_scale(
     op: Builder,
@@ -62,7 +63,6 @@ def loss_scale(
     growth_interval: int,
     minimum: float,
     maximum: float,
-    bucket: str,
 ) -> tuple[ir.Value, ir.Value]:
     """The next scale, and how many steps in a row have been good.
 

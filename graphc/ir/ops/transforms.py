@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import REQUIRED, Spec, declare, same_as, spec_of
+from graphc.ir.declare import REQUIRED, Role, Spec, declare, same_as, spec_of
 from graphc.ir.facts import describe_value, static_dims
 from graphc.ir.ops.updates import like_parameter
 
@@ -31,13 +31,13 @@ def _of_type(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -
     return [(ir.DataType(attributes["to"]), spec_of(x)[1]) for x in inputs]
 
 
-@declare("RoundTo", inputs="*x", outputs="*y", attributes={"to": REQUIRED}, infer=_of_type)
+@declare("RoundTo", inputs="*x", outputs="*y", attributes={"to": REQUIRED}, infer=_of_type, passes_through=True)
 def round_to(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
     """y_k is the gradient x_k rounded (to nearest, ties to even) to the low type ``to`` in which it travels."""
     return tuple(op.Cast(v, to=to) for v in x)
 
 
-@declare("Widen", inputs="*x", outputs="*y", attributes={"to": int(ir.DataType.FLOAT)}, infer=_of_type)
+@declare("Widen", inputs="*x", outputs="*y", attributes={"to": int(ir.DataType.FLOAT)}, infer=_of_type, passes_through=True)
 def widen(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
     """y_k is x_k in the type ``to``; where x_k comes of a ``RoundTo``, y_k may take the memory of what was narrowed."""
     return tuple(op.Cast(v, to=to) for v in x)
@@ -78,12 +78,13 @@ def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
     "Assign",
     inputs="state value skip?",
     outputs="next_state",
-    attributes={"bucket": ""},
     infer=like_parameter(1, 1),
     next_value={0: 0},
+    source=1,
+    roles={0: Role.OPTIMIZER},
     elementwise=True,
 )
-def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None = None) -> ir.Value:
     """state' = value: state that is the same on all ranks."""
     return value if skip is None else op.Where(skip, state, value)
 
@@ -92,12 +93,13 @@ def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None 
     "Residual",
     inputs="residual unsent skip?",
     outputs="next_residual",
-    attributes={"bucket": ""},
     infer=like_parameter(1, 1),
     next_value={0: 0},
+    source=1,
+    roles={0: Role.OPTIMIZER},
     local=(0,),
     elementwise=True,
 )
-def residual(op: Builder, residual: ir.Value, unsent: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+def residual(op: Builder, residual: ir.Value, unsent: ir.Value, skip: ir.Value | None = None) -> ir.Value:
     """residual' = unsent: what this rank's gradient holds and compression left out, for the next step (error feedback)."""
     return unsent if skip is None else op.Where(skip, residual, unsent)

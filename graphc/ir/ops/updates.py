@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import InferFunction, Spec, declare, same_as, spec_of
+from graphc.ir.declare import InferFunction, Role, Spec, declare, same_as, spec_of
 from graphc.ir.facts import static_dims
 
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -52,10 +52,10 @@ def like_parameter(outputs: int, *same: int, low: tuple[int, ...] = ()) -> Infer
     "SGD",
     inputs="param grad lr divisor? skip?",
     outputs="next_param",
-    attributes={"weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
+    attributes={"weight_decay": 0.0, "clip_value": 0.0},
     infer=like_parameter(1, 1, low=(1,)),
     next_value={0: 0},
-    reduces={1: "sum", 3: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def sgd(
@@ -68,7 +68,6 @@ def sgd(
     *,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> ir.Value:
     """g = grad/divisor + weight_decay·param;  param' = param − lr·g"""
     g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
@@ -79,10 +78,10 @@ def sgd(
     "Momentum",
     inputs="param grad momentum_buffer step lr divisor? skip?",
     outputs="next_param next_momentum_buffer",
-    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
+    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0},
     infer=like_parameter(2, 1, 2, low=(1,)),
     next_value={0: 0, 1: 2},
-    reduces={1: "sum", 5: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def momentum_sgd(
@@ -100,7 +99,6 @@ def momentum_sgd(
     nesterov: int,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.SGD`` with momentum.
 
@@ -141,10 +139,10 @@ def _adam(
     "Adam",
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0},
     infer=like_parameter(3, 1, 2, 3, low=(1,)),
     next_value={0: 0, 1: 2, 2: 3},
-    reduces={1: "sum", 6: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def adam(
@@ -163,7 +161,6 @@ def adam(
     eps: float,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
 
@@ -179,10 +176,10 @@ def adam(
     "AdamW",
     inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
     outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0, "bucket": ""},
+    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0},
     infer=like_parameter(3, 1, 2, 3, low=(1,)),
     next_value={0: 0, 1: 2, 2: 3},
-    reduces={1: "sum", 6: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def adamw(
@@ -201,7 +198,6 @@ def adamw(
     eps: float,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
     g, decayed = _gradient(op, param, grad, divisor, 0.0, clip_value), param
@@ -216,10 +212,10 @@ def adamw(
     "Adagrad",
     inputs="param grad sum step lr divisor? skip?",
     outputs="next_param next_sum",
-    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0, "bucket": ""},
+    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0},
     infer=like_parameter(2, 1, 2, low=(1,)),
     next_value={0: 0, 1: 2},
-    reduces={1: "sum", 5: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def adagrad(
@@ -236,7 +232,6 @@ def adagrad(
     eps: float,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011).
 
@@ -272,11 +267,10 @@ def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
         "centered": 0,
         "weight_decay": 0.0,
         "clip_value": 0.0,
-        "bucket": "",
     },
     infer=_infer_rmsprop,
     next_value={0: 0, 1: 2, 2: 3, 3: 4},
-    reduces={1: "sum", 6: "sum"},
+    gradient=1,
     elementwise=True,
 )
 def rmsprop(
@@ -296,7 +290,6 @@ def rmsprop(
     centered: int,
     weight_decay: float,
     clip_value: float,
-    bucket: str,
 ) -> tuple[ir.Value | None, ...]:
     """``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013).
 
@@ -325,9 +318,11 @@ def rmsprop(
     "RunningAverage",
     inputs="running batch count skip?",
     outputs="next_running",
-    attributes={"momentum": 0.9, "bucket": ""},
+    attributes={"momentum": 0.9},
     infer=like_parameter(1, 1),
     next_value={0: 0},
+    source=1,
+    roles={0: Role.STATISTIC},
     reduces={1: "sum", 2: "sum"},
 )
 def running_average(
@@ -338,7 +333,6 @@ def running_average(
     skip: ir.Value | None = None,
     *,
     momentum: float,
-    bucket: str,
 ) -> ir.Value:
     """running' = momentum·running + (1 − momentum)·batch/count: ONNX's meaning of ``momentum`` (PyTorch's is one minus it).
 
@@ -359,12 +353,13 @@ def _infer_narrow(inputs: Sequence[ir.Value | None], attributes: Mapping[str, An
     "Narrow",
     inputs="copy wide skip?",
     outputs="next_copy",
-    attributes={"bucket": ""},
     infer=_infer_narrow,
     next_value={0: 0},
+    source=1,
+    roles={0: Role.COPY},
     elementwise=True,
 )
-def narrow(op: Builder, copy: ir.Value, wide: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+def narrow(op: Builder, copy: ir.Value, wide: ir.Value, skip: ir.Value | None = None) -> ir.Value:
     """copy' = the new parameter, rounded to the type of ``copy``: what the next step's products read.
 
     In a skipped step the parameter is the old one, and so is the copy.
@@ -376,11 +371,11 @@ def narrow(op: Builder, copy: ir.Value, wide: ir.Value, skip: ir.Value | None = 
     "Increment",
     inputs="step skip?",
     outputs="next_step",
-    attributes={"bucket": ""},
     infer=same_as(0),
     next_value={0: 0},
+    roles={0: Role.COUNTER},
 )
-def increment(op: Builder, step: ir.Value, skip: ir.Value | None = None, *, bucket: str) -> ir.Value:
+def increment(op: Builder, step: ir.Value, skip: ir.Value | None = None) -> ir.Value:
     """step' = step + 1"""
     return _unless(op, skip, step, op.Add(step, 1))
 

@@ -236,24 +236,24 @@ def ops() -> Iterator[None]:
 @needs_compiler
 @pytest.mark.usefixtures("ops")
 def test_an_optimizer_of_a_plugin_gets_a_kernel_and_one_with_norms_does_not() -> None:
-    def lion(op: Any, param: Any, grad: Any, momentum: Any, lr: Any, *, beta: float, bucket: str) -> Any:
+    def lion(op: Any, param: Any, grad: Any, momentum: Any, lr: Any, *, beta: float) -> Any:
         """param' = param − lr·sign(β·m + (1 − β)·g);  m' = g"""
         sign = op.Sign(op.Add(op.Mul(momentum, beta), op.Mul(grad, 1.0 - beta)))
         return op.Sub(param, op.Mul(op.cast_like(lr, param), sign)), op.Identity(grad)
 
-    def lars(op: Any, param: Any, grad: Any, lr: Any, *, bucket: str) -> Any:
+    def lars(op: Any, param: Any, grad: Any, lr: Any) -> Any:
         """param' = param − lr·‖param‖/‖grad‖·g"""
         ratio = op.Div(op.ReduceL2(param, keepdims=0), op.ReduceL2(grad, keepdims=0))
         return op.Sub(param, op.Mul(op.Mul(op.cast_like(lr, param), ratio), grad))
 
     declare(
         "TestLion", inputs="param grad momentum lr", outputs="next_param next_momentum",
-        attributes={"beta": 0.9, "bucket": ""}, infer=like_parameter(2, 1, 2), next_value={0: 0, 1: 2}, reduces={1: "sum"},
+        attributes={"beta": 0.9}, infer=like_parameter(2, 1, 2), next_value={0: 0, 1: 2}, gradient=1,
         elementwise=True,
     )(lion)  # fmt: skip
     declare(
-        "TestLars", inputs="param grad lr", outputs="next_param", attributes={"bucket": ""}, infer=like_parameter(1, 1),
-        next_value={0: 0}, reduces={1: "sum"},
+        "TestLars", inputs="param grad lr", outputs="next_param", infer=like_parameter(1, 1), next_value={0: 0},
+        gradient=1,
     )(lars)  # fmt: skip
     device, rng = HostDevice(), np.random.default_rng(2)
     p, g, m = (rng.standard_normal(SIZE).astype(np.float32) for _ in range(3))
