@@ -14,7 +14,7 @@ import pytest
 
 from graphc.bench.specs import SPECS
 from graphc.distributed.communicator import Communicator
-from graphc.distributed.nccl.bindings import CupyNccl, Nccl4py
+from graphc.distributed.nccl.bindings import load_nccl
 from graphc.errors import UsageError
 from tests.conftest import gpus
 from tests.runtime.gpu_cases import collectives, one_rank
@@ -32,14 +32,12 @@ def memory_of(index: int | None = None) -> Any:
     return CudaDevice(index)
 
 
-@pytest.mark.parametrize("library", [Nccl4py, CupyNccl])
-def test_one_rank(library: Any) -> None:
-    try:
-        found = library()
-    except ImportError as error:
-        pytest.skip(f"{library.name} is not installed ({error})")
+def test_one_rank() -> None:
+    library = load_nccl()
+    if library is None:
+        pytest.skip("nccl4py or libnccl is not installed")
     memory = memory_of()
-    one_rank(memory, found, memory.record)
+    one_rank(memory, library, memory.record)
 
 
 def on_one_gpu(comm: Communicator) -> Any:
