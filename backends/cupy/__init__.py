@@ -24,7 +24,7 @@ import graphc.backends.cupy.libraries.cudnn_attention
 import graphc.backends.cupy.libraries.cudnn_convolution
 import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these four fill the registry, as cublaslt does
 from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
-from graphc.backends.cupy.device.cache_folder import cache_folder, file_stem
+from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
@@ -139,7 +139,7 @@ def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache]:
     """The GPU of this worker, and the segments compiled for its kind and for these versions of its libraries."""
     device = CudaDevice(options=options)
     words = (device.name, str(device.runtime_version), version_of_products())
-    return device, SegmentCache(cache_folder() / file_stem("segments", *words))
+    return device, SegmentCache(cache_path("segments", *words))
 
 
 class CupyPlanner(CupyBackend):

@@ -18,6 +18,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "graphc"
 
 
-def file_stem(*words: str) -> str:
-    """A file's name without its ending, from words such as the name of a device and a version."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words))
+def cache_path(*words: str, suffix: str = "") -> Path:
+    """A file or folder in it, named by words such as a library, the device's name and a version."""
+    return cache_folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words)) + suffix)

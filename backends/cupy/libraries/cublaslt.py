@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
@@ -30,7 +31,7 @@ from graphc.backends.cupy.libraries.gemm import (
     product_of,
 )
 from graphc.backends.cupy.libraries.registry import library
-from graphc.backends.cupy.libraries.tuning_cache import Choices, choices_file
+from graphc.backends.cupy.libraries.tuning_cache import Choices
 from graphc.device import ALIGNMENT, Run
 from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
 
@@ -250,7 +251,7 @@ class Products:
         return memory, Pointers(*(base + start if size else 0 for start, size in zip(starts, sizes, strict=False)))
 
     def _file(self) -> Any:
-        return choices_file("products", self._device.name, str(self._lt.get_version()))
+        return cache_path("products", self._device.name, str(self._lt.get_version()), suffix=".json")
 
 
 class MatmulPlan:

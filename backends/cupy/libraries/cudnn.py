@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
+from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
-from graphc.backends.cupy.libraries.tuning_cache import Choices, choices_file
+from graphc.backends.cupy.libraries.tuning_cache import Choices
 from graphc.device import Run
 from graphc.errors import GraphcError, MissingExtraError
 
@@ -263,7 +264,7 @@ class Dnn:
     # On disk: what was chosen, and each plan with its compiled kernel, which takes a second or two to compile --------------
 
     def _file(self) -> Path:
-        return choices_file("cudnn", self._device.name, str(self._cudnn.backend_version()))
+        return cache_path("cudnn", self._device.name, str(self._cudnn.backend_version()), suffix=".json")
 
     def _plan_file(self, key: str) -> Path | None:
         path = self._choices.path

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphc.backends.cupy.device.cache_folder import cache_folder, file_stem
-
 
 class Choices:
     """The choices of one file.
@@ -49,11 +47,6 @@ class Choices:
                 partial.replace(self.path)
         except OSError as error:
             warnings.warn(f"measured choices are not kept in {self.path}: {error}", RuntimeWarning, stacklevel=2)
-
-
-def choices_file(*words: str) -> Path:
-    """The file of choices that depend on ``words``: the library, the device's name and the library's version."""
-    return cache_folder() / f"{file_stem(*words)}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
