@@ -18,6 +18,7 @@ without arguments that is called once per step.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -323,6 +324,17 @@ def backend_of(text: str) -> tuple[Callable[..., Backend], dict[str, Any]]:
             raise UsageError(f"backend {name!r}: {key}={value} is neither true nor false")
         found[key] = _TRUTH[value] if equals else True
     return factory, found
+
+
+def check_backend(text: str) -> None:
+    """Check name and options of a backend that may lack its packages here: another machine may train the program.
+
+    Raises:
+        UsageError: an unknown backend or option, or a value that is neither true nor false.
+    """
+    if text != "auto":
+        with contextlib.suppress(MissingExtraError):
+            backend_of(text)
 
 
 def _options(factory: Callable[..., Backend]) -> list[str]:

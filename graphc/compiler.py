@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, get_type_hints
 
 import onnx_ir as ir
 
-from graphc import frontends
+from graphc import frontends, parallel
+from graphc.backend import check_backend
 from graphc.errors import UnsupportedOpError, UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
@@ -24,7 +26,7 @@ from graphc.ir.ops.collectives import collective_of
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
-from graphc.parallel import Parallel
+from graphc.options import CompileOptions, key_values
 from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
@@ -32,9 +34,6 @@ ModelSource = Any
 
 IMPORT_PASSES = ("legalize", "rebatch", "initialize")
 """Passes that prepare the model itself; what follows them makes it a training graph."""
-
-ONCE = ("model", "passes", "example_inputs", "dump_dir", "after")
-"""Arguments of :func:`compile` that do not belong to a program."""
 
 
 class Evaluation:
@@ -64,6 +63,31 @@ class Evaluation:
         self._done = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompileArguments(CompileOptions):
+    """All that :func:`compile` takes besides the model.
+
+    Attributes:
+        loss: one of :mod:`graphc.losses`.
+        optimizer: one of :mod:`graphc.optim`.
+        mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
+        backend: ``"auto"``, or a name that ``graphc backends`` lists, with options of the backend: ``"cupy:tf32=true"``.
+        passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
+        example_inputs: what the ``torch.nn.Module`` is called with to export it.
+        dump_dir: folder for the model after each pass.
+        after: called with (step, model, seconds) after each pass.
+    """
+
+    loss: Loss
+    optimizer: Optimizer
+    mesh: Mesh | None = None
+    backend: str = "auto"
+    passes: str | Sequence[PassCall] | None = None
+    example_inputs: Sequence[Any] | None = None
+    dump_dir: str | Path | None = None
+    after: Callable[[PassCall, ir.Model, float], None] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A compiled training program; hand it to :class:`graphc.Trainer`.
@@ -72,24 +96,39 @@ class Program:
         model: the whole training graph: forward, loss, backward, AllReduces, updates.
         evaluation: what makes :attr:`inference`.
         original: the model as it was given, into which trained weights are written back.
-        mesh: the axes of workers, or None: as many on the data axis as the world has.
-        backend: name of the backend and its options, or ``"auto"``.
+        arguments: what it was compiled with, less what serves one call only.
         pipeline: the passes that made ``model``, as text.
         log: what the passes reported.
         imports: the first of those passes, which prepared the model itself.
-        again: :func:`compile` of the same model with the same options but for those that it is called with; None: the program
-            has a pipeline of its own.
     """
 
     model: ir.Model
     evaluation: Evaluation
     original: ir.Model
-    mesh: Mesh | None = None
-    backend: str = "auto"
-    pipeline: str = ""
-    log: list[str] = field(default_factory=list)
-    imports: tuple[PassCall, ...] = ()
-    again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
+    arguments: CompileArguments = field(repr=False)
+    pipeline: str
+    log: list[str]
+    imports: tuple[PassCall, ...]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The axes of workers, or None: as many on the data axis as the world has."""
+        return self.arguments.mesh
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend and its options, or ``"auto"``."""
+        return self.arguments.backend
+
+    def recompile(self, **changes: Any) -> Program:
+        """Compile the same model with the same arguments, except for ``changes``.
+
+        Raises:
+            UsageError: the program has a pipeline of its own, or the changed arguments exclude each other.
+        """
+        if self.arguments.passes is not None:
+            raise UsageError("the program has a pipeline of its own")
+        return compile(self.original, **(vars(self.arguments) | changes))
 
     @property
     def inference(self) -> ir.Model:
@@ -97,45 +136,33 @@ class Program:
         return self.evaluation.model
 
 
-def training_pipeline(
-    loss: Loss,
-    optimizer: Optimizer,
-    *,
-    freeze: Sequence[str] | None = None,
-    train: Sequence[str] | None = None,
-    batch: int | str | None = None,
-    initialize: str | None = None,
-    seed: int = 0,
-    bucket_mb: float = 25.0,
-    precision: str | None = None,
-    recompute: str | None = None,
-    parallel: Parallel | None = None,
-) -> list[PassCall]:
+def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions | None = None) -> list[PassCall]:
     """The default pipeline: each line one pass, in order."""
-    parallel = parallel or Parallel()
-    low, again = precision_options(precision), recompute_options(recompute)
+    options = options or CompileOptions()
+    low, again = precision_options(options.precision), recompute_options(options.recompute)
+    batch, initialize, freeze = options.batch, options.initialize, options.freeze
     return [
         PassCall("legalize"),  # one opset, parameters as initializers, everything typed
         *(
             [PassCall("rebatch", {"batch": batch})] if batch is not None else []
         ),  # a baked batch size becomes another, or a symbol
         *(
-            [PassCall("initialize", {"method": initialize, "seed": seed})] if initialize else []
+            [PassCall("initialize", {"method": initialize, "seed": options.seed})] if initialize else []
         ),  # files without trained weights
         PassCall("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
-        *parallel.forward_steps(),  # BatchNormalization over the global batch
+        *parallel.forward_steps(options),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
         PassCall("attention"),  # one op, which a backend may compute in cache
         *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
-        PassCall("autodiff", {"train": train, "freeze": freeze}),  # the backward subgraph of Σ loss
+        PassCall("autodiff", {"train": options.train, "freeze": freeze}),  # the backward subgraph of Σ loss
         *([PassCall("recompute", again)] if again else []),  # fewer activations wait for the backward pass
         optimizer.step(),  # one update node a parameter
-        *(parallel.master_steps() if low else []),  # float32 parameters for updates alone, low copies for products
+        *(parallel.master_steps(options) if low else []),  # float32 parameters for updates alone, low copies for products
         PassCall("allreduce"),  # between every gradient and its update
         *([PassCall("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
-        *parallel.gradient_steps(),  # micro-batches, clipping, compression, skipping
-        PassCall("bucket", {"mb": bucket_mb}),  # flat buffers, one AllReduce and one update each
-        *parallel.strategy_steps(),  # who holds and updates what
+        *parallel.gradient_steps(options),  # micro-batches, clipping, compression, skipping
+        PassCall("bucket", {"mb": options.bucket_mb}),  # flat buffers, one AllReduce and one update each
+        *parallel.strategy_steps(options),  # who holds and updates what
         PassCall("schedule"),  # start early, wait late
         PassCall("simplify"),
         PassCall("verify"),
@@ -153,7 +180,7 @@ def precision_options(text: str | None) -> dict[str, Any]:
         return {}
     if name not in ("bf16", "fp16"):
         raise UsageError(f"precision {text!r}{nearest(name, ('fp32', 'bf16', 'fp16'))}; it is fp32, bf16 or fp16")
-    return {"dtype": name, **_options("mixed_precision", rest)}
+    return {"dtype": name, **PASSES["mixed_precision"].bind(key_values(rest))}
 
 
 def recompute_options(text: str | None) -> dict[str, Any]:
@@ -165,14 +192,8 @@ def recompute_options(text: str | None) -> dict[str, Any]:
     if text is None or text == "none":
         return {}
     mode, _, rest = text.partition(",")
-    found = _options("recompute", text if "=" in mode else rest)
+    found = PASSES["recompute"].bind(key_values(text if "=" in mode else rest))
     return found if "=" in mode else {"mode": mode, **found}
-
-
-def _options(name: str, text: str) -> dict[str, Any]:
-    """``"key=value,key=value"`` as the bound options of a pass."""
-    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
-    return PASSES[name].bind({key.strip(): value.strip() for key, _, value in pairs})
 
 
 @contextmanager
@@ -190,102 +211,75 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+P = ParamSpec("P")
+
+
+def _with_keywords_of(
+    make: Callable[P, CompileArguments],
+) -> Callable[[Callable[[ModelSource, CompileArguments], Program]], Callable[Concatenate[ModelSource, P], Program]]:
+    """Let a function take the fields of its second argument as keywords of its own."""
+
+    def decorate(
+        function: Callable[[ModelSource, CompileArguments], Program],
+    ) -> Callable[Concatenate[ModelSource, P], Program]:
+        def call(model: ModelSource, *args: P.args, **keywords: P.kwargs) -> Program:
+            return function(model, make(*args, **keywords))
+
+        whole, hints = inspect.signature(function), get_type_hints(make)
+        first = next(iter(whole.parameters.values()))
+        fields = [p.replace(annotation=hints[p.name]) for p in inspect.signature(make).parameters.values()]
+        required_first = sorted(fields, key=lambda p: p.default is not p.empty)
+        call.__signature__ = whole.replace(parameters=[first, *required_first])  # type: ignore[attr-defined]
+        functools.update_wrapper(call, function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        return call  # type: ignore[return-value]  # Concatenate has no way to say that the model may be named
+
+    return decorate
+
+
+@_with_keywords_of(CompileArguments)
 @collection_paused()
-def compile(
-    model: ModelSource,
-    *,
-    loss: Loss,
-    optimizer: Optimizer,
-    mesh: Mesh | None = None,
-    backend: str = "auto",
-    passes: str | Sequence[PassCall] | None = None,
-    freeze: Sequence[str] | None = None,
-    train: Sequence[str] | None = None,
-    batch: int | str | None = None,
-    initialize: str | None = None,
-    seed: int = 0,
-    bucket_mb: float = 25.0,
-    precision: str | None = None,
-    recompute: str | None = None,
-    strategy: str = "mirrored",
-    accumulate: int = 1,
-    sync_batchnorm: bool = False,
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    compress: str | None = None,
-    deterministic: str | None = None,
-    nonfinite: str = "stop",
-    example_inputs: Sequence[Any] | None = None,
-    dump_dir: str | Path | None = None,
-    after: Callable[[PassCall, ir.Model, float], None] | None = None,
-) -> Program:
-    """Compile ``model`` into a training program.
+def compile(model: ModelSource, arguments: CompileArguments) -> Program:
+    """Compile ``model`` into a training program: ``graphc.compile(model, loss=…, optimizer=…, strategy="zero:stage=2")``.
 
     Args:
-        model: path, ``onnx.ModelProto``, ``onnx_ir.Model``, or ``torch.nn.Module`` with ``example_inputs``.
-        loss: one of :mod:`graphc.losses`.
-        optimizer: one of :mod:`graphc.optim`.
-        mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
-        backend: ``"auto"``, or a name that ``graphc backends`` lists, with options of the backend: ``"cupy:tf32=true"``.
-        passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
-        freeze, train: glob patterns over parameter names; of a PyTorch module, parameters with ``requires_grad=False`` are
-            frozen as well.
-        batch: new batch size, or a symbol's name, for a model exported with a fixed one.
-        initialize: ``he``, ``glorot``, ``normal``, ``uniform`` or ``zeros`` for a file without trained weights.
-        seed: of initialisation and random ops.
-        bucket_mb: size of a gradient bucket in megabytes.
-        precision: ``bf16`` or ``fp16`` (``fp32`` and None: as the file has it), with options of the ``mixed_precision`` pass:
-            ``"bf16:deny=Conv|head/*"``.
-        recompute: ``cheap``, ``all`` or options of the ``recompute`` pass: ``"budget_mb=64,batch=32"``.
-        strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite: how workers divide
-            the work; see :class:`graphc.parallel.Parallel`.
-        dump_dir: folder for the model after each pass.
-        after: called with (step, model, seconds) after each pass.
+        model: path, ``onnx.ModelProto``, ``onnx_ir.Model``, or ``torch.nn.Module`` with ``example_inputs``. Of a PyTorch
+            module, parameters with ``requires_grad=False`` are frozen.
+        arguments: given as keywords: the fields of :class:`CompileArguments` and :class:`graphc.options.CompileOptions`.
 
     Raises:
         GraphcError: with the pass, the node and what to do.
     """
-    freeze, train = ([names] if isinstance(names, str) else names for names in (freeze, train))
-    options = {name: value for name, value in locals().items() if name not in ONCE}
-    _check_parts(loss, optimizer)
-    original = frontends.load(model, example_inputs=example_inputs)
+    _check_parts(arguments.loss, arguments.optimizer)
+    check_backend(arguments.backend)
+    original = frontends.load(model, example_inputs=arguments.example_inputs)
     check_untrained(original)
-    if example_inputs is not None:
+    freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))
+    if arguments.example_inputs is not None:
         held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
-        freeze = options["freeze"] = [*(freeze or ()), *held]
-    if passes is not None:
-        steps = parse(passes) if isinstance(passes, str) else list(passes)
+        freeze = [*(freeze or ()), *held]
+    kept = replace(arguments, freeze=freeze, train=train, example_inputs=None, dump_dir=None, after=None)
+    if isinstance(arguments.passes, str):
+        steps = parse(arguments.passes)
+    elif arguments.passes is not None:
+        steps = list(arguments.passes)
     else:
-        steps = training_pipeline(
-            loss,
-            optimizer,
-            freeze=freeze,
-            train=train,
-            batch=batch,
-            initialize=initialize,
-            seed=seed,
-            bucket_mb=bucket_mb,
-            precision=precision,
-            recompute=recompute,
-            parallel=Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite),
-        )
+        steps = training_pipeline(kept.loss, kept.optimizer, kept)
     ctx = Context()
-    dump = Path(dump_dir) if dump_dir is not None else None
+    dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()
     cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
-    run(working, steps[:cut], ctx, after=after)
+    run(working, steps[:cut], ctx, after=arguments.after)
     _check_inputs(working.graph)
-    evaluation = evaluation_graph(working, loss, ctx)
-    if mesh is not None:
-        working.metadata_props[MESH] = str(mesh)
-    if deterministic is not None:
-        working.metadata_props[DETERMINISTIC] = deterministic
-    run(working, steps[cut:], ctx, after=after, dump_dir=dump)
+    evaluation = evaluation_graph(working, kept.loss, ctx)
+    if kept.mesh is not None:
+        working.metadata_props[MESH] = str(kept.mesh)
+    if kept.deterministic is not None:
+        working.metadata_props[DETERMINISTIC] = kept.deterministic
+    run(working, steps[cut:], ctx, after=arguments.after, dump_dir=dump)
     if not any(is_update(node) for node in working.graph):
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
     text = ",".join(str(s) for s in steps)
-    again = functools.partial(compile, original, **options) if passes is None else None
-    return Program(working, evaluation, original, mesh, backend, text, ctx.log, tuple(steps[:cut]), again)
+    return Program(working, evaluation, original, kept, text, ctx.log, tuple(steps[:cut]))
 
 
 def _check_parts(loss: Any, optimizer: Any) -> None:

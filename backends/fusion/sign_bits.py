@@ -12,8 +12,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.backends.fusion.graph_queries import stand_in
+from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir import DOMAIN
-from graphc.ir.facts import constant, shape_of, size_of
+from graphc.ir.facts import constant
 
 PACKED, UNPACKED = "PackedMask", "UnpackedMask"
 

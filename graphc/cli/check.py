@@ -9,19 +9,21 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import ParameterChoice
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+@options.takes_options
 def command(
     model: options.Model,
     loss: Annotated[
         str | None, typer.Option("--loss", metavar="LOSS", help="Check the path to this loss; default: to all float outputs.")
     ] = None,
-    freeze: options.Freeze = None,
-    train: options.Train = None,
     form: options.Format = Format.text,
+    *,
+    chosen: ParameterChoice,
 ) -> None:
     """Say whether MODEL can be trained; exit code 3 names every op that cannot."""
     from graphc import frontends
@@ -35,7 +37,7 @@ def command(
     run(working, [PassCall("legalize")], ctx)
     if loss is not None:
         run(working, [options.loss_of(loss).step()], ctx)
-    run(working, [PassCall("check", {"train": train, "freeze": freeze})], ctx)
+    run(working, [PassCall("check", vars(chosen))], ctx)
     report = _report(original, working, ctx.values["check"])
     if form is Format.json:
         output.document(report)

@@ -9,6 +9,7 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -16,33 +17,19 @@ if TYPE_CHECKING:
     from graphc.pipeline import PassCall
 
 
+@options.takes_options
 def command(
     model: options.Model,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="'-' writes standard output.", show_default=False)],
     loss: options.LossText,
     optimizer: options.OptimizerText,
+    compilation: CompileOptions,
     workers: Annotated[int, typer.Option("-n", "--workers", help="Replicas along the data axis.", min=1)] = 1,
     standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
     training_info: Annotated[
         bool,
         typer.Option("--training-info", help="As --standard, in ONNX's TrainingInfoProto beside the inference model."),
     ] = False,
-    freeze: options.Freeze = None,
-    train: options.Train = None,
-    batch: options.Batch = None,
-    initialize: options.Initialize = None,
-    seed: options.Seed = 0,
-    bucket_mb: options.BucketMB = 25.0,
-    precision: options.Precision = None,
-    recompute: options.Recompute = None,
-    strategy: options.Strategy = "mirrored",
-    accumulate: options.Accumulate = 1,
-    sync_batchnorm: options.SyncBatchnorm = False,
-    clip_norm: options.ClipNorm = None,
-    clip_value: options.ClipValue = None,
-    compress: options.Compress = None,
-    deterministic: options.Deterministic = None,
-    nonfinite: options.Nonfinite = "stop",
     passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
     dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
@@ -63,24 +50,9 @@ def command(
         optimizer=optim.parse(optimizer),
         mesh=Mesh(data=workers),
         passes=passes,
-        freeze=freeze,
-        train=train,
-        batch=options.batch_of(batch),
-        initialize=initialize,
-        seed=seed,
-        bucket_mb=bucket_mb,
-        precision=precision,
-        recompute=recompute,
-        strategy=strategy,
-        accumulate=accumulate,
-        sync_batchnorm=sync_batchnorm,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        compress=compress,
-        deterministic=deterministic,
-        nonfinite=nonfinite,
         dump_dir=dump_dir,
         after=times.add,
+        **vars(compilation),
     )
     found = training_graph(program.model)
     standard_nodes = None

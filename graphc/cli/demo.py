@@ -47,7 +47,7 @@ def command(
             workers=workers,
             output=out,
             transport=transport,
-            form=form.value,
+            form=form,
         )
         prepared = _show_compilation(job, digits, form)
         code = run_job(job, prepared=prepared)

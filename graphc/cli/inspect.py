@@ -8,6 +8,7 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import ParameterChoice
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,6 +22,7 @@ LAST = ("host", "total", "pinned", "context", "evaluation")
 """The last rows: what is part of the total, and what stands beside it."""
 
 
+@options.takes_options
 def command(
     model: options.Model,
     show: Annotated[
@@ -32,9 +34,9 @@ def command(
     batch: Annotated[int, typer.Option("--batch", help="With --memory: size of every symbolic dimension.", min=1)] = 1,
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="With --memory: the workers, data=N.")] = "data=1",
     backend: options.Backend = "auto",
-    freeze: options.Freeze = None,
-    train: options.Train = None,
     form: options.Format = Format.text,
+    *,
+    chosen: ParameterChoice,
 ) -> None:
     """Show what MODEL holds: a model, or a training graph that 'compile' wrote."""
     from graphc import frontends
@@ -54,7 +56,7 @@ def command(
     if "nodes" in parts:
         found["nodes"] = _nodes(loaded)
     if "params" in parts:
-        found["params"] = _parameters(loaded, freeze, train)
+        found["params"] = _parameters(loaded, chosen)
     if "collectives" in parts:
         from graphc.cli.summary import collectives
 
@@ -183,13 +185,13 @@ def _nodes(model: ir.Model) -> list[dict[str, Any]]:
     ]
 
 
-def _parameters(model: ir.Model, freeze: list[str] | None, train: list[str] | None) -> list[dict[str, Any]]:
+def _parameters(model: ir.Model, chosen: ParameterChoice) -> list[dict[str, Any]]:
     if is_training_graph(model):
         return _state(model)
     from graphc.pipeline import Context, PassCall, run
 
     working, ctx = model.clone(), Context()
-    run(working, [PassCall("legalize"), PassCall("check", {"train": train, "freeze": freeze})], ctx)
+    run(working, [PassCall("legalize"), PassCall("check", vars(chosen))], ctx)
     rows: list[dict[str, Any]] = ctx.values["check"]["parameters"]
     return rows
 

@@ -33,54 +33,31 @@ from graphc.errors import GraphcError, NonFiniteError, UsageError
 from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
-from graphc.parallel import Parallel
+from graphc.options import CompileOptions
+from graphc.parallel import servers
 from graphc.parameter_server.trainer import ServedTrainer
 from graphc.pipeline import PassCall
 from graphc.report.trace import Summary, Trace
 from graphc.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Job:
-    """The arguments of ``graphc train``; see its help for each."""
+@dataclass(frozen=True, kw_only=True)
+class Job(options.RunOptions):
+    """One run of ``graphc train``.
 
-    model: str
-    data: str
-    loss: str
-    optimizer: str
-    epochs: int
+    Attributes:
+        batch_size: samples of one step over all workers.
+        workers: processes that compute.
+    """
+
     batch_size: int
     workers: int
-    backend: str = "auto"
-    initialize: str | None = None
-    seed: int = 0
-    shuffle: bool = True
-    log_every: int = 0
-    batch: str | None = None
-    bucket_mb: float = 25.0
-    precision: str | None = None
-    recompute: str | None = None
-    parallel: Parallel = dataclasses.field(default_factory=Parallel)
-    freeze: list[str] | None = None
-    train: list[str] | None = None
-    eval_data: str | None = None
-    checkpoint: str | None = None
-    resume: str | None = None
-    tail: str = "keep"
-    prefetch: int = 0
-    scale_lr_from: int | None = None
-    warmup_steps: int = 0
-    trace: str | None = None
-    trace_steps: int = 200
-    output: str | None = None
-    deadline: float | None = None
-    transport: str = "auto"
-    form: str = "text"
+    compilation: CompileOptions = dataclasses.field(default_factory=CompileOptions)
 
     @property
     def processes(self) -> int:
         """The workers, and the parameter servers beside them."""
-        return self.workers + self.parallel.servers
+        return self.workers + servers(self.compilation)
 
 
 @dataclass(frozen=True)
@@ -105,7 +82,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         GraphcError: whatever is wrong with model, options, data or output places.
     """
     note = (lambda text: None) if quiet else output.note
-    optimizer, loss, batch = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), options.batch_of(job.batch)
+    optimizer, loss, compilation = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), job.compilation
     if job.tail == "pad":
         loss = _ignoring_padding(loss)
     if job.backend != "auto":
@@ -113,10 +90,10 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     _check_places(job)
     model = frontends.load(job.model)
     _check_weights(job, model)
-    if batch is None:
+    if compilation.batch is None:
         fixed = fixed_batch(model)
         if fixed is not None:
-            batch = "batch"
+            compilation = dataclasses.replace(compilation, batch="batch")
             note(f"rebatch: the model was exported for batches of {fixed}; trained with a dynamic batch dimension")
     program = compiler.compile(
         model,
@@ -124,16 +101,8 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         optimizer=optimizer,
         mesh=Mesh(data=job.workers),
         backend=job.backend,
-        freeze=job.freeze,
-        train=job.train,
-        batch=batch,
-        initialize=job.initialize,
-        seed=job.seed,
-        bucket_mb=job.bucket_mb,
-        precision=job.precision,
-        recompute=job.recompute,
-        **dataclasses.asdict(job.parallel),
         after=after,
+        **vars(compilation),
     )
     graph = program.model.graph
     arrays = match_inputs(_weighed(read_arrays(job.data), loss), graph, job.data, note)
@@ -222,8 +191,8 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
         global_batch=job.batch_size,
         rank=rank,
         size=job.workers,
-        shuffle=job.shuffle,
-        seed=job.seed,
+        shuffle=not job.no_shuffle,
+        seed=job.compilation.seed,
         tail=job.tail,
         prefetch=job.prefetch,
         weight=weight,
@@ -245,7 +214,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         Trainer(
             program,
             comm=comm,
-            seed=job.seed,
+            seed=job.compilation.seed,
             schedule=prepared.schedule,
             trace=trace,
             deadline=job.deadline,
@@ -393,4 +362,4 @@ def to_json(job: Job) -> str:
 def from_json(text: str) -> Job:
     """What :func:`to_json` wrote."""
     fields = json.loads(text)
-    return Job(**{**fields, "parallel": Parallel(**fields["parallel"])})
+    return Job(**{**fields, "form": output.Format(fields["form"]), "compilation": CompileOptions(**fields["compilation"])})

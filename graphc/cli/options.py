@@ -1,15 +1,22 @@
-"""Options that several commands share."""
+"""Options that several commands share; :func:`takes_options` makes options of the fields of dataclasses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from graphc.cli.output import Format as Formats
+from graphc.options import Option
 
 if TYPE_CHECKING:
     from graphc.losses import Loss
+
+R = TypeVar("R")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="An ONNX file; '-' reads standard input.", show_default=False)]
 Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or JSON.")]
@@ -32,22 +39,6 @@ OptimizerText = Annotated[
         help="NAME:option=value,…  e.g. adam:lr=1e-3; names: sgd, adam, adamw, adagrad, rmsprop.",
     ),
 ]
-Freeze = Annotated[
-    list[str] | None, typer.Option("--freeze", metavar="GLOB", help="Parameters that do not train (repeatable).")
-]
-Train = Annotated[list[str] | None, typer.Option("--train", metavar="GLOB", help="Parameters that train even so (repeatable).")]
-Batch = Annotated[
-    str | None,
-    typer.Option("--batch", metavar="N|SYMBOL", help="New batch dimension of a model exported with a fixed one."),
-]
-Initialize = Annotated[
-    str | None,
-    typer.Option(
-        "--initialize",
-        metavar="METHOD",
-        help="Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.",
-    ),
-]
 Deadline = Annotated[
     float | None,
     typer.Option("--deadline", metavar="SECONDS", help="A collective may take so long; default GRAPHC_DEADLINE, or 300."),
@@ -60,62 +51,108 @@ Transport = Annotated[
         " own; nccl: that or an error; mpi, tcp: GPUs through host memory too; threads: all workers in one process.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of initialisation, shuffling and Dropout.")]
-BucketMB = Annotated[float, typer.Option("--bucket-mb", help="Size of a gradient bucket in megabytes.")]
-Precision = Annotated[
-    str | None,
-    typer.Option("--precision", metavar="TYPE", help="bf16 or fp16: mixed precision; with options: 'bf16:deny=Conv|head/*'."),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option("--recompute", metavar="MODE", help="cheap, all or budget_mb=N: keep fewer activations, compute them again."),
-]
-Strategy = Annotated[
-    str,
-    typer.Option(
-        "--strategy",
-        metavar="STRATEGY",
-        help="NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:servers=1,staleness=N "
-        "(asynchronous, servers are processes beside the workers), local_sgd:every=N or adasum.",
-    ),
-]
-Accumulate = Annotated[int, typer.Option("--accumulate", metavar="K", help="Micro-batches of a step.", min=1)]
-SyncBatchnorm = Annotated[
-    bool, typer.Option("--sync-batchnorm", help="BatchNormalization over the global batch, not each worker's share.")
-]
-ClipNorm = Annotated[float | None, typer.Option("--clip-norm", help="Bound of the global norm of the gradient.")]
-ClipValue = Annotated[float | None, typer.Option("--clip-value", help="Bound of every element of the gradient.")]
-Compress = Annotated[
-    str | None,
-    typer.Option("--compress", metavar="METHOD", help="What travels: fp16, bf16, powersgd:rank=4 or topk:ratio=0.01."),
-]
-Deterministic = Annotated[
-    str | None,
-    typer.Option(
-        "--deterministic", metavar="MODE", help="run: equal runs have equal bits; any-world: on 1, 2 and 4 workers too."
-    ),
-]
-Nonfinite = Annotated[
-    str, typer.Option("--nonfinite", metavar="MODE", help="A step with a NaN or infinity: stop, or skip it and go on.")
-]
 Backend = Annotated[
     str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists; with options: 'cupy:tf32=true'.")
 ]
 
 
-def batch_of(text: str | None) -> int | str | None:
-    """``"8"`` → 8, ``"N"`` → ``"N"``.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What ``graphc train`` takes beside the options of the compilation."""
 
-    Raises:
-        UsageError: neither a positive number nor an identifier.
-    """
-    from graphc.errors import UsageError
+    model: Model
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="D.npz|FOLDER",
+            show_default=False,
+            help="One array per graph input plus the label; axis 0 = sample. Or a folder of NAME.npy files, left on disk.",
+        ),
+    ]
+    loss: LossText
+    optimizer: OptimizerText
+    epochs: Annotated[int, typer.Option("--epochs", help="In total, those before --resume included.", min=1)] = 1
+    transport: Transport = "auto"
+    backend: Backend = "auto"
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False
+    tail: Annotated[
+        str,
+        typer.Option(
+            "--tail", metavar="TAIL", help="What becomes of samples that fill no batch: keep, drop, pad or weight-zero."
+        ),
+    ] = "keep"
+    prefetch: Annotated[int, typer.Option("--prefetch", metavar="N", help="Batches that a thread reads ahead.", min=0)] = 0
+    scale_lr_from: Annotated[
+        int | None,
+        typer.Option(
+            "--scale-lr-from", metavar="B0", help="The learning rate is meant for batches of B0: scale it linearly.", min=1
+        ),
+    ] = None
+    warmup_steps: Annotated[
+        int, typer.Option("--warmup-steps", metavar="N", help="Reach the learning rate on a straight line.", min=0)
+    ] = 0
+    log_every: Annotated[
+        int, typer.Option("--log-every", metavar="K", help="Report every K steps; 0: every 10 in JSON, never in text.", min=0)
+    ] = 0
+    eval_data: Annotated[
+        str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
+    ] = None
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", metavar="DIR", help="Save all state after each epoch.")] = (
+        None
+    )
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FILE.json", help="Timeline of all workers, for Perfetto or chrome://tracing."),
+    ] = None
+    trace_steps: Annotated[int, typer.Option("--trace-steps", metavar="N", help="Steps that --trace records.", min=1)] = 200
+    resume: Annotated[str | None, typer.Option("--resume", metavar="DIR", help="Go on from this checkpoint.")] = None
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="The trained model: your file with new weights.")
+    ] = None
+    deadline: Deadline = None
+    form: Format = Formats.text
 
-    if text is None or text.isidentifier():
-        return text
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise UsageError(f"--batch {text!r} is neither a positive whole number nor the name of a symbol")
+
+def takes_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Give ``command`` one option for each field of its parameters that are dataclasses; required options come first."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if dataclasses.is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+
+    def call(**given: Any) -> R:
+        for name, group in groups.items():
+            fields = {field.name: given.pop(field.name) for field in dataclasses.fields(group)}
+            given[name] = group(**fields)
+        return command(**given)
+
+    parameters.sort(key=lambda p: p.default is not p.empty)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__doc__ = command.__doc__
+    return call
+
+
+def _parameters(group: Any) -> Iterator[inspect.Parameter]:
+    """The fields of a dataclass as keyword parameters, with what typer wants to know of each."""
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        hint, default = hints[field.name], field.default
+        kind, shown = get_args(hint)
+        if isinstance(shown, Option):
+            name = f"--{field.name.replace('_', '-')}"
+            option = typer.Option(name, metavar=shown.metavar, help=shown.help, min=shown.minimum)
+            hint = Annotated[_TEXT_TYPES.get(kind, kind), option]
+        default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+_TEXT_TYPES: dict[Any, Any] = {Sequence[str] | None: list[str] | None, int | str | None: str | None}
+"""Types of options that typer does not know → what it reads in their place."""
 
 
 def loss_of(text: str, *, metrics: bool = False) -> Loss:

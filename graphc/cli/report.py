@@ -24,14 +24,14 @@ class Reporter:
     """Prints events on rank 0. Where nobody can read them any more, the run goes on without: its results are files.
 
     Args:
-        form: ``"json"`` for a line an event, ``"text"`` for people.
+        form: ``json`` for a line an event, ``text`` for people.
         steps: steps of the whole run.
         log_every: steps between ``step`` events; 0 takes the default of the form.
         done: steps that a resumed run has behind it.
     """
 
-    def __init__(self, form: str, steps: int, log_every: int, *, done: int = 0) -> None:
-        self._json = form == Format.json
+    def __init__(self, form: Format, steps: int, log_every: int, *, done: int = 0) -> None:
+        self._json = form is Format.json
         self._every = log_every or (JSON_LOG_EVERY if self._json else 0)
         self._main = output.is_main()
         self._stack = contextlib.ExitStack()

@@ -5,32 +5,22 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
     from graphc.cli.job import Job, Prepared
 
 
+@options.takes_options
 def command(
-    model: options.Model,
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            metavar="D.npz|FOLDER",
-            show_default=False,
-            help="One array per graph input plus the label; axis 0 = sample. Or a folder of NAME.npy files, left on disk.",
-        ),
-    ],
-    loss: options.LossText,
-    optimizer: options.OptimizerText,
-    epochs: Annotated[int, typer.Option("--epochs", help="In total, those before --resume included.", min=1)] = 1,
+    *,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", help="Samples of one step over all workers. Default: 32.", min=1)
     ] = None,
@@ -46,61 +36,8 @@ def command(
             min=1,
         ),
     ] = None,
-    transport: options.Transport = "auto",
-    backend: options.Backend = "auto",
-    initialize: options.Initialize = None,
-    seed: options.Seed = 0,
-    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False,
-    tail: Annotated[
-        str,
-        typer.Option(
-            "--tail", metavar="TAIL", help="What becomes of samples that fill no batch: keep, drop, pad or weight-zero."
-        ),
-    ] = "keep",
-    prefetch: Annotated[int, typer.Option("--prefetch", metavar="N", help="Batches that a thread reads ahead.", min=0)] = 0,
-    scale_lr_from: Annotated[
-        int | None,
-        typer.Option(
-            "--scale-lr-from", metavar="B0", help="The learning rate is meant for batches of B0: scale it linearly.", min=1
-        ),
-    ] = None,
-    warmup_steps: Annotated[
-        int, typer.Option("--warmup-steps", metavar="N", help="Reach the learning rate on a straight line.", min=0)
-    ] = 0,
-    log_every: Annotated[
-        int, typer.Option("--log-every", metavar="K", help="Report every K steps; 0: every 10 in JSON, never in text.", min=0)
-    ] = 0,
-    batch: options.Batch = None,
-    bucket_mb: options.BucketMB = 25.0,
-    precision: options.Precision = None,
-    recompute: options.Recompute = None,
-    strategy: options.Strategy = "mirrored",
-    accumulate: options.Accumulate = 1,
-    sync_batchnorm: options.SyncBatchnorm = False,
-    clip_norm: options.ClipNorm = None,
-    clip_value: options.ClipValue = None,
-    compress: options.Compress = None,
-    deterministic: options.Deterministic = None,
-    nonfinite: options.Nonfinite = "stop",
-    eval_data: Annotated[
-        str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", metavar="DIR", help="Save all state after each epoch.")
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option("--trace", metavar="FILE.json", help="Timeline of all workers, for Perfetto or chrome://tracing."),
-    ] = None,
-    trace_steps: Annotated[int, typer.Option("--trace-steps", metavar="N", help="Steps that --trace records.", min=1)] = 200,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="DIR", help="Go on from this checkpoint.")] = None,
-    out: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE", help="The trained model: your file with new weights.")
-    ] = None,
-    freeze: options.Freeze = None,
-    train: options.Train = None,
-    deadline: options.Deadline = None,
-    form: options.Format = Format.text,
+    run: options.RunOptions,
+    compilation: CompileOptions,
 ) -> int:
     """Train MODEL on DATA."""
     from graphc.ir.lazy_sympy import import_onnx_ir
@@ -109,54 +46,21 @@ def command(
     from graphc.cli.job import Job
     from graphc.distributed.world import find_world, wanted_transport
     from graphc.errors import UsageError
-    from graphc.parallel import Parallel
+    from graphc.parallel import servers
 
-    transport = wanted_transport(transport)
-    world = find_world(transport=transport)
-    parallel = Parallel(strategy, accumulate, sync_batchnorm, clip_norm, clip_value, compress, deterministic, nonfinite)
-    servers = parallel.servers
-    if 1 < world.size <= servers:
-        raise UsageError(f"servers={servers} leaves no worker in a world of {world.size} processes")
-    size = world.size - servers if world.size > 1 else workers or 1
+    run = replace(run, transport=wanted_transport(run.transport))
+    world = find_world(transport=run.transport)
+    beside = servers(compilation)
+    if 1 < world.size <= beside:
+        raise UsageError(f"servers={beside} leaves no worker in a world of {world.size} processes")
+    size = world.size - beside if world.size > 1 else workers or 1
     if world.size > 1 and workers is not None and workers != size:
         raise UsageError(f"-n {workers} inside a world of {size} workers; leave -n out, or start without mpiexec")
     if batch_size is not None and per_worker_batch is not None:
         raise UsageError("--batch-size is over all workers, --per-worker-batch on one of them; give one of the two")
     batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32
-    job = Job(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        epochs=epochs,
-        batch_size=batch_size,
-        workers=size,
-        backend=backend,
-        initialize=initialize,
-        seed=seed,
-        shuffle=not no_shuffle,
-        log_every=log_every,
-        batch=batch,
-        bucket_mb=bucket_mb,
-        precision=precision,
-        recompute=_with_batch(recompute, batch_size, size),
-        parallel=parallel,
-        freeze=freeze,
-        train=train,
-        eval_data=eval_data,
-        checkpoint=checkpoint,
-        resume=resume,
-        tail=tail,
-        prefetch=prefetch,
-        scale_lr_from=scale_lr_from,
-        trace=trace,
-        trace_steps=trace_steps,
-        warmup_steps=warmup_steps,
-        output=out,
-        deadline=deadline,
-        transport=transport,
-        form=form.value,
-    )
+    compilation = replace(compilation, recompute=_with_batch(compilation.recompute, batch_size, size))
+    job = Job(**vars(run), batch_size=batch_size, workers=size, compilation=compilation)
     return run_job(job, alone=world.size == 1)
 
 
@@ -198,13 +102,11 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
 
 def _on_disk(job: Job, folder: Path) -> Job:
     """Standard input is read once, here; the workers get a file."""
-    import dataclasses
-
     if job.model != "-":
         return job
     target = folder / "model.onnx"
     target.write_bytes(sys.stdin.buffer.read())
-    return dataclasses.replace(job, model=str(target))
+    return replace(job, model=str(target))
 
 
 def _launch(job: Job, folder: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -21,15 +22,14 @@ from graphc.plan.state_rewrites import adapted
 from graphc.report.memory import BESIDE, DeviceSide, has_recomputation, memory_of_plan, predicted
 from graphc.runtime.state import State
 
+if TYPE_CHECKING:
+    from graphc.compiler import Program
+
 NAMES = {"scratch": "values inside segments", "workspace": "libraries", "bound": "constants and temporaries"}
 """What the kinds of memory are called that do not say it themselves."""
 
 TRIES = 8
 """Batches that are tried at most: to plan one takes seconds."""
-
-
-Remade = Callable[..., ir.Model]
-"""Options of ``compile`` → the training graph with these in place of its own; GraphcError where they exclude others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Case:
         batched: the feeds whose first axis is the batch.
         world_size, rank: of the worker.
         available: bytes that were free before any of it was allocated.
-        again: the program with other options; None: there is no telling how it was made.
+        program: which is compiled with other options to see what would help.
     """
 
     model: ir.Model
@@ -51,7 +51,7 @@ class Case:
     world_size: int
     rank: int
     available: int
-    again: Remade | None = None
+    program: Program
 
     def memory(
         self, planner: Planner, model: ir.Model | None = None, batch: int | None = None, world_size: int | None = None
@@ -71,10 +71,10 @@ class Case:
 
     def remade(self, **options: object) -> ir.Model | None:
         """The training graph with other options; None where that cannot be."""
-        if self.again is None or not self.trains:
+        if not self.trains:
             return None
         try:
-            return self.again(**options)
+            return self.program.recompile(**options).model
         except GraphcError:
             return None
 
@@ -106,19 +106,15 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
     )
 
 
-def explain_state(model: ir.Model, available: int, backend: str, again: Remade | None = None) -> DeviceMemoryError:
-    """Parameters and optimizer state alone do not fit.
-
-    Args:
-        model: the training graph.
-        again: see :class:`Case`.
-    """
+def explain_state(program: Program, available: int, backend: str) -> DeviceMemoryError:
+    """The error for a ``program`` whose parameters and optimizer state alone do not fit."""
+    model = program.model
     make = PLANNERS.get(backend)
     held = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     helps = ["more workers with strategy='zero:stage=3'", "offload=true, which keeps optimizer state on the host"]
     if make is not None:
         held = _held(model, make(), 1)
-        case = Case(model, {}, (), 1, 0, available, again)
+        case = Case(model, {}, (), 1, 0, available, program)
         helps = list(filter(None, (_zero_state(case, make), _offload(case, make))))
     return DeviceMemoryError(
         held,
@@ -138,8 +134,9 @@ def _held(model: ir.Model, planner: Planner, workers: int) -> int:
 
 def _zero_state(case: Case, make: Callable[[], Planner]) -> str:
     model = case.remade(strategy="zero:stage=3", mesh=None)
-    for workers in (2, 4, 8, 16, 32, 64) if model is not None else ():
-        assert model is not None
+    if model is None:
+        return ""
+    for workers in (2, 4, 8, 16, 32, 64):
         held = _held(model, make(), workers)
         if held <= case.available:
             return f"strategy='zero:stage=3' keeps {size(held)} on each of {workers} workers"

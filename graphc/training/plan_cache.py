@@ -12,7 +12,7 @@ from graphc.compiler import Program, collection_paused
 from graphc.device import Array, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.consistency import agree
-from graphc.errors import DeviceMemoryError, UsageError, WorldError
+from graphc.errors import DeviceMemoryError, WorldError
 from graphc.ir.ops.losses import label_checks
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
@@ -104,7 +104,7 @@ class Bindings:
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import explain_state
 
-            raise explain_state(self._program.model, self._available, self._backend.name, self._remade) from error
+            raise explain_state(self._program, self._available, self._backend.name) from error
 
     @collection_paused()
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
@@ -121,13 +121,8 @@ class Bindings:
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 
-            case = Case(model, shapes, self._batched, size, rank, self._available - max(0, taken), self._remade)
+            case = Case(model, shapes, self._batched, size, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
-
-    def _remade(self, **options: object) -> ir.Model:
-        if self._program.again is None:
-            raise UsageError("the program has a pipeline of its own")
-        return self._program.again(**options).model
 
     def _compare_collectives(self, plan: Plan) -> None:
         if self._collectives is None:

@@ -249,7 +249,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "pass name": (lambda _: ["passes", "buckets"], 2, "did you mean 'bucket'"),
     "freeze nothing": (lambda _: train("--freeze", "encoder.*"), 2, "no parameter matches 'encoder.*'"),
     "initialize": (lambda _: train("--initialize", "hee"), 2, "hee"),
-    "batch option": (lambda _: train("--batch", "-3"), 2, "--batch '-3'"),
+    "batch option": (lambda _: train("--batch", "-3"), 2, "batch=-3 is neither"),
     "transport": (lambda _: train("-n", "2", "--transport", "mpy"), 2, "unknown transport 'mpy'"),
     "tcp from here": (
         lambda _: train("-n", "2", "--transport", "tcp"),

@@ -22,6 +22,7 @@ import onnx_ir as ir  # noqa: E402
 import graphc  # noqa: E402
 from graphc.compiler import training_pipeline  # noqa: E402
 from graphc.distributed.world import find_world  # noqa: E402
+from graphc.options import CompileOptions  # noqa: E402
 from graphc.pipeline import Context, PassCall, graph_pass  # noqa: E402
 
 MINE = find_world().rank == JOB["rank"]
@@ -61,7 +62,7 @@ def mismatch(model: ir.Model, ctx: Context, *, seed: int = 0) -> bool:
 
 def main() -> None:
     folder = Path(JOB["folder"])
-    steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), bucket_mb=1e-5)
+    steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), CompileOptions(bucket_mb=1e-5))
     before = next(k for k, step in enumerate(steps) if step.name == "simplify")
     seed = JOB["moment"] if JOB["kind"] == "mismatch" else 0
     steps.insert(before, PassCall("mismatch", {"seed": seed}))

@@ -14,6 +14,7 @@ import graphc
 from graphc.compiler import training_pipeline
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.distributed.world import find_world
+from graphc.options import CompileOptions
 from graphc.pipeline import PASSES, Context, PassCall, graph_pass
 from tests.cli.models import MLP, blobs, parse, write_mlp
 from tests.runtime.mpi_run import run_mpi
@@ -100,7 +101,7 @@ def test_different_collectives(attribute: str, value: str, shown: str, tmp_path:
         return True
 
     try:
-        steps = [*training_pipeline(LOSS, OPTIMIZER, bucket_mb=1e-5), PassCall("unequal")]
+        steps = [*training_pipeline(LOSS, OPTIMIZER, CompileOptions(bucket_mb=1e-5)), PassCall("unequal")]
         path = write_mlp(tmp_path)
         message = rf"disagree on collective: entry \d+ is 'AllReduce\(sum\) \S+ over data: FLOAT\[.*\]' on rank 0 and '{shown}"
         message = message.replace(r"\[\]", r"\[[^']*\]")

@@ -13,7 +13,8 @@ from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
 from graphc.backends.fusion.sign_bits import BITS, packs
-from graphc.ir.facts import constant, size_of
+from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import constant
 
 WIDEST = 16
 """Bytes of one access."""

@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
-from graphc.ir.facts import constant, shape_of
+from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import constant
 
 InMemory = Callable[[ir.Value], bool]
 

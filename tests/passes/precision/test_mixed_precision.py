@@ -22,6 +22,7 @@ from graphc.errors import NonFiniteError, UsageError
 from graphc.frontends.training_export import standard_model
 from graphc.ir.facts import state_updates
 from graphc.ir.names import GOOD_STEPS, GRADIENT_OF, LOSS_SCALE
+from graphc.options import CompileOptions
 from graphc.pipeline import PassCall
 from graphc.training.inference import run_model
 
@@ -177,7 +178,9 @@ def test_it_belongs_in_front_of_autodiff(exported: Callable[[str], str]) -> None
 
 @pytest.fixture
 def trainer(exported: Callable[[str], str]) -> Iterator[graphc.Trainer]:
-    steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), precision="fp16:loss_scale=64")
+    steps = training_pipeline(
+        graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), CompileOptions(precision="fp16:loss_scale=64")
+    )
     steps = [PassCall("loss_scaling", {"growth_interval": 3}) if s.name == "loss_scaling" else s for s in steps]
     with graphc.Trainer(compiled(exported("mlp"), None, steps), threads=1) as made:
         yield made

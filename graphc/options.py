@@ -1,0 +1,76 @@
+"""The options of ``graphc.compile`` that are plain values, each declared once.
+
+``graphc.compile`` takes them as keyword arguments, ``graphc train`` and ``graphc compile`` as command-line options, and a
+training job writes them into its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the command line says about a field.
+
+    Attributes:
+        help: its line in ``--help``.
+        metavar: what stands for its value there; empty: the type.
+        minimum: the smallest number that it takes.
+    """
+
+    help: str
+    metavar: str | None = None
+    minimum: int | None = None
+
+
+def key_values(text: str) -> dict[str, str]:
+    """``"key=value,flag"`` → ``{"key": "value", "flag": "true"}``."""
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
+    return {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterChoice:
+    """Which parameters train, as glob patterns over their names."""
+
+    freeze: Annotated[Sequence[str] | None, Option("Parameters that do not train (repeatable).", "GLOB")] = None
+    train: Annotated[Sequence[str] | None, Option("Parameters that train even so (repeatable).", "GLOB")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(ParameterChoice):
+    """How a model becomes a training graph, as plain values."""
+
+    batch: Annotated[int | str | None, Option("New batch dimension of a model exported with a fixed one.", "N|SYMBOL")] = None
+    initialize: Annotated[
+        str | None,
+        Option("Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.", "METHOD"),
+    ] = None
+    seed: Annotated[int, Option("Of initialisation, shuffling and Dropout.")] = 0
+    bucket_mb: Annotated[float, Option("Size of a gradient bucket in megabytes.")] = 25.0
+    precision: Annotated[
+        str | None, Option("bf16 or fp16: mixed precision; with options: 'bf16:deny=Conv|head/*'.", "TYPE")
+    ] = None
+    recompute: Annotated[
+        str | None, Option("cheap, all or budget_mb=N: keep fewer activations, compute them again.", "MODE")
+    ] = None
+    strategy: Annotated[
+        str,
+        Option(
+            "NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:servers=1,staleness=N "
+            "(asynchronous, servers are processes beside the workers), local_sgd:every=N or adasum.",
+            "STRATEGY",
+        ),
+    ] = "mirrored"
+    accumulate: Annotated[int, Option("Micro-batches of a step.", "K", minimum=1)] = 1
+    sync_batchnorm: Annotated[bool, Option("BatchNormalization over the global batch, not each worker's share.")] = False
+    clip_norm: Annotated[float | None, Option("Bound of the global norm of the gradient.")] = None
+    clip_value: Annotated[float | None, Option("Bound of every element of the gradient.")] = None
+    compress: Annotated[str | None, Option("What travels: fp16, bf16, powersgd:rank=4 or topk:ratio=0.01.", "METHOD")] = None
+    deterministic: Annotated[
+        str | None, Option("run: equal runs have equal bits; any-world: on 1, 2 and 4 workers too.", "MODE")
+    ] = None
+    nonfinite: Annotated[str, Option("A step with a NaN or infinity: stop, or skip it and go on.", "MODE")] = "stop"

@@ -1,0 +1,91 @@
+"""The arguments of ``graphc.compile``: where they come from, and what happens to wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import pytest
+import typer.main
+
+import graphc
+from graphc.backend import BACKENDS
+from graphc.cli import _app
+from graphc.cli.job import Job, from_json, to_json
+from graphc.errors import MissingExtraError, UsageError
+from graphc.options import CompileOptions
+from graphc.pipeline import PassCall, parse
+
+LOSS, OPTIMIZER = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
+OPTIONS = [field.name for field in dataclasses.fields(CompileOptions)]
+
+
+def test_every_option_is_a_keyword_of_compile_and_of_both_commands() -> None:
+    parameters = inspect.signature(graphc.compile).parameters
+    assert parameters.keys() >= {"model", "loss", "optimizer", "mesh", "backend", "passes", *OPTIONS}
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in parameters if name != "model")
+    assert parameters["bucket_mb"].default == 25.0
+    commands = typer.main.get_command(_app()).commands  # type: ignore[attr-defined]
+    for command in ("train", "compile"):
+        assert {parameter.name for parameter in commands[command].params} >= set(OPTIONS)
+
+
+def test_a_job_is_the_same_after_a_round_trip_through_its_file() -> None:
+    compilation = CompileOptions(freeze=["conv*"], batch="8", seed=3, strategy="zero:stage=2", clip_norm=1.0)
+    job = Job(
+        model="m.onnx",
+        data="d.npz",
+        loss="mse",
+        optimizer="sgd",
+        batch_size=16,
+        workers=2,
+        compilation=compilation,
+        form=graphc.cli.output.Format.json,
+    )
+    again = from_json(to_json(job))
+    assert again == job
+    assert again.form is job.form
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("cuppy", "unknown backend 'cuppy'; did you mean 'cupy'"),
+        ("cupy:tf32=maybe", "tf32=maybe is neither true nor false"),
+        ("cupy:tf23=true", "no option 'tf23'; did you mean 'tf32'"),
+        ("numpy:fast", "no option 'fast'; it has none"),
+    ],
+)
+def test_a_wrong_backend_ends_before_any_pass(backend: str, message: str, exported: Callable[[str], str]) -> None:
+    ran: list[PassCall] = []
+    with pytest.raises(UsageError, match=message):
+        graphc.compile(
+            exported("mlp"),
+            loss=LOSS,
+            optimizer=OPTIMIZER,
+            backend=backend,
+            after=lambda step, model, seconds: ran.append(step),
+        )
+    assert ran == []
+
+
+def test_a_program_may_be_for_a_backend_that_cannot_run_here(
+    exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS._missing, "elsewhere", MissingExtraError("run: pip install elsewhere"))
+    program = graphc.compile(exported("mlp"), loss=LOSS, optimizer=OPTIMIZER, backend="elsewhere:fast=true")
+    assert program.backend == "elsewhere:fast=true"
+    with pytest.raises(MissingExtraError, match="pip install elsewhere"):
+        graphc.Trainer(program)
+
+
+def test_recompile_changes_what_it_is_told_and_nothing_else(exported: Callable[[str], str]) -> None:
+    program = graphc.compile(exported("mlp"), loss=LOSS, optimizer=OPTIMIZER, freeze="*bias", bucket_mb=1.0, clip_norm=2.0)
+    again = program.recompile(accumulate=2)
+    changed = [step for step in parse(again.pipeline) if step.name == "accumulate"]
+    assert [str(step) for step in changed] == ["accumulate{steps=2}"]
+    assert again.pipeline.replace("accumulate{steps=2},", "") == program.pipeline
+    own = graphc.compile(exported("mlp"), loss=LOSS, optimizer=OPTIMIZER, passes=program.pipeline)
+    with pytest.raises(UsageError, match="pipeline of its own"):
+        own.recompile(accumulate=2)
