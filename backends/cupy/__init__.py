@@ -30,7 +30,8 @@ from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.device.protocol import CudaOptions, Device
 from graphc.backends.cupy.libraries import registry
-from graphc.backends.cupy.libraries.cublaslt import version_of_products
+from graphc.backends.cupy.libraries.cublaslt import Products, version_of_products
+from graphc.backends.cupy.libraries.gemm import Choose, Product, by_rule
 from graphc.backends.cupy.rewrite.decompose import is_composite
 from graphc.backends.cupy.rewrite.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
@@ -51,6 +52,7 @@ class CupyBackend:
         threads, spin: for the host's side of things; unused.
         device: the machine; None: the GPU of this worker, by its local rank.
         cache: segments that earlier processes compiled for such a device; None: each is compiled.
+        choose: which epilogues of products are taken; a GPU that is made here measures that.
         tf32, deterministic, loose_gelu: see :class:`.device.CudaOptions`; of the GPU that is made here.
     """
 
@@ -66,14 +68,15 @@ class CupyBackend:
         spin: bool = False,
         device: Device | None = None,
         cache: SegmentCache | None = None,
+        choose: Choose = by_rule,
         tf32: bool = False,
         deterministic: bool = False,
         loose_gelu: bool = False,
     ) -> None:
         del threads, spin
         if device is None:
-            device, cache = _gpu(CudaOptions(tf32, deterministic, loose_gelu))
-        self.device, self._cache = device, cache
+            device, cache, choose = _gpu(CudaOptions(tf32, deterministic, loose_gelu))
+        self.device, self._cache, self._choose = device, cache, choose
         self.memory: Memory = device
         self._scratch = SegmentScratch(device, warn)
 
@@ -102,7 +105,7 @@ class CupyBackend:
         device, options = self.device, self.device.options
 
         def compiled() -> Segment:
-            return compile_segment(model, device=device.writes_cuda, choose=device.pays, loose_gelu=options.loose_gelu)
+            return compile_segment(model, device=device.writes_cuda, choose=self._choose, loose_gelu=options.loose_gelu)
 
         return compiled() if self._cache is None else self._cache.of(model, f"{device.writes_cuda} {options}", compiled)
 
@@ -135,11 +138,15 @@ class CupyBackend:
         """Nothing to release."""
 
 
-def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache]:
-    """The GPU of this worker, and the segments compiled for its kind and for these versions of its libraries."""
+def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache, Choose]:
+    """The GPU of this worker, the segments compiled for its kind and its libraries' versions, and what measures epilogues."""
     device = CudaDevice(options=options)
     words = (device.name, str(device.runtime_version), version_of_products())
-    return device, SegmentCache(cache_path("segments", *words))
+
+    def choose(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+        return device.library(Products).pays(joined, apart, saved)
+
+    return device, SegmentCache(cache_path("segments", *words)), choose
 
 
 class CupyPlanner(CupyBackend):

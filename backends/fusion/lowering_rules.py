@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -25,14 +25,41 @@ from graphc.ir.facts import constant
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
-if TYPE_CHECKING:
-    from graphc.backends.fusion.lowering import Values
-
 WORDS = 4
 """What one block of Philox gives."""
 
 
-def gather_nd(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+class Lowering(Protocol):
+    """The lowering of one kernel, as far as a rule may use it. ``guard`` names the condition under which anything is read."""
+
+    def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
+        """The name or literal that holds element ``index`` of ``value``."""
+
+    def number(self, value: ir.Value) -> str:
+        """The only element of a value in memory, as text for any place in the kernel."""
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
+
+    def text(self, linear: Linear) -> str:
+        """``linear`` as part of the kernel's text."""
+
+    def guarded(self, when: Sequence[tuple[Linear, int, int]], guard: str | None) -> str | None:
+        """The name of the condition that low ≤ linear < high in each of ``when``; None where that is always so."""
+
+    def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
+        """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
+
+    def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
+        """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
+
+    def of_vector(
+        self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
+    ) -> str | None:
+        """The name of a ``kind`` for all elements of a vector, made from the number of the first; None: no such vector."""
+
+
+def gather_nd(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element of the slice that an index tuple names."""
     data, indices = node.inputs[0], node.inputs[1]
     shape, places = shape_of(data), shape_of(indices)
@@ -42,7 +69,7 @@ def gather_nd(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return g.element(data, (*index[:batch], *chosen, *index[len(places) - 1 :]), guard)
 
 
-def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """0 where the Philox word of the element is below the threshold, else 1 ÷ (1 − ratio).
 
     Philox gives words by fours. A vector of neighbours asks for all of theirs at once; an element by itself throws three away.
@@ -76,7 +103,7 @@ def dropout_mask(g: Values, node: ir.Node, index: Map, guard: str | None) -> str
     return f"({word} < {threshold}u ? {zero} : {expressions.literal(out.dtype, kept)})"
 
 
-def _scalar(g: Values, value: ir.Value | None) -> str | None:
+def _scalar(g: Lowering, value: ir.Value | None) -> str | None:
     """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
     assert value is not None
     known, node = constant(value), value.producer()
@@ -90,7 +117,7 @@ def _scalar(g: Values, value: ir.Value | None) -> str | None:
     return None if None in factors else f"({' * '.join(factor for factor in factors if factor)})"
 
 
-def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def pooled_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """Σ dy over the windows whose maximum is this element: at most ⌈kernel ÷ stride⌉ of them along each axis."""
     declaration = declaration_of(node)
     assert declaration is not None
@@ -110,7 +137,7 @@ def pooled_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> 
     return f"({' + '.join(terms)})"
 
 
-def triangle(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def triangle(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """Trilu: elements on one side of a diagonal, zero elsewhere."""
     given, dtype = node.inputs[1] if len(node.inputs) > 1 else None, node.outputs[0].dtype
     assert dtype is not None
@@ -121,7 +148,7 @@ def triangle(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return f"({column} {sign} {row} + {shift} ? {value} : {expressions.literal(dtype, 0)})"
 
 
-def diagonal(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def diagonal(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """EyeLike."""
     shift, dtype = node.attributes.get_int("k", 0), node.outputs[0].dtype
     assert dtype is not None
@@ -129,14 +156,14 @@ def diagonal(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return f"({g.text(index[1])} == {g.text(index[0])} + {shift} ? {one} : {zero})"
 
 
-def gelu_gradient(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def gelu_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """dy · Gelu'(x), with constants that the type of x does not round."""
     slope = "gelu_tanh_slope" if node.attributes.get_string("approximate", "none") == "tanh" else "gelu_slope"
     dy, x = (g.element(v, index, guard) for v in node.inputs)
     return f"({dy} * {slope}({x}))"
 
 
-def unpacked(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def unpacked(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element of a mask that is held as bits; of the mask itself where this kernel makes the bits."""
     (bits,), (*outer, last) = node.inputs, index
     assert bits is not None
@@ -147,7 +174,7 @@ def unpacked(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return f"((({byte} >> ({g.text(last % BITS)})) & 1) != 0)"
 
 
-def bit_cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def bit_cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """The same bits as another type of the same width."""
     source, target = node.inputs[0], node.outputs[0]
     assert source is not None
@@ -158,7 +185,7 @@ def bit_cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return expressions.load(target.dtype, bits)
 
 
-def cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element as another type."""
     source, target = node.inputs[0], node.outputs[0].dtype
     assert source is not None
@@ -167,7 +194,7 @@ def cast(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
     return expressions.cast(source.dtype, target, g.element(source, index, guard), node)
 
 
-def one_hot(g: Values, node: ir.Node, index: Map, guard: str | None) -> str:
+def one_hot(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """One of two values, by the class of a place."""
     depth, values = integers(node, 1), node.inputs[2]
     if depth is None:

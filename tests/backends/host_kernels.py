@@ -15,11 +15,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.backends.cupy.device.protocol import CudaOptions
+from graphc.backends.cupy.libraries.cublaslt import Products
 from graphc.backends.cupy.libraries.cudnn import Dnn
-from graphc.backends.cupy.libraries.gemm import DOMAIN, Product, product_of
+from graphc.backends.cupy.libraries.gemm import DOMAIN, Choose, Product, product_of
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Segment
@@ -40,10 +42,6 @@ class HostDevice(StrictMemory):
 
     writes_cuda = False
     options = CudaOptions()
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        """Every epilogue is taken, so that every one is tested."""
-        return True
 
     def put(self, array: Any) -> Any:
         target = self.empty(array.nbytes).view(array.dtype).reshape(array.shape)
@@ -149,12 +147,34 @@ class EmulatedDevice(HostDevice):
         return ctypes.c_void_p(self._table.ctypes.data), len(table)
 
 
+def every_epilogue(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
+    """Takes every epilogue, so that every one is tested."""
+    return True
+
+
+def cupy_on(device: HostDevice) -> CupyBackend:
+    """The GPU backend on a machine of the tests."""
+    return CupyBackend(device=device, choose=every_epilogue)
+
+
 def run_segment(
-    model: onnx.ModelProto, feeds: Mapping[str, Any], device: Any, *, splits: int | None = None, loose_gelu: bool = False
+    model: onnx.ModelProto,
+    feeds: Mapping[str, Any],
+    device: Any,
+    *,
+    splits: int | None = None,
+    loose_gelu: bool = False,
+    choose: Choose | None = None,
 ) -> tuple[dict[str, Any], Segment]:
-    """Outputs by name, and the calls that made them; rows with over 3 columns are shared by ``splits`` blocks."""
+    """Outputs by name, and the calls that made them; rows with over 3 columns are shared by ``splits`` blocks.
+
+    Args:
+        choose: which epilogues are taken; None: those that pay on a GPU, on the host all of them.
+    """
+    if choose is None:
+        choose = every_epilogue if isinstance(device, HostDevice) else device.library(Products).pays
     share = None if splits is None else lambda rows, columns, _: splits if columns > 3 else 1
-    segment = compile_segment(model, device=device.writes_cuda, splits=share, choose=device.pays, loose_gelu=loose_gelu)
+    segment = compile_segment(model, device=device.writes_cuda, splits=share, choose=choose, loose_gelu=loose_gelu)
     inputs = {v.name: device.put(np.ascontiguousarray(feeds[v.name]).reshape(shape_of(v))) for v in segment.graph.inputs}
     outputs = {}
     for value in segment.graph.outputs:

@@ -13,9 +13,8 @@ import onnx
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 
-from graphc.backends.cupy import CupyBackend
 from graphc.training.inference import run_model
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.conformance import gradient_suite as suite
 from tests.conformance.gradient_cases import EXCEPTIONS, ROUGH, SINGLE, UNMATCHED_SINGLE, check
 
@@ -57,7 +56,7 @@ def chosen() -> list[TestCase]:
 def test_gradients_of_ops_with_kernels_of_their_own(
     part: int, monkeypatch: pytest.MonkeyPatch, register_backend: Callable[..., None]
 ) -> None:
-    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
     monkeypatch.setattr(suite, "_compare_single", on_gpu_backend)
     logging.getLogger("graphc.cupy").setLevel(logging.ERROR)
     wrong, compared = [], 0

@@ -19,10 +19,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from graphc.backends.cupy import CupyBackend
 from graphc.errors import GraphcError
 from tests.backends.host_compiler import compile_kernels, refused_by_cuda
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.conformance.backend_cases import EVER_WRONG, failures
 from tests.conformance.exceptions import CUPY, NUMPY, ONNXRUNTIME
 from tests.conformance.suite import Case, all_cases, check, plain, quick_cases
@@ -85,7 +84,7 @@ def kernels(cases: Iterable[Case], register_backend: Callable[..., None], *, cud
     """The text of the kernels of all cases."""
     texts: dict[str, str] = {}
     logging.getLogger("graphc.cupy").setLevel(logging.ERROR)
-    register_backend("cupy", lambda **_: CupyBackend(device=Collecting(texts, cuda=cuda)))
+    register_backend("cupy", lambda **_: cupy_on(Collecting(texts, cuda=cuda)))
     for case in cases:
         with contextlib.suppress(AssertionError, GraphcError, RuntimeError, ImportError):  # nothing is computed
             check(case, "cupy")
@@ -96,7 +95,7 @@ def wrong(cases: Mapping[str, Case], names: Sequence[str], register_backend: Cal
     """One line per case that is neither passed nor excepted, with feeds as they are and as constants."""
     folded = {name: case for name in names if (case := with_constants(cases[name])) is not None}
     compile_kernels(kernels([*(cases[name] for name in names), *folded.values()], register_backend))
-    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
     return "\n".join([*failures("cupy", cases, names), *failures("cupy", folded, sorted(folded))])
 
 

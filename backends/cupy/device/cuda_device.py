@@ -17,7 +17,6 @@ from graphc.backends.cupy.device.cuda_graph import Recording, capture_graph
 from graphc.backends.cupy.device.cuda_memory import CudaMemory, address
 from graphc.backends.cupy.device.nvrtc_cache import Cubins, architecture, folder_name, nvrtc_compiler
 from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
-from graphc.backends.cupy.libraries.gemm import Product
 from graphc.device import Array, Run
 
 L = TypeVar("L")
@@ -84,11 +83,6 @@ class CudaDevice(CudaMemory):
         if kind not in self._libraries:
             self._libraries[kind] = kind(self)
         return cast("L", self._libraries[kind])
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        from graphc.backends.cupy.libraries.cublaslt import Products
-
-        return self.library(Products).pays(joined, apart, saved)
 
     def call_library(
         self, library: LibraryCall, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]

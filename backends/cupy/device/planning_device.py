@@ -16,7 +16,6 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_memory import UNIT
 from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
-from graphc.backends.cupy.libraries.gemm import Product, by_rule
 from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20
@@ -93,9 +92,6 @@ class PlannedDevice(Unqueued):
 
     def call_host(self, function: HostFunction, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
         return _nothing
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        return by_rule(joined, apart, saved)
 
     def record(self, runs: Sequence[Run]) -> Run:
         return _nothing

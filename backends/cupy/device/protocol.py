@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeAlias
 import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
-from graphc.backends.cupy.libraries.gemm import Product
 from graphc.device import Array, Memory, Run
 
 
@@ -58,9 +57,6 @@ class Device(Memory, Protocol):
 
     writes_cuda: bool
     options: CudaOptions
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        """Whether products take less time with an epilogue than without it and a kernel that moves ``saved`` bytes."""
 
     def empty(self, nbytes: int) -> Array:
         """New memory, whatever it holds, as a flat array of bytes."""

@@ -80,7 +80,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
     scratch = 0
     for step in plan.steps:
         if step.kind == "segment":
-            segment = compile_segment(segment_model(step), choose=device.pays, loose_gelu=device.options.loose_gelu)
+            segment = compile_segment(segment_model(step))
             costs += [cost_of(call) for call in _calls(segment)]
             scratch = max(scratch, scratch_of(segment))
         elif step.group is None and step.kind == "kernel":

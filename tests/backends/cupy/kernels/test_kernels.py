@@ -22,7 +22,6 @@ import pytest
 
 import graphc
 from graphc.backend import BACKENDS, COVERAGE, PLANNERS
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.kernels import sorting
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall
@@ -30,7 +29,7 @@ from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words
 from graphc.training.inference import run_model
-from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
+from tests.backends.host_kernels import EmulatedDevice, HostDevice, cupy_on, run_segment
 
 pytestmark = [
     pytest.mark.full,
@@ -362,7 +361,7 @@ collatz (int64 x, float[3] a) => (int64 last, int64 steps, float[3] sums) {
 @pytest.mark.parametrize("start", [1, 2, 27])
 def test_a_loop_goes_on_until_its_condition_says_so(start: int, register_backend: Callable[..., None]) -> None:
     """27 takes 111 steps; a branch is chosen in each; 1 takes none, and the states are what they were."""
-    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
     a = np.array([1, 2, 3], np.float32)
     found = run_model(onnx.parser.parse_model(COLLATZ), {"x": np.array(start), "a": a}, "cupy")
     n, steps = start, 0
@@ -395,7 +394,7 @@ g (float[4, 8] x) => (float[4, 8] y) { r = RandomNormalLike (x) y = Add (x, r) }
 def test_nodes_on_the_host_are_reported_in_one_line(
     register_backend: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
     with caplog.at_level(logging.WARNING, "graphc.cupy"):
         run_model(onnx.parser.parse_model(NOISE), {"x": np.zeros((4, 8), np.float32)}, "cupy")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "graphc.cupy"]
@@ -437,7 +436,7 @@ def test_recurrent_networks_with_dropout_train_as_in_onnxruntime(
 ) -> None:
     """The loop of the forward and that of the gradient run on the device, and the masks are those of the CPU."""
     torch = pytest.importorskip("torch")
-    register_backend("cupy", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
     torch.manual_seed(0)
 
     class Network(torch.nn.Module):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import graphc
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.cudnn import barred
 from graphc.backends.cupy.libraries.cudnn_attention import Attention, attention_of
@@ -25,7 +24,7 @@ from graphc.ir.ops.random import philox_uniform
 from graphc.passes.optimize.simplify import simplify_graph
 from graphc.pipeline import Context, run
 from graphc.training.inference import run_model
-from tests.backends.host_kernels import HostDevice, run_segment
+from tests.backends.host_kernels import HostDevice, cupy_on, run_segment
 from tests.backends.library_cases import ATTENTIONS, attention, attention_feeds, convolutions
 
 pytestmark = pytest.mark.full
@@ -126,7 +125,7 @@ def test_training_in_bfloat16_takes_attention_from_the_library(
 ) -> None:
     """Packed projections are read where they lie, and the losses are those of the CPU backend."""
     device = HostDevice()
-    register_backend("on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: cupy_on(device))
     x, y = SPECS["transformer-small"].batch(4)
     losses = {}
     for backend in ("onnxruntime", "on host"):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.segment import scratch_reuse
 from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.backends.cupy.segment.scratch_reuse import Idle
@@ -20,7 +19,7 @@ from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.report.memory import feed_shapes, memory_of
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.tiers import params
 
 
@@ -75,7 +74,7 @@ def test_training_gives_the_same_bits_from_less_memory(
     monkeypatch: pytest.MonkeyPatch,
     register_backend: Callable[..., None],
 ) -> None:
-    register_backend("pretended", lambda **_: CupyBackend(device=HostDevice()))
+    register_backend("pretended", lambda **_: cupy_on(HostDevice()))
     lodged, bind = [], BoundSegment.bind
 
     def noting(segment: BoundSegment, *arguments: Any) -> None:

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import graphc
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.libraries.cudnn_convolution import Convolution
 from graphc.bench.specs import SPECS
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.optimize.simplify import simplify_graph
-from tests.backends.host_kernels import HostDevice, run_segment
+from tests.backends.host_kernels import HostDevice, cupy_on, run_segment
 from tests.gradient_check import new_model
 
 pytestmark = pytest.mark.full
@@ -95,7 +94,7 @@ def test_training_with_channels_last_follows_onnxruntime(
 ) -> None:
     """Every convolution goes to cuDNN with its channels fastest in memory; the losses are those of the CPU backend."""
     device, path = HostDevice(), exported("resnet18-small")
-    register_backend("on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: cupy_on(device))
     np.testing.assert_allclose(losses_of("on host", path), losses_of("onnxruntime", path), rtol=2e-4)
     calls = [call for call in device.dnn.calls if isinstance(call, Convolution)]
     assert len(calls) == 20 + 19 + 20
@@ -120,7 +119,7 @@ def test_an_image_is_convolved_in_blocks_and_its_weights_stay_as_they_are(regist
     """Steps in bfloat16 follow PyTorch's in float32, weight by weight; the library gets 16 channels and steps of one pixel."""
     torch.manual_seed(0)
     module, device = Small(), HostDevice()
-    register_backend("on host", lambda **_: CupyBackend(device=device))
+    register_backend("on host", lambda **_: cupy_on(device))
     rng = np.random.default_rng(0)
     x, label = rng.standard_normal((4, 3, 18, 21)).astype(np.float32), rng.integers(0, 5, 4)
     program = graphc.compile(

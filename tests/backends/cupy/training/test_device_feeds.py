@@ -16,7 +16,7 @@ from graphc.bench.specs import SPECS
 from graphc.data import shard
 from graphc.distributed.threads import run_threads
 from graphc.errors import DataError, DeviceError, FeedError, WorldError
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
 
@@ -28,7 +28,7 @@ def devices(register_backend: Callable[..., None]) -> list[HostDevice]:
     def make(**_: Any) -> CupyBackend:
         made.append(HostDevice())
         made[-1].early = len(made) % 2 == 0
-        return CupyBackend(device=made[-1])
+        return cupy_on(made[-1])
 
     register_backend("pretended", make)
     return made

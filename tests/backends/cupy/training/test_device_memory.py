@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 import graphc
 from graphc.backends.cupy import CupyBackend, CupyPlanner
 from graphc.backends.cupy.device.cuda_memory import UNIT
-from graphc.backends.cupy.libraries.gemm import Product, by_rule
 from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.bench.specs import SPECS
 from graphc.data import share
@@ -49,9 +48,6 @@ class Equipped(HostDevice):
     def __init__(self) -> None:
         super().__init__()
         self._taken: set[str] = set()
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        return by_rule(joined, apart, saved)  # as where nothing can be measured
 
     def call_library(self, library: LibraryOp, node: ir.Node, inputs: Any, outputs: Any) -> Callable[[], None]:
         if library.workspace is not None and library.workspace[0] not in self._taken:
@@ -149,9 +145,6 @@ class Bare(HostDevice):
 
     def launch(self, kernel: Any, arrays: Any, shape: Any) -> Callable[[], None]:
         return lambda: None
-
-    def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        return by_rule(joined, apart, saved)
 
     def call_library(self, library: LibraryOp, node: ir.Node, inputs: Any, outputs: Any) -> Callable[[], None]:
         if library.workspace is not None and library.workspace[0] not in self._taken:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from graphc.backends.cupy import CupyBackend
 from graphc.distributed.threads import run_threads
 from graphc.errors import WorldError
 from tests.backends.cupy.training.strategy_cases import ADAM, DEVICE, follow, train
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.training import small
 
 pytestmark = [
@@ -27,7 +26,7 @@ WORLDS = [(DEVICE, "onnxruntime"), ("onnxruntime", DEVICE)]
 
 @pytest.fixture(autouse=True)
 def device(register_backend: Callable[..., None]) -> None:
-    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+    register_backend(DEVICE, lambda **_: cupy_on(HostDevice()))
 
 
 def mixed(backends: tuple[str, ...], **options: Any) -> list[dict[str, Any]]:

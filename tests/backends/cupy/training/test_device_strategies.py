@@ -13,7 +13,6 @@ import pytest
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend
 from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError
@@ -28,7 +27,7 @@ from tests.backends.cupy.training.strategy_cases import (
     held,
     train,
 )
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.training import small
 
 pytestmark = [
@@ -42,7 +41,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def device(register_backend: Callable[..., None]) -> None:
     assert DEVICE not in BACKENDS
-    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+    register_backend(DEVICE, lambda **_: cupy_on(HostDevice()))
 
 
 def sweep(names: Iterable[str], *always: str) -> list[Any]:

@@ -13,9 +13,8 @@ import torch
 
 import graphc
 from graphc.backend import BACKENDS
-from graphc.backends.cupy import CupyBackend
 from graphc.bench.specs import SPECS
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.training import torch_models
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -26,7 +25,7 @@ DEVICE = "pretended"
 @pytest.fixture(autouse=True)
 def device(register_backend: Callable[..., None]) -> None:
     assert DEVICE not in BACKENDS
-    register_backend(DEVICE, lambda **_: CupyBackend(device=HostDevice()))
+    register_backend(DEVICE, lambda **_: cupy_on(HostDevice()))
 
 
 def compiled(path: str, optimizer: str, backend: str, **options: Any) -> graphc.Program:

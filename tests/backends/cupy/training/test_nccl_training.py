@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 import graphc
-from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.bench.specs import SPECS
 from graphc.device import Variants
 from graphc.distributed.nccl.communicator import NcclCommunicator
 from graphc.distributed.threads import ThreadCommunicator, run_threads
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream, capture
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
@@ -66,7 +65,7 @@ class StreamDevice(HostDevice):
 
 @pytest.fixture
 def pretended(register_backend: Callable[..., None]) -> str:
-    register_backend("pretended", lambda **_: CupyBackend(device=OWN.device))
+    register_backend("pretended", lambda **_: cupy_on(OWN.device))
     return "pretended"
 
 

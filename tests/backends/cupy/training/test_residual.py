@@ -23,7 +23,7 @@ from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir.facts import static_dims
 from graphc.plan.partition import prepare
 from tests.backends.cupy.predict.cost_cases import HEAD, passes
-from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
+from tests.backends.host_kernels import EmulatedDevice, HostDevice, cupy_on, run_segment
 from tests.passes.optimize.channels_last_cases import Residual
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -181,7 +181,7 @@ def test_a_sum_and_its_gradient_in_one_kernel_need_no_bits() -> None:
 
 def trained(device: HostDevice, steps: int, register_backend: Callable[..., None]) -> tuple[list[float], list[float], Any]:
     """Losses of graphc on ``device`` and of PyTorch for a network of ResNet-50's parts, and the largest difference left."""
-    register_backend("pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: cupy_on(device))
     torch.manual_seed(0)
     module, rng = Residual().train(), np.random.default_rng(0)
     x, label = rng.standard_normal((4, 3, 33, 32)).astype(np.float32), rng.integers(0, 10, 4)

@@ -17,7 +17,7 @@ from graphc.backends.cupy.updates.bind import Update, launches_of
 from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.distributed.threads import run_threads
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, every_epilogue
 from tests.training import small
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -43,8 +43,8 @@ class Watched(CupyBackend):
 
 @pytest.fixture(autouse=True)
 def devices(register_backend: Callable[..., None]) -> None:
-    register_backend("pretended", lambda **_: Watched(device=HostDevice()))
-    register_backend("casting", lambda **_: Casting(device=HostDevice()))
+    register_backend("pretended", lambda **_: Watched(device=HostDevice(), choose=every_epilogue))
+    register_backend("casting", lambda **_: Casting(device=HostDevice(), choose=every_epilogue))
 
 
 def compiled(backend: str, **options: Any) -> graphc.Program:

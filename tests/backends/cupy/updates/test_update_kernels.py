@@ -25,7 +25,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, declare
 from graphc.ir.ops.updates import like_parameter
 from graphc.plan.segment_model import bind_op
-from tests.backends.host_kernels import EmulatedDevice, HostDevice
+from tests.backends.host_kernels import EmulatedDevice, HostDevice, cupy_on
 
 pytestmark = pytest.mark.full
 
@@ -351,7 +351,7 @@ def test_training_with_clipping_skipping_and_low_copies_follows_the_host(
     register_backend: Callable[..., None],
 ) -> None:
     device = Counting()
-    register_backend("pretended", lambda **_: CupyBackend(device=device))
+    register_backend("pretended", lambda **_: cupy_on(device))
     x, y = SPECS["mlp"].batch(8)
     losses = {}
     for backend in ("onnxruntime", "pretended"):
