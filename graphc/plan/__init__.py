@@ -1,1 +1,1 @@
-"""A plan: the training graph as steps of one rank, with every value placed in a buffer."""
+"""Turns the training graph into the steps of one rank, with a buffer for every value."""

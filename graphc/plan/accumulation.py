@@ -1,4 +1,4 @@
-"""The two phases of a step with micro-batches, read from the graph: what runs for each of them, and what runs once."""
+"""Divides a step with micro-batches into nodes that run for each of them and nodes that run once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def accumulation_steps(graph: ir.Graph) -> int:
 
 
 def sums_by_tree(graph: ir.Graph) -> bool:
-    """Whether the micro-batches are those of all ranks together, for the same bits on any number of them."""
+    """Whether the micro-batches are those of all ranks together, for equal bits on any number of ranks."""
     return any(is_accumulation(n) and n.attributes.get_int("tree", 0) for n in graph)
 
 
 def run_once(graph: ir.Graph) -> set[ir.Node]:
-    """Updates, and what depends on sums over all micro-batches or on updates; everything, where nothing is accumulated."""
+    """The nodes that run once a step: updates, and nodes that depend on updates or on sums over micro-batches."""
     if not any(is_accumulation(n) for n in graph):
         return set(graph)
     found: set[ir.Node] = set()
@@ -38,6 +38,6 @@ def run_once(graph: ir.Graph) -> set[ir.Node]:
 
 
 def reduces_within(graph: ir.Graph) -> bool:
-    """Whether ranks meet inside a micro-batch, so that all of them must run the same number."""
+    """Whether a micro-batch contains a collective, so that all ranks must run the same number of them."""
     once = run_once(graph)
     return any(collective_of(n) is not None and n not in once for n in graph)

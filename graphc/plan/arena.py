@@ -1,4 +1,4 @@
-"""Offsets in one buffer by liveness: ranges are handed out by best fit and taken back when nothing reads them any more."""
+"""Assigns offsets in one buffer by liveness, with a best-fit allocator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from graphc.device import ALIGNMENT
 
 
 class Arena:
-    """Ranges of one buffer, handed out by best fit and taken back after a step.
+    """Allocates ranges of one buffer by best fit and frees each after a given step.
 
     Args:
         alignment: of every range, in bytes.
@@ -19,7 +19,7 @@ class Arena:
         self._expiring: dict[int, list[tuple[int, int]]] = {}
 
     def take(self, nbytes: int, until: int) -> int:
-        """The offset of ``nbytes`` that are free again after step ``until``."""
+        """Allocate ``nbytes`` until after step ``until``; returns the offset."""
         needed = -(-max(nbytes, 1) // self._alignment) * self._alignment
         offset, self.size = _allocate(self._free, needed, self.size)
         self._expiring.setdefault(until, []).append((offset, needed))

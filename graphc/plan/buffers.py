@@ -1,4 +1,4 @@
-"""Where the values of a plan live: slices of flat buckets, operands of collectives, and the activation arena."""
+"""Places the values of a plan in buffers: flat buckets, operands of collectives, the activation arena."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from graphc.plan.arena import Arena
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
 
 ARENA, RESULTS = "arena", "results"
-"""The buffers that belong to a plan alone: of what steps hand to each other, and of what a step gives."""
+"""The buffers that each plan owns: values that pass between steps, and the results of a step."""
 
 Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
 ACCESS = 16
-"""Bytes of the widest access of a GPU: an array that begins elsewhere cannot be read in such pieces."""
+"""Bytes of a GPU's widest memory access; an array must be aligned to it to be read in such pieces."""
 
 
 def lay_out(
@@ -34,12 +34,12 @@ def lay_out(
     world_size: int,
     alignment: int,
 ) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
-    """Where every value lives that crosses steps, and the size in bytes of each buffer; fills in the steps' transfers.
+    """Place every value that crosses steps; returns the size in bytes of each buffer, and fills in the steps' transfers.
 
     Args:
-        alignment: of what lies in the arena, in bytes.
+        alignment: of values in the arena, in bytes.
 
-    Sharded state and gradients have no place: a rank may hold any part of one, or nothing.
+    Sharded state and gradients get no place: a rank may hold any part of one, or nothing.
     """
     places: dict[ir.Value, Slice] = {}
     buffers: dict[str, int] = {}
@@ -69,9 +69,9 @@ def _size(value: ir.Value) -> int:
 
 
 def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dict[str, int]) -> None:
-    """Flat buffers of a group: one for each state, and one for its gradients, which producers write in place.
+    """Place the flat buffers of a group: one for each state, and one for its gradients, which producers write in place.
 
-    A gradient that travels in a low type is rounded from the memory that it is widened to.
+    A gradient that is reduced in a low type is rounded from the memory that it is widened to.
     """
     for index in group.flat:
         dtype, name = group.dtype(index), group.buffer(index)
@@ -93,11 +93,11 @@ def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dic
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A range of the arena for the flat array of one collective: its members live and die together.
+    """A range of the arena for the flat array of one collective; its members have one lifetime.
 
     Attributes:
         members: value as it is written → byte offset in the range.
-        readers: (member, value) that shares its place: what the start and the wait give.
+        readers: (member, value) that shares its place: the results of the start and the wait.
     """
 
     transfer: Transfer
@@ -113,7 +113,7 @@ class _Blocks:
     def add(
         self, transfer: Transfer, offsets: Sequence[int], written: Sequence[ir.Value], shared: Sequence[Sequence[ir.Value]]
     ) -> None:
-        """A block whose array is first written through ``written``, and which the values of each of ``shared`` lie in too."""
+        """Make a block whose array is first written through ``written``; the values of each of ``shared`` alias it."""
         roots = [self.views.get(v, v) for v in written]
         readers = [(root, out) for values in shared for root, out in zip(roots, values, strict=True) if out is not root]
         block = _Block(transfer, dict(zip(roots, offsets, strict=True)), readers)
@@ -124,7 +124,7 @@ class _Blocks:
 def _place_transfer(
     step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
 ) -> None:
-    """Operands of a collective are one contiguous range: a buffer of their group, or a block of the arena."""
+    """Place the operands of a collective in one contiguous range: a buffer of their group, or a block of the arena."""
     transfer = step.transfer
     assert transfer is not None
     transfer.dtype = _dtype(step.inputs[0])
@@ -164,7 +164,7 @@ def _offsets_of(values: Sequence[ir.Value], group: UpdateGroup, index: int) -> l
 
 
 def _home(step: PlanStep, wait: PlanStep, homes: Homes) -> tuple[UpdateGroup, int] | None:
-    """The group and flat input that a collective serves: whose state it gathers, or whose gradients it reduces."""
+    """The group and flat input whose state a collective gathers, or whose gradients it reduces."""
     for operands in (step.inputs, wait.outputs):
         found = [homes.get(v) for v in operands]
         first = found[0]
@@ -177,7 +177,7 @@ def _home(step: PlanStep, wait: PlanStep, homes: Homes) -> tuple[UpdateGroup, in
 
 
 def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] | None:
-    """Offsets and length, in elements, of the array in which a group's gradients travel in a low type: those of the group."""
+    """Offsets and length, in elements, of the array of a group's gradients in a low type: those of the group."""
     (user, *others) = wait.outputs[0].consumers() or (None,)
     if user is None or others or not converts(user) or list(user.inputs) != list(wait.outputs):
         return None
@@ -197,7 +197,7 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, 
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
         raise ModelError(f"the operands of {transfer} differ in type")
     alike = _offsets_of_rounded(wait, homes)
-    if alike is not None:  # as the gradients lie, so that one sweep converts all of them
+    if alike is not None:  # the layout of the gradients, so that one sweep converts all of them
         offsets, transfer.elements = alike
         order = sorted(zip(offsets, step.inputs, strict=True), key=lambda pair: pair[0])
         _fill_gaps(transfer, [offset for offset, _ in order], [value for _, value in order])
@@ -207,7 +207,7 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, 
     offsets, position, apart = [], 0, max(1, ACCESS // transfer.dtype.itemsize)
     for value in step.inputs:
         size = _size(value)
-        if size > 1:  # scalars pack densely: a padded buffer would send 64 bytes for each
+        if size > 1:  # scalars are packed densely: a padded buffer would send 64 bytes for each
             position = -(-position // apart) * apart
         offsets.append(position)
         position += size
@@ -239,9 +239,9 @@ def _place_activations(
     blocks: _Blocks,
     arena: Arena,
 ) -> None:
-    """Arena offsets by liveness: a value's range is free again after the last step that reads it or a view of it.
+    """Assign arena offsets by liveness: a value's range is freed after the last step that reads it or a view of it.
 
-    Results of the step, and of its check, lie side by side, so that one transfer brings them to the host.
+    Results of the step, and of its check, are adjacent, so that one transfer brings them to the host.
     """
     last_use: dict[ir.Value, int] = {}
     for k, step in enumerate(steps):

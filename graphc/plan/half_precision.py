@@ -1,11 +1,11 @@
-"""Half precision on a backend that has no half-precision arithmetic.
+"""Emulates half precision on a backend that has no half-precision arithmetic.
 
     before   y:bf16 = Gemm(x:bf16, w:bf16)
     after    y:bf16 = Cast(Gemm(Cast(x), Cast(w)))         with the Gemm in float32
 
-Values are stored in the low type and rounded to it after every op, as on hardware; only what happens inside an op is float32
-(which is also how tensor cores add up products). So the numbers are those of mixed precision, and not its speed. What is
-emulated is decided by the backend (``Backend.computes_halves``), when a plan is made: the graph says nothing of it.
+Values are stored in the low type and rounded to it after every op, as on hardware; only the arithmetic inside an op is float32
+(tensor cores add up products in float32 too). So the numbers are those of mixed precision, but not its speed. The backend
+decides what is emulated (``Backend.computes_halves``) when a plan is made; the graph does not change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ AS_THEY_ARE = frozenset(
     {"Cast", "CastLike", "BitCast", "Constant", "ConstantOfShape", "Identity", "Shape", "Size", "Reshape", "Flatten"}
     | {"Squeeze", "Unsqueeze", "Transpose", "QuantizeLinear", "DequantizeLinear"}
 )
-"""Ops that do no arithmetic on their operand, or convert it themselves."""
+"""Ops without arithmetic on their operand, or that convert it themselves."""
 
 
 def emulate_halves(graph: ir.Graph, computes: Callable[[ir.Node], bool]) -> bool:
-    """Let every half-precision node for which ``computes(node)`` is false work in float32 between two casts."""
+    """Compute every half-precision node for which ``computes(node)`` is false in float32, between two casts."""
     op = Builder(graph)
     nodes = list(graph)
     changed = False
@@ -42,14 +42,14 @@ def emulate_halves(graph: ir.Graph, computes: Callable[[ir.Node], bool]) -> bool
 
 
 def narrow_storage(graph: ir.Graph) -> None:
-    """Give every reader of a widened value a cast of its own, so that what waits in memory is the half-precision value."""
+    """Give every reader of a widened value its own cast, so that only the half-precision value is kept in memory."""
     op = Builder(graph)
     for node in list(graph):
         if node.op_type != "Cast" or node.domain or not _is_half(node.inputs[0]) or node.outputs[0].dtype != ir.DataType.FLOAT:
             continue
         wide, to = node.outputs[0], int(ir.DataType.FLOAT)
         if any(has_effect(user) for user in wide.consumers()):
-            continue  # a gradient: its bucket holds it in float32 in any case
+            continue  # a gradient: its bucket holds it in float32 anyway
         made: dict[ir.Node, ir.Value] = {}
         for user, index in list(wide.uses())[1:]:
             if user.graph is not graph:
@@ -65,7 +65,7 @@ def _is_half(value: ir.Value | None) -> bool:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Whether the node computes tensors from tensors, without a body and without an effect."""
+    """Whether the node computes tensors from tensors, without subgraph or effect."""
     declaration = declaration_of(node)
     measures = declaration is not None and bool(declaration.combine)  # which reads a bucket where it lies
     if has_effect(node) or measures or converts(node) or node.op_type == "Recompute":
@@ -94,7 +94,7 @@ def _widen(op: Builder, node: ir.Node, following: ir.Node | None) -> None:
 
 
 def _round(op: Builder, out: ir.Value) -> None:
-    """Let ``out`` be float32 and a cast of it stand for it everywhere."""
+    """Make ``out`` float32 and replace its uses by a cast of it."""
     low, name, users = dtype_of(out), out.name, list(out.uses())
     out.type = ir.TensorType(ir.DataType.FLOAT)
     rounded = op.Cast(out, to=int(low))

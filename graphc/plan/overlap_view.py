@@ -1,4 +1,4 @@
-"""The plans of all ranks as a grid of rank × step: what computes while which collective is in flight.
+"""Prints the plans of all ranks as a grid of rank × step, with the collectives in flight below.
 
 ranks 0-1  ccckk>ck>cc<<?uu
   a             ══════
@@ -18,11 +18,11 @@ from graphc.plan.partition import Plan
 from graphc.plan.steps import PlanStep
 
 SYMBOLS: Mapping[str, str] = {"segment": "c", "kernel": "k", "update": "u", "check": "?", "start": ">", "wait": "<"}
-"""Kind of a step → its letter; any other kind is ``·``, and ``-`` an update of state that other ranks own."""
+"""Kind of a step → its letter; other kinds are ``·``, and ``-`` is an update of state that other ranks own."""
 
 COMPUTING = ("segment", "kernel", "update")
 WIDTH = 100
-"""Steps in a row of the grid; a longer plan goes on in the next block."""
+"""Steps in a row of the grid; a longer plan continues in the next block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _nbytes(step: PlanStep) -> int:
 
 
 def grid(plans: Sequence[Plan]) -> str:
-    """The grid, one row per rank (equal ranks share one) with its collectives below, and a list of these.
+    """Render the grid: one row per rank (equal ranks share one), its collectives below, and a list of them.
 
     Args:
         plans: of rank 0, 1, ….

@@ -1,4 +1,4 @@
-"""From a scheduled training graph to the steps that one rank executes.
+"""Partitions a scheduled training graph into the steps that one rank executes.
 
     specialise   symbolic dimensions get sizes, shape arithmetic folds away
     decompose    graphc ops for which the backend has no kernel become standard ops
@@ -42,12 +42,12 @@ class Plan:
 
     Attributes:
         model: the specialised graph the steps refer to.
-        places: where each value that crosses steps lives.
+        places: the place in a buffer of each value that crosses steps.
         buffers: name → bytes of every flat buffer and of the ``arena``.
         groups: the update groups, which own the flat state buffers.
         views: value → the value whose memory it shares under another shape.
         homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
-        stop: the flag by which the check step holds the updates back; None: it stops the step itself.
+        stop: the flag by which the check step skips the updates; None: the check stops the step itself.
         collectives: one text line per collective in order, equal on all ranks.
     """
 
@@ -72,7 +72,7 @@ class Plan:
         return lines
 
     def text(self) -> str:
-        """One line a step, with sizes: what runs, in which order, on this rank."""
+        """Print one line a step, with sizes, in the order of execution on this rank."""
         lines = [f"plan for {self.world_size} worker(s): {len(self.steps)} steps"]
         for k, step in enumerate(self.steps):
             written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
@@ -86,7 +86,7 @@ class Plan:
 
 
 def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
-    """A copy of ``model`` whose graph inputs have the concrete ``shapes``; every value becomes static.
+    """Copy ``model`` with concrete ``shapes`` of the graph inputs; every value becomes static.
 
     Raises:
         FeedError: a shape that contradicts the graph input, or two sizes for one symbol.
@@ -131,12 +131,13 @@ def prepare(
     world_size: int = 1,
     regions: bool = False,
 ) -> ir.Model:
-    """Specialise, decompose what the backend has no kernel for, and simplify.
+    """Specialise, decompose ops for which the backend has no kernel, and simplify.
 
     Args:
-        abilities: the backend's; what it does not compute in half precision runs in float32
-        (:mod:`graphc.plan.half_precision`). regions: keep what divides the graph for a plan: the marks in front of recomputed
-            regions, without which these would be merged away, and the sums over micro-batches.
+        abilities: the backend's; ops that it does not compute in half precision run in float32
+            (:mod:`graphc.plan.half_precision`).
+        regions: keep the nodes that only matter to a plan: the marks before recomputed regions, without which the regions would
+            be merged away, and the sums over micro-batches.
     """
     copy = specialise(model, shapes)
     ctx = Context()
@@ -184,15 +185,15 @@ def make_plan(
     rank: int = 0,
     guarded: bool = False,
 ) -> Plan:
-    """Plan one rank's steps.
+    """Plan the steps of one rank.
 
     Args:
         model: a training (or inference) graph as the pipeline leaves it.
         shapes: concrete shape of every graph input.
         abilities: those of the backend that will run it.
-        world_size: ranks on the data axis; on one rank collectives vanish.
-        rank: whose plan it is; plans differ in what a rank owns of sharded state.
-        guarded: let the check for NaN hold updates back by a flag on the device (:mod:`graphc.plan.skip_flag`).
+        world_size: ranks on the data axis; on one rank there are no collectives.
+        rank: whose plan it is; plans differ in the parts of sharded state that a rank owns.
+        guarded: the check for NaN skips the updates by a flag on the device (:mod:`graphc.plan.skip_flag`).
     """
     ready = prepare(model, shapes, abilities, world_size=world_size, regions=True)
     _privatise(ready.graph)
@@ -210,10 +211,10 @@ def make_plan(
 
 
 def _privatise(graph: ir.Graph) -> None:
-    """Give every value that will be overwritten in a flat buffer a copy of its own when others use it too.
+    """Copy every value that will be overwritten in a flat buffer but has other uses.
 
-    A collective works in place and a gradient lives in its bucket: an operand that occurs twice, is read elsewhere, or is
-    no node's result (an input, a constant) is copied first. State is meant to be overwritten.
+    A collective works in place and a gradient lies in its bucket: an operand that occurs twice, is read elsewhere, or is
+    not the result of a node (an input, a constant) is copied first. State is meant to be overwritten.
     """
     operands: list[tuple[ir.Node, int]] = []
     for node in graph:
@@ -238,7 +239,7 @@ def _privatise(graph: ir.Graph) -> None:
 
 
 def _followers(graph: ir.Graph) -> dict[ir.Value, ir.Node | None]:
-    """Value → the node behind its producer: a copy that is made there shares a segment, and mostly a kernel, with it."""
+    """Value → the node after its producer: a copy placed there shares its segment, and mostly its kernel."""
     nodes = list(graph)
     return {out: after for node, after in zip(nodes, [*nodes[1:], None], strict=True) for out in node.outputs}
 
@@ -248,7 +249,7 @@ def _is_wait(node: ir.Node) -> bool:
 
 
 def _only_measures(node: ir.Node) -> bool:
-    """Whether the node reads a bucket where it lies and leaves nothing but a number: a sum of squares, a test for NaN."""
+    """Whether the node reduces a bucket in place to a scalar: a sum of squares, a test for NaN."""
     declaration = declaration_of(node)
     return declaration is not None and bool(declaration.combine)
 
@@ -265,7 +266,7 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
         if segment:
             yield PlanStep("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
             segment.clear()
-        if sums:  # behind the segment: one that is cut at every gradient runs slower
+        if sums:  # after the segment: a segment that is cut at every gradient runs slower
             yield PlanStep("accumulate", sums[-1].name or "accumulate", list(sums))
             sums.clear()
 
@@ -299,7 +300,7 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             yield from close()
             yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
         elif node.op_type == "Recompute" and node.domain == DOMAIN:
-            yield from close()  # a runtime orders and merges the nodes of one segment as it likes
+            yield from close()  # a runtime may reorder and merge the nodes of one segment
         elif native(node):
             yield from close()
             yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
@@ -309,7 +310,7 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
 
 
 def _transfer(node: ir.Node) -> Transfer:
-    """What a started collective does; where, is a matter of the layout."""
+    """Describe a started collective; the placement of buffers adds its memory."""
     name = node.op_type.removesuffix("Start")
     values = required_declaration(node).attribute_values(node)
     own = {
@@ -321,7 +322,7 @@ def _transfer(node: ir.Node) -> Transfer:
 
 
 def _dissolve_regions(graph: ir.Graph) -> None:
-    """Let recomputed regions read the saved values themselves: their place in the order of steps is settled."""
+    """Remove the marks before recomputed regions, whose place in the order of steps is fixed by now."""
     for node in list(graph):
         if node.op_type == "Recompute" and node.domain == DOMAIN:
             for saved, again in zip(inputs_of(node), node.outputs, strict=True):
@@ -336,13 +337,13 @@ def _add_check(steps: list[PlanStep], stop: ir.Value | None) -> None:
 
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
-"""Ops whose result is the same memory under another shape."""
+"""Ops whose result is the same memory with another shape."""
 
 
 def _take_out_views(
     steps: Sequence[PlanStep], groups: Sequence[UpdateGroup]
 ) -> tuple[list[PlanStep], dict[ir.Value, ir.Value]]:
-    """Let values that only change shape between steps share memory, where a runtime would copy from buffer to buffer.
+    """Alias values that only change shape between steps, where a runtime would copy from buffer to buffer.
 
     Returns the steps without those nodes, and value → the value whose memory it shares. A view stays in its segment where
     other nodes of the segment read it (inside one run it costs nothing), and where it is a result of the graph.
@@ -360,7 +361,7 @@ def _take_out_views(
                 continue
             producer = source.producer()
             if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
-                continue  # a bucket is overwritten by its reduction: whoever else reads the source needs it intact
+                continue  # the reduction overwrites its bucket: other readers need the source intact
             users = [home.get(user) for user in view.consumers()]
             if producer is not None and home.get(producer) == k and k in users:
                 if any(user != k for user in users):
@@ -373,7 +374,7 @@ def _take_out_views(
 
 
 def _connect(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value]) -> None:
-    """Fill in what segments and kernels read from and write to buffers."""
+    """Fill in which values segments and kernels read from and write to buffers."""
     home = _homes(steps)
     outputs = set(graph.outputs)
     for k, step in enumerate(steps):
@@ -398,7 +399,7 @@ def _connect(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value
 
 
 def _refuse_unknown_sizes(steps: Sequence[PlanStep]) -> None:
-    """Inside a segment a shape may depend on data; what crosses steps lives in memory that was planned.
+    """Refuse values that cross steps with a shape that depends on data; inside a segment such shapes are fine.
 
     Raises:
         DataDependentShapeError: a value that crosses steps, or is an output, has no shape before it is computed.
@@ -407,7 +408,7 @@ def _refuse_unknown_sizes(steps: Sequence[PlanStep]) -> None:
         for value in step.outputs:
             producer = value.producer()
             if value.dtype is None:
-                continue  # an optional output that is left out
+                continue  # an unused optional output
             if static_dims(value) is None or not isinstance(value.type, ir.TensorType):
                 where = describe(producer) if producer is not None else ""
                 hint = "; give the Loop a constant trip count" if producer is not None and producer.op_type == "Loop" else ""
@@ -417,7 +418,7 @@ def _refuse_unknown_sizes(steps: Sequence[PlanStep]) -> None:
 
 
 def _homes(steps: Sequence[PlanStep]) -> dict[ir.Node, int]:
-    """The step that each node runs in; the nodes of a body run where their owner does."""
+    """The step in which each node runs; nodes of a subgraph run in their owner's step."""
     home: dict[ir.Node, int] = {}
     for k, step in enumerate(steps):
         for node in step.nodes:
@@ -427,5 +428,5 @@ def _homes(steps: Sequence[PlanStep]) -> dict[ir.Node, int]:
 
 
 def _inlined(value: ir.Value) -> bool:
-    """Whether the value is a constant, which each step that reads it holds itself."""
+    """Whether the value is a constant; each step that reads one has its own copy."""
     return constant(value) is not None

@@ -1,4 +1,4 @@
-"""Nodes as a runtime gets them: the model of a segment, and single ops of graphc bound to arrays."""
+"""Builds the ONNX model of a segment, and binds single ``graphc`` ops to arrays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bind_op(
     *,
     domain: str = "graphc",
 ) -> Run:
-    """Bind one op to arrays, as a segment: what the backend does not hold is decomposed.
+    """Bind one op to arrays as a segment, decomposed unless the backend holds the op.
 
     Args:
         outputs: None where nothing is written.

@@ -1,9 +1,9 @@
-"""Updates that a flag holds back, for devices on which nobody can stop a step half way.
+"""Adds a skip flag to updates, for devices where a queued kernel cannot be cancelled.
 
     before   check(dW)            Adam(W, dW, …)              the check raises, and no update runs
     after    stop = check(dW)     Adam(W, dW, …, skip=stop)   the updates run and change nothing; the host reads ``stop`` later
 
-So a step with a NaN ends as one that never was, and the host waits for the device once, for the results.
+So a step with a NaN changes nothing, and the host waits for the device only once, for the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOP = "graphc.stop"
 def guard(updates: Iterable[ir.Node]) -> ir.Value | None:
     """Give the updates of a plan's graph the flag, and return it.
 
-    None where they have one of the graph's own (``skip_nonfinite``, ``loss_scaling``) or cannot take one (a custom op).
+    None where they have one already (``skip_nonfinite``, ``loss_scaling``) or cannot take one (a custom op).
     """
     nodes = list(updates)
     if not nodes or any(place_of(node, "skip") is None or operand(node, "skip") is not None for node in nodes):

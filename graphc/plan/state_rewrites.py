@@ -1,8 +1,8 @@
-"""What of a training graph depends on the backend that keeps its state: passes that the backend asks for.
+"""Runs the passes by which a backend changes which state a training graph keeps.
 
-    program.model ─► Abilities.state_rewrites ─► the graph whose state is allocated, and whose plans are made
+    program.model ─► Capabilities.state_rewrites ─► the graph whose state is allocated, and whose plans are made
 
-Whoever makes state, plans or predictions of a training graph does it first; a second time changes nothing.
+Code that makes state, plans or predictions of a training graph calls this first; a second call changes nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from graphc.pipeline import PASSES, Context, parse
 
 
 def adapted(model: ir.Model, abilities: Capabilities) -> ir.Model:
-    """``model`` as the backend wants to keep its state: a changed copy, or itself where that changes nothing.
+    """Rewrite ``model`` for the backend: returns a changed copy, or ``model`` itself where nothing changes.
 
-    A checkpoint and the results of training are the same for either.
+    Checkpoints and results of training are the same for both.
     """
     if not abilities.state_rewrites or not any(is_update(node) for node in model.graph):
         return model

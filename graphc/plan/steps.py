@@ -1,4 +1,4 @@
-"""What a plan is made of: steps, update groups, and the places of values in buffers."""
+"""The parts of a plan: steps, update groups, and the places of values in buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphc.ir.ops.collectives import Kind
 
 @dataclass(slots=True)
 class Slice:
-    """Where a value lives: ``count`` elements at byte ``offset`` of buffer ``buffer``."""
+    """The place of a value: ``count`` elements at byte ``offset`` of buffer ``buffer``."""
 
     buffer: str
     offset: int
@@ -29,12 +29,12 @@ class Slice:
 
 @dataclass(slots=True)
 class Transfer:
-    """What one collective does, and on which memory; its start and its wait step share it.
+    """One collective and its memory; its start and its wait step share this.
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
         group, reduce, owner, root, every, since, first, last, nonzero, transient: the op's attributes.
-        buffer, offset: where the flat array lies that the collective works on in place (bytes).
+        buffer, offset: place of the flat array that the collective works on (offset in bytes).
         elements, dtype: its length and type.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
         source: buffer of this rank's part, which is copied into the array first.
@@ -71,7 +71,7 @@ class Transfer:
         return self.elements * self.dtype.itemsize
 
     def sparse(self, size: int) -> bool:
-        """Whether it is worth while for ``size`` ranks to exchange only what is not zero."""
+        """Whether ``size`` ranks save time by exchanging only elements that are not zero."""
         return 0 < self.nonzero * size < self.elements
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class PlanStep:
 
 @dataclass(slots=True)
 class UpdateGroup:
-    """Update nodes of one bucket with equal op and attributes: one call over flat buffers.
+    """Update nodes of one bucket with equal op and attributes, which run as one call over flat buffers.
 
     Attributes:
         name: the bucket, or the state's name for an update of its own.
@@ -177,7 +177,7 @@ class UpdateGroup:
 
 
 def shares(elements: int, owner: str, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of the elements that each of ``size`` ranks owns; no ``owner``: everybody has all of them."""
+    """(start, stop) of the elements that each of ``size`` ranks owns; without ``owner``, every rank has all of them."""
     if owner == "even":
         each = elements // size
         return [(rank * each, (rank + 1) * each) for rank in range(size)]

@@ -1,8 +1,8 @@
-"""Update groups: which updates run as one call over flat buffers, and what of those buffers a rank keeps.
+"""Groups updates into calls over flat buffers, and decides which part of them a rank keeps.
 
 State of a sharded group (attribute ``shard`` of its updates) is kept only for the elements that this rank owns, unless the
-graph makes it whole again: the next value of whole state is the operand of an ``AllGather``. What a rank keeps of a gradient
-is its part where the ``ReduceScatter`` that made it is ``transient``.
+graph makes it whole again: the next value of whole state is the operand of an ``AllGather``. Of a gradient, a rank keeps its
+part where the ``ReduceScatter`` that made it is ``transient``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def find_homes(groups: Sequence[UpdateGroup]) -> dict[ir.Value, tuple[UpdateGrou
 
 
 def offloaded_buffers(groups: Sequence[UpdateGroup]) -> frozenset[str]:
-    """The flat buffers that lie in the host's memory: optimizer state, and parameters of which the graph reads a copy."""
+    """The flat buffers in host memory: optimizer state, and parameters of which the graph reads a copy."""
     found = {group.buffer(k) for group in groups if group.offload for k in group.states()}
     read = {group.buffer(group.declaration.main) for group in groups if group.offload}
     return frozenset(found - (read - copied_buffers(groups)))
@@ -102,7 +102,9 @@ def _gather_nodes(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def _units(graph: ir.Graph) -> dict[str, int]:
-    """Bucket (or state) → elements to which slices are aligned: for the narrowest type, so that all its arrays are alike."""
+    """Bucket (or state) → alignment of its slices in elements, that of the narrowest type, so that all its arrays have
+    one layout.
+    """
     narrowest: dict[str, int] = {}
     for node in updates_of(graph):
         name = _bucket(node) or f"{state_of(node).name}"
@@ -122,7 +124,7 @@ def _offsets(nodes: Sequence[ir.Node], unit: int) -> tuple[list[int], int]:
 
 
 def _flat_inputs(node: ir.Node) -> tuple[int, ...]:
-    """Inputs with an element for each element of the state: the states, and the gradient or what takes its place."""
+    """Inputs with an element for each element of the state: the states, and the gradient or other source."""
     return tuple(k for k in required_declaration(node).flat if k < len(node.inputs) and node.inputs[k] is not None)
 
 
@@ -160,7 +162,9 @@ def _refuse_readers(state: ir.Value) -> None:
 
 
 def _name_buffers(groups: Sequence[UpdateGroup]) -> None:
-    """Each state has a buffer of its own. A source that is the next value of another update's state lies in that one's."""
+    """Name the buffers: each state has its own; a source that is another update's next value shares the buffer of that
+    state.
+    """
     owners = {out: (group, output) for group in groups for n in group.nodes for output, out in enumerate(n.outputs)}
     for group in groups:
         group.names = {index: f"{group.name}/{group.declaration.inputs[index].name}" for index in group.flat}

@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of a step, which plans for different shapes share, and their results after the last one."""
+"""Sums values over the micro-batches of a step; plans for different shapes share the sums."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class MicroBatchCursor:
     depth: int = 0
 
     def place(self) -> int:
-        """0: the first of several, 1: the only one, 2: one in between, 3: the last."""
+        """0: the first of several, 1: the only one, 2: between first and last, 3: the last."""
         return 2 * bool(self.index) + self.last
 
     def carries(self) -> int:
-        """Levels that are full: as in a binary counter, level k holds the sum of 2ᵏ neighbours that waits for the next 2ᵏ."""
+        """Full levels: as in a binary counter, level k holds the sum of 2ᵏ neighbours until the next 2ᵏ are summed."""
         return (~self.index & (self.index + 1)).bit_length() - 1
 
     def place_in_tree(self) -> int:
@@ -42,7 +42,7 @@ class MicroBatchCursor:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """``x`` is added to ``levels[0]``, and becomes ``y`` in the end; a sum by a tree has a level for each power of two."""
+    """``x`` is added to ``levels[0]``, which becomes ``y`` at the end; a tree sum has one level for each power of two."""
 
     x: Array
     levels: list[Array]
@@ -64,7 +64,7 @@ def _sum_of(node: ir.Node, places: BufferMap, tree: bool) -> _Sum:
     y = places.array(result)
     steps = node.attributes["steps"].as_int() // (places.plan.world_size if tree else 1)
     levels = max(1, steps.bit_length() - 1) if tree else 1
-    shared = places.plan.places[result].buffer not in (ARENA, RESULTS) and not tree  # y itself outlives the plan
+    shared = places.plan.places[result].buffer not in (ARENA, RESULTS) and not tree  # y outlives the plan
     names = [f"accumulated/{result.name}/{level}" for level in range(levels)]
     own = [] if shared else [places.state.buffer(name, y.nbytes).view(y.dtype).reshape(y.shape) for name in names]
     return _Sum(places.array(value), own or [y], y)
@@ -106,7 +106,7 @@ def _on_device(sums: Sequence[_Sum], places: BufferMap, backend: Backend, turn: 
 
 def _tree_on_device(sums: Sequence[_Sum], places: BufferMap, backend: Backend, turn: MicroBatchCursor) -> Run:
     copy, depth = places.memory.bind_copy, len(sums[0].levels)
-    totals = [[s.x, *s.levels] for s in sums]  # what arrives at a level
+    totals = [[s.x, *s.levels] for s in sums]  # the sum that arrives at a level
     add = [
         in_order([bind_op(backend, "Add", {}, [t[k + 1], t[k]], [t[k + 1]], domain="") for t in totals]) for k in range(depth)
     ]

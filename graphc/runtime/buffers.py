@@ -1,4 +1,4 @@
-"""The memory of a bound plan: its buffers, and the arrays that its values are in them."""
+"""Maps the values of a bound plan to arrays in its buffers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BufferMap:
     """Finds the array of every value of ``plan``.
 
     Attributes:
-        reusable_buffers: where results of segments lie: the arena, and the buffers of gradients.
-        feeds: the way of the graph's inputs to the device.
-        inputs, outputs: the arrays of the graph's, by name.
+        reusable_buffers: buffers that hold results of segments: the arena, and the buffers of gradients.
+        feeds: brings the graph's inputs to the device.
+        inputs, outputs: the arrays of the graph's inputs and outputs, by name.
     """
 
     def __init__(self, plan: Plan, state: State, memory: Memory) -> None:
@@ -44,7 +44,7 @@ class BufferMap:
         return self.memory.zeros(nbytes).view(dtype).reshape(shape)
 
     def array(self, value: ir.Value) -> Array:
-        """Where ``value`` lies."""
+        """The array of ``value``."""
         view = self._views.get(value)
         if view is None:
             place = self.plan.places.get(value)
@@ -60,7 +60,7 @@ class BufferMap:
         return view
 
     def within_reach(self, value: ir.Value) -> Array:
-        """Where the backend reads ``value``: of state that lies in the host's memory, a copy on the device."""
+        """The array from which the backend reads ``value``: a device copy where the state is in host memory."""
         array = self.array(value)
         if not value.is_initializer() or not self.state.is_offloaded(value.name or ""):
             return array
@@ -69,7 +69,7 @@ class BufferMap:
         return self._lent[value][0]
 
     def bind_lent(self) -> Run | None:
-        """What brings the copies of :meth:`within_reach` up to date; None: there are none."""
+        """A closure that updates the copies of :meth:`within_reach`; None: there are none."""
         copy, lent = self.memory.copy, list(self._lent.values())
 
         def run() -> None:

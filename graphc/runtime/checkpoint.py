@@ -25,7 +25,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 FILE_NAME = "state.safetensors"
 FORMAT = "1"
-_LARGEST_HEADER = 100_000_000  # bytes, as in the format's own readers
+_LARGEST_HEADER = 100_000_000  # the limit, in bytes, of the format's own readers
 
 _CODES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),

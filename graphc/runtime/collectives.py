@@ -1,4 +1,4 @@
-"""Binding the collectives of a plan: each starts at one step and is waited for at another."""
+"""Binds the collectives of a plan: each starts in one step and is waited for in a later one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Transfers:
         self._prepared: dict[str, Any] = {}
         self._sparse: dict[str, SparseSum] = {}
         self._done = 0
-        self._ahead: set[str] = set()  # tags of what only queues, in steps that are known before they begin
+        self._ahead: set[str] = set()  # tags of collectives that only queue, and whose steps the host knows in advance
         self._picks: dict[tuple[float, ...], Callable[[], int]] = {}
 
     def bind(self, step: PlanStep, index: int) -> Run:
@@ -91,17 +91,17 @@ class Transfers:
         return HostSync(start)
 
     def _queued(self, transfer: Transfer, index: int, without: list[Run], whole: list[Run]) -> Run:
-        """``whole``, which only queues, or ``without`` in the steps that leave the collective out."""
+        """Choose ``whole``, which only queues, or ``without`` in steps that leave the collective out."""
         if not _is_conditional(transfer):
             return in_order(whole)
         key = (transfer.every, transfer.since, transfer.first, transfer.last)
-        if key not in self._picks:  # shared by all that run in the same steps, so that they are one choice
+        if key not in self._picks:  # shared by all collectives that run in the same steps, so that they form one choice
             skipped = self._skips(transfer, index)
             self._picks[key] = lambda: int(not skipped())
         return Choice([in_order(without), in_order(whole)], self._picks[key])
 
     def _overlaps(self, step: PlanStep, index: int) -> bool:
-        """Whether anything is computed between the start of a collective, which is step ``index``, and its wait."""
+        """Whether any step computes between the start of a collective, which is step ``index``, and its wait."""
         rest = self._places.plan.steps[index + 1 :]
         end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
         return any(s.transfer is None for s in rest[:end])
@@ -134,7 +134,9 @@ class Transfers:
     # What does not run in every step ----------------------------------------------------------------------------------
 
     def bind_count(self) -> Run | None:
-        """What notes, at the beginning of a step on a device, how many steps are done; None where nothing asks."""
+        """A closure that records, at the beginning of a step on a device, how many steps are done; None where it is not
+        needed.
+        """
         conditional = any(s.transfer is not None and _is_conditional(s.transfer) for s in self._places.plan.steps)
         if not conditional or self._places.memory.on_host:
             return None
@@ -146,7 +148,7 @@ class Transfers:
         return HostSync(note)
 
     def _skips(self, transfer: Transfer, index: int) -> Callable[[], bool]:
-        """Whether the collective, which is step ``index`` of the plan, is left out in the present training step."""
+        """Whether the current training step leaves out the collective, which is step ``index`` of the plan."""
         if not _is_conditional(transfer):
             return lambda: False
         state = self._places.state
@@ -162,7 +164,7 @@ class Transfers:
         return skipped
 
     def _number(self, transfer: Transfer, index: int) -> Callable[[], int]:
-        """The number of the present step, 1 for the first."""
+        """The number of the current step, 1 for the first."""
         places = self._places
         done, memory = places.state.arrays[STEP], places.memory
         if memory.on_host:
@@ -173,9 +175,9 @@ class Transfers:
         return lambda: self._done + 1
 
     def _known_ahead(self, transfer: Transfer, index: int) -> bool:
-        """Whether the host knows before a step on a device if it holds the collective, which is step ``index`` of the plan.
+        """Whether the host knows, before a step on a device, if the step runs the collective (step ``index`` of the plan).
 
-        A step that is skipped has not been counted, which only the device knows by then.
+        A skipped step is not counted, and at that time only the device knows that it was skipped.
         """
         plan = self._places.plan
         flags = (operand(group.nodes[0], "skip") for group in plan.groups)
@@ -183,7 +185,7 @@ class Transfers:
         return not (_is_conditional(transfer) and skips and self._counted(index))
 
     def _counted(self, index: int) -> bool:
-        """Whether the graph has counted the present step before step ``index`` of the plan."""
+        """Whether the graph counts the current step before step ``index`` of the plan."""
         return any(s.group is not None and _counts_steps(s.group) for s in self._places.plan.steps[:index])
 
 

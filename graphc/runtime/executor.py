@@ -1,8 +1,8 @@
-"""Binding a plan to memory, a backend and a communicator, and running it.
+"""Binds a plan to memory, a backend and a communicator, and runs it.
 
 Everything is looked up, allocated and checked when the plan is bound; a step is a walk over a list of closures. On a device
-these only queue work, and what follows each other without the host is recorded as one (:meth:`Backend.record`); the host
-waits once, for the results.
+these only queue work, and consecutive closures that do not need the host are recorded as one (:meth:`Backend.record`); the
+host waits once, for the results.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Executor:
                 continue
             run = self._transfers.bind(step, k) if step.transfer is not None else self._bind(step)
             if isinstance(run, HostSync) and self._on_host:
-                run = run.run  # nothing is recorded there
+                run = run.run  # nothing is recorded on the host
             if run is not None:
                 tag = step.tag if step.transfer is not None else ""
                 bound.append(_Bound(wrap(step.kind, step.name, run) if wrap else run, step.name, tag, step.once))
@@ -138,13 +138,13 @@ class Executor:
             raise found from (error if found is not error else error.__cause__)
 
     def _of_device(self, error: DeviceError | RuntimeError) -> DeviceError | None:
-        """``error``, or what the device says of it; None: it is not the device's."""
+        """``error`` as a :class:`DeviceError`; None: it does not come from the device."""
         if isinstance(error, DeviceError):
             return error
         if self._on_host:
             return None
         try:
-            self._backend.memory.synchronize()  # an error of a device stays
+            self._backend.memory.synchronize()  # is a device error already
         except DeviceError as found:
             return found
         return None
@@ -174,7 +174,7 @@ class Executor:
     # On a device ------------------------------------------------------------------------------------------------------
 
     def _joined(self, steps: Sequence[_Bound], wrap: Wrap | None) -> tuple[list[Run], list[str]]:
-        """What is called in a step, each row of what only queues work as one; and what is in each."""
+        """The closures of a step, with each row of queueing work combined into one, and the contents of each row."""
         if self._on_host or wrap is not None:
             return [one.run for one in steps], [one.name for one in steps]
         runs: list[Run] = []
@@ -191,7 +191,7 @@ class Executor:
         return Variants(row, record) if any(isinstance(run, Choice) for run in row) else record(row)
 
     def _bind_results(self) -> tuple[list[Run], Run]:
-        """Copies of what the step gives to the host, and what waits for them."""
+        """Copies of the step's results to the host, and the closure that waits for them."""
         memory, places, comm = self._backend.memory, self.places, self._comm
         copies: list[Run] = []
 
@@ -223,7 +223,7 @@ class Executor:
         return copies, wait
 
     def _bind_stop(self, held: Callable[[ir.Value], Array], mirror: Callable[[Array], Array]) -> Callable[[], bool] | None:
-        """Whether the step that has ended met a NaN or an infinity that must stop the run."""
+        """Whether the finished step met a NaN or an infinity that must stop the run."""
         if self.plan.stop is not None and self._check is not None:
             flag = held(self.plan.stop)
             return lambda: bool(flag)
@@ -233,7 +233,7 @@ class Executor:
         return lambda: bool(overflow) and self._scale <= least
 
     def _bind_scale(self) -> Run | None:
-        """What notes the loss scale before a step changes it; None: it is not asked for."""
+        """A closure that records the loss scale before a step changes it; None: nothing needs it."""
         if self._check is None or self._check.scaled is None or self._on_host:
             return None
         scalars = self.places.state.scalars
@@ -250,9 +250,9 @@ def _queues(step: _Bound, apart: Container[str]) -> bool:
 
 
 def _begun_elsewhere(steps: Sequence[_Bound]) -> set[str]:
-    """Collectives that would begin in one recording and end in another, because the host works in between.
+    """Collectives that would start in one recording and end in another, because the host works in between.
 
-    A graph takes in what it forks to and ends where all of that has come back, so these are queued one by one.
+    A CUDA graph must contain both the fork to another stream and the join, so these collectives are queued one by one.
     """
     apart: set[str] = set()
     while True:
@@ -268,12 +268,12 @@ def _begun_elsewhere(steps: Sequence[_Bound]) -> set[str]:
 
 
 def _span(names: Sequence[str]) -> str:
-    """Some steps of a plan in words."""
+    """Describe some steps of a plan in words."""
     if len(names) == 1:
         return names[0]
     return f"{names[0].partition(' … ')[0]} … {names[-1].rpartition(' … ')[2]}"
 
 
 def _queueing(names: Sequence[str], left: int) -> str:
-    """What was being queued when so many rows were left; all of them: the feeds."""
+    """Describe what was being queued when ``left`` rows remained; all of them: the feeds."""
     return "while it took the feeds" if left == len(names) else f"while it queued {names[len(names) - left - 1]}"

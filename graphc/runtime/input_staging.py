@@ -1,13 +1,13 @@
-"""Feeds on their way to a device, while the step before still runs.
+"""Sends feeds to a device while the step before still runs.
 
     host array ─► pinned memory ─► staging on the device ─► input of the plan
-               at once            beside what runs          queued, in front of the step
+               at once            beside the running step   queued, before the step
 
     array on the device ─► (staging, where a step still runs ─►) input of the plan
 
-The pinned memory is filled again when its transfer has ended, and the transfer waits until the step before has taken the
-staged feeds over. So the caller may reuse its arrays as soon as they are staged, and the inputs stay as they are until the
-last node of a step has read them.
+Pinned memory is filled again when its transfer has ended, and a transfer waits until the step before has taken the staged
+feeds. So the caller may reuse its arrays as soon as they are staged, and the inputs stay unchanged until the last node of a
+step has read them.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Feeds:
         self._here, self._there = views(self._pinned), views(self._staging)
         self._take = memory.bind_copy(whole, self._staging)
         self._takes: dict[str, Run] = {}
-        self._taken = memory.mark()  # the zeros are queued; a transfer beside the queue must not come before them
+        self._taken = memory.mark()  # the zeros are queued; a transfer outside the queue must not overtake them
 
     def stage(self, feeds: Mapping[str, Array]) -> None:
-        """Take feeds over for the :meth:`bring` that asks for them; their arrays may be changed afterwards."""
+        """Stage feeds for a later :meth:`bring`; their arrays may be changed afterwards."""
         if self._memory.on_host:
             return
         self._send(feeds)
@@ -72,7 +72,7 @@ class Feeds:
         self._staged = feeds
 
     def _send(self, feeds: Mapping[str, Array]) -> None:
-        """Let what lies in the host's memory travel, all of it at once where nothing else is fed."""
+        """Start the transfer of host arrays, as a single one where all feeds are host arrays."""
         for event in self._sent:
             event.wait()
         names = _on_host(feeds)
@@ -84,7 +84,7 @@ class Feeds:
             self._sent = [self._memory.send(self._there[name], self._here[name], self._taken) for name in names]
 
     def bring(self, feeds: Mapping[str, Array]) -> None:
-        """Let the inputs hold ``feeds``, which are staged now if these very feeds were not, behind everything queued before."""
+        """Queue the copy of ``feeds`` to the inputs; they are staged first unless they were already."""
         if self._memory.on_host:
             for name, array in self.inputs.items():
                 np.copyto(array, feeds[name])
@@ -118,7 +118,7 @@ def _on_host(feeds: Mapping[str, Array]) -> list[str]:
 
 
 class Ahead(Generic[T]):
-    """An iterator whose next item can be fetched before its turn.
+    """An iterator whose next item can be fetched early.
 
     Args:
         prepare: called with an item that was fetched early.
@@ -130,7 +130,7 @@ class Ahead(Generic[T]):
         self._error: Exception | None = None
 
     def look(self) -> None:
-        """Fetch and prepare the next item; what goes wrong is raised when its turn comes."""
+        """Fetch and prepare the next item early; an error is raised when the item is asked for."""
         if self._early or self._error is not None:
             return
         try:

@@ -1,7 +1,7 @@
-"""The check between the backward pass and the updates: a step with a NaN or an infinity changes nothing.
+"""Checks loss and gradients before the updates: a step with a NaN or an infinity changes nothing.
 
-On the host it raises. On a device it sets the flag that holds the updates back (:mod:`graphc.plan.skip_flag`), and the executor
-raises when it has fetched the results; where the updates take no flag, the check waits for it.
+On the host the check raises. On a device it sets the flag that skips the updates (:mod:`graphc.plan.skip_flag`), and the
+executor raises when it has fetched the results; where the updates take no flag, the check waits for the device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from graphc.plan.segment_model import bind_op
 from graphc.runtime.buffers import BufferMap
 
 FINITE = "finite?"
-"""Tag of the AllReduce by which ranks that hold parts of the gradients agree on whether all are finite."""
+"""Tag of the AllReduce by which ranks with sharded gradients agree whether all are finite."""
 
 
 class NonFiniteStepError(ArithmeticError):
-    """Raised by the check, or after it, where no update has changed anything."""
+    """Raised by the check or after it; no update has changed anything."""
 
 
 class Check:
@@ -43,7 +43,7 @@ class Check:
         self.scaled = None if self.counted else self._scaled()
 
     def bind(self) -> Run | None:
-        """Test all gradients of parameters, and the scalars reported, before the first update; None: there is no need."""
+        """A closure that tests all gradients and reported scalars before the first update; None where that is not needed."""
         if self.counted or (self.scaled is not None and not self._places.memory.on_host):
             return None
         if self.scaled is not None:
@@ -78,7 +78,7 @@ class Check:
         flag = np.zeros(1, dtype=np.float32)
 
         def check_together() -> None:
-            """A rank sees its own parts only: all stop when one of them meets a NaN."""
+            """Agree over ranks that see only their own parts: all stop when one of them meets a NaN."""
             flag[0] = not all(finite(array) for array in watched)
             comm.allreduce(flag, "max", FINITE)
             if flag[0]:

@@ -1,4 +1,4 @@
-"""What stopped a step: the first NaN or infinity, by running it again with every value kept; or a GPU that is lost."""
+"""Explains what stopped a step: the first NaN or infinity, found by replaying it, or a lost GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from graphc.training.microbatch import MicroBatch
 def first_nonfinite(
     model: ir.Model, executor: Executor, feeds: Mapping[str, Array], state: State, backend: Backend
 ) -> str | None:
-    """Name of the first value in graph order that is not finite: a feed, a parameter, or an intermediate of this rank.
+    """Find the first non-finite value in graph order: a feed, a parameter, or an intermediate of this rank.
 
     None when this rank's replay is finite throughout (the fault lies on another rank, or in a sum over ranks).
     """
@@ -49,7 +49,7 @@ def first_nonfinite(
     sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
     try:
         return _replay(step, sources, backend)
-    except DeviceMemoryError:  # all values at once need more than a step does
+    except DeviceMemoryError:  # keeping all values needs more memory than a step
         host = host_backend(threads=1)
         try:
             return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
@@ -77,7 +77,7 @@ def explain(
     comm: Communicator,
     step: int,
 ) -> NonFiniteError:
-    """What stops the run on all workers, each of which calls this with the plans and feeds of its own step."""
+    """Explain what stops the run on all workers; each of them calls this with the plans and feeds of its own step."""
     tensor, nothing = None, True
     for executor, feeds in runs:
         nothing = nothing and _all_ignored(model.graph, feeds)
@@ -90,7 +90,7 @@ def explain(
 
 
 def _all_ignored(graph: ir.Graph, feeds: Mapping[str, Array]) -> bool:
-    """Whether a loss looks at labels, and ignores all of them."""
+    """Whether a loss reads labels and ignores all of them."""
     labels = [(feeds.get(name), ignore) for name, (_, _, ignore) in label_checks(graph).items()]
     return bool(labels) and all(
         ignore is not None and isinstance(array, np.ndarray) and bool((array == ignore).all()) for array, ignore in labels
@@ -138,7 +138,9 @@ def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def explain_lost(error: DeviceError, comm: Communicator, step: int, saved: tuple[Path, int] | None) -> str:
-    """Who lost the GPU and when, what was under way, and what is left; ``saved``: the last checkpoint, and its steps."""
+    """Say which rank lost the GPU, when, what was running, and what to resume from; ``saved``: the last checkpoint, its
+    steps.
+    """
     during = f" {error.during}" if error.during else ""
     if isinstance(comm, StagedCommunicator) and (collective := comm.under_way()):
         during += f", with {collective!r} under way"

@@ -1,7 +1,7 @@
-"""The rank-0 state of a training graph: learning rate, step count, seed and the like.
+"""Holds the scalar state of a training graph: learning rate, step count, seed and the like.
 
-They lie side by side, so that the host reads all of them in one transfer, and only when a step may have changed them. What
-the host writes is sent when it changes.
+The scalars are adjacent in memory, so that the host reads all of them in one transfer, and only when a step may have changed
+them. A value that the host writes is sent when it changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOM = 512
 
 
 class Scalars:
-    """Room for ``count`` scalars in ``memory``, each with a copy on the host; there, the copy is the scalar.
+    """``count`` scalars in ``memory``, each with a copy on the host (in host memory, the scalar itself).
 
     Attributes:
         stale: whether the device may have written them since they were read.
@@ -40,7 +40,7 @@ class Scalars:
         return there
 
     def adopt(self, name: str, array: Array) -> None:
-        """Let scalar ``name`` be this array, where all lies on the host."""
+        """Use this array as scalar ``name``, in host memory."""
         self._arrays[name] = self._copies[name] = array
 
     def __contains__(self, name: str) -> bool:
@@ -52,16 +52,16 @@ class Scalars:
         return self._copies[name].item()
 
     def set(self, name: str, value: float) -> None:
-        """Make ``value`` that of ``name``, which only the host writes; what it is already is not sent."""
+        """Set ``name``, which only the host writes, to ``value``; an unchanged value is not sent."""
         if self._memory.on_host:
             self._copies[name][...] = value
         elif self._sent.get(name) != value:
             self._copies[name][...] = value
             self._sent[name] = value
-            self._memory.copy(self._arrays[name], self._copies[name].copy())  # pinned memory would have to be waited for
+            self._memory.copy(self._arrays[name], self._copies[name].copy())  # a copy from pinned memory would need a wait
 
     def forget(self) -> None:
-        """Somebody has written the memory of scalars."""
+        """Note that the memory of the scalars was written."""
         self.stale = True
         self._sent.clear()
 

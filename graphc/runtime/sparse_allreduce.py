@@ -1,4 +1,4 @@
-"""An AllReduce of arrays that are mostly zero: what is not zero travels with its place, to all ranks."""
+"""Reduces arrays that are mostly zero by exchanging non-zero elements with their indices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from graphc.errors import ModelError
 
 
 class SparseSum:
-    """The sum over the ranks of ``flat``, in place, where each rank has at most ``nonzero`` elements that are not zero.
+    """Sums ``flat`` over the ranks, in place, where each rank has at most ``nonzero`` elements that are not zero.
 
-    A rank sends 8 bytes for each of them to every other one; a ring of dense sums moves 8 bytes for each element of the
-    array. So it is worth while for fewer than 1 / ranks of the elements. Sums run in rank order, the same on all ranks.
+    A rank sends 8 bytes for each of them to every other rank; a ring AllReduce moves 8 bytes for each element of the array.
+    So it pays for fewer than 1 / ranks of the elements. Sums run in rank order, the same on all ranks.
 
     Args:
         flat: float32 vector in ``memory``; on a device, the host works on a copy of it.
@@ -25,7 +25,7 @@ class SparseSum:
             raise ModelError(f"a sparse sum takes fewer than 2³¹ float32 elements, not {flat.dtype}[{flat.size}]")
         self._there, self._memory, self._nonzero = flat, memory, nonzero
         self._flat = flat if memory.on_host else memory.pinned(flat.nbytes).view(flat.dtype)
-        # A row a rank: how many, their places, their values as bits.
+        # one row a rank: count, indices, values as bits
         self._rows = np.zeros((size, 1 + 2 * nonzero), dtype=np.int32)
         self._mine = self._rows[rank]
         self._comm: Any = None
@@ -40,7 +40,7 @@ class SparseSum:
         return self._handle
 
     def start(self) -> None:
-        """Begin; the array may not be touched until ``finish``."""
+        """Start; the array may not be touched until ``finish``."""
         if not self._memory.on_host:
             self._memory.copy(self._flat, self._there)
             self._memory.synchronize()
@@ -54,7 +54,7 @@ class SparseSum:
         self._comm.begin(self._handle)
 
     def finish(self) -> None:
-        """Wait, and put the sum in place."""
+        """Wait, and write the sum."""
         self._comm.wait(self._handle)
         self._flat[self._mine[1 : 1 + self._mine[0]]] = 0
         for row in self._rows:

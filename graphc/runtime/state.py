@@ -1,4 +1,4 @@
-"""The values that live from step to step: parameters, optimizer state, running statistics, counters, frozen weights."""
+"""Holds state: parameters, optimizer state, running statistics, counters, frozen weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphc.runtime.scalars import ROOM, Scalars
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where a tensor lies of which this rank keeps only a part: at element ``offset`` of the array that ``group`` divides."""
+    """The place of a sharded tensor: element ``offset`` of the array that ``group`` divides."""
 
     group: UpdateGroup
     buffer: str
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def mine(self) -> tuple[slice, slice]:
-        """Where this rank's elements are in its part of the flat array, and in the flattened tensor."""
+        """This rank's elements as a slice of its part of the flat array, and as a slice of the flattened tensor."""
         start, stop = self.group.owned
         low, high = max(self.offset, start), min(self.offset + self.size, stop)
         if high <= low:
@@ -93,7 +93,7 @@ class State:
 
     @property
     def names(self) -> set[str]:
-        """Of all state, whole or in parts."""
+        """The names of all state, whole or sharded."""
         return {*self.arrays, *self.shards}
 
     def _lay_out(self, group: UpdateGroup, index: int) -> None:
@@ -116,13 +116,13 @@ class State:
             self._write(name, initial)
 
     def _alone(self, value: ir.Value, dtype: np.dtype[Any], nbytes: int) -> Array:
-        """Memory of one tensor that lies in no bucket, as a flat array."""
+        """Memory of one tensor outside all buckets, as a flat array."""
         if static_dims(value) == () and nbytes <= ROOM:
             return self.scalars.place(value.name or "", dtype, nbytes)
         return self.memory.zeros(nbytes).view(dtype)
 
     def memory_of(self, buffer: str) -> Memory:
-        """Where the flat ``buffer`` lies."""
+        """The memory that holds the flat ``buffer``."""
         return HOST if buffer in self.offloaded else self.memory
 
     def buffer(self, name: str, nbytes: int) -> Array:
@@ -134,7 +134,7 @@ class State:
         return self._buffers[name, nbytes]
 
     def lay_side_by_side(self, sizes: Mapping[str, int]) -> None:
-        """Give the buffers of these names and bytes, as far as there are none yet, one piece of memory of the device."""
+        """Allocate those of these buffers (name → bytes) that do not exist yet, in one piece of device memory."""
         new = {n: b for n, b in sizes.items() if n not in self.flat and (n, b) not in self._buffers and n not in self.offloaded}
         steps = {name: -(-nbytes // ALIGNMENT) * ALIGNMENT for name, nbytes in new.items()}
         if not steps:
@@ -146,33 +146,33 @@ class State:
             start += step
 
     def mirror(self, buffer: str, part: Array) -> Array:
-        """Memory of the host for ``part`` of flat ``buffer``, whose update runs there; always the same array."""
+        """Host memory for ``part`` of flat ``buffer``, whose update runs there; always the same array."""
         if buffer not in self._mirrors:
             self._mirrors[buffer] = self.memory.pinned(part.nbytes).view(part.dtype), part
         return self._mirrors[buffer][0]
 
     def lend(self, name: str) -> Array:
-        """Memory of the device for a copy of state ``name``, which lies in the host's; all plans share it."""
+        """Device memory for a copy of state ``name``, which is in host memory; all plans share it."""
         if name not in self._lent:
             array = self.array(name)
             self._lent[name] = _like(self.memory, array, array.shape)
         return self._lent[name]
 
     def refresh(self, buffer: str) -> None:
-        """Queue a copy to the mirror of ``buffer`` if somebody has written the state since the last one.
+        """Queue a copy to the mirror of ``buffer`` if the state was written since the last one.
 
-        Who updates the mirror copies it to the device, so that nothing else makes them differ.
+        The code that updates the mirror also copies it to the device, so nothing else makes them differ.
         """
         if buffer not in self._fresh:
             self.memory.copy(*self._mirrors[buffer])
             self._fresh.add(buffer)
 
     def initial(self, name: str) -> Array:
-        """What the graph says that state ``name`` begins with."""
+        """The initial value of state ``name`` in the graph."""
         return array_of(self._initial[name])
 
     def array(self, name: str) -> Array:
-        """State ``name``, whole; of sharded state the copy that :meth:`gather` made.
+        """State ``name``, whole; for sharded state the copy that :meth:`gather` made.
 
         Raises:
             UsageError: sharded state that was not gathered.
@@ -185,11 +185,11 @@ class State:
         return found
 
     def fetch(self, name: str) -> Array:
-        """State ``name`` in the host's memory: a copy, or itself where it lies there; of sharded state the whole, gathered."""
+        """State ``name`` in host memory: the array itself where it is there, else a copy; sharded state must be gathered."""
         return self._home(name).fetch(self.array(name))
 
     def gather(self, comm: Communicator, names: Iterable[str]) -> dict[str, Array]:
-        """Whole copies of the sharded state among ``names``, refreshed in place; every rank calls it with the same names."""
+        """Gather whole copies of the sharded state among ``names``, in place; every rank calls it with the same names."""
         wanted = [n for n in names if n in self.shards]
         for buffer in dict.fromkeys(self.shards[n].buffer for n in wanted):
             members = [n for n in wanted if self.shards[n].buffer == buffer]
@@ -205,16 +205,18 @@ class State:
         return {n: self._whole[n] for n in wanted}
 
     def apart(self) -> list[str]:
-        """State in which the ranks have gone different ways since the last average (local SGD)."""
+        """State that differs between ranks since the last average (local SGD)."""
         done = self.scalars.read(STEP) if self.averaged else 0
         return sorted(n for n, (every, since) in self.averaged.items() if done > since and (not every or done % every))
 
     def snapshot(self, comm: Communicator | None = None) -> dict[str, Array]:
-        """A copy of everything that trains or counts (what a checkpoint holds), by name; nothing that differs by rank.
+        """Copy all state of a checkpoint, by name; nothing in it differs by rank.
 
-        It lies in the host's memory. Sharded state is gathered over ``comm``, which every rank calls then. Of local state it
-        holds the sum over the ranks then, of which :meth:`broadcast` gives each of any number of ranks an equal part;
-        of what is averaged every few steps, the mean.
+        The copy is in host memory. Sharded state is gathered over ``comm``, so every rank calls this then. Local state is
+        summed
+        over the ranks (:meth:`broadcast` gives each of any number of ranks an equal part of it); state that is averaged
+        every few
+        steps is averaged.
         """
         sharded = sorted(self.updated & self.shards.keys())
         if sharded and comm is None:
@@ -255,7 +257,7 @@ class State:
         self._written()
 
     def adopt(self, values: Mapping[str, Array]) -> None:
-        """Let state by name, and what is new, be ``values``, arrays of the host that others write; see :meth:`receive`."""
+        """Use ``values``, host arrays that others write, as state; see :meth:`receive`."""
         self._adopted = values
         for name, array in values.items():
             if self.memory.on_host:
@@ -266,7 +268,7 @@ class State:
                 self.arrays[name] = _like(self.memory, array, array.shape)
 
     def receive(self) -> None:
-        """Let a device have what the adopted arrays hold now; on the host they are the state."""
+        """Copy the adopted arrays to the device; in host memory they are the state itself."""
         if not self.memory.on_host:
             for name, array in self._adopted.items():
                 self.memory.copy(self.arrays[name], array)
@@ -279,11 +281,11 @@ class State:
         return self.arrays[name].shape, self.arrays[name].dtype
 
     def is_offloaded(self, name: str) -> bool:
-        """Whether state ``name`` lies in the host's memory while the graph runs elsewhere."""
+        """Whether state ``name`` is in host memory while the graph runs elsewhere."""
         return name in self._offloaded_names
 
     def _home(self, name: str) -> Memory:
-        """Where state ``name`` lies."""
+        """The memory that holds state ``name``."""
         return HOST if self.is_offloaded(name) else self.memory
 
     def _write(self, name: str, array: Array) -> None:
@@ -295,15 +297,15 @@ class State:
         memory.copy(self.flat[shard.buffer][here], array.reshape(-1)[there])
 
     def _written(self) -> None:
-        """Copies of the state on the host are out of date."""
+        """Note that host copies of the state are out of date."""
         self.scalars.forget()
         self._fresh.clear()
 
     def broadcast(self, comm: Communicator, values: Mapping[str, Array] | None = None) -> None:
-        """Give every rank the state of rank 0, and an equal part of the local state, of which rank 0 holds the sum.
+        """Send the state of rank 0 to every rank, and an equal part of the local state, whose sum rank 0 holds.
 
         Args:
-            values: of sharded state on rank 0, whole; None: what the graph begins with.
+            values: of sharded state on rank 0, whole; None: the initial values of the graph.
         """
         local = sorted(self.local)
         for array in (*self.replicated().values(), *(self.arrays[name] for name in local)):
@@ -317,7 +319,7 @@ class State:
                 memory.copy(whole, self._first(name, values))
             comm.broadcast(whole.reshape(-1), 0)
             self._write(name, whole)
-            del whole  # before there is another
+            del whole  # free it before the next is allocated
         self._written()
 
     def _first(self, name: str, values: Mapping[str, Array] | None) -> Array:

@@ -1,4 +1,4 @@
-"""Binding updates, and what measures their gradients, to the flat buffers of a plan."""
+"""Binds updates, and reductions over their gradients, to the flat buffers of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Updates:
         self._places, self._backend, self._host = places, backend, host
 
     def bind(self, group: UpdateGroup) -> Run:
-        """One call for all of ``group``."""
+        """Bind one call for all updates of ``group``."""
         inputs: list[Array | None] = []
         for index, value in enumerate(group.nodes[0].inputs):
             if value is None:
@@ -60,9 +60,9 @@ class Updates:
         return in_order([run, *(memory.bind_copy(target, result) for target, result in pairs)])
 
     def _bind_on_host(self, group: UpdateGroup, inputs: Sequence[Array | None]) -> Run:
-        """The update on mirrors of what lies on the device; the new parameters are copied back.
+        """Bind the update to host mirrors of device buffers; the new parameters are copied back.
 
-        A mirror of parameters is read once: after that the update itself keeps it as the device's are.
+        A mirror of parameters is read once: after that the update itself keeps it equal to the device's.
         """
         assert self._host is not None
         memory, state = self._places.memory, self._places.state
@@ -99,7 +99,7 @@ class Updates:
         return HostSync(update)
 
     def bind_over_parts(self, node: ir.Node) -> Run:
-        """A reduction over gradients of which this rank has a part: its result is over the part."""
+        """Bind a reduction over sharded gradients: its result is over this rank's part."""
         places, backend = self._places, self._backend
         outputs = [places.array(v) for v in node.outputs]
         parts: dict[str, Array] = {}
@@ -115,6 +115,6 @@ class Updates:
 
 
 def owns_nothing(group: UpdateGroup) -> bool:
-    """Whether this rank updates no element of a group that has some."""
+    """Whether the group has elements, but none for this rank to update."""
     start, stop = group.owned
     return start == stop and group.elements > 0
