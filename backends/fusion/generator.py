@@ -21,10 +21,10 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.indexing import Variable, flatten, unflatten
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSource, KernelSpec, NotFusibleError
-from graphc.backends.fusion.lowering import Scope, Values, dtype_of
+from graphc.backends.fusion.lowering import Scope, Values
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.sign_bits import BITS, packs
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import dtype_of, shape_of, size_of
 
 Stores = Sequence[tuple[ir.Value, str]]
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphc.backends.fusion import views
 from graphc.backends.fusion.reductions import reduced_axes
-from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import shape_of
 
 MOVES = frozenset({*views.RESHAPES, "Transpose"})
 """Ops whose result holds every element of its operand once."""

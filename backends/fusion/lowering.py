@@ -15,10 +15,9 @@ from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Varia
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError
 from graphc.backends.fusion.reductions import REDUCTIONS
 from graphc.backends.fusion.sign_bits import UNPACKED
-from graphc.backends.fusion.views import shape_of
 from graphc.gradient import key_of
 from graphc.ir import DOMAIN
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, dtype_of, shape_of
 
 
 @dataclass(slots=True)
@@ -441,10 +440,3 @@ def is_expression(node: ir.Node) -> bool:
         return key_of(node.domain, name) in SPECIAL
     known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
     return known and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")
-
-
-def dtype_of(value: ir.Value | None) -> ir.DataType:
-    """The element type of a value that has one."""
-    assert value is not None
-    assert value.dtype is not None
-    return value.dtype

@@ -19,9 +19,9 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.indexing import Linear, Map, flatten
 from graphc.backends.fusion.kernel_source import NotFusibleError
 from graphc.backends.fusion.sign_bits import BITS
-from graphc.backends.fusion.views import RESHAPES, integers, shape_of
+from graphc.backends.fusion.views import RESHAPES, integers
 from graphc.ir.declare import declaration_of
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 

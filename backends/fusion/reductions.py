@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.fusion.expressions import compute_type, literal
-from graphc.backends.fusion.views import integers, shape_of
+from graphc.backends.fusion.views import integers
+from graphc.ir.facts import shape_of
 
 
 @dataclass(frozen=True, slots=True)

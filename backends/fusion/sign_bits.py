@@ -12,9 +12,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.backends.fusion.graph_queries import stand_in
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir import DOMAIN
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of, size_of
 
 PACKED, UNPACKED = "PackedMask", "UnpackedMask"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from graphc.backends.fusion.indexing import Linear, Map, flatten, unflatten
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +30,6 @@ class Piece:
 
 Rule = Callable[[ir.Node, int, Map], Sequence[Piece] | None]
 """(node, output, index of the result) → pieces, or None where this node is no mere movement."""
-
-
-def shape_of(value: ir.Value | None) -> tuple[int, ...]:
-    assert value is not None
-    found = static_dims(value)
-    assert found is not None
-    return found
-
-
-def size_of(value: ir.Value | None) -> int:
-    """The number of elements."""
-    return math.prod(shape_of(value))
 
 
 def integers(node: ir.Node, index: int) -> list[int] | None:

@@ -41,28 +41,36 @@ def static_dims(value: ir.Value) -> tuple[int, ...] | None:
     return found  # type: ignore[return-value]
 
 
-def shape_of(value: ir.Value) -> tuple[int, ...]:
+def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     """The static shape of a value.
 
     Raises:
         ModelError: it has none.
+        InternalError: the value is left out.
     """
+    if value is None:
+        raise InternalError("an operand that is left out has no shape")
     found = static_dims(value)
     if found is None:
         raise ModelError(f"{value.name!r} has no static shape: {describe_value(value)}")
     return found
 
 
-def dtype_of(value: ir.Value) -> ir.DataType:
-    """The element type of a value; InternalError where it is not known."""
-    if value.dtype is None:
-        raise InternalError(f"the element type of {value.name!r} is not known")
+def size_of(value: ir.Value | None) -> int:
+    """The number of elements of a value of static shape; raises as :func:`shape_of`."""
+    return math.prod(shape_of(value))
+
+
+def dtype_of(value: ir.Value | None) -> ir.DataType:
+    """The element type of a value; InternalError where it is not known, or the value is left out."""
+    if value is None or value.dtype is None:
+        raise InternalError(f"the element type of {'an operand' if value is None else repr(value.name)} is not known")
     return value.dtype
 
 
 def nbytes_of(value: ir.Value) -> int:
     """Bytes of a value of static shape; ModelError where it has none."""
-    return math.prod(shape_of(value)) * int(dtype_of(value).itemsize)
+    return size_of(value) * int(dtype_of(value).itemsize)
 
 
 def array_of(value: ir.Value) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""compress: let less travel than the gradients.
+"""compress: send less than the full gradients.
 
     before   dW ─► AllReduce ─► Adam(W, ·)
     fp16     dW ─► RoundTo(float16) ─► AllReduce ─► Widen ─► Adam(W, ·)                and bf16 alike
@@ -6,9 +6,9 @@
     powersgd dW, residual ─► AllReduce of two thin factors ─► their product ─► Adam(W, ·);  Residual(…)
 
 Low types halve the bytes. Sums over the ranks are made in float32 and rounded once; gradients here are sums over samples, not
-means, so it is large batches that overflow float16 (65504), which the finite check sees; bfloat16 does not overflow.
+means, so large batches can overflow float16 (65504), which the finite check sees; bfloat16 does not overflow.
 PowerSGD (:mod:`graphc.passes.compression.powersgd`) sends r·(n + m) numbers for a gradient of n × m; vectors, and matrices for
-which that is no less, travel as they are.
+which that saves nothing, are sent whole.
 
 Top-k (:mod:`graphc.passes.compression.topk`) sends the largest elements.
 

@@ -39,10 +39,7 @@ def adasum(model: ir.Model, ctx: Context) -> bool:
 
 
 def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
-    """Make the operands of ``reductions`` mean gradients over this rank's samples, and 1 what the updates divide by.
-
-    Returns whether the loss is a mean at all.
-    """
+    """Turn the operands of ``reductions`` into mean gradients over this rank's samples, and the updates' divisors into 1."""
     total = reduced_weight(graph)
     if total is None:
         return False
@@ -55,7 +52,7 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
             assert gradient is not None
             op.before = _after(node, (gradient, own), position, following)
             count = op.cast_like(own, gradient)
-            # A rank without samples has a gradient of zero.
+            # a rank without samples has a gradient of zero
             divisor = op.Where(op.Equal(count, 0.0), op.ones_like(count), count)
             node.replace_input_with(index, op.Div(gradient, divisor))
     assert total.dtype is not None
@@ -69,6 +66,6 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
 def _after(
     node: ir.Node, values: tuple[ir.Value, ...], position: Mapping[ir.Node, int], following: Mapping[ir.Node, ir.Node]
 ) -> ir.Node:
-    """The first node in front of which all ``values`` exist; ``node`` where nothing computes them."""
+    """The first node before which all ``values`` exist; ``node`` where no node computes them."""
     producers = [p for p in (v.producer() for v in values) if p is not None and p in position]
     return following.get(max(producers, key=lambda p: position[p]), node) if producers else node

@@ -52,7 +52,7 @@ def allreduce(model: ir.Model, ctx: Context, *, group: str = "data") -> bool:
 
 
 def _add_first(graph: ir.Graph, op: Builder) -> int:
-    """AllReduce(a) + AllReduce(b) → AllReduce(a + b), where both are sums or means over one axis and nobody else reads them."""
+    """AllReduce(a) + AllReduce(b) → AllReduce(a + b), for sums or means over one axis without other readers."""
     count = 0
     for node in list(graph):
         if node.op_type != "Add" or node.domain != "":
@@ -73,7 +73,7 @@ def _add_first(graph: ir.Graph, op: Builder) -> int:
 
 
 def _is_linear(node: ir.Node) -> bool:
-    """An AllReduce of one operand, not yet in a bucket, that is read once and for which the order of adding does not matter."""
+    """Whether an AllReduce has one operand, no bucket, one reader, and a sum whose order does not matter."""
     return (
         node.op_type == "AllReduce"
         and node.domain == DOMAIN
@@ -86,7 +86,7 @@ def _is_linear(node: ir.Node) -> bool:
 
 
 def _alike(first: ir.Node, second: ir.Node) -> bool:
-    """Whether both reduce in the same way, and values of one shape: adding must not broadcast before the reduction."""
+    """Whether both reduce in the same way values of the same shape: the sum must not broadcast."""
     settings = [[n.attributes.get_string(k, d) for k, d in (("group", "data"), ("reduce", "sum"))] for n in (first, second)]
     shapes = [dims(n.outputs[0]) for n in (first, second)]
     return settings[0] == settings[1] and same_dims(*shapes)

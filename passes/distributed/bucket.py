@@ -1,12 +1,12 @@
-"""bucket: gather gradients into flat buffers, one AllReduce and one update call a buffer.
+"""bucket: gather gradients into flat buffers with one AllReduce and one update call each.
 
     before   dW2 ─► AllReduce ─► Adam(W2)      dW1 ─► AllReduce ─► Adam(W1)
     after    dW2, dW1 ─► AllReduce(bucket=b0) ─► Adam(W2, bucket=b0), Adam(W1, bucket=b0)
 
-Buckets fill in the order in which the backward pass produces the gradients (the reverse of the forward order), so the
-first bucket is complete, and under way, while earlier layers are still being differentiated. One bucket holds operands
-of one element type, one reduction and one kind of update. The scalars of the loss travel in a bucket of their own. Where
-gradients travel in a low type (``compress``), the conversions of a bucket are merged as well.
+Buckets fill in the order in which the backward pass produces the gradients (the reverse of the forward order), so the first
+bucket is complete, and its AllReduce runs, while earlier layers are still being differentiated. One bucket holds operands of
+one element type, one reduction and one kind of update. The scalars of the loss have a bucket of their own. Where gradients are
+sent in a low type (``compress``), the conversions of a bucket are merged as well.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
 
 
 def _position(value: ir.Value | None, position: dict[ir.Node, int]) -> int:
-    """Where the value is computed; −1 for what no node computes."""
+    """Position of the node that computes the value; −1 where none does."""
     producer = value.producer() if value is not None else None
     return position.get(producer, -1) if producer is not None else -1
 
@@ -111,7 +111,7 @@ def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
 
 
 def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: str) -> None:
-    """Replace single-operand AllReduces by one of all their operands, in front of the first consumer of any of them."""
+    """Replace single-operand AllReduces by one of all their operands, before the first consumer of any of them."""
     if not reductions:
         return
     position = {node: k for k, node in enumerate(graph)}
@@ -157,7 +157,7 @@ def _merge_conversions(graph: ir.Graph, op: Builder, nodes: Sequence[ir.Node | N
 
 
 def _sink(graph: ir.Graph, reductions: Sequence[ir.Node], position: dict[ir.Node, int]) -> None:
-    """Move everything that depends on ``reductions`` behind the last of them, keeping its order."""
+    """Move everything that depends on ``reductions`` after the last of them, keeping its order."""
     last = max(reductions, key=lambda n: position[n])
     sources, dependent = set(reductions), set[ir.Node]()
     for node in graph:

@@ -16,7 +16,7 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("central_storage", requires=("optimizer", "allreduce", "bucket"))
 def central_storage(model: ir.Model, ctx: Context) -> bool:
-    """Let rank 0 hold what the optimizer needs, on the host, and update for all.
+    """Keep optimizer state on rank 0, in host memory, and update there for all ranks.
 
     Raises:
         UsageError: an optimizer that cannot run over flat buffers, or another strategy in the graph already.

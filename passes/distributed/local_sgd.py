@@ -69,7 +69,7 @@ def _divide_by_own_weight(graph: ir.Graph) -> None:
 
 
 def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
-    """Let a NaN in any rank's gradients be one in the loss of all, and in every flag that skips a step."""
+    """Turn a NaN in any rank's gradients into a NaN in the loss of all ranks, and into every skip flag."""
     total = reduced_total(graph)
     if total is None or not gradients:
         return
@@ -94,7 +94,7 @@ def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
 
 
 def _average(graph: ir.Graph, group: str, every: int, start: int, states: bool) -> int:
-    """An AllReduce of the next values of every bucket, for the parameters and each kind of state; returns how many."""
+    """Average the next values of every bucket, of parameters and each kind of state; returns the number of AllReduces."""
     buckets: dict[tuple[str, int], list[ir.Value]] = {}
     for node in (n for n in graph if trains(n)):
         for output, index in required_declaration(node).next_value.items():

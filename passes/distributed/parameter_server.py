@@ -1,11 +1,11 @@
-"""parameter_server: workers pull parameters and push gradients; the updates belong to the servers.
+"""parameter_server: workers pull parameters and push gradients; servers run the updates.
 
     before   W ─► forward, backward ─► dW ─► AllReduce ─► Adam(W, ·)
     after    W ─► Pull ─► forward, backward ─► dW ─► Push ─► Adam(W, ·)
 
-What depends on a ``Push`` is the servers' part of the graph, what a ``Push`` depends on the workers'
-(:mod:`graphc.parameter_server.split` cuts it). Updates are dealt to the servers whole, the largest first, each to the server
-that holds least so far; a value that updates on several servers need, like the weight of the loss, goes to every server.
+Nodes that depend on a ``Push`` are the servers' part of the graph, nodes that a ``Push`` depends on the workers'
+(:mod:`graphc.parameter_server.split` cuts it). Each update goes whole to one server, the largest first, to the server with the
+least so far; a value that updates on several servers need, like the weight of the loss, goes to every server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("parameter_server", requires=("allreduce",))
 def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, staleness: int | None = None) -> bool:
-    """Replace every AllReduce by a Push, and let what computes gradients read the parameters through a Pull.
+    """Replace every AllReduce by a Push, and read parameters through a Pull.
 
     Args:
         servers: processes beside the workers that hold and update the parameters.
@@ -36,8 +36,8 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
             results of the mirrored strategy.
 
     Raises:
-        UsageError: an option out of range, more servers than parameters, a loss scale without ``staleness=0``, or what needs
-            all workers in the middle of a step: micro-batches, ``sync_batchnorm``, PowerSGD, top-k.
+        UsageError: an option out of range, more servers than parameters, a loss scale without ``staleness=0``, or a feature
+            that needs all workers within a step: micro-batches, ``sync_batchnorm``, PowerSGD, top-k.
     """
     if servers < 1 or (staleness is not None and staleness < 0):
         raise UsageError(f"servers must be at least 1 and staleness at least 0, not servers={servers}, staleness={staleness}")
@@ -63,7 +63,7 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
 
 
 def _refuse_meetings(graph: ir.Graph) -> None:
-    """A worker meets nobody before its push, and keeps no state of its own."""
+    """Refuse graphs in which workers exchange values before the push, or keep state of their own."""
     reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
     reduced = _descendants(value for node in reductions for value in node.outputs)
     for node in graph:
@@ -89,7 +89,7 @@ def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
 
 
 def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
-    """For each operand the one server that needs it, or every server; what the graph returns is the first one's."""
+    """For each operand the one server that needs it, or all servers; graph outputs belong to the first one."""
     found = []
     for value in reduction.outputs:
         reached = _descendants([value])
@@ -101,7 +101,7 @@ def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
 
 
 def _follow(node: ir.Node, owner: dict[ir.Node, int]) -> None:
-    """State computed from a parameter's next value lives where the parameter does."""
+    """Put state that is computed from a parameter's next value on the parameter's server."""
     servers = {owner[n] for n in _ancestors([node]) if n in owner}
     if len(servers) > 1:
         raise UsageError(f"with several servers, one update may not need the results of two of them: {describe(node)}")
@@ -110,7 +110,7 @@ def _follow(node: ir.Node, owner: dict[ir.Node, int]) -> None:
 
 
 def _push(graph: ir.Graph, reduction: ir.Node, wanted: list[int], common: Mapping[str, int]) -> None:
-    """One Push for each server that gets operands of the AllReduce, in its place."""
+    """Replace an AllReduce by one Push for each server that needs operands of it."""
     attributes = {name: reduction.attributes[name].value for name in ("reduce", "bucket") if name in reduction.attributes}
     tag = reduction.attributes["tag"].as_string()
     op = Builder(graph, before=reduction)
@@ -130,7 +130,7 @@ def _push(graph: ir.Graph, reduction: ir.Node, wanted: list[int], common: Mappin
 
 
 def _pull(graph: ir.Graph, owner: Mapping[ir.Node, int], common: Mapping[str, int]) -> None:
-    """Pulls of all state that is updated on one server, and of what else the workers read, in front of everything."""
+    """Put the Pulls of each server's state, and of other values that workers read, before everything else."""
     workers = _ancestors([node for node in graph if node.op_type == "Push" and node.domain == "graphc"])
     held: dict[int, list[ir.Value]] = {}
     for node, server in sorted(owner.items(), key=lambda item: item[0].name or ""):
@@ -166,7 +166,7 @@ def _ancestors(nodes: Iterable[ir.Node]) -> set[ir.Node]:
 
 
 def _descendants(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """The nodes that depend on ``values``; none of them stands in a body."""
+    """The nodes that depend on ``values``; none of them is in a subgraph."""
     found: set[ir.Node] = set()
     waiting = list(values)
     while waiting:

@@ -1,4 +1,4 @@
-"""Finding what is reduced over the ranks, for strategies that reduce something else."""
+"""Finds the reductions of a graph, for strategies that replace them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from graphc.ir.updates import gradient_of
 
 
 def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
-    """The AllReduces whose results the optimizer's updates take as gradients, in node order.
+    """The AllReduces that give the optimizer its gradients, in node order.
 
     Raises:
-        UsageError: a gradient that comes of something else.
+        UsageError: a gradient that another op computes.
     """
     wanted: set[ir.Node] = set()
     for node in graph:
@@ -34,7 +34,7 @@ def _is_plain_sum(node: ir.Node) -> bool:
 
 
 def reduced_weight(graph: ir.Graph) -> ir.Value | None:
-    """The summed weight by which the reported loss is divided, where it is a mean."""
+    """The summed weight that divides the reported loss, where it is a mean."""
     return _reduced_operand(graph, 1)
 
 
@@ -44,7 +44,7 @@ def reduced_total(graph: ir.Graph) -> ir.Value | None:
 
 
 def operand_of(reduced: ir.Value) -> ir.Value:
-    """This rank's own value, of what an AllReduce gives."""
+    """This rank's own value: the operand of the AllReduce that gives ``value``."""
     return input_of(producer_of(reduced), reduced.index() or 0)
 
 

@@ -81,7 +81,7 @@ def _split(graph: ir.Graph, op: Builder, node: ir.Node) -> _Pair:
 
 
 class _Order:
-    """The new order of nodes, built by one walk in the old one."""
+    """Builds the new order of nodes in one walk over the old one."""
 
     def __init__(self, graph: ir.Graph, pairs: Sequence[_Pair]) -> None:
         self.graph, self.nodes = graph, list(graph)
@@ -127,14 +127,14 @@ class _Order:
             self._need(node)
 
     def _need(self, node: ir.Node) -> None:
-        """Emit ``node`` behind the waits, and the starts, that it takes."""
+        """Emit ``node`` after the waits and starts that it needs."""
         if node in self.done:
             return
         if node in self.starts or node in self.waits or self.waits.intersection(self.sources[node]):
             for source in self.sources[node]:
                 if source in self.waits or source in self.starts:
                     self._need(source)
-        if node not in self.done:  # a start goes out by itself as soon as it is ready
+        if node not in self.done:  # a start is emitted as soon as it is ready
             self._emit(node)
 
     def _emit(self, node: ir.Node) -> None:
@@ -161,7 +161,7 @@ class _Order:
                     self._emit(start)
 
     def _let_go(self, start: ir.Node | None = None) -> None:
-        """Emit the small starts that were held back, in their order, as far as ``start`` is not one of them."""
+        """Emit the small starts that were held back, in their order, except ``start`` itself."""
         while self.held and start not in self.done:
             first = self.held.pop(0)
             if first is not start and first not in self.done:
@@ -170,7 +170,7 @@ class _Order:
                 return
 
     def _land(self) -> None:
-        """Wait for everything that is under way, in the order of the starts."""
+        """Wait for all started collectives, in the order of the starts."""
         self._let_go()
         for node in [n for n in self.order if n in self.starts]:
             self._need(self.pair_of[node].wait)
@@ -186,7 +186,7 @@ class _Order:
         return sorted(found, key=lambda pair: users.get(pair.wait, len(position)))
 
     def _overlapped(self, nodes: Sequence[ir.Node], inner: set[ir.Node]) -> list[ir.Node]:
-        """``nodes`` with each start that the loss or a gradient needs in front of what it does not need since the last wait."""
+        """Move each start that the loss or a gradient needs before the nodes since the last wait that it does not need."""
         needed = computed_for_gradients(self.graph)
         wait_of = {p.start: w for w in inner if w in needed and not (p := self.pair_of[w]).prefetched}
         hoisted = set(wait_of.values())
@@ -206,7 +206,7 @@ class _Order:
         return order
 
     def _start_first(self, nodes: Sequence[ir.Node]) -> list[ir.Node]:
-        """``nodes``, whose last one is a start, with all that it does not need behind it."""
+        """Move the nodes that the last one, a start, does not need after it."""
         needed = {nodes[-1]}
         for node in reversed(nodes):
             if node in needed:
@@ -222,7 +222,7 @@ class _Order:
         return found
 
     def _inner(self, after: set[ir.Node]) -> set[ir.Node]:
-        """Waits whose results reach another collective in front of the updates."""
+        """Waits whose results reach another collective before the updates."""
         leads: set[ir.Node] = set()
         for node in reversed(self.nodes):
             if node in after:

@@ -30,7 +30,7 @@ class Bucket:
 
     Attributes:
         updates: those that take the gradients.
-        copies: updates that copy the new parameters to a lower type, in the same order.
+        copies: updates that keep a copy of the new parameters in a narrower type, in the same order.
         reduction: the ReduceScatter of the gradients.
     """
 
@@ -86,7 +86,7 @@ def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool
 
 
 def gather_next(graph: ir.Graph, bucket: Bucket, owner: str) -> None:
-    """Put an AllGather behind the updates, so that every rank has all of the new parameters."""
+    """Put an AllGather after the updates, so that every rank gets all new parameters."""
     op = Builder(graph, scope=f"gather/{bucket.name}")
     for k, nodes in enumerate(bucket.read()):
         tag = f"{bucket.group}/{bucket.name}/gather{k or ''}"

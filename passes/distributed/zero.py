@@ -30,7 +30,7 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("zero", requires=("optimizer", "allreduce", "bucket"))
 def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False) -> bool:
-    """Shard what training keeps in memory over the ranks of the data axis.
+    """Shard training state over the ranks of the data axis.
 
     Args:
         stage: 1 optimizer state, 2 gradients as well, 3 parameters as well.
@@ -64,7 +64,7 @@ def _forward(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _gather_before_use(graph: ir.Graph, bucket: Bucket, forward: set[ir.Node]) -> None:
-    """An AllGather of the bucket in front of its first use in the forward pass, and one for the backward pass."""
+    """Put an AllGather of the bucket before its first use in the forward pass, and another for the backward pass."""
     for k, updates in enumerate(bucket.read()):
         states = [state_of(node) for node in updates]
         wanted = set(states)

@@ -1,11 +1,11 @@
-"""accumulate: a step of several micro-batches, whose gradients are summed before they are reduced.
+"""accumulate: sum gradients over several micro-batches before they are reduced.
 
     before   dW ─► AllReduce ─► Adam(W, ·)
     after    dW ─► Accumulate(steps=4) ─► AllReduce ─► Adam(W, ·)
 
-What stands in front of an Accumulate runs for every micro-batch; reductions, clipping and updates run once, and the reduction
-of a bucket starts in the last micro-batch as soon as its last gradient is there. The loss, its weight and the statistics of
-BatchNormalization are sums too, so the result is that of the whole batch: exactly, where no op mixes the samples of a batch
+Nodes before an Accumulate run for every micro-batch; reductions, clipping and updates run once a step, and the reduction of a
+bucket starts in the last micro-batch as soon as its last gradient is ready. The loss, its weight and the statistics of
+BatchNormalization are sums too, so the result is that of the whole batch: exactly, unless an op mixes the samples of a batch
 (BatchNormalization normalises each micro-batch by itself).
 """
 
@@ -23,7 +23,7 @@ from graphc.plan.accumulation import is_accumulation
 
 @graph_pass("accumulate", requires=("allreduce",))
 def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
-    """Sum what is reduced behind the backward pass over ``steps`` micro-batches.
+    """Sum everything that is reduced after the backward pass over ``steps`` micro-batches.
 
     Args:
         steps: micro-batches into which a trainer cuts a worker's share of the batch.
@@ -39,7 +39,7 @@ def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
 
 
 def sum_micro_batches(graph: ir.Graph, steps: int, *, tree: bool = False) -> tuple[list[ir.Node], int]:
-    """Put an ``Accumulate`` in front of all that is reduced behind the backward pass.
+    """Put an ``Accumulate`` before every reduction that follows the backward pass.
 
     Returns:
         The AllReduces, and the number of sums.

@@ -32,7 +32,7 @@ GRAD_NORM = "grad_norm"
 """Output of the step: norm of the mean gradient over the global batch, before clipping (float32 scalar)."""
 
 EPSILON = 1e-6
-"""What PyTorch adds to the norm before it divides by it."""
+"""PyTorch adds this to the norm before it divides by it."""
 
 
 @graph_pass("clip", requires=("optimizer", "allreduce"))
@@ -81,7 +81,7 @@ def _clip_norm(graph: ir.Graph, updates: Sequence[ir.Node], bound: float) -> Non
 
 
 def _mean_square(op: Builder, divisor: ir.Value | None, kinds: Iterable[Iterable[ir.Value]]) -> ir.Value:
-    """Σ (g / divisor)² of the gradients that one divisor belongs to."""
+    """Σ (g / divisor)² over the gradients that share a divisor."""
     total = op.Sum(*[op.graphc.SumOfSquares(*gradients) for gradients in kinds])
     if divisor is None:
         return total  # type: ignore[no-any-return]
@@ -90,7 +90,7 @@ def _mean_square(op: Builder, divisor: ir.Value | None, kinds: Iterable[Iterable
 
 
 def _divisor(op: Builder, divisor: ir.Value | None, factor: ir.Value) -> ir.Value:
-    """What makes g / divisor the clipped gradient."""
+    """The divisor with which g / divisor is the clipped gradient."""
     if divisor is None:
         return op.Cast(op.Div(op.scalar(1, factor), factor), to=int(ir.DataType.FLOAT))  # type: ignore[no-any-return]
     return op.cast_like(op.Div(op.cast_like(divisor, factor), factor), divisor)

@@ -1,11 +1,11 @@
-"""loss_scaling: take the loss scale out of the gradients, skip a step that overflowed, adapt the scale.
+"""loss_scaling: unscale gradients, skip a step that overflowed, adapt the scale.
 
     before   dW ─► AllReduce ─► Adam(W, ·, divisor=weight)
     after    dW ─► AllReduce ─► Adam(W, ·, divisor=weight·scale, skip)      skip = AnyNonFinite(every reduced gradient)
              scale' = LossScale(scale, good_steps, skip)
 
 It runs after ``allreduce``: ranks see the same reduced gradients, so all of them skip, or none does. A skipped step leaves
-every piece of state as it is, the step counter and running statistics included, and lowers the scale. Without a scale
+all state unchanged, the step counter and running statistics included, and lowers the scale. Without a scale
 (``mixed_precision`` makes one for fp16) there is nothing to do.
 """
 
@@ -32,12 +32,12 @@ def loss_scaling(
     growth: float = 2.0,
     backoff: float = 0.5,
 ) -> bool:
-    """Unscale, skip and adapt, where the graph has a loss scale.
+    """Unscale gradients, skip overflowed steps and adapt the scale, where the graph has a loss scale.
 
     Args:
-        growth_interval: after how many good steps in a row the scale grows.
-        growth: by what it is multiplied then.
-        backoff: by what it is multiplied when a step overflowed; it never falls below 1.
+        growth_interval: number of good steps in a row after which the scale grows.
+        growth: factor by which it grows.
+        backoff: factor applied when a step overflowed; the scale never falls below 1.
 
     Raises:
         UsageError: a factor out of range.

@@ -1,16 +1,16 @@
-"""master_weights: keep what products read in the low type, and the float32 parameters only for the update.
+"""master_weights: store low-precision copies of parameters as state; only the update reads float32.
 
     before   w = Cast(W, bf16);   … = Gemm(x, w);   dW = Cast(dw, float) ─► Adam(W, dW, …)
     after    … = Gemm(x, W::bf16);   dw ─► Adam(W, dw, …) ─► W::next ─► Narrow(W::bf16, ·)
 
-The mixed-precision graph converts parameters where they are read, so each worker holds all of them in float32. Where updates
-are sharded (ZeRO) that is not needed: ``W::bf16`` is state that every update writes, gradients stay in the low type up to the
-update, and the float32 parameter, its **master**, is read by its own update alone, so that a worker keeps its part of it.
-Per parameter that is 2 + 2 + 12 bytes (Adam) of which the 12 are divided, instead of 4 + 4 + 8 with the 8 divided. On one
-worker the numbers are the same to the bit. A checkpoint holds masters only.
+The mixed-precision graph converts parameters where they are read, so each worker holds all of them in float32. Sharded updates
+(ZeRO) do not need that: ``W::bf16`` is state that every update writes, gradients stay in the low type up to the update, and
+only the update of the float32 parameter, its **master**, reads it, so that a worker keeps its part of it. Per parameter that is
+2 + 2 + 12 bytes (Adam) of which the 12 are sharded, instead of 4 + 4 + 8 with the 8 sharded. On one worker the numbers are the
+same to the bit. A checkpoint holds masters only.
 
-A backend whose update kernel writes the copy in passing asks for the pass as well (``low_gradients=false``), so that no step
-casts a parameter. The graph has buckets then, and the flat array of a bucket is copied as a whole.
+A backend whose update kernel also writes the copy asks for this pass too (``low_gradients=false``), so that no step casts a
+parameter. The graph then has buckets, and the flat array of a bucket is copied as a whole.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from graphc.ir.updates import next_value_of, source_of, state_of, trains
 from graphc.pipeline import Context, graph_pass
 
 VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""What may stand between a parameter and its cast: it commutes with it."""
+"""Ops that may lie between a parameter and its cast, since they commute with it."""
 
 SUFFIX = {ir.DataType.BFLOAT16: "bf16", ir.DataType.FLOAT16: "fp16"}
 
 
 @graph_pass("master_weights", requires=("mixed_precision", "optimizer"))
 def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True, vectors: bool = True) -> bool:
-    """Make a state of every parameter in the low type, where the computation reads it in that type.
+    """Store a low-precision copy of every parameter that the computation reads in that type.
 
     Args:
         low_gradients: whether gradients stay in the low type up to the update, and are reduced in it.
-        vectors: whether the copies of parameters of one dimension are read too. A library that adds a bias to a product in
-            float32 takes the master, and casts of vectors cost little.
+        vectors: whether one-dimensional parameters have copies too. A library that adds a bias to a product in float32 reads
+            the master, and casts of vectors cost little.
     """
     graph, count = model.graph, 0
     op = Builder(graph)
@@ -67,7 +67,7 @@ def _together(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def _casts(graph: ir.Graph, value: ir.Value, vectors: bool) -> list[list[ir.Node]]:
-    """The casts of a parameter to a low type, each behind the nodes that give it another shape or order first."""
+    """The casts of a parameter to a low type, each after the nodes that first change its shape or order."""
     if not vectors and value.is_initializer() and len(value.shape or ()) < 2:
         return []
     found = []

@@ -35,7 +35,7 @@ from graphc.pipeline import Context, graph_pass
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16}
 
 LOW = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention"})
-"""Ops that run in the low type: nearly all of a step's arithmetic, and accurate there, for products add up in float32."""
+"""Ops that run in the low type: most of a step's arithmetic, and accurate there, since products are summed in float32."""
 
 FULL = (
     frozenset(s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and s.name.startswith(("Reduce", "Random")))
@@ -106,7 +106,7 @@ class _Rewriter:
             count += low
             rounded = low and _is_dropout(node)
             self.convert(node, self.low if low and not rounded else ir.DataType.FLOAT)
-            # A mask is drawn, whatever it is multiplied with: it takes the type of the values it drops.
+            # a mask takes the type of the values that it multiplies
             if node.op_type != "DropoutMask" and any(v in self.depends for v in (*node.inputs, *captured(node))):
                 self.depends.update(node.outputs)
             if rounded:
@@ -140,7 +140,7 @@ class _Rewriter:
     def convert(self, node: ir.Node, wanted: ir.DataType) -> None:
         """Cast the node's float operands to ``wanted`` where their type may be chosen, and to float32 where it may not."""
         if node.op_type == "Cast" and node.domain == "":
-            return  # it takes anything, and the file says what it gives
+            return  # takes any type, and the file fixes its output type
         schema = _schema(node)
         if wanted == self.low and (_is_attention(node) or _is_batch_normalization(node)):
             self.convert_first(node, 3 if _is_attention(node) else 1)
@@ -178,7 +178,7 @@ class _Rewriter:
         apply(node)
 
     def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node | None) -> ir.Value:
-        """``value`` as ``dtype``, one cast for all its readers, in front of the first of them."""
+        """Cast ``value`` to ``dtype`` once for all its readers, before the first of them."""
         known = self.made.get((value, dtype))
         if known is None:
             self.op.before, self.op.scope = before, f"{value.name}/{dtype.name.lower()}"
@@ -190,7 +190,7 @@ class _Rewriter:
         return known
 
     def narrow(self, node: ir.Node) -> None:
-        """Let the readers of what the node computes in float32 take it in the low type."""
+        """Cast the node's float32 results to the low type for their readers."""
         out = node.outputs[0]
         readers = list(out.uses())
         low = self.cast(out, self.low, _next(self.graph, node))
@@ -214,7 +214,7 @@ def _is_attention(node: ir.Node) -> bool:
 
 
 def _is_batch_normalization(node: ir.Node) -> bool:
-    """Of a training graph: what it normalises may be low, its statistics and parameters are float32."""
+    """BatchNormalization in training: its input may be low, its statistics and parameters are float32."""
     return node.domain == DOMAIN and node.op_type == "BatchNormalizationTraining"
 
 
@@ -274,7 +274,7 @@ def _matcher(graph: ir.Graph, patterns: Sequence[str] | None) -> _Matcher:
 
 
 def _scale_loss(graph: ir.Graph, start: float) -> None:
-    """Let autodiff begin at a total whose gradient is ``scale`` times as large."""
+    """Make autodiff start at a total whose gradient is ``scale`` times as large."""
     totals = [out for node in graph for out in node.outputs if LOSS_TOTAL in out.metadata_props]
     if not totals:
         raise UsageError("no loss to scale: run the 'loss' pass first, or use bf16, which needs no scale")

@@ -1,12 +1,13 @@
-"""skip_nonfinite: pass over a step whose loss or gradients hold a NaN or an infinity, instead of stopping.
+"""skip_nonfinite: skip a step whose loss or gradients hold a NaN or an infinity.
 
     before   dW ─► AllReduce ─► Adam(W, ·)
     after    dW ─► AllReduce ─► Adam(W, ·, skip)      skip = AnyNonFinite(every reduced gradient, every reported number)
              Tally(graphc.skipped, skip)
 
-Ranks see the same reduced numbers, so all of them skip, or none does. A skipped step leaves every piece of state as it is,
-the step counter, running statistics and residuals of compression included; ``graphc.skipped`` counts it. Where a loss scale
-skips overflows already (``loss_scaling``), its flag is counted. It comes after all passes that add state.
+Without the pass such a step ends the run. Ranks see the same reduced numbers, so all of them skip, or none does. A skipped
+step leaves all state unchanged, the step counter, running statistics and residuals of compression included;
+``graphc.skipped`` counts it. Where a loss scale skips overflows already (``loss_scaling``), its flag is counted. The pass runs
+after all passes that add state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("skip_nonfinite", requires=("optimizer", "allreduce"))
 def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
-    """Let every update leave its state alone in a step with a NaN or an infinity, and count such steps."""
+    """Keep all state unchanged in a step with a NaN or an infinity, and count such steps."""
     graph = model.graph
     updates = [node for node in updates_of(graph) if place_of(node, "skip") is not None]
     flag = next((f for f in (operand(node, "skip") for node in updates) if f is not None), None)

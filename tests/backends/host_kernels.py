@@ -25,7 +25,7 @@ from graphc.backends.cupy.libraries.gemm import DOMAIN, Choose, Product, product
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Segment
-from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import shape_of
 from tests.backends.host_compiler import compile_kernels
 from tests.backends.host_cudnn import HostDnn
 from tests.backends.host_products import bind_product

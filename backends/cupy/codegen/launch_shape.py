@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphc.backends.cupy.codegen import prelude
 from graphc.backends.cupy.codegen.device_functions import needed
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import size_of
 
 WARP = 32
 BLOCKS = 264

@@ -13,8 +13,7 @@ from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
 from graphc.backends.fusion.sign_bits import BITS, packs
-from graphc.backends.fusion.views import size_of
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, size_of
 
 WIDEST = 16
 """Bytes of one access."""

@@ -34,11 +34,9 @@ from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
-from graphc.backends.fusion.lowering import dtype_of
 from graphc.backends.fusion.reductions import REDUCTIONS, reduced_axes
 from graphc.backends.fusion.sign_bits import UNPACKED, packs
-from graphc.backends.fusion.views import shape_of, size_of
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
 LOOK_BACK = 12
 """How many earlier kernels a value may join."""

@@ -13,7 +13,7 @@ from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.kernel_source import KernelSpec
 from graphc.backends.fusion.reductions import REDUCTIONS
-from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import size_of
 
 OPERANDS = 32
 """Most arrays one kernel touches: beyond, addresses crowd out values in registers."""

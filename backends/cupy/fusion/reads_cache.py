@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
-from graphc.backends.fusion.views import shape_of
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 
 InMemory = Callable[[ir.Value], bool]
 

@@ -22,10 +22,8 @@ from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec, NotFusibleError
-from graphc.backends.fusion.lowering import dtype_of
 from graphc.backends.fusion.reductions import REDUCTIONS
-from graphc.backends.fusion.views import size_of
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, dtype_of, size_of
 
 REGISTERS = 128
 """Most registers of a thread for what it holds of a row and for its sums of columns."""

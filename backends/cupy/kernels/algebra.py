@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.kernels.text import computed, load, store, unflattened
 from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, temporary
 from graphc.backends.fusion.indexing import row_major
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import shape_of, size_of
 
 
 @node_kernel("Einsum", dtypes=STORED)

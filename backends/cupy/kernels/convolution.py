@@ -23,7 +23,7 @@ from graphc.backends.cupy.kernels.text import (
     window_of,
 )
 from graphc.backends.cupy.libraries.registry import FLOATS, Launch, node_kernel
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import shape_of, size_of
 
 BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 

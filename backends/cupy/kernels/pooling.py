@@ -13,7 +13,6 @@ import onnx_ir as ir
 from graphc.backends.cupy.kernels.text import (
     attributes_of,
     computed,
-    dtype_of,
     flattened,
     indices,
     load,
@@ -24,7 +23,7 @@ from graphc.backends.cupy.kernels.text import (
 )
 from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, wanted
 from graphc.backends.fusion.expressions import literal
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import dtype_of, shape_of, size_of
 from graphc.ir.ops.channels_last import PREFIX
 from graphc.ir.ops.convolution import Window
 

@@ -19,7 +19,8 @@ from graphc.backends.cupy.kernels.text import (
     window_of,
 )
 from graphc.backends.cupy.libraries.registry import FLOATS, Launch, node_kernel
-from graphc.backends.fusion.views import integers, shape_of, size_of
+from graphc.backends.fusion.views import integers
+from graphc.ir.facts import shape_of, size_of
 from graphc.ir.ops.convolution import Window
 
 GRID = """

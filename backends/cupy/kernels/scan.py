@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.kernels.text import computed, load, store
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel
-from graphc.backends.fusion.views import integers, shape_of, size_of
+from graphc.backends.fusion.views import integers
+from graphc.ir.facts import shape_of, size_of
 
 LINES = 4096
 """Lines from which one thread a line keeps a device busy."""

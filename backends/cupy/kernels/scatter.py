@@ -21,12 +21,12 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.fusion.grouping import fusible
 from graphc.backends.cupy.kernels.sorting import sorted_order
-from graphc.backends.cupy.kernels.text import computed, dtype_of, given, load, store
+from graphc.backends.cupy.kernels.text import computed, given, load, store
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary
 from graphc.backends.fusion.expressions import literal
 from graphc.backends.fusion.graph_queries import INTO, direct_user, stand_in
-from graphc.backends.fusion.views import RESHAPES, shape_of, size_of
-from graphc.ir.facts import constant
+from graphc.backends.fusion.views import RESHAPES
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of
 
 LINES = 2048
 """Lines from which one thread a line keeps a device busy."""

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.kernels.text import computed, dtype_of, given, load
+from graphc.backends.cupy.kernels.text import computed, given, load
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary, wanted
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import dtype_of, shape_of, size_of
 
 COUNTED = 1 << 15
 """Elements of a row up to which ranks are counted."""

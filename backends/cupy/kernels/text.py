@@ -8,15 +8,9 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backends.fusion import expressions
-from graphc.backends.fusion.views import shape_of
 from graphc.ir.declare import declaration_of
+from graphc.ir.facts import dtype_of, shape_of
 from graphc.ir.ops.convolution import Window
-
-
-def dtype_of(value: ir.Value | None) -> ir.DataType:
-    assert value is not None
-    assert value.dtype is not None
-    return value.dtype
 
 
 def computed(value: ir.Value | None) -> str:

@@ -15,10 +15,9 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.libraries.registry import library
-from graphc.backends.fusion.views import shape_of
 from graphc.device import Array, Run
 from graphc.errors import GraphcError
-from graphc.ir.facts import describe
+from graphc.ir.facts import describe, shape_of
 from graphc.ir.ops.attention import HEADS, drawn_mask, operand_axes, packed, written
 
 LARGEST_HEAD = 256

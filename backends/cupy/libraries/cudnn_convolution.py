@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.libraries.registry import library
-from graphc.backends.fusion.views import shape_of
 from graphc.device import Array, Run
+from graphc.ir.facts import shape_of
 from graphc.ir.ops.channels_last import PREFIX, last_order
 from graphc.ir.ops.convolution import Window
 

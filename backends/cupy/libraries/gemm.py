@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from graphc.backends.fusion.views import shape_of, size_of
+from graphc.ir.facts import shape_of, size_of
 
 DOMAIN = "graphc.cupy"
 """Domain of the nodes that stand for products inside a segment; they never leave it."""

@@ -17,8 +17,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.libraries.gemm import Product, Strided, matmul
 from graphc.backends.fusion import views
 from graphc.backends.fusion.indexing import Linear, Map, Variable, flatten, unflatten
-from graphc.backends.fusion.views import shape_of
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 
 
 @dataclass(frozen=True, slots=True)

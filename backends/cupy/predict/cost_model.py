@@ -30,8 +30,8 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launches_of, name_of
 from graphc.backends.fusion.kernel_source import Access, KernelSource
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.device import Array
+from graphc.ir.facts import shape_of, size_of
 from graphc.plan.partition import Plan, make_plan
 from graphc.plan.segment_model import segment_model
 from graphc.plan.state_rewrites import adapted

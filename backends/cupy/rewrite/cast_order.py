@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.gemm import DOMAIN, TYPES, is_product
 from graphc.backends.fusion.graph_queries import MOVES, direct_user, drop, in_memory, stand_in
-from graphc.backends.fusion.views import size_of
 from graphc.ir.builder import Builder
+from graphc.ir.facts import size_of
 
 
 def casts_before_views(graph: ir.Graph, op: Builder) -> None:

@@ -48,9 +48,8 @@ from graphc.backends.fusion.graph_queries import (
     sweep,
     users,
 )
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of, size_of
 
 GRADIENTS = frozenset({"GeluGrad", "ReluGrad"})
 """Ops of graphc that a product may take in; where none does, they are decomposed."""

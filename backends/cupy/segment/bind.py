@@ -21,10 +21,9 @@ from graphc.backends.cupy.segment.host_fallbacks import HostNode
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment, reads, writes
 from graphc.backends.cupy.segment.scratch_reuse import Idle
 from graphc.backends.fusion.expressions import compute_type
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.device import Array, Run
 from graphc.errors import GraphcError
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of, size_of
 from graphc.plan.arena import Arena
 
 

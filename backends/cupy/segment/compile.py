@@ -28,8 +28,8 @@ from graphc.backends.fusion.graph_queries import INTO, sweep
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.lowering import is_expression
 from graphc.backends.fusion.sign_bits import pack_masks
-from graphc.backends.fusion.views import size_of
 from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import size_of
 from graphc.ir.infer import propagate
 from graphc.ir.subgraphs import CONTROL
 

@@ -19,10 +19,9 @@ import onnx_ir as ir
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import results
 from graphc.backends.cupy.segment.program import Control, trip_count
-from graphc.backends.fusion.views import shape_of
 from graphc.device import Array, Run
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, shape_of, static_dims
 from graphc.ir.subgraphs import bodies, captured
 from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep

@@ -30,9 +30,8 @@ from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import PRODUCT
 from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment
-from graphc.backends.fusion.views import shape_of
 from graphc.ir import DOMAIN
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 
 PLAIN = frozenset(
     {ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.STRING}

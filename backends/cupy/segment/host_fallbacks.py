@@ -15,11 +15,10 @@ from graphc.backends.cupy.rewrite import decompose
 from graphc.backends.cupy.rewrite.rules import table
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion import expressions, lowering, reductions, views
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.device import Array
 from graphc.ir import DOMAIN
 from graphc.ir.declare import OPS
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, shape_of, size_of, static_dims
 from graphc.ir.functions import has_body
 from graphc.ir.subgraphs import CONTROL
 from graphc.plan.segment_model import segment_model

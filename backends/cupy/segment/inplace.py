@@ -18,8 +18,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import render
 from graphc.backends.cupy.segment.program import Call, KernelCall, reads, writes
-from graphc.backends.fusion.lowering import dtype_of
-from graphc.backends.fusion.views import size_of
+from graphc.ir.facts import dtype_of, size_of
 
 PLAIN, CHANGING = "load_pack", "load_changing"
 """Functions of the prelude that load a vector."""

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.fusion.views import shape_of
 from graphc.ir.control_flow import static_trip_count
+from graphc.ir.facts import shape_of
 
 MOST_ITERATIONS = 4096
 """Iterations of a loop up to which each is bound to memory of its own."""

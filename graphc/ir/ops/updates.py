@@ -11,14 +11,14 @@ of grad / divisor is limited to ±clip_value before anything else (``torch.nn.ut
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import InferFunction, Role, Spec, declare, same_as, spec_of
+from graphc.ir.declare import Decomposition, InferFunction, Role, Spec, declare, declare_primitive, same_as, spec_of
 from graphc.ir.facts import static_dims
 
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -48,73 +48,93 @@ def like_parameter(outputs: int, *same: int, low: tuple[int, ...] = ()) -> Infer
     return infer
 
 
-@declare(
-    "SGD",
-    inputs="param grad lr divisor? skip?",
-    outputs="next_param",
-    attributes={"weight_decay": 0.0, "clip_value": 0.0},
-    infer=like_parameter(1, 1, low=(1,)),
-    next_value={0: 0},
-    gradient=1,
-    elementwise=True,
-)
-def sgd(
-    op: Builder,
-    param: ir.Value,
-    grad: ir.Value,
-    lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
+def _optimizer(
+    name: str,
     *,
-    weight_decay: float,
-    clip_value: float,
-) -> ir.Value:
+    states: str = "",
+    when: Mapping[str, str] | None = None,
+    step: bool = False,
+    decoupled: bool = False,
+    **attributes: float,
+) -> Callable[[Decomposition], Decomposition]:
+    """Declare an optimizer whose formula is the decorated function ``(op, param, g, *states, step?, lr, **attributes)``.
+
+    ``g`` is the gradient with divisor, limit and weight decay applied, except that a ``decoupled`` formula gets
+    ``weight_decay`` itself. The function returns the next parameter and the next value of every state. ``when`` names the
+    attribute on which an optional state depends.
+    """
+    kept = states.split()
+    like = like_parameter(1 + len(kept), *range(1, 2 + len(kept)), low=(1,))
+    inputs = ["param", "grad", *kept, *(["step"] if step else []), "lr", "divisor?", "skip?"]
+    attributes = {**attributes, "weight_decay": attributes.get("weight_decay", 0.0)}
+
+    def infer(given: Sequence[ir.Value | None], options: Mapping[str, Any]) -> Sequence[Spec]:
+        for state, attribute in (when or {}).items():
+            if bool(options[attribute]) != (given[inputs.index(f"{state}?")] is not None):
+                raise ValueError(f"{state} must be given exactly when {attribute} is not 0")
+        return like(given, options)
+
+    def register(formula: Decomposition) -> Decomposition:
+        def decompose(op: Builder, *given: ir.Value | None, clip_value: float, weight_decay: float, **options: float) -> Any:
+            param, grad, *read, lr, divisor, skip = (*given, *[None] * (len(inputs) - len(given)))
+            decay = {"weight_decay": weight_decay} if decoupled else {}
+            g = _gradient(op, param, grad, divisor, 0.0 if decoupled else weight_decay, clip_value)
+            found = formula(op, param, g, *read, lr, **options, **decay)
+            old = (param, *read[: len(kept)])
+            following = found if isinstance(found, tuple) else (found,)
+            return tuple(_unless(op, skip, a, b) if a is not None else None for a, b in zip(old, following, strict=True))
+
+        declare_primitive(
+            name,
+            inputs=" ".join(inputs),
+            outputs=" ".join(f"next_{state}" for state in ("param", *kept)),
+            infer=infer,
+            doc=formula.__doc__ or "",
+            origin=formula.__module__,
+            decompose=decompose,
+            attributes={**attributes, "clip_value": 0.0},
+            next_value={0: 0, **{1 + k: 2 + k for k in range(len(kept))}},
+            gradient=1,
+            elementwise=True,
+        )
+        return formula
+
+    return register
+
+
+@_optimizer("SGD")
+def sgd(op: Builder, param: ir.Value, g: ir.Value, lr: ir.Value) -> ir.Value:
     """g = grad/divisor + weight_decay·param;  param' = param − lr·g"""
-    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
-    return _unless(op, skip, param, op.Sub(param, op.Mul(op.cast_like(lr, param), g)))
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), g))  # type: ignore[no-any-return]
 
 
-@declare(
-    "Momentum",
-    inputs="param grad momentum_buffer step lr divisor? skip?",
-    outputs="next_param next_momentum_buffer",
-    attributes={"momentum": 0.9, "dampening": 0.0, "nesterov": 0, "weight_decay": 0.0, "clip_value": 0.0},
-    infer=like_parameter(2, 1, 2, low=(1,)),
-    next_value={0: 0, 1: 2},
-    gradient=1,
-    elementwise=True,
-)
+@_optimizer("Momentum", states="momentum_buffer", step=True, momentum=0.9, dampening=0.0, nesterov=0)
 def momentum_sgd(
     op: Builder,
     param: ir.Value,
-    grad: ir.Value,
-    momentum_buffer: ir.Value,
+    g: ir.Value,
+    old: ir.Value,
     step: ir.Value,
     lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
     *,
     momentum: float,
     dampening: float,
     nesterov: int,
-    weight_decay: float,
-    clip_value: float,
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.SGD`` with momentum.
 
     g = grad/divisor + weight_decay·param;  b' = g at step 1, else momentum·b + (1 − dampening)·g
     param' = param − lr·b', or with Nesterov param − lr·(g + momentum·b')
     """
-    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
-    buffer = op.Add(op.Mul(momentum_buffer, momentum), op.Mul(g, 1.0 - dampening) if dampening else g)
+    buffer = op.Add(op.Mul(old, momentum), op.Mul(g, 1.0 - dampening) if dampening else g)
     if dampening:  # without it a buffer of zeros already gives g at step 1
         buffer = op.Where(op.Equal(step, 1), g, buffer)
     direction = op.Add(g, op.Mul(buffer, momentum)) if nesterov else buffer
-    following = op.Sub(param, op.Mul(op.cast_like(lr, param), direction))
-    return _unless(op, skip, param, following), _unless(op, skip, momentum_buffer, buffer)
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), direction)), buffer
 
 
-def _adam(
+@_optimizer("Adam", states="exp_avg exp_avg_sq", step=True, beta1=0.9, beta2=0.999, eps=1e-8)
+def adam(
     op: Builder,
     param: ir.Value,
     g: ir.Value,
@@ -122,10 +142,16 @@ def _adam(
     exp_avg_sq: ir.Value,
     step: ir.Value,
     lr: ir.Value,
+    *,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
+
+    g = grad/divisor + weight_decay·param;  m' = β1·m + (1 − β1)·g;  v' = β2·v + (1 − β2)·g²
+    param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
+    """
     first = op.Add(exp_avg, op.Mul(op.Sub(g, exp_avg), 1.0 - beta1))
     second = op.Add(op.Mul(exp_avg_sq, beta2), op.Mul(op.Mul(g, g), 1.0 - beta2))
     count = _double(op, step)
@@ -135,161 +161,66 @@ def _adam(
     return op.Sub(param, op.Mul(op.cast_like(size, param), op.Div(first, denominator))), first, second
 
 
-@declare(
-    "Adam",
-    inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
-    outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_value": 0.0},
-    infer=like_parameter(3, 1, 2, 3, low=(1,)),
-    next_value={0: 0, 1: 2, 2: 3},
-    gradient=1,
-    elementwise=True,
-)
-def adam(
-    op: Builder,
-    param: ir.Value,
-    grad: ir.Value,
-    exp_avg: ir.Value,
-    exp_avg_sq: ir.Value,
-    step: ir.Value,
-    lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    clip_value: float,
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
-
-    g = grad/divisor + weight_decay·param;  m' = β1·m + (1 − β1)·g;  v' = β2·v + (1 − β2)·g²
-    param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
-    """
-    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
-    found = _adam(op, param, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
-    return _unless(op, skip, param, found[0]), _unless(op, skip, exp_avg, found[1]), _unless(op, skip, exp_avg_sq, found[2])
-
-
-@declare(
-    "AdamW",
-    inputs="param grad exp_avg exp_avg_sq step lr divisor? skip?",
-    outputs="next_param next_exp_avg next_exp_avg_sq",
-    attributes={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "clip_value": 0.0},
-    infer=like_parameter(3, 1, 2, 3, low=(1,)),
-    next_value={0: 0, 1: 2, 2: 3},
-    gradient=1,
-    elementwise=True,
+@_optimizer(
+    "AdamW", states="exp_avg exp_avg_sq", step=True, decoupled=True, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2
 )
 def adamw(
     op: Builder,
     param: ir.Value,
-    grad: ir.Value,
+    g: ir.Value,
     exp_avg: ir.Value,
     exp_avg_sq: ir.Value,
     step: ir.Value,
     lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
     weight_decay: float,
-    clip_value: float,
+    **betas: float,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
-    g, decayed = _gradient(op, param, grad, divisor, 0.0, clip_value), param
     if weight_decay:
         keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
-        decayed = op.Mul(param, op.cast_like(keep, param))
-    found = _adam(op, decayed, g, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps)
-    return _unless(op, skip, param, found[0]), _unless(op, skip, exp_avg, found[1]), _unless(op, skip, exp_avg_sq, found[2])
+        param = op.Mul(param, op.cast_like(keep, param))
+    return adam(op, param, g, exp_avg, exp_avg_sq, step, lr, **betas)
 
 
-@declare(
-    "Adagrad",
-    inputs="param grad sum step lr divisor? skip?",
-    outputs="next_param next_sum",
-    attributes={"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "clip_value": 0.0},
-    infer=like_parameter(2, 1, 2, low=(1,)),
-    next_value={0: 0, 1: 2},
-    gradient=1,
-    elementwise=True,
-)
+@_optimizer("Adagrad", states="sum", step=True, lr_decay=0.0, eps=1e-10)
 def adagrad(
-    op: Builder,
-    param: ir.Value,
-    grad: ir.Value,
-    sum: ir.Value,
-    step: ir.Value,
-    lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
-    *,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    clip_value: float,
+    op: Builder, param: ir.Value, g: ir.Value, old: ir.Value, step: ir.Value, lr: ir.Value, *, lr_decay: float, eps: float
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011).
 
     g = grad/divisor + weight_decay·param;  s' = s + g²;  param' = param − lr/(1 + (t − 1)·lr_decay) · g / (√s' + eps)
     """
-    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
-    total = op.Add(sum, op.Mul(g, g))
+    total = op.Add(old, op.Mul(g, g))
     size = _double(op, lr)
     if lr_decay:
         size = op.Div(size, op.Add(op.Mul(op.Sub(_double(op, step), 1.0), lr_decay), 1.0))
     change = op.Div(g, op.Add(op.Sqrt(total), eps))
-    following = op.Sub(param, op.Mul(op.cast_like(size, param), change))
-    return _unless(op, skip, param, following), _unless(op, skip, sum, total)
+    return op.Sub(param, op.Mul(op.cast_like(size, param), change)), total
 
 
-def _infer_rmsprop(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    grad_avg, momentum_buffer = inputs[3], inputs[4]
-    if bool(attributes["centered"]) != (grad_avg is not None):
-        raise ValueError("grad_avg must be given exactly when centered")
-    if bool(attributes["momentum"]) != (momentum_buffer is not None):
-        raise ValueError("momentum_buffer must be given exactly when momentum is not 0")
-    return like_parameter(4, 1, 2, 3, 4, low=(1,))(inputs, attributes)
-
-
-@declare(
+@_optimizer(
     "RMSprop",
-    inputs="param grad square_avg grad_avg? momentum_buffer? lr divisor? skip?",
-    outputs="next_param next_square_avg next_grad_avg? next_momentum_buffer?",
-    attributes={
-        "alpha": 0.99,
-        "eps": 1e-8,
-        "momentum": 0.0,
-        "centered": 0,
-        "weight_decay": 0.0,
-        "clip_value": 0.0,
-    },
-    infer=_infer_rmsprop,
-    next_value={0: 0, 1: 2, 2: 3, 3: 4},
-    gradient=1,
-    elementwise=True,
+    states="square_avg grad_avg? momentum_buffer?",
+    when={"grad_avg": "centered", "momentum_buffer": "momentum"},
+    alpha=0.99,
+    eps=1e-8,
+    momentum=0.0,
+    centered=0,
 )
 def rmsprop(
     op: Builder,
     param: ir.Value,
-    grad: ir.Value,
+    g: ir.Value,
     square_avg: ir.Value,
     grad_avg: ir.Value | None,
     momentum_buffer: ir.Value | None,
     lr: ir.Value,
-    divisor: ir.Value | None = None,
-    skip: ir.Value | None = None,
     *,
     alpha: float,
     eps: float,
     momentum: float,
     centered: int,
-    weight_decay: float,
-    clip_value: float,
 ) -> tuple[ir.Value | None, ...]:
     """``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013).
 
@@ -298,20 +229,15 @@ def rmsprop(
     ``momentum`` (needs momentum_buffer): b' = momentum·b + g/(√s' + eps);  param' = param − lr·b'
     otherwise param' = param − lr·g/(√s' + eps).  An output whose state is left out is unused.
     """
-    g = _gradient(op, param, grad, divisor, weight_decay, clip_value)
     square = op.Add(op.Mul(square_avg, alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
-    next_average, variance = None, square
+    average, variance = None, square
     if grad_avg is not None:
         average = op.Add(grad_avg, op.Mul(op.Sub(g, grad_avg), 1.0 - alpha))
         variance = op.Sub(square, op.Mul(average, average))
-        next_average = _unless(op, skip, grad_avg, average)
     change = op.Div(g, op.Add(op.Sqrt(variance), eps))
-    next_buffer = None
     if momentum_buffer is not None:
         change = op.Add(op.Mul(momentum_buffer, momentum), change)
-        next_buffer = _unless(op, skip, momentum_buffer, change)
-    following = op.Sub(param, op.Mul(op.cast_like(lr, param), change))
-    return _unless(op, skip, param, following), _unless(op, skip, square_avg, square), next_average, next_buffer
+    return op.Sub(param, op.Mul(op.cast_like(lr, param), change)), square, average, change
 
 
 @declare(

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import axis_of, iota, operand, optional, rule
-from graphc.backends.fusion.views import integers, shape_of
+from graphc.backends.fusion.views import integers
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.resampling import RESIZE, ResizedAxis, interpolation_matrix
 

@@ -9,9 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import axis_of, iota, operand, optional, rule, single
-from graphc.backends.fusion.views import shape_of
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, shape_of
 
 GREATEST = np.iinfo(np.int64).max
 

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.registry import special
 from graphc.backends.cupy.rewrite.rules.table import is_float, operand, optional, rule
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir.builder import Builder
+from graphc.ir.facts import shape_of, size_of
 
 
 @rule("MatMul")

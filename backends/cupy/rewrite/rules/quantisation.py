@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import operand, optional, rule, single
-from graphc.backends.fusion.views import shape_of, size_of
 from graphc.ir.builder import Builder
+from graphc.ir.facts import shape_of, size_of
 
 RANGES = {
     ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15), ir.DataType.INT2: (-2, 1), ir.DataType.UINT2: (0, 3),

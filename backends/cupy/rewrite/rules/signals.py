@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import operand, optional, rule
-from graphc.backends.fusion.views import integers, shape_of
+from graphc.backends.fusion.views import integers
 from graphc.ir.builder import Builder
+from graphc.ir.facts import shape_of
 
 LONGEST = 8192
 """Length up to which a transform is a product; it costs length² operations."""

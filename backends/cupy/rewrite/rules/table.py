@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.fusion.views import shape_of
 from graphc.ir.builder import Builder
-from graphc.ir.facts import FLOATS
+from graphc.ir.facts import FLOATS, shape_of
 
 Rule = Callable[[Builder, ir.Node], "Sequence[ir.Value | None] | None"]
 """(builder, node) → new values for the node's outputs, or None where the rule does not apply."""

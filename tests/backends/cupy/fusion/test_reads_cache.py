@@ -12,7 +12,7 @@ import pytest
 from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec
-from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import shape_of
 from graphc.ir.infer import propagate
 
 TWO_LAYERS = """<ir_version: 10, opset_import: ["": 26]> g

@@ -15,7 +15,7 @@ from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.cupy.segment.program import Segment
-from graphc.backends.fusion.views import shape_of
+from graphc.ir.facts import shape_of
 from tests.backends.host_kernels import HostDevice
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
