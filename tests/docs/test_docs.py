@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
+import graphc
 from graphc.backend import BACKENDS, KERNELS
 from graphc.cli import COMMANDS
 from graphc.ir.declare import OPS
@@ -129,6 +130,11 @@ def test_relative_links_resolve(page: Path) -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: graphc\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert set(graphc.__all__) - set(listed) == {"GraphcError", "__version__"}  # the first is among the errors
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
