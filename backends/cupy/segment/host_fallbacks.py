@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -9,16 +10,17 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, COVERAGE, Fallback
+from graphc.backend import BACKENDS, COVERAGE, Fallback, host_backend
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.rewrite import decompose
 from graphc.backends.cupy.rewrite.rules import table
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion import expressions, lowering, reductions, views
-from graphc.device import Array
+from graphc.device import Array, Run
+from graphc.errors import UnsupportedOpError
 from graphc.ir import DOMAIN
 from graphc.ir.declare import OPS
-from graphc.ir.facts import constant, shape_of, size_of, static_dims
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 from graphc.ir.functions import has_body
 from graphc.ir.subgraphs import CONTROL
 from graphc.plan.segment_model import segment_model
@@ -31,7 +33,7 @@ FOLDED = frozenset({"Constant", "Shape", "Size"})
 
 
 class HostNode:
-    """Computes one node on the host, from arrays of the host.
+    """Computes one node on the host, from arrays of the host: onnxruntime does, or numpy where that cannot.
 
     Attributes:
         reads: the values that it takes, in order; constants are in the model.
@@ -43,9 +45,22 @@ class HostNode:
         self._model = segment_model(PlanStep("segment", node.op_type, [node], self.reads, self._writes))
 
     def __call__(self, inputs: Sequence[Array]) -> list[Array]:
-        feeds = {v.name or "": array for v, array in zip(self.reads, inputs, strict=True)}
-        found = BACKENDS["numpy"](threads=1).run_whole(self._model, feeds)
-        return [np.asarray(found[v.name or ""]).reshape(shape_of(v)) for v in self._writes]
+        held, results, run = self._bound
+        for array, given in zip(held, inputs, strict=True):
+            np.copyto(array, given)
+        run()
+        return results
+
+    @functools.cached_property
+    def _bound(self) -> tuple[list[Array], list[Array], Run]:
+        """Operands, results, and what computes these from those."""
+        arrays = {v.name or "": np.zeros(shape_of(v), dtype_of(v).numpy()) for v in (*self.reads, *self._writes)}
+        inputs, outputs = ({v.name or "": arrays[v.name or ""] for v in part} for part in (self.reads, self._writes))
+        try:
+            run = host_backend(threads=1).bind_segment(self._model, inputs, outputs)
+        except UnsupportedOpError:
+            run = BACKENDS["numpy"](threads=1).bind_segment(self._model, inputs, outputs)
+        return list(inputs.values()), list(outputs.values()), run
 
 
 def fallbacks_of(segment: Segment) -> list[Fallback]:

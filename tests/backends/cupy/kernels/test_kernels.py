@@ -427,6 +427,28 @@ def test_the_host_runs_only_what_has_no_other_way() -> None:
     assert [call.node.op_type for call in calls] == ["RandomNormalLike"]
 
 
+COUNTS = """<ir_version: 10, opset_import: ["" : 20]>
+g (int64[2, 5] x) => (float[2, 4] y) {
+    t = TfIdfVectorizer <max_gram_length = 1, max_skip_count = 0, min_gram_length = 1, mode = "TF", ngram_counts = [0],
+                         ngram_indexes = [0, 1, 2, 3], pool_int64s = [3, 5, 7, 9]> (x)
+    y = Neg (t)
+}"""
+
+
+def test_the_host_computes_in_onnxruntime_and_what_that_lacks_in_numpy(
+    register_backend: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphc.backends.numpy import NumpyBackend
+
+    register_backend("cupy", lambda **_: cupy_on(HostDevice()))
+    noise = run_model(onnx.parser.parse_model(NOISE), {"x": np.zeros((4, 8), np.float32)}, "cupy")["y"]
+    assert len(np.unique(noise)) == noise.size
+    monkeypatch.setattr(NumpyBackend, "__init__", lambda *_, **__: pytest.fail("numpy computes what onnxruntime can"))
+    words = np.array([[3, 5, 3, 9, 1], [7, 7, 7, 0, 2]], np.int64)
+    found = run_model(onnx.parser.parse_model(COUNTS), {"x": words}, "cupy")["y"]
+    np.testing.assert_array_equal(found, [[-2, -1, 0, -1], [0, 0, -3, 0]])
+
+
 # Training ------------------------------------------------------------------------------------------------------------
 
 
