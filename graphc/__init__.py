@@ -22,6 +22,7 @@ _EXPORTS = {
     "Trainer": "graphc.training.trainer",
     "Mesh": "graphc.mesh",
     "GraphcError": "graphc.errors",
+    "Role": "graphc.ir.declare",
     "custom_op": "graphc.custom",
     "custom_primitive": "graphc.custom",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "GraphcError",
     "Mesh",
     "Program",
+    "Role",
     "Trainer",
     "__version__",
     "compile",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from graphc.compiler import Program, compile, grad
     from graphc.custom import custom_op, custom_primitive
     from graphc.errors import GraphcError
+    from graphc.ir.declare import Role
     from graphc.mesh import Mesh
     from graphc.training.trainer import Trainer
 

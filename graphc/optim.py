@@ -1,91 +1,196 @@
-"""The optimizers by their public names: ``graphc.optim.Adam(lr=1e-3)``, with PyTorch's definitions and defaults.
+"""The optimizers, as a user names them: ``graphc.optim.Adam(lr=1e-3)``. Definitions, names and defaults are PyTorch's.
 
-Each is one call of the ``optimizer`` pass. On the command line the same optimizer is ``adam:lr=1e-3``; :func:`parse` reads
-that form.
+Each is one step of the pipeline (the ``optimizer`` pass does the work). On the command line the same optimizer is
+``adam:lr=1e-3``; :func:`parse` reads that form. A package adds its own with :func:`register`; ``docs/writing-a-pass.md`` shows
+one. It is found everywhere when the package names the module in an entry point of group ``graphc.optimizers``.
 """
 
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from graphc.errors import UsageError, nearest
 from graphc.losses import split_choice
-from graphc.pipeline import PASSES, PassCall
+from graphc.pipeline import PassCall, convert
+from graphc.registry import Registry
+
+OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "graphc.optimizers")
+"""Name on the command line → optimizer."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Base of the optimizers; ``lr`` is the learning rate, which a schedule may change between steps."""
+    """Base of the optimizers; ``lr`` is the learning rate, which a schedule may change between steps.
+
+    Fields with the name of an attribute of the update op become that attribute.
+
+    Attributes:
+        name: on the command line.
+        op: the update op: of the ``graphc`` domain, or ``domain::Op``. Its declaration says which input is the gradient and
+            which are states.
+        initial: what its states begin with.
+    """
 
     name: ClassVar[str]
+    op: ClassVar[str]
     lr: float = 1e-3
+
+    @property
+    def initial(self) -> float:
+        return 0.0
+
+    @property
+    def update_op(self) -> str:
+        """The op that these options need; :attr:`op` by default."""
+        return self.op
+
+    def keeps(self, state: str) -> bool:
+        """Whether the optional input ``state`` of the op is needed."""
+        return True
+
+    def check(self) -> None:
+        """Refuse options out of range: by default negative numbers, and what is not finite.
+
+        Raises:
+            UsageError: the option, and what it must be.
+        """
+        for key, value in self.options().items():
+            below_one = key in ("beta1", "beta2")
+            if not value >= 0 or (below_one and not value < 1) or not math.isfinite(value):
+                wanted = "at least 0" + " and below 1" * below_one
+                raise UsageError(f"{self.name}: {key}={value} is out of range: it must be {wanted}")
+
+    def options(self) -> dict[str, Any]:
+        """All options by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def step(self) -> PassCall:
         """The step of the pipeline that puts this optimizer behind the gradients."""
-        options: dict[str, Any] = {"name": self.name}
-        options.update({f.name: getattr(self, f.name) for f in fields(self)})
-        return PassCall("optimizer", options)
+        return PassCall("optimizer", {"name": self.name, **self.options()})
 
 
+T = TypeVar("T", bound=type[Optimizer])
+
+
+def register(optimizer: T) -> T:
+    """Let ``graphc.optim.parse`` and the command line find a subclass of :class:`Optimizer` by its ``name``."""
+    OPTIMIZERS.register(optimizer.name, optimizer, origin=optimizer.__module__)
+    return optimizer
+
+
+@register
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """``torch.optim.SGD``: stochastic gradient descent, with momentum (classical or Nesterov) when it is above 0."""
 
     name: ClassVar[str] = "sgd"
+    op: ClassVar[str] = "SGD"
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
 
+    @property
+    def update_op(self) -> str:
+        return "Momentum" if self.momentum else "SGD"
 
+    def check(self) -> None:
+        super().check()
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise UsageError(f"{self.name}: nesterov needs a momentum above 0 and no dampening")
+
+
+@register
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """``torch.optim.Adam``; ``weight_decay`` is an L2 penalty in the gradient."""
 
     name: ClassVar[str] = "adam"
+    op: ClassVar[str] = "Adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
 
 
+@register
 @dataclass(frozen=True)
 class AdamW(Optimizer):
     """``torch.optim.AdamW``: Adam with decoupled weight decay."""
 
     name: ClassVar[str] = "adamw"
+    op: ClassVar[str] = "AdamW"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 1e-2
 
 
+@register
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """``torch.optim.Adagrad``."""
 
     name: ClassVar[str] = "adagrad"
+    op: ClassVar[str] = "Adagrad"
     lr: float = 1e-2
     lr_decay: float = 0.0
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
     weight_decay: float = 0.0
 
+    @property
+    def initial(self) -> float:
+        return self.initial_accumulator_value
 
+
+@register
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
     """``torch.optim.RMSprop``, plain, with momentum, or centered."""
 
     name: ClassVar[str] = "rmsprop"
+    op: ClassVar[str] = "RMSprop"
     lr: float = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8
     momentum: float = 0.0
     centered: bool = False
     weight_decay: float = 0.0
+
+    def keeps(self, state: str) -> bool:
+        return {"grad_avg": self.centered, "momentum_buffer": self.momentum > 0}.get(state, True)
+
+
+def make(name: str, options: Mapping[str, Any]) -> Optimizer:
+    """The optimizer ``name`` with ``options``, of which those in text are converted.
+
+    Raises:
+        UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
+    """
+    if name not in OPTIMIZERS:
+        raise UsageError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}")
+    kind, known = OPTIMIZERS[name], [f.name for f in fields(OPTIMIZERS[name])]
+    for key in options:
+        if key not in known:
+            raise UsageError(
+                f"optimizer {name!r} has no option {key!r}{nearest(key, known)}; its options are {', '.join(known)}"
+            )
+    types = typing.get_type_hints(kind)
+    return kind(**{key: convert("optimizer", key, value, types[key]) for key, value in options.items()})
+
+
+def parse(text: str) -> Optimizer:
+    """Read ``name`` or ``name:option=value,…``, as in ``sgd:lr=0.1,momentum=0.9,nesterov``.
+
+    Raises:
+        UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
+    """
+    return make(*split_choice("optimizer", text, {name: [f.name for f in fields(o)] for name, o in OPTIMIZERS.items()}))
 
 
 @dataclass(frozen=True)
@@ -158,17 +263,3 @@ def checked_rate(value: Any) -> float:
 
 
 DECAYS = ("constant", "cosine", "step")
-
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.name: o for o in (SGD, Adam, AdamW, Adagrad, RMSprop)}
-"""Name on the command line → optimizer."""
-
-
-def parse(text: str) -> Optimizer:
-    """Read ``name`` or ``name:option=value,…``, as in ``sgd:lr=0.1,momentum=0.9,nesterov``.
-
-    Raises:
-        UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
-    """
-    known = {name: [f.name for f in fields(optimizer)] for name, optimizer in OPTIMIZERS.items()}
-    name, options = split_choice("optimizer", text, known)
-    return OPTIMIZERS[name](**PASSES["optimizer"].bind(options))

@@ -47,7 +47,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A registered pass."""
+    """A registered pass.
+
+    Attributes:
+        options: keyword arguments by name.
+        open: whether it takes other options too, which it checks itself.
+    """
 
     name: str
     function: PassFunction
@@ -55,6 +60,7 @@ class Pass:
     options: Mapping[str, inspect.Parameter]
     types: Mapping[str, Any]
     doc: str
+    open: bool
 
     def bind(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check option names and convert textual values to the declared types.
@@ -64,9 +70,12 @@ class Pass:
         """
         bound: dict[str, Any] = {}
         for key, value in options.items():
+            if key not in self.options and self.open:
+                bound[key] = value
+                continue
             if key not in self.options:
                 raise UsageError(f"pass {self.name!r} has no option {key!r}{nearest(key, self.options)}")
-            bound[key] = _convert(self.name, key, value, self.types.get(key, str))
+            bound[key] = convert(self.name, key, value, self.types.get(key, str))
         for key, parameter in self.options.items():
             if parameter.default is inspect.Parameter.empty and key not in bound:
                 raise UsageError(f"pass {self.name!r} needs the option {key!r}")
@@ -77,11 +86,11 @@ def graph_pass(name: str, *, requires: Sequence[str] = ()) -> Callable[[PassFunc
     """Register the decorated function as pass ``name``; ``requires`` names passes that must have run before."""
 
     def register(function: PassFunction) -> PassFunction:
-        parameters = {
-            p.name: p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        found = inspect.signature(function).parameters.values()
+        parameters = {p.name: p for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found)
         hints = typing.get_type_hints(function)
-        entry = Pass(name, function, tuple(requires), parameters, hints, inspect.getdoc(function) or "")
+        entry = Pass(name, function, tuple(requires), parameters, hints, inspect.getdoc(function) or "", takes_others)
         PASSES.register(name, entry, origin=function.__module__)
         return function
 
@@ -136,7 +145,12 @@ def parse(text: str) -> list[PassCall]:
     return steps
 
 
-def _convert(owner: str, key: str, value: Any, kind: Any) -> Any:
+def convert(owner: str, key: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``: a text is read as the option ``key`` of ``owner``, anything else must fit.
+
+    Raises:
+        UsageError: it does not.
+    """
     if not isinstance(value, str):
         if value is not None and not any(_fits(value, candidate) for candidate in _alternatives(kind)):
             raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")

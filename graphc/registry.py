@@ -1,8 +1,8 @@
 """Registries that find ops, passes, gradients and backends by name.
 
 Built-ins and plugins register in one way: a module named by an entry point of group ``graphc.ops``, ``graphc.passes``,
-``graphc.gradients`` or ``graphc.backends`` is imported, and the decorators in it add entries to the table of that group. No
-module of the core imports a pass, a gradient or a backend by name.
+``graphc.gradients``, ``graphc.optimizers`` or ``graphc.backends`` is imported, and the decorators in it add entries to the
+table of that group. No module of the core imports a pass, a gradient or a backend by name.
 """
 
 from __future__ import annotations

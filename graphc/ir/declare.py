@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import InternalError
+from graphc.errors import InternalError, UsageError
 from graphc.registry import Registry
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def make_declaration(
     """An :class:`OpDeclaration` with the defaults that follow from what is given filled in.
 
     Raises:
-        ValueError: an update that does not say what a state is for, or whose gradient is one of its states.
+        UsageError: an update that does not say what a state is for, or whose gradient is one of its states.
     """
     formals, next_value = Formal.parse(inputs), options.get("next_value", {})
     placement: Mapping[str, Any] = PLACEMENT if next_value else {SHARD: ""} if options.get("combine") else {}
@@ -192,14 +192,14 @@ def make_declaration(
     gradient, states = options.get("gradient"), [next_value[k] for k in sorted(next_value)]
     if gradient is not None:
         if not states or gradient in states:
-            raise ValueError(f"the gradient of {name!r} is no state, and an optimizer has one: next_value={dict(next_value)}")
+            raise UsageError(f"the gradient of {name!r} is no state, and an optimizer has one: next_value={dict(next_value)}")
         options["source"] = gradient
         divisors = [k for k, formal in enumerate(formals) if formal.name == "divisor"]
         options.setdefault("reduces", dict.fromkeys((gradient, *divisors), "sum"))
         parameter = {} if Role.PARAMETER in options.get("roles", {}).values() else {states[0]: Role.PARAMETER}
         options["roles"] = {**dict.fromkeys(states, Role.OPTIMIZER), **parameter, **options.get("roles", {})}
     if options.get("roles", {}).keys() != set(states):
-        raise ValueError(f"the update {name!r} must say what each of its states is for: roles={{{states[0]}: Role.…}}")
+        raise UsageError(f"the update {name!r} must say what each of its states is for: roles={{{states[0]}: Role.…}}")
     return OpDeclaration(
         name=name,
         inputs=formals,

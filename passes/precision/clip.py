@@ -25,7 +25,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, put
 from graphc.ir.names import CLIP_VALUE
 from graphc.ir.updates import source_of, trains, updates_of
-from graphc.passes.precision.update_graph import move_to_end
+from graphc.passes.precision.update_graph import move_to_end, refuse_without
 from graphc.pipeline import Context, graph_pass
 
 GRAD_NORM = "grad_norm"
@@ -53,6 +53,8 @@ def clip(model: ir.Model, ctx: Context, *, norm: float | None = None, value: flo
             raise UsageError(f"clip: {name}={bound} must be a positive number")
     graph = model.graph
     updates = [node for node in graph if trains(node)]
+    for name, bound in (("divisor", norm), (CLIP_VALUE, value)):
+        refuse_without(updates if bound is not None else (), name, "clip")
     if norm is not None:
         _clip_norm(graph, updates, norm)
     if value is not None:

@@ -19,7 +19,7 @@ from graphc.ir.declare import operand, place_of, put
 from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
 from graphc.ir.state import scalar
 from graphc.ir.updates import is_reduced, source_of, updates_of
-from graphc.passes.precision.update_graph import move_to_end
+from graphc.passes.precision.update_graph import move_to_end, refuse_without
 from graphc.pipeline import Context, graph_pass
 
 
@@ -49,6 +49,8 @@ def loss_scaling(
     if scale is None:
         return False
     updates = updates_of(graph)
+    for name in ("skip", "divisor"):
+        refuse_without(updates, name, "a loss scale")
     move_to_end(graph, updates)
     op = Builder(graph, before=updates[0], scope="loss_scaling")
     gradients = dict.fromkeys(source_of(n) for n in updates if is_reduced(n))

@@ -21,7 +21,7 @@ from graphc.ir.facts import is_float
 from graphc.ir.names import SKIPPED
 from graphc.ir.state import scalar
 from graphc.ir.updates import is_reduced, source_of, updates_of
-from graphc.passes.precision.update_graph import move_to_end
+from graphc.passes.precision.update_graph import move_to_end, refuse_without
 from graphc.pipeline import Context, graph_pass
 
 
@@ -29,6 +29,7 @@ from graphc.pipeline import Context, graph_pass
 def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
     """Keep all state unchanged in a step with a NaN or an infinity, and count such steps."""
     graph = model.graph
+    refuse_without(updates_of(graph), "skip", "skip_nonfinite")
     updates = [node for node in updates_of(graph) if place_of(node, "skip") is not None]
     flag = next((f for f in (operand(node, "skip") for node in updates) if f is not None), None)
     if flag is None:

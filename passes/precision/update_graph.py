@@ -6,8 +6,23 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from graphc.errors import UsageError
+from graphc.ir.declare import required_declaration
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.subgraphs import captured
+from graphc.ir.updates import trains
+
+
+def refuse_without(nodes: Sequence[ir.Node], name: str, what: str) -> None:
+    """Refuse optimizers whose update has no operand or attribute ``name``.
+
+    Raises:
+        UsageError: ``what`` needs it.
+    """
+    for node in nodes:
+        declaration = required_declaration(node)
+        if trains(node) and declaration.place_of(name) is None and name not in declaration.attributes:
+            raise UsageError(f"{what} needs {name!r}, which the op {node.op_type!r} of the optimizer does not have")
 
 
 def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:

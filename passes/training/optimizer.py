@@ -9,169 +9,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc import optim
+from graphc.errors import UsageError
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import OPS, PLACEMENT
-from graphc.ir.facts import is_parameter, is_state
-from graphc.ir.names import BUCKET, CLIP_VALUE, GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
+from graphc.ir.declare import OpDeclaration, Role, declared
+from graphc.ir.facts import array_of, dtype_of, is_parameter, is_state
+from graphc.ir.names import GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
 from graphc.ir.state import add_initializer, scalar
 from graphc.pipeline import Context, graph_pass
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerRule:
-    """One optimizer: the update op it emits for given options, and the state that op keeps.
-
-    Attributes:
-        lr: default learning rate.
-        op: options → name of the update op; the op's attributes are the optimizer's further options.
-        states: options → one name per state input (None: left out), in the order of the op's inputs.
-        own: options that are no attribute of any op, with their defaults.
-        ops: every op that ``op`` may name.
-    """
-
-    lr: float
-    op: Callable[[Mapping[str, Any]], str]
-    states: Callable[[Mapping[str, Any]], Sequence[str | None]]
-    ops: tuple[str, ...]
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-    def defaults(self) -> dict[str, Any]:
-        """Every option with its default."""
-        found: dict[str, Any] = {"lr": self.lr}
-        for name in self.ops:
-            found.update({k: v for k, v in OPS[name].attributes.items() if k not in {BUCKET, CLIP_VALUE, *PLACEMENT}})
-        return {**found, **self.own}
-
-
-def _momentum(options: Mapping[str, Any]) -> bool:
-    return bool(options["momentum"])
-
-
-OPTIMIZERS: Mapping[str, OptimizerRule] = {
-    "sgd": OptimizerRule(
-        lr=1e-3,
-        op=lambda o: "Momentum" if _momentum(o) else "SGD",
-        states=lambda o: ["momentum_buffer"] if _momentum(o) else [],
-        ops=("SGD", "Momentum"),
-        own={"momentum": 0.0},
-    ),
-    "adam": OptimizerRule(lr=1e-3, op=lambda o: "Adam", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("Adam",)),
-    "adamw": OptimizerRule(lr=1e-3, op=lambda o: "AdamW", states=lambda o: ["exp_avg", "exp_avg_sq"], ops=("AdamW",)),
-    "adagrad": OptimizerRule(
-        lr=1e-2, op=lambda o: "Adagrad", states=lambda o: ["sum"], ops=("Adagrad",), own={"initial_accumulator_value": 0.0}
-    ),
-    "rmsprop": OptimizerRule(
-        lr=1e-2,
-        op=lambda o: "RMSprop",
-        states=lambda o: [
-            "square_avg",
-            "grad_avg" if o["centered"] else None,
-            "momentum_buffer" if _momentum(o) else None,
-        ],
-        ops=("RMSprop",),
-    ),
-}
-"""Name → optimizer, with PyTorch's definitions, option names and defaults."""
-
-
 @graph_pass("optimizer", requires=("autodiff",))
-def optimizer(
-    model: ir.Model,
-    ctx: Context,
-    *,
-    name: str = "sgd",
-    lr: float | None = None,
-    momentum: float | None = None,
-    dampening: float | None = None,
-    nesterov: bool | None = None,
-    weight_decay: float | None = None,
-    beta1: float | None = None,
-    beta2: float | None = None,
-    eps: float | None = None,
-    lr_decay: float | None = None,
-    initial_accumulator_value: float | None = None,
-    alpha: float | None = None,
-    centered: bool | None = None,
-) -> bool:
+def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: Any) -> bool:
     """Put an update node behind every gradient of a parameter, in the order of the parameters in the file.
 
     Args:
-        name: sgd, adam, adamw, adagrad or rmsprop, by PyTorch's definitions.
-        lr: learning rate; it becomes the float32 initializer ``graphc.lr``, which schedules may write.
-        momentum, dampening, nesterov: of sgd (momentum of rmsprop too).
-        weight_decay: L2 penalty added to the gradient; decoupled for adamw.
-        beta1, beta2: decay rates of adam's averages.
-        eps: term added to denominators.
-        lr_decay, initial_accumulator_value: of adagrad.
-        alpha, centered: of rmsprop.
+        name: sgd, adam, adamw, adagrad, rmsprop, or one that a package registers (:func:`graphc.optim.register`).
+        options: of the optimizer, as :mod:`graphc.optim` lists them, with PyTorch's defaults: ``lr``, ``momentum`` …. The
+            learning rate becomes the float32 initializer ``graphc.lr``, which schedules may write.
 
     Raises:
         UsageError: an unknown optimizer, an option it does not have or a value out of range, nothing to train, or
             parameters that have an optimizer already.
     """
-    given = {
-        "lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": weight_decay,
-        "beta1": beta1, "beta2": beta2, "eps": eps, "lr_decay": lr_decay,
-        "initial_accumulator_value": initial_accumulator_value, "alpha": alpha, "centered": centered,
-    }  # fmt: skip
-    options = resolve(name, {k: v for k, v in given.items() if v is not None})
+    chosen = optim.make(name, options)
+    chosen.check()
     graph = model.graph
     pairs = _gradients(graph)
-    chosen = OPTIMIZERS[name]
-    declaration = OPS[chosen.op(options)]
-    attributes = {k: options[k] for k in declaration.attributes if k in options}
-    for flag in ("nesterov", "centered"):
-        if flag in attributes:
-            attributes[flag] = int(attributes[flag])
-    divisor = _divisor(graph)
-    rate = scalar(graph, LEARNING_RATE, options["lr"], np.float32)
+    domain, op_type, declaration = _update_op(chosen)
+    given = chosen.options()
+    attributes = {k: int(v) if isinstance(v, bool) else v for k, v in given.items() if k in declaration.attributes}
     op = Builder(graph, scope="update")
+    rate, divisor = scalar(graph, LEARNING_RATE, chosen.lr, np.float32), _divisor(graph)
     (step,) = op.emit("Increment", [scalar(graph, STEP, 0)], domain=DOMAIN, outputs=[f"{STEP}::next"], name="update/step")
-    takes_step = any(formal.name == "step" for formal in declaration.inputs)
-    start = options.get("initial_accumulator_value", 0.0)
+    shared = {"lr": rate, "divisor": divisor, "step": step}
+    if divisor is not None and declaration.place_of("divisor") is None:
+        raise UsageError(f"the loss is a mean, but the op {op_type!r} has no input 'divisor' by which it divides its gradient")
     for parameter, gradient in pairs:
-        states = [None if s is None else _state(graph, parameter, s, start) for s in chosen.states(options)]
-        inputs = [parameter, gradient, *states, *([step] if takes_step else []), rate, divisor]
-        names = [f"{parameter.name}::next"]
-        for formal, state in zip(declaration.outputs[1:], states, strict=True):
-            unread = f"{parameter.name}::{formal.name.removeprefix('next_')}::next"
-            names.append(unread if state is None else f"{state.name}::next")
-        op.emit(declaration.name, inputs, attributes, domain=DOMAIN, outputs=names, name=f"update/{parameter.name}")
+        inputs: list[ir.Value | None] = []
+        for k, formal in enumerate(declaration.inputs):
+            if k == declaration.gradient:
+                inputs.append(gradient)
+            elif declaration.roles.get(k) is Role.PARAMETER:
+                inputs.append(parameter)
+            elif k in declaration.roles:
+                kept = not formal.optional or chosen.keeps(formal.name)
+                inputs.append(_state(graph, parameter, formal.name, chosen.initial) if kept else None)
+            elif formal.name in shared or formal.optional:
+                inputs.append(shared.get(formal.name))
+            else:
+                raise UsageError(f"the op {op_type!r} has an input {formal.name!r}, which no optimizer gets")
+        states = [declaration.inputs[k].name for _, k in sorted(declaration.next_value.items())]
+        own = declaration.inputs[declaration.main].name
+        names = [f"{parameter.name}::next" if state == own else f"{parameter.name}::{state}::next" for state in states]
+        op.emit(op_type, inputs, attributes, domain=domain, outputs=names, name=f"update/{parameter.name}")
     ctx.note(f"optimizer: {name} updates {len(pairs)} parameters")
     return True
 
 
-def resolve(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of optimizer ``name`` with ``given`` filled in.
-
-    Raises:
-        UsageError: an unknown optimizer, an option it does not have, or a value out of range.
-    """
-    if name not in OPTIMIZERS:
-        raise UsageError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}")
-    options = OPTIMIZERS[name].defaults()
-    for key, value in given.items():
-        if key not in options:
-            raise UsageError(
-                f"optimizer {name!r} has no option {key!r}{nearest(key, options)}; its options are {', '.join(options)}"
-            )
-        options[key] = value
-    for key, value in options.items():
-        below_one = key in ("beta1", "beta2")
-        if not value >= 0 or (below_one and not value < 1) or not np.isfinite(value):
-            raise UsageError(f"{name}: {key}={value} is out of range: it must be at least 0" + " and below 1" * below_one)
-    if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
-        raise UsageError(f"{name}: nesterov needs a momentum above 0 and no dampening")
-    return options
+def _update_op(chosen: optim.Optimizer) -> tuple[str, str, OpDeclaration]:
+    """Domain, name and declaration of the update op."""
+    domain, _, op_type = chosen.update_op.rpartition("::")
+    declaration = declared(domain or DOMAIN, op_type)
+    if declaration is None or declaration.gradient is None:
+        raise UsageError(f"optimizer {chosen.name!r}: no op {chosen.update_op!r} is declared with gradient=…")
+    return domain or DOMAIN, op_type, declaration
 
 
 def _gradients(graph: ir.Graph) -> list[tuple[ir.Value, ir.Value]]:
@@ -197,10 +105,7 @@ def _divisor(graph: ir.Graph) -> ir.Value | None:
 
 def _state(graph: ir.Graph, parameter: ir.Value, name: str, start: float) -> ir.Value:
     """A new initializer ``parameter::name`` of the parameter's type and shape, filled with ``start``."""
-    tensor = parameter.const_value
-    assert tensor is not None
-    assert parameter.dtype is not None
-    array = np.zeros(tuple(tensor.shape.numpy()), dtype=parameter.dtype.numpy())  # takes no memory before it is written
+    array = np.zeros(array_of(parameter).shape, dtype=dtype_of(parameter).numpy())  # takes no memory before it is written
     if start:
         array.fill(start)
     return add_initializer(graph, f"{parameter.name}::{name}", array)

@@ -16,6 +16,7 @@ import graphc
 from graphc.backend import BACKENDS, KERNELS
 from graphc.cli import COMMANDS
 from graphc.ir.declare import OPS
+from graphc.optim import OPTIMIZERS
 from graphc.pipeline import PASSES
 from graphc.registry import Registry
 
@@ -70,8 +71,8 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
 
 @pytest.fixture
 def declarations(registries: None) -> Iterator[None]:
-    """Ops, passes, kernels and backends that a page registers are gone after it."""
-    tables: tuple[Registry[Any], ...] = (OPS, PASSES, BACKENDS)
+    """Ops, passes, optimizers, kernels and backends that a page registers are gone after it."""
+    tables: tuple[Registry[Any], ...] = (OPS, PASSES, BACKENDS, OPTIMIZERS)
     for table in tables:
         table.load()
     held, kernels = [dict(table._items) for table in tables], dict(KERNELS)
@@ -91,7 +92,7 @@ def test_python_blocks_run_and_print_what_is_shown(
     monkeypatch.chdir(tmp_path)
     for number, (block, shown) in enumerate(code(page), start=1):
         capsys.readouterr()
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        exec(compile(block, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
         if shown is not None:
             assert capsys.readouterr().out == shown, f"{page.name}: the output shown behind block {number}"
 

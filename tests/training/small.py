@@ -66,7 +66,11 @@ def train(comm: Any, program: graphc.Program, steps: int, sizes: tuple[int, ...]
             x, y = batch(count, step)
             mine = share(count, comm.rank, comm.size)
             metrics.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start))
-        return {"metrics": metrics, "state": trainer.state.snapshot(), "hash": trainer.state_sha256()}
+        return {
+            "metrics": metrics,
+            "state": trainer.state.snapshot(comm if trainer.state.shards else None),
+            "hash": trainer.state_sha256(),
+        }
 
 
 class Torch:
