@@ -15,7 +15,7 @@ random direction v, ``<df/dx, v>`` from the graph that autodiff made is compared
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from graphc.backends.numpy.operators import REPAIRED
+from graphc.gradient import key_of
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import FLOATS
 from graphc.passes.gradients.reverse_mode import differentiate
+from graphc.report.op_coverage import gradient_of
 
 Array = np.ndarray[Any, Any]
 
@@ -190,8 +192,9 @@ def check_gradient(
     sources = [v for v in graph.inputs if v.dtype in FLOATS and (wrt is None or v.name in wrt)]
     feeds = {**feeds, **_weigh_outputs(model, compile_with(model)(feeds))}
     total = graph.outputs[0]
-    forward = compile_with(model)
+    forward, earlier = compile_with(model), set(graph.all_nodes())
     adjoints = differentiate(graph, [total], sources)
+    _check_made_of_ops_with_gradients(node for node in graph.all_nodes() if node not in earlier)
     graph.outputs[:] = list(dict.fromkeys(adjoints.values()))
     backward = compile_with(model)(feeds) if adjoints else {}
     found: dict[str, Array] = {}
@@ -216,6 +219,13 @@ def check_gradient(
         )
         found[name] = gradient
     return found
+
+
+def _check_made_of_ops_with_gradients(backward: Iterable[ir.Node]) -> None:
+    """Whatever a rule emits can be differentiated again, as the table of operators says."""
+    for key in sorted({key_of(node.domain, node.op_type) for node in backward}):
+        kind = gradient_of(key)
+        assert kind in ("direct", "through body", "zero"), f"the gradient holds {key}, whose own gradient is {kind!r}"
 
 
 def gradients(

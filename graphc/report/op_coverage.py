@@ -11,10 +11,8 @@ The table of ``graphc ops`` and of ``docs/ops.md``. It is read from the registri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from types import CodeType, FunctionType
 from typing import Any
 
 import onnx
@@ -51,7 +49,6 @@ class Coverage:
         since: the opset in which its newest version came.
         gradient: ``direct``, ``through body``, ``zero``, ``none``, or ``missing`` when nobody has accounted for it.
         reason: why there is none.
-        second_order: whether every op that its gradient is made of has a gradient itself.
         kernels: the backends with a native kernel.
         gpu: how the cupy backend runs it; ``host``: the nodes of a plan that do are reported.
     """
@@ -61,12 +58,16 @@ class Coverage:
     since: int
     gradient: str
     reason: str
-    second_order: bool
     kernels: tuple[str, ...]
     gpu: str
 
+    @property
+    def second_order(self) -> bool:
+        """Whether the gradient can be differentiated again: the tests of the rules check what they emit."""
+        return self.gradient in ("direct", "through body")
+
     def row(self) -> dict[str, Any]:
-        return {**asdict(self), "kernels": list(self.kernels)}
+        return {**asdict(self), "second_order": self.second_order, "kernels": list(self.kernels)}
 
 
 def schemas() -> list[Any]:
@@ -93,7 +94,6 @@ def _of(schema: Any) -> Coverage:
         since=schema.since_version,
         gradient=kind,
         reason=NO_GRADIENT.get(key, "") if kind == "none" else "",
-        second_order=second_order(key),
         kernels=_kernels(key),
         gpu=_on_gpu(key),
     )
@@ -167,61 +167,6 @@ def _on_gpu(key: str) -> str:
 
     BACKENDS.load()
     return COVERAGE["cupy"](key) if "cupy" in COVERAGE else ""
-
-
-# Second order --------------------------------------------------------------------------------------------------------
-
-
-def second_order(key: str) -> bool:
-    """Whether the gradient of this op can be differentiated again, as far as the ops it emits tell."""
-    kind = gradient_of(key)
-    if kind == "direct":
-        rule = GRADIENTS[key].function
-        emitted = set(_emitted(rule)) if rule is not None else set()
-        return all(gradient_of(name) in ("direct", "through body", "zero") for name in emitted)
-    if kind != "through body":
-        return False
-    domain, _, name = key.rpartition("::")
-    if domain == DOMAIN:
-        return all(gradient_of(name) in ("direct", "through body", "zero") for name in set(_emitted(OPS[name].decompose)))
-    schema: Any = onnx.defs.get_schema(name, domain)
-    if not schema.has_function:
-        return True  # its body depends on the node; what such bodies are made of all has rules
-    return all(second_order(node.op_type) or gradient_of(node.op_type) == "zero" for node in schema.function_body.node)
-
-
-def _emitted(function: Any) -> Iterator[str]:
-    """The registry keys of the ops that a rule and the functions it calls name."""
-    names, own_names = _op_names()
-    seen: set[int] = set()
-    pending: list[Any] = [function]
-    while pending:
-        current = pending.pop()
-        current = getattr(current, "__wrapped__", current)
-        if isinstance(current, functools.partial):
-            pending.append(current.func)
-        if not isinstance(current, FunctionType) or id(current) in seen:
-            continue
-        seen.add(id(current))
-        words = set(_words(current.__code__))
-        yield from words & names
-        yield from (key_of(DOMAIN, word) for word in words & own_names)
-        scope = {k: v for k, v in current.__globals__.items() if k in words}
-        pending += [v for v in scope.values() if str(getattr(v, "__module__", "")).startswith("graphc.")]
-        pending += [cell.cell_contents for cell in current.__closure__ or () if callable(cell.cell_contents)]
-
-
-def _words(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from (c for c in code.co_consts if isinstance(c, str) and c.isidentifier() and "emit" in code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _words(inner)
-
-
-@functools.cache
-def _op_names() -> tuple[frozenset[str], frozenset[str]]:
-    return frozenset(s.name for s in schemas() if s.domain == ""), frozenset(OPS)
 
 
 # The page ------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def test_an_operator_that_nobody_knows_is_missing() -> None:
 )
 def test_second_order(op_type: str, shapes: list[tuple[int, ...]], attributes: dict[str, object]) -> None:
     """∂/∂x of ∂(Σ y³)/∂x, which the table promises; in float32 for the op that onnx.reference has in no other type."""
-    assert op_coverage.second_order(op_type)
     single = op_type == "MeanVarianceNormalization"
     dtype = np.float32 if single else np.float64
     feeds = {f"x{k}": positive(*shape, seed=k).value.astype(dtype) for k, shape in enumerate(shapes)}
