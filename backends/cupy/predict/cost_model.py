@@ -1,15 +1,6 @@
-"""What the calls of a plan take on an H200, as a prediction.
+"""Predicts what the calls of a plan take on an H200, from their bytes and operations and the rates in :mod:`.hardware`.
 
-Every figure was measured on one H200 (driver 580, CUDA 13.0) or is marked as assumed:
-
-    memory           4.27 TB/s read + write: a copy between two arrays; generated kernels: 90 % of it (assumed)
-    launch           2.5 µs at least, and 1 µs to start and drain (assumed): inside a CUDA graph
-    instructions     132 multiprocessors · 128 lanes · 1.7 GHz (the chip's), for kernels that compute more than they read
-    products, bf16   605 TFLOP/s as GPT-2's layers, 716 as its head; TF32 320 and float32 50 (assumed)
-    convolutions     600 TFLOP/s or 3.2 TB/s, whichever is slower; 53 TFLOP/s for an image of three channels padded to four;
-                     150 (assumed: a third of what was measured for 64 channels) for less than 64, as an image in blocks has
-    attention        forward 286 TFLOP/s, backward 229, counting half of a causal one: cuDNN, 16·12·1024·64
-    host fallbacks   20 GB/s to the host and back (assumed)
+The instructions of generated kernels are counted in their text, with counts that were found by reading compiled kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +16,25 @@ from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.libraries.cudnn_convolution import INPUT, convolution_of
 from graphc.backends.cupy.libraries.gemm import PRODUCT, product_of
+from graphc.backends.cupy.predict.hardware import (
+    ATTENTION,
+    ATTENTION_GRADIENT,
+    CACHED,
+    CONVOLUTION,
+    CONVOLUTION_MEMORY,
+    GEMM,
+    HOST_LINK,
+    INSTRUCTIONS,
+    KERNEL_MEMORY,
+    LAUNCH,
+    MIN_LAUNCH,
+    NAME,
+    NARROW_CONVOLUTION,
+    SECTOR,
+    STEM_CONVOLUTION,
+    WIDE_GEMM,
+    WIDE_GEMM_SIZE,
+)
 from graphc.backends.cupy.segment.bind import _offsets
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment
@@ -36,24 +46,6 @@ from graphc.plan.partition import Plan, make_plan
 from graphc.plan.segment_model import segment_model
 from graphc.plan.state_rewrites import adapted
 from graphc.report.step_time import PREDICTIONS, Cost, Prediction
-
-MEMORY = 4.27e12
-KERNELS = 0.9 * MEMORY
-LEAST, START = 2.5e-6, 1e-6
-INSTRUCTIONS = 132 * 128 * 1.7e9
-PRODUCTS = {ir.DataType.BFLOAT16: 605e12, ir.DataType.FLOAT16: 605e12, ir.DataType.FLOAT: 320e12, ir.DataType.DOUBLE: 50e12}
-WIDE, WIDE_PRODUCTS = 16384, 716e12
-"""Rows or columns of a half-precision product from which the second rate holds."""
-
-CONVOLUTIONS, CONVOLUTION_MEMORY, NARROW, STEM = 600e12, 3.2e12, 150e12, 53e12
-ATTENTION, ATTENTION_GRADIENT = 286e12, 229e12
-HOST = 20e9
-
-SECTOR = 32
-"""Bytes that the memory delivers at least."""
-
-CACHED = 25 << 20
-"""Bytes that stay in the second-level cache from one loop over the columns to the next."""
 
 RANDOM = {"philox_words": 60 / 4, "philox_word": 75}
 """Instructions for a random word: one of a block of four, in which multiplications count twice, or one by itself."""
@@ -86,7 +78,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
         elif step.group is None and step.kind == "kernel":
             costs.append(_moved("kernels of nodes", step.name, [*step.inputs, *step.outputs]))
     costs += _updates(plan, device)
-    return Prediction("NVIDIA H200", costs, scratch)
+    return Prediction(NAME, costs, scratch)
 
 
 def scratch_of(segment: Segment) -> int:
@@ -126,7 +118,7 @@ def _kernel(call: KernelCall) -> Cost:
     nbytes = traffic(source, call.parts)
     columns = call.parts if _adds_partials(source) else max(1, source.columns)
     work = source.rows * columns * _instructions(source)
-    seconds, note = nbytes / KERNELS, ""
+    seconds, note = nbytes / KERNEL_MEMORY, ""
     if work / INSTRUCTIONS > seconds:
         seconds, note = work / INSTRUCTIONS, "bound by instructions"
     form = source.form
@@ -136,7 +128,7 @@ def _kernel(call: KernelCall) -> Cost:
     elif source.columns > 1:
         centre = "sums over columns" if form.strided else "rows"
     names = [v.name or "" for v in source.operands[source.reads :]] or [v.name or "" for v in source.operands]
-    return Cost(centre, f"{call.name} {names[0] if names else ''}", max(LEAST, START + seconds), nbytes, 0, note)
+    return Cost(centre, f"{call.name} {names[0] if names else ''}", max(MIN_LAUNCH, LAUNCH + seconds), nbytes, 0, note)
 
 
 def traffic(source: KernelSource, parts: int = 1) -> int:
@@ -223,7 +215,7 @@ def _node(call: NodeCall) -> Cost:
         return _attention(node, name, values)
     if call.library is None:
         moved = sum(nbytes(v) for v in values)
-        return Cost("on the host", name, moved / HOST, moved, 0, "no kernel")
+        return Cost("on the host", name, moved / HOST_LINK, moved, 0, "no kernel")
     if "Conv" in node.op_type:
         return _convolution(node, name, values)
     return _moved("libraries", name, values)
@@ -231,11 +223,11 @@ def _node(call: NodeCall) -> Cost:
 
 def _product(node: ir.Node, name: str, moved: int) -> Cost:
     p = product_of(node)
-    rate = PRODUCTS[p.dtype]
-    if p.dtype.itemsize == 2 and max(p.m, p.n, p.k) > WIDE and min(p.m, p.n, p.k) >= 512:
-        rate = WIDE_PRODUCTS
-    seconds = max(p.flops / rate, moved / KERNELS)
-    return Cost("products", f"{name} {p.m}x{p.n}x{p.k}", max(LEAST, START + seconds) * 1, moved, p.flops)
+    rate = GEMM[p.dtype]
+    if p.dtype.itemsize == 2 and max(p.m, p.n, p.k) > WIDE_GEMM_SIZE and min(p.m, p.n, p.k) >= 512:
+        rate = WIDE_GEMM
+    seconds = max(p.flops / rate, moved / KERNEL_MEMORY)
+    return Cost("products", f"{name} {p.m}x{p.n}x{p.k}", max(MIN_LAUNCH, LAUNCH + seconds), moved, p.flops)
 
 
 def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
@@ -246,8 +238,8 @@ def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
         moved -= nbytes(x) - nbytes(x) * int(np.prod(found.y.dims[2:])) // int(np.prod(found.x.dims[2:]))
     channels, _, *positions = found.w.dims[1], *found.y.dims[1:]
     flops = 2 * found.y.dims[0] * int(np.prod(positions)) * int(np.prod(found.w.dims))
-    rate = STEM if channels <= 4 else NARROW if channels < 64 else CONVOLUTIONS
-    return Cost("convolutions", name, START + max(flops / rate, moved / CONVOLUTION_MEMORY), moved, flops)
+    rate = STEM_CONVOLUTION if channels <= 4 else NARROW_CONVOLUTION if channels < 64 else CONVOLUTION
+    return Cost("convolutions", name, LAUNCH + max(flops / rate, moved / CONVOLUTION_MEMORY), moved, flops)
 
 
 def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
@@ -259,8 +251,8 @@ def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
     flops = 4 * sizes.get("b", 1) * sizes.get("h", 1) * sizes.get("t", 1) * keys * sizes.get("d", 1)
     flops = (5 * flops // 2 if gradient else flops) // (2 if node.attributes.get_int("causal", 0) else 1)
     moved = sum(nbytes(v) for v in dict.fromkeys(values))
-    seconds = max(flops / (ATTENTION_GRADIENT if gradient else ATTENTION), moved / KERNELS)
-    return Cost("attention", name, START + seconds, moved, flops)
+    seconds = max(flops / (ATTENTION_GRADIENT if gradient else ATTENTION), moved / KERNEL_MEMORY)
+    return Cost("attention", name, LAUNCH + seconds, moved, flops)
 
 
 def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
@@ -289,12 +281,12 @@ def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
 
 def update_cost(name: str, rows: int, moved: int) -> Cost:
     """The cost of one launch of updates of ``rows`` buffers."""
-    return Cost("updates", f"{name} x{rows}", max(LEAST, START + moved / KERNELS), moved)
+    return Cost("updates", f"{name} x{rows}", max(MIN_LAUNCH, LAUNCH + moved / KERNEL_MEMORY), moved)
 
 
 def _moved(centre: str, name: str, values: Sequence[ir.Value]) -> Cost:
     moved = sum(nbytes(v) for v in values)
-    return Cost(centre, name, max(LEAST, START + moved / KERNELS), moved)
+    return Cost(centre, name, max(MIN_LAUNCH, LAUNCH + moved / KERNEL_MEMORY), moved)
 
 
 def nbytes(value: ir.Value) -> int:

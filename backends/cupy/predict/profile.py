@@ -1,4 +1,4 @@
-"""What every call of a step takes on the GPU, measured one by one, beside what :mod:`.cost` says of it.
+"""What every call of a step takes on the GPU, measured one by one, beside what :mod:`.cost_model` says of it.
 
 The step is not captured here: each call stands between two events on the compute stream. In front of every row of calls the
 device is held busy, for as long as the host needs to queue the row, so that no event waits for the host.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphc.backend import Backend
 from graphc.backends.cupy.codegen.launch_shape import Shape
@@ -20,7 +20,9 @@ from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.backends.cupy.updates.multi_tensor import Launched
 from graphc.device import Run
 from graphc.report.step_time import TIMERS, Cost, Timed
-from graphc.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from graphc.runtime.executor import Executor
 
 ROW = 200
 """Calls that are queued behind one hold: with their events fewer than a stream takes before the host has to wait."""
