@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +17,6 @@ from graphc.cli import COMMANDS
 from graphc.ir.declare import OPS
 from graphc.optim import OPTIMIZERS
 from graphc.pipeline import PASSES
-from graphc.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -72,13 +70,9 @@ def names(exported: Callable[[str], str], tmp_path: Path) -> dict[str, object]:
 @pytest.fixture
 def declarations(registries: None) -> Iterator[None]:
     """Ops, passes, optimizers, kernels and backends that a page registers are gone after it."""
-    tables: tuple[Registry[Any], ...] = (OPS, PASSES, BACKENDS, OPTIMIZERS)
-    for table in tables:
-        table.load()
-    held, kernels = [dict(table._items) for table in tables], dict(KERNELS)
-    yield
-    for table, items in zip(tables, held, strict=True):
-        table._items = items
+    kernels = dict(KERNELS)
+    with OPS.restored(), PASSES.restored(), BACKENDS.restored(), OPTIMIZERS.restored():
+        yield
     for key, found in list(KERNELS.items()):
         if key not in kernels and not found.bind.__module__.startswith("graphc."):
             del KERNELS[key]
