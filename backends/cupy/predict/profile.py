@@ -1,7 +1,7 @@
-"""What every call of a step takes on the GPU, measured one by one, beside what :mod:`.cost_model` says of it.
+"""Measures every call of a step on the GPU, beside the time that the cost model predicts.
 
-The step is not captured here: each call stands between two events on the compute stream. In front of every row of calls the
-device is held busy, for as long as the host needs to queue the row, so that no event waits for the host.
+The step is not captured here: each call is queued between two events on the compute stream. Before every row of calls a kernel
+keeps the device busy for as long as the host needs to queue the row, so that no event waits for the host.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from graphc.runtime.executor import Executor
 
 ROW = 200
-"""Calls that are queued behind one hold: with their events fewer than a stream takes before the host has to wait."""
+"""Calls queued after one hold kernel; with their events, few enough for a stream not to block the host."""
 
 CYCLES = 4_000_000
-"""Of the processor's clock that one launch of the holding kernel takes: 2 ms."""
+"""Clock cycles of the device for one launch of the hold kernel: 2 ms."""
 
 HOLD = f"""
 extern "C" __global__ void hold() {{
@@ -39,10 +39,10 @@ extern "C" __global__ void hold() {{
 
 
 class ProfiledRecording:
-    """In place of a recording: runs its calls one by one, each between two events.
+    """Replaces a recording: runs its calls one by one, each between two events.
 
     Attributes:
-        calls: what each call should cost, and what runs it.
+        calls: the predicted cost of each call, and the closure that runs it.
     """
 
     def __init__(self, device: CudaDevice, recording: Recording) -> None:
@@ -70,13 +70,13 @@ class ProfiledRecording:
             self._holds = 1 + int(1.5 * longest / 2e-3)
 
     def seconds(self) -> list[float]:
-        """Of each call in the last step, without what two events take by themselves; everything has run."""
+        """Seconds of each call in the last step, minus the time of two events; call it when everything has run."""
         *found, nothing = (self._elapsed(before, after) * 1e-3 for before, after in self._events)
         return [max(0.0, one - nothing) for one in found]
 
 
 def calls_of(runs: Sequence[Run]) -> Iterator[tuple[Cost, Run]]:
-    """Every call of a recording, and what it should cost; 0 where that is not known."""
+    """Every call of a recording with its predicted cost; 0 where that is not known."""
     for run in runs:
         if isinstance(run, BoundSegment):
             yield from ((call_cost(call), one) for call, one in run.calls())
@@ -115,7 +115,7 @@ def measure(backend: Backend, executor: Executor, step: Callable[[], Any], steps
 
 
 def _nothing() -> None:
-    """What stands between the events that show what events take."""
+    """The empty call that measures the time of two events."""
 
 
 TIMERS.register("cupy", measure, origin=__name__)
