@@ -28,6 +28,9 @@ def test_demo(tmp_path: Path) -> None:
     assert compiled["allreduces_injected"] >= 8, "one for each parameter"
     assert compiled["allreduces_per_step"] < compiled["allreduces_injected"]
     assert compiled["bytes_per_step"] > 4 * 9978
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"{compiled['nodes_before']} nodes became {compiled['nodes_after']}:" in readme
+    assert f"{compiled['allreduces_injected']} AllReduces injected" in readme
     assert end["world_size"] == 2
     assert final["onnxruntime_accuracy"] > 0.97
     epochs = [e for e in events if e["event"] == "epoch"]
