@@ -16,6 +16,13 @@ class InternalError(GraphcError):
     """A graph breaks graphc's own rules: a bug in graphc, or in a pass or op of a plugin."""
 
 
+def describe_error(error: BaseException) -> tuple[str, int]:
+    """Message and exit code of an error; an error that graphc did not raise on purpose is shown with its type."""
+    if isinstance(error, GraphcError):
+        return str(error), error.exit_code
+    return f"{type(error).__name__}: {error}", 1
+
+
 class UsageError(GraphcError, ValueError):
     """A wrong argument: an unknown pass, option, loss, feed name, mesh …"""
 

@@ -1,4 +1,4 @@
-"""Joining the world, and choosing how arrays of its devices travel.
+"""Opens the communicator of a world and chooses how device arrays travel.
 
 | arrays                  | ``transport``             | how                                                            |
 |-------------------------|---------------------------|----------------------------------------------------------------|
@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from graphc.device import Memory
 from graphc.distributed.communicator import Communicator
@@ -23,19 +23,20 @@ from graphc.distributed.health.hang_report import join_ranks
 from graphc.distributed.health.watchdog import host_name
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.host_staged import StagedCommunicator
-from graphc.distributed.nccl.bindings import load_nccl
-from graphc.distributed.nccl.communicator import GpuMemory, NcclCommunicator, on_gpu
 from graphc.distributed.world import Wanted, World, find_world, wanted_transport
 from graphc.errors import MissingExtraError, UsageError, WorldError
 
+if TYPE_CHECKING:
+    from graphc.distributed.nccl.communicator import GpuMemory
+
 
 class StagedWarning(UserWarning):
-    """Collectives of GPUs pass through host memory, which costs time, not results."""
+    """Collectives of GPUs pass through host memory: slower, same results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one worker can do.
+    """What one worker can use.
 
     Attributes:
         device: a name of its GPU, unique among all machines; None: its arrays are not on a GPU.
@@ -49,7 +50,10 @@ class Offer:
 
 
 def open_communicator(world: World | None = None) -> Communicator:
-    """The communicator of this worker, by default in the world it finds; every rank calls it at the same point.
+    """The communicator of this worker; every rank calls it at the same point.
+
+    Args:
+        world: by default what :func:`~graphc.distributed.world.find_world` finds.
 
     Raises:
         WorldError: the transport knows another world than ``world``.
@@ -72,16 +76,19 @@ def open_communicator(world: World | None = None) -> Communicator:
 
 
 def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = None) -> Communicator:
-    """``comm``, or what makes it take arrays of ``memory`` where these lie on a device; every rank calls it at the same point.
+    """A communicator for arrays of ``memory``: ``comm``, or a wrapper around it; every rank calls it at the same point.
 
     Args:
         transport: one of :data:`~graphc.distributed.world.TRANSPORTS`; None: what GRAPHC_TRANSPORT says, or ``auto``.
 
     Raises:
-        UsageError: a transport that these arrays or workers cannot use.
-        WorldError: the workers were told different ones.
-        MissingExtraError: NCCL was asked for and a worker lacks it.
+        UsageError: the transport does not fit these arrays or workers.
+        WorldError: the workers were given different transports.
+        MissingExtraError: the transport is NCCL and a worker lacks it.
     """
+    from graphc.distributed.nccl.bindings import load_nccl  # NCCL's communicator wraps one of this package, so it is above it
+    from graphc.distributed.nccl.communicator import NcclCommunicator, on_gpu
+
     wanted = wanted_transport(transport)
     if memory.on_host and wanted == "nccl":
         raise UsageError("the transport 'nccl' moves arrays of GPUs, and this backend keeps its arrays in host memory")
@@ -102,9 +109,10 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
 
 
 def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"], str]:
-    """How arrays of devices travel between workers that talk by ``host``, and a remark on it, or an empty one.
+    """How device arrays travel, and a remark for the user, which may be empty.
 
     Args:
+        host: the transport of the host's arrays.
         offers: by rank.
     """
     first = offers[0].wanted
@@ -112,7 +120,7 @@ def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"
     if other is not None:
         raise WorldError(f"the transport is {first!r} on rank 0 and {offers[other].wanted!r} on rank {other}")
     _check_host(host, first)
-    problem = _against_nccl(host, offers)
+    problem = _nccl_problem(host, offers)
     if not problem and first in ("auto", "nccl"):
         missing = [rank for rank, offer in enumerate(offers) if not offer.nccl]
         if not missing:
@@ -128,11 +136,13 @@ def choose(host: str, offers: Sequence[Offer]) -> tuple[Literal["nccl", "staged"
 
 def _check_host(host: str, wanted: Wanted) -> None:
     if wanted not in ("auto", "nccl", host):
-        raise UsageError(f"the transport is to be {wanted!r}, but these workers talk by {host}; leave it out, or start them so")
+        raise UsageError(
+            f"the transport is {wanted!r}, but these workers talk by {host}; leave it out, or start them with {wanted!r}"
+        )
 
 
-def _against_nccl(host: str, offers: Sequence[Offer]) -> str:
-    """Why NCCL cannot connect the workers, or an empty text."""
+def _nccl_problem(host: str, offers: Sequence[Offer]) -> str:
+    """Why NCCL cannot connect the workers; empty where it can."""
     if host == "threads":
         return "they are threads of one process, and it wants a process for each GPU"
     users: dict[str | None, list[int]] = {}
@@ -150,7 +160,7 @@ def _against_nccl(host: str, offers: Sequence[Offer]) -> str:
 
 
 def device_name(memory: GpuMemory) -> str:
-    """A name of the GPU that no other one on any machine has."""
+    """A name of the GPU that is unique among all machines."""
     properties = memory.cupy.cuda.runtime.getDeviceProperties(int(memory.device.id))
     identity = properties.get("uuid")
     return identity.hex() if isinstance(identity, bytes) and identity else f"{host_name()}/{memory.device.pci_bus_id}"

@@ -1,18 +1,18 @@
-"""Collectives between workers.
+"""The interface of collectives between ranks.
 
 Every rank calls the same collectives in the same order; :func:`~graphc.distributed.consistency.agree` checks that before step
-0. An AllReduce works in place on a flat buffer. ``start`` returns at once and ``wait`` ends it, so that communication runs
-beside computation; a communicator is used by one thread of its rank.
+0. An AllReduce works in place on a flat buffer. ``start`` returns at once and ``wait`` waits for the end, so communication
+overlaps computation. One thread of each rank uses its communicator.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 
 import numpy as np
 
@@ -29,18 +29,17 @@ DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64"))) | LOW
 
 
 class CommunicatorOptions(TypedDict, total=False):
-    """What ``start`` and ``prepare`` take beside the array, its reduction and the tag.
+    """Options of ``start`` and ``prepare``.
 
     Attributes:
-        kind: ``allreduce`` (unless another is named); ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]``
-            holds the reduction, and the other elements nothing of use; ``all_gather``: every rank gives that part of its array,
-            and all have the parts of all afterwards; ``broadcast``: all have the array of rank ``root`` afterwards.
+        kind: ``allreduce`` (the default); ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]`` holds the
+            reduction and the other elements are undefined; ``all_gather``: every rank gives that part of its array and receives
+            the parts of all; ``broadcast``: every rank receives the array of rank ``root``.
         parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
-        root: whose array a ``broadcast`` gives to all; 0.
+        root: the source of a ``broadcast``; by default 0.
         lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
             (padding may be a tensor of its own). None: one tensor.
-        overlap: begin at once, on another thread (that is so unless it is False); False where nothing is done before ``wait``,
-            which then does it all.
+        overlap: run on another thread from ``begin`` on (the default); False: run inside ``wait``.
     """
 
     kind: Kind
@@ -50,7 +49,7 @@ class CommunicatorOptions(TypedDict, total=False):
     overlap: bool
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """What the runtime needs from a transport.
 
     Arrays are one-dimensional, contiguous, writable and of dtype float32, float64, int64, bfloat16 or float16 (``broadcast``
@@ -59,73 +58,89 @@ class Communicator(Protocol):
     :func:`~graphc.distributed.reductions.tree_pairs`; ``adasum`` (floats only, see :mod:`graphc.distributed.reductions`).
     bfloat16 and float16 are accumulated in float32 and rounded once. Results are bit-identical on all ranks.
 
+    Attributes:
+        observer: called with the handle of every collective that has ended.
+        step: the training step, shown in errors and flight logs; -1 before the first.
+        deadline: seconds after which a collective that has not ended ends the run; by default GRAPHC_DEADLINE, or 300.
+
     Raises (all calls):
         UsageError: an array or reduction that is not supported.
-        WorldError: another rank is gone, called something else, or did not come before the deadline. Where a rank is blocked
-            inside MPI there is nobody to raise it: the process ends with the message instead.
+        WorldError: another rank is gone, called another collective, or did not come before the deadline. A rank that is blocked
+            inside MPI cannot raise: its process ends with the message.
     """
 
     rank: int
     size: int
+    observer: Callable[[Handle], None] | None
+    step: int
+    deadline: float
 
     @property
+    @abstractmethod
     def transport(self) -> str:
         """How arrays travel: ``null`` (there is one rank), ``threads``, ``mpi``, ``tcp`` or ``nccl``."""
 
-    observer: Callable[[Handle], None] | None
-    step: int
-    """The step of the training, which errors and flight logs name; set by whoever takes steps, -1 before the first."""
-    deadline: float
-    """Seconds after which a collective that has not ended ends the work; by default GRAPHC_DEADLINE, or 300."""
-
     def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
         """Reduce ``array`` over all ranks in place; ``tag`` names the collective in errors; ``lengths`` as in ``start``."""
+        self.wait(self.start(array, op, tag, lengths=lengths, overlap=False))
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """Copy ``array`` of rank ``root`` into ``array`` of every other rank."""
+        self.wait(self.start(array, kind="broadcast", root=root, overlap=False))
 
     def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
-        """Begin a collective, in place. The array may not be touched until ``wait``. They run in the order of their start.
+        """:meth:`prepare` and :meth:`begin` a collective. The array may not be touched until ``wait``.
 
-        :meth:`prepare` and :meth:`begin` in one.
+        Collectives run in the order of their start.
 
         Args:
             op: the reduction of ``allreduce`` and ``reduce_scatter``.
             options: see :class:`CommunicatorOptions`.
         """
+        handle = self.prepare(array, op, tag, **options)
+        self.begin(handle)
+        return handle
 
+    @abstractmethod
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
-        """Check a collective that will be begun, and waited for, again and again; arguments as for :meth:`start`."""
+        """Check a collective that will run many times; arguments as for :meth:`start`."""
 
+    @abstractmethod
     def begin(self, handle: Handle) -> None:
-        """Begin a prepared collective, which is not under way."""
+        """Begin a prepared collective that is not under way."""
 
+    @abstractmethod
     def wait(self, handle: Handle) -> None:
-        """End what ``start`` began, or raise the error it met."""
+        """Wait for what ``begin`` began, or raise its error."""
 
-    def check(self) -> None:
-        """Raise what a ``queued`` collective met; called once the device has been waited for, before results are used."""
+    def check(self) -> None:  # noqa: B027  where ``wait`` raises every error there is nothing to do
+        """Raise the error of a ``queued`` collective; call it after waiting for the device, before using results."""
 
-    def broadcast(self, array: Array, root: int = 0) -> None:
-        """Copy ``array`` of rank ``root`` into ``array`` of every other rank."""
-
+    @abstractmethod
     def allgather_object(self, item: T) -> list[T]:
         """A picklable object of every rank, in rank order."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
+    @abstractmethod
     def close(self) -> None:
         """Finish what is under way and release threads; calling it twice is fine."""
 
+    @abstractmethod
     def abort(self, reason: str) -> None:
-        """End the work of all ranks because this one cannot go on; the others, or the launcher, name it and ``reason``.
+        """End the work of all ranks because this one failed; the others, or the launcher, name it and ``reason``.
 
-        Over MPI this ends the process and does not return; alone it does nothing.
+        Over MPI this ends the process and does not return; with one rank it does nothing.
         """
 
-    def introduce(self, name: str, *, spare: bool) -> None:
-        """Say what messages call this rank; when a ``spare`` one dies, the others go on, and none of them may wait for it."""
+    def introduce(self, name: str, *, spare: bool) -> None:  # noqa: B027  not every transport outlives a rank
+        """Set this rank's name in messages; when a ``spare`` rank dies, the others continue and none may wait for it."""
 
     def gone(self) -> frozenset[int]:
         """Spare ranks that died, and over threads those that ended their program."""
+        return frozenset()
 
     def open_windows(self, nbytes: int) -> Windows:
         """Make ``nbytes`` zeroed bytes (0: none) of this rank readable and writable for all; every rank calls it at once.
@@ -133,13 +148,15 @@ class Communicator(Protocol):
         Raises:
             UsageError: there is only one rank.
         """
+        raise UsageError("parameter servers need at least two ranks; this run has one")
 
 
 class Handle:
-    """A collective; ``since`` and ``until`` are when it ran last, by ``time.monotonic()`` in seconds.
+    """A prepared collective, which can run many times.
 
     Attributes:
-        queued: ``begin`` and ``wait`` do nothing but queue work of the device, and so may be captured in a CUDA graph.
+        since, until: start and end of the last run, ``time.monotonic()`` in seconds.
+        queued: ``begin`` and ``wait`` only queue work on the device, so they may be captured in a CUDA graph.
     """
 
     __slots__ = ("_done", "action", "error", "finished", "kind", "nbytes", "op", "overlap", "queued", "since", "tag", "until")
@@ -162,61 +179,41 @@ class Handle:
 
     @property
     def what(self) -> str:
-        """The collective in words."""
+        """The collective in errors."""
         return f"{self.kind} {self.tag}".rstrip()
 
     def check_idle(self) -> None:
-        """Raise UsageError while it is under way."""
+        """Raise UsageError if it is under way."""
         if not self.finished:
-            raise UsageError(f"{self.what} was begun a second time before anybody waited for it")
+            raise UsageError(f"{self.what} was begun a second time before it was waited for")
 
     def arm(self) -> None:
-        """Get ready to run."""
+        """Mark it as under way."""
         self.check_idle()
         self._done.acquire()
         self.finished = False
 
     def end(self, error: BaseException | None) -> None:
-        """Note the end, and wake up who blocks."""
+        """Mark it as ended and wake up the thread that waits."""
         self.error = error
         self.until = time.monotonic()
         self.finished = True
         self._done.release()
 
     def block(self) -> None:
-        """Sleep until another thread has executed the collective."""
+        """Wait until another thread has run it."""
         with self._done:
             pass
 
 
-DEADLINE = "GRAPHC_DEADLINE"
-"""Environment variable: seconds after which a collective that has not ended ends the work."""
-
-
-def check_array(array: Array, op: str, lengths: Sequence[int] | None = None) -> None:
-    """Raise UsageError unless a communicator can reduce ``array`` by ``op``."""
-    check_reduction(array.dtype, array.size, op, lengths)
-    check_layout(array)
-
-
-def check_reduction(dtype: np.dtype[Any], elements: int, op: str, lengths: Sequence[int] | None = None) -> None:
-    """Raise UsageError unless a communicator can reduce an array of ``elements`` elements by ``op``."""
-    if op not in REDUCTIONS:
-        raise UsageError(f"unknown reduction {op!r}{nearest(op, REDUCTIONS)}; the reductions are {', '.join(REDUCTIONS)}")
-    if dtype not in DTYPES:
-        raise UsageError(f"a collective takes float32, float64, bfloat16, float16 or int64, not {dtype}")
-    if op in ("mean", "adasum") and dtype == np.int64:
-        raise UsageError(f"reduce={op!r} needs a floating-point dtype, got {dtype}; use reduce='sum'")
-    if lengths is not None and sum(lengths) != elements:
-        raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {elements}")
-
-
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The checked arguments of a collective, defaults filled in; see :class:`CommunicatorOptions`."""
+class Request:
+    """A checked collective: its array, and all options with their defaults; see :class:`CommunicatorOptions`."""
 
-    op: str
+    array: Array
     kind: Kind
+    op: str
+    tag: str
     parts: Parts
     root: int
     lengths: Sequence[int] | None
@@ -227,25 +224,53 @@ class Asked:
         """The reduction; empty where nothing is reduced."""
         return self.op if self.kind in ("allreduce", "reduce_scatter") else ""
 
+    @property
+    def what(self) -> str:
+        """The collective in errors."""
+        return f"{self.kind} {self.tag}".rstrip()
 
-def check_collective(array: Array, size: int, op: str, options: CommunicatorOptions) -> Asked:
-    """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit; returns all of them."""
+    @property
+    def shown(self) -> str:
+        """The collective with everything that must be equal on all ranks."""
+        array = f"{self.array.dtype}[{self.array.size}]"
+        if self.reduction:
+            return f"{self.what} ({self.op} of {array})"
+        return f"{self.what}{f' from rank {self.root}' if self.kind == 'broadcast' else ''} of {array}"
+
+    def handle(self, action: Callable[[], None]) -> Handle:
+        """The handle of this collective, which ``action`` carries out."""
+        return Handle(action, self.kind, self.reduction, self.tag, self.array.nbytes, overlap=self.overlap)
+
+
+def check_collective(array: Array, size: int, op: str, tag: str, options: CommunicatorOptions) -> Request:
+    """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit together; the array's layout is not checked."""
     kind, parts, root = options.get("kind", "allreduce"), options.get("parts"), options.get("root", 0)
     if kind not in KINDS:
         raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
-    division = even_parts(array.size, size) if parts is None else parts
-    asked = Asked(op, kind, division, root, options.get("lengths"), options.get("overlap", True))
-    if asked.reduction:
-        check_reduction(array.dtype, array.size, op, asked.lengths)
-    if kind == "broadcast":
-        check_root(root, size)
-    if kind in ("reduce_scatter", "all_gather"):
-        check_parts(division, array.size, size)
-    return asked
+    divided = kind in ("reduce_scatter", "all_gather")
+    parts = even_parts(array.size, size) if parts is None or not divided else parts
+    request = Request(array, kind, op, tag, parts, root, options.get("lengths"), options.get("overlap", True))
+    if request.reduction:
+        _check_reduction(array, op, request.lengths)
+    if kind == "broadcast" and not 0 <= root < size:
+        raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {size - 1}")
+    if divided:
+        _check_parts(parts, array.size, size)
+    return request
 
 
-def check_parts(parts: Parts, elements: int, size: int) -> None:
-    """Raise UsageError unless ``parts`` has a ``(start, stop)`` for each rank, in order, disjoint and inside the array."""
+def _check_reduction(array: Array, op: str, lengths: Sequence[int] | None) -> None:
+    if op not in REDUCTIONS:
+        raise UsageError(f"unknown reduction {op!r}{nearest(op, REDUCTIONS)}; the reductions are {', '.join(REDUCTIONS)}")
+    if array.dtype not in DTYPES:
+        raise UsageError(f"a collective takes float32, float64, bfloat16, float16 or int64, not {array.dtype}")
+    if op in ("mean", "adasum") and array.dtype == np.int64:
+        raise UsageError(f"reduce={op!r} needs a floating-point dtype, got {array.dtype}; use reduce='sum'")
+    if lengths is not None and sum(lengths) != array.size:
+        raise UsageError(f"tensors of {sum(lengths)} elements in all cannot make up an array of {array.size}")
+
+
+def _check_parts(parts: Parts, elements: int, size: int) -> None:
     end = 0
     for start, stop in parts:
         if not end <= start <= stop <= elements:
@@ -255,42 +280,10 @@ def check_parts(parts: Parts, elements: int, size: int) -> None:
         raise UsageError(f"{len(parts)} parts for {size} ranks")
 
 
-def check_root(root: int, size: int) -> None:
-    """Raise UsageError unless ``root`` is a rank."""
-    if not 0 <= root < size:
-        raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {size - 1}")
-
-
 def check_layout(array: Array) -> None:
-    """Raise UsageError unless ``array`` is one-dimensional, contiguous and writable."""
-    if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
+    """Raise UsageError unless an array of the host or a device is one-dimensional, contiguous and, on the host, writable."""
+    if array.ndim != 1 or not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
         raise UsageError(
             f"a collective takes a writable, contiguous one-dimensional array, not one of shape {array.shape} "
             f"and strides {array.strides}"
         )
-
-
-def find_deadline(environment: Mapping[str, str] | None = None) -> float:
-    """Seconds a collective may take: ``GRAPHC_DEADLINE``, or 300.
-
-    Raises:
-        UsageError: it is no positive number.
-    """
-    text = (os.environ if environment is None else environment).get(DEADLINE, "300")
-    try:
-        return check_deadline(float(text))
-    except ValueError:
-        raise UsageError(f"{DEADLINE} is {text!r}, not a positive number of seconds") from None
-
-
-def check_deadline(seconds: float) -> float:
-    """``seconds``, or UsageError unless they are a positive number."""
-    if not seconds > 0:
-        raise UsageError(f"the deadline of collectives must be a positive number of seconds, not {seconds:g}")
-    return seconds
-
-
-def check_device_layout(array: Array) -> None:
-    """Raise UsageError unless an array of a device is one-dimensional and contiguous."""
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise UsageError(f"a collective takes a contiguous one-dimensional array, not one of shape {array.shape}")

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar, Unpack
 
+import numpy as np
+
 from graphc.distributed.communicator import (
-    Asked,
+    Communicator,
     CommunicatorOptions,
     Handle,
-    check_array,
+    Request,
     check_collective,
     check_layout,
-    check_root,
-    find_deadline,
 )
-from graphc.distributed.health.flight_recorder import Ring
-from graphc.distributed.reductions import Array, Parts
-from graphc.distributed.rma_windows import Windows
+from graphc.distributed.health.deadline import find_deadline
+from graphc.distributed.health.flight_recorder import FlightRecorder
+from graphc.distributed.health.watchdog import Watchdog
+from graphc.distributed.reductions import LOW, Array, adasum_rows, combine, cuts_of
 from graphc.errors import UsageError
 
 T = TypeVar("T")
 
 
-class QueuedCommunicator(ABC):
-    """Common part of the real transports: checks, order, and the thread that runs what ``start`` queued.
+class QueuedCommunicator(Communicator):
+    """Runs prepared collectives one after the other.
 
-    Whoever holds ``_runner`` takes the oldest entry of the queue and runs it. That is the communication thread where there is
-    something to do meanwhile; a caller that waits while the runner is free runs the entry itself, which saves two thread
-    switches (about 15 µs).
+    The thread that holds ``_runner`` takes the oldest collective of the queue and runs it. That is the communication thread
+    where collectives overlap computation; a caller that waits while the runner is free runs the collective itself, which saves
+    two thread switches (about 15 µs).
 
-    ``observer``, where set, is called after each collective, on the thread that ran it. ``ring`` is the flight recorder of
-    the rank, in which this communicator is the one of that ``number``; ``step`` is what is noted there.
+    Attributes:
+        observer: called after each collective on the thread that ran it.
+        recorder: the flight recorder of the rank, in which this communicator has ``number``.
+        current: the collective under way.
     """
 
     transport = "null"
@@ -46,7 +50,7 @@ class QueuedCommunicator(ABC):
         self.size = size
         self.current: Handle | None = None
         self.observer: Callable[[Handle], None] | None = None
-        self.ring = Ring()
+        self.recorder = FlightRecorder()
         self.number = 1
         self.step = -1
         self.deadline = find_deadline()
@@ -57,65 +61,53 @@ class QueuedCommunicator(ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @abstractmethod
-    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
-        """Reduce in place; blocking."""
+    # The work of a transport; all of it blocks and works in place. -----------------------------------------------------
 
-    def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
-        """What reduces in place, for every time that the collective is begun."""
-        return lambda: self._reduce(array, op, what, lengths)
-
-    @abstractmethod
-    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
-        """Reduce this rank's part in place; blocking."""
+    def _allreduce(self, request: Request) -> None:
+        """Reduce the array."""
+        self._reduce_scatter(request)
+        self._all_gather(request)
 
     @abstractmethod
-    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
-        """Fill in the parts of the other ranks; blocking."""
+    def _reduce_scatter(self, request: Request) -> None:
+        """Reduce this rank's part."""
 
     @abstractmethod
-    def _broadcast(self, array: Array, root: int, what: str) -> None:
-        """Broadcast in place; blocking."""
+    def _all_gather(self, request: Request) -> None:
+        """Receive the parts of the other ranks."""
+
+    @abstractmethod
+    def _broadcast(self, request: Request) -> None:
+        """Receive the array of the root."""
 
     @abstractmethod
     def _gather(self, item: Any) -> list[Any]:
-        """Gather objects; blocking."""
+        """Gather objects."""
 
     @abstractmethod
     def _barrier(self) -> None:
         """Wait for all ranks."""
 
-    @abstractmethod
-    def abort(self, reason: str) -> None:
-        """See :class:`Communicator`."""
+    def _add_up(self, sums: Array) -> None:
+        """Sum a small array over all ranks, in rank order."""
+        sums[...] = sum(self._gather(sums))
 
-    def introduce(self, name: str, *, spare: bool) -> None:
-        """See :class:`Communicator`."""
-        return
+    def _action(self, request: Request) -> Callable[[], None]:
+        """What runs a collective."""
+        run = {
+            "allreduce": self._allreduce,
+            "reduce_scatter": self._reduce_scatter,
+            "all_gather": self._all_gather,
+            "broadcast": self._broadcast,
+        }[request.kind]
+        return functools.partial(run, request)
 
-    def gone(self) -> frozenset[int]:
-        """See :class:`Communicator`."""
-        return frozenset()
-
-    def open_windows(self, nbytes: int) -> Windows:
-        """See :class:`Communicator`."""
-        raise UsageError("one rank has nobody to share memory with; parameter servers need at least two")
-
-    def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
-        check_array(array, op, lengths)
-        what = f"allreduce {tag}"
-        self._blocking(Handle(lambda: self._reduce(array, op, what, lengths), "allreduce", op, tag, array.nbytes))
-
-    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
-        handle = self.prepare(array, op, tag, **options)
-        self.begin(handle)
-        return handle
+    # The queue ----------------------------------------------------------------------------------------------------------
 
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
-        asked = check_collective(array, self.size, op, options)
+        request = check_collective(array, self.size, op, tag, options)
         check_layout(array)
-        action = self._action(array, asked, f"{asked.kind} {tag}".rstrip())
-        return Handle(action, asked.kind, asked.reduction, tag, array.nbytes, overlap=asked.overlap)
+        return request.handle(self._action(request))
 
     def begin(self, handle: Handle) -> None:
         if self._closed:
@@ -124,17 +116,6 @@ class QueuedCommunicator(ABC):
         self._queue.append(handle)
         if handle.overlap:
             self._wake_up()
-
-    def _action(self, array: Array, asked: Asked, what: str) -> Callable[[], None]:
-        """What carries out a checked collective."""
-        parts, root, op, lengths = asked.parts, asked.root, asked.op, asked.lengths
-        if asked.kind == "allreduce":
-            return self._bind_reduce(array, op, what, lengths)
-        if asked.kind == "broadcast":
-            return lambda: self._broadcast(array, root, what)
-        if asked.kind == "all_gather":
-            return lambda: self._all_gather(array, what, parts)
-        return lambda: self._reduce_scatter(array, op, what, parts, lengths)
 
     def wait(self, handle: Handle) -> None:
         while not handle.finished:
@@ -149,15 +130,6 @@ class QueuedCommunicator(ABC):
         if handle.error is not None:
             raise handle.error
 
-    def check(self) -> None:
-        """See :class:`Communicator`; nothing to do, as ``wait`` raises everything."""
-        return
-
-    def broadcast(self, array: Array, root: int = 0) -> None:
-        check_layout(array)
-        check_root(root, self.size)
-        self._blocking(Handle(lambda: self._broadcast(array, root, "broadcast"), "broadcast", nbytes=array.nbytes))
-
     def allgather_object(self, item: T) -> list[T]:
         result: list[T] = []
         self._blocking(Handle(lambda: result.extend(self._gather(item)), "allgather_object"))
@@ -170,7 +142,7 @@ class QueuedCommunicator(ABC):
         if self._closed:
             return
         if self._queue:
-            self._wake_up()  # what nobody has waited for
+            self._wake_up()  # collectives that were never waited for
         self._closed = True
         if self._thread is not None:
             self._wake.put(False)
@@ -197,8 +169,8 @@ class QueuedCommunicator(ABC):
     def _run_oldest(self) -> None:
         handle = self._queue.popleft()
         self._sequence += 1
-        handle.since = now = time.monotonic()
-        place = self.ring.begin(self.number, self._sequence, self.step, handle.kind, handle.op, handle.tag, handle.nbytes, now)
+        handle.since = time.monotonic()
+        place = self.recorder.begin(self.number, self._sequence, self.step, handle, handle.since)
         self.current = handle
         error = None
         try:
@@ -207,13 +179,32 @@ class QueuedCommunicator(ABC):
             error = raised
         self.current = None
         handle.end(error)
-        self.ring.end(place, handle.until)
+        self.recorder.end(place, handle.until)
         if self.observer is not None:
             self.observer(handle)
 
 
+class ProcessCommunicator(QueuedCommunicator):
+    """A rank that is a process, with a watchdog."""
+
+    watchdog: Watchdog | None = None
+
+    def leave(self) -> None:
+        """Leave in good order; called when the interpreter ends."""
+        self.close()
+        if self.watchdog is not None:
+            self.watchdog.leave()
+
+    def introduce(self, name: str, *, spare: bool) -> None:
+        if self.watchdog is not None:
+            self.watchdog.introduce(name, spare=spare)
+
+    def gone(self) -> frozenset[int]:
+        return self.watchdog.lost if self.watchdog is not None else frozenset()
+
+
 class NullCommunicator(QueuedCommunicator):
-    """The only rank of a world of one: every reduction is the identity."""
+    """The only rank of a world of one: every collective is the identity."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -221,23 +212,30 @@ class NullCommunicator(QueuedCommunicator):
     def begin(self, handle: Handle) -> None:
         handle.action()
 
-    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
-        pass
+    def abort(self, reason: str) -> None:
+        """Does nothing."""
 
-    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """A collective of one rank."""
 
-    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
-        pass
-
-    def _broadcast(self, array: Array, root: int, what: str) -> None:
-        pass
+    _reduce_scatter = _all_gather = _broadcast = _barrier = _nothing
 
     def _gather(self, item: Any) -> list[Any]:
         return [item]
 
-    def _barrier(self) -> None:
-        pass
 
-    def abort(self, reason: str) -> None:
-        pass
+def reduce_part(request: Request, rank: int, rows: Sequence[Array], add_up: Callable[[Array], None]) -> None:
+    """Reduce ``rows``, the part of ``rank`` in every rank's array, into its place in the array of ``rank``.
+
+    Args:
+        rows: in rank order; they may be overwritten.
+        add_up: sums a float64 array over all ranks in place.
+    """
+    array, part, lengths = request.array, request.parts[rank], request.lengths or [request.array.size]
+    out = array[slice(*part)]
+    if request.op != "adasum":
+        combine(rows, request.op, out)
+        return
+    rows = [row.astype(np.float32 if array.dtype in LOW else array.dtype) for row in rows]
+    adasum_rows(rows, cuts_of(lengths, part), len(lengths), add_up)
+    out[...] = rows[0]

@@ -1,37 +1,32 @@
-"""Collectives on arrays of a device through host memory, over any transport.
+"""Collectives on device arrays through pinned host memory, over any transport.
 
     device array ── copy ──► pinned mirror ── collective of the transport ──► pinned mirror ── copy ──► device array
                     begin                                                                      wait
 
-``begin`` waits for what the compute stream has queued so far, because the transport reads the mirror on the host; what is
-queued afterwards runs beside the collective. Only what a rank gives, and what it receives, is copied. Arrays in host memory go
+``begin`` waits for the work queued on the compute stream, because the transport reads the mirror on the host; work queued
+afterwards overlaps the collective. Only the elements that a rank sends or receives are copied. Arrays in host memory go
 straight to the transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
 from graphc.device import Memory, Run
-from graphc.distributed.communicator import (
-    Communicator,
-    CommunicatorOptions,
-    Handle,
-    Kind,
-    check_collective,
-    check_device_layout,
-)
+from graphc.distributed.communicator import Communicator, CommunicatorOptions, Handle, Request, check_collective, check_layout
 from graphc.distributed.reductions import Array, Parts
 from graphc.distributed.rma_windows import Windows
 
 T = TypeVar("T")
+Ranges = list[tuple[int, int]]
+"""``(start, stop)`` of consecutive elements."""
 
 
 class StagedHandle(Handle):
-    """A collective on a device array: that on its mirror, and the copies before and after."""
+    """A collective on a device array: the one on its mirror, with the copies before and after."""
 
     __slots__ = ("fetches", "inner", "returns")
 
@@ -42,14 +37,14 @@ class StagedHandle(Handle):
         self.returns = returns
 
 
-class StagedCommunicator:
-    """A transport that works on host memory, for arrays of a device too.
+class StagedCommunicator(Communicator):
+    """Makes a transport for host memory accept device arrays too.
 
     Results, errors, deadlines, flight logs and trace events are those of the transport.
 
     Args:
         inner: the transport.
-        memory: of the device.
+        memory: that of the device.
     """
 
     def __init__(self, inner: Communicator, memory: Memory) -> None:
@@ -85,25 +80,14 @@ class StagedCommunicator:
     def deadline(self, seconds: float) -> None:
         self.inner.deadline = seconds
 
-    def allreduce(self, array: Array, op: str = "sum", tag: str = "", *, lengths: Sequence[int] | None = None) -> None:
-        if lies_on_host(array):
-            self.inner.allreduce(array, op, tag, lengths=lengths)
-        else:
-            self.wait(self.start(array, op, tag, lengths=lengths, overlap=False))
-
-    def start(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
-        handle = self.prepare(array, op, tag, **options)
-        self.begin(handle)
-        return handle
-
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         prepare = self.inner.prepare
         if lies_on_host(array):
             return prepare(array, op, tag, **options)
-        check_device_layout(array)
+        check_layout(array)
         mirror = self._memory.pinned(array.nbytes).view(array.dtype)
-        inner, asked = prepare(mirror, op, tag, **options), check_collective(array, self.size, op, options)
-        given, received = moved(asked.kind, asked.parts, asked.root, self.rank, array.size)
+        inner = prepare(mirror, op, tag, **options)
+        given, received = transfers(check_collective(mirror, self.size, op, tag, options), self.rank)
         copy = self._memory.bind_copy
         fetches = [copy(mirror[start:stop], array[start:stop]) for start, stop in given]
         returns = [copy(array[start:stop], mirror[start:stop]) for start, stop in received]
@@ -113,10 +97,10 @@ class StagedCommunicator:
         if not isinstance(handle, StagedHandle):
             self.inner.begin(handle)
             return
-        handle.inner.check_idle()  # the mirror may be at work
+        handle.inner.check_idle()  # it may still be using the mirror
         for copy in handle.fetches:
             copy()
-        self._memory.synchronize()  # what was received last time has left the mirror, too
+        self._memory.synchronize()  # the last result has been copied out of the mirror, too
         self.inner.begin(handle.inner)
 
     def wait(self, handle: Handle) -> None:
@@ -131,14 +115,8 @@ class StagedCommunicator:
         self.inner.check()
 
     def under_way(self) -> str:
-        """The collective that the device works on, in words; empty where the host does all."""
+        """The collective that runs on the device; empty where the host runs them."""
         return ""
-
-    def broadcast(self, array: Array, root: int = 0) -> None:
-        if lies_on_host(array):
-            self.inner.broadcast(array, root)
-        else:
-            self.wait(self.start(array, kind="broadcast", root=root, overlap=False))
 
     def allgather_object(self, item: T) -> list[T]:
         return self.inner.allgather_object(item)
@@ -167,25 +145,21 @@ def lies_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray)
 
 
-def moved(kind: Kind, parts: Parts, root: int, rank: int, elements: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """``(start, stop)`` ranges of elements that ``rank`` gives to a collective, and those that it receives.
-
-    >>> moved("all_gather", [(0, 4), (4, 8), (8, 10)], 0, rank=1, elements=12)
-    ([(4, 8)], [(0, 4), (8, 10)])
-    """
-    whole, mine = [(0, elements)], [parts[rank]]
+def transfers(request: Request, rank: int) -> tuple[Ranges, Ranges]:
+    """The ranges of elements that ``rank`` sends in a collective, and those that it receives."""
+    parts, whole, mine = request.parts, [(0, request.array.size)], [request.parts[rank]]
     given, received = {
         "allreduce": (whole, whole),
         "reduce_scatter": (list(parts), mine),
         "all_gather": (mine, [part for other, part in enumerate(parts) if other != rank]),
-        "broadcast": (whole, []) if rank == root else ([], whole),
-    }[kind]
+        "broadcast": (whole, []) if rank == request.root else ([], whole),
+    }[request.kind]
     return _joined(given), _joined(received)
 
 
-def _joined(ranges: Parts) -> list[tuple[int, int]]:
+def _joined(ranges: Parts) -> Ranges:
     """Neighbouring ranges as one; empty ones are left out."""
-    joined: list[tuple[int, int]] = []
+    joined: Ranges = []
     for start, stop in ranges:
         if start == stop:
             continue

@@ -22,33 +22,35 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from graphc.distributed.communicator import find_deadline
-from graphc.distributed.health.watchdog import KEEP_GOING, Watch, join_launcher, watch_peers
-from graphc.distributed.host_queue import QueuedCommunicator
-from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts, widen
+from graphc.distributed.communicator import Handle, Request
+from graphc.distributed.health.deadline import find_deadline
+from graphc.distributed.health.watchdog import KEEP_GOING, join_launcher, watch_peers
+from graphc.distributed.host_queue import ProcessCommunicator
+from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, widen
 from graphc.distributed.rma_windows import MpiWindows, Windows
 from graphc.distributed.world import World
-from graphc.errors import GraphcError, MissingExtraError, WorldError
+from graphc.errors import GraphcError, MissingExtraError, WorldError, describe_error
 
 SLICE = 2 << 20  # bytes
 WHOLE = 4 << 20  # bytes up to which one message is as fast as two
 
 
-def open_mpi(world: World) -> QueuedCommunicator:
+def open_mpi(world: World) -> MpiCommunicator:
     """Join the ranks MPI started.
 
     Raises:
         MissingExtraError: mpi4py or an MPI library is not installed.
         WorldError: MPI knows another world than ``world``.
     """
-    watch = join_launcher()
+    watchdog = join_launcher(world)
     try:
-        with watch.joining() if watch is not None else _unwatched(find_deadline()):
+        with watchdog.joining(Handle(lambda: None, "join")) if watchdog is not None else _time_limit(find_deadline()):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(
@@ -62,17 +64,17 @@ def open_mpi(world: World) -> QueuedCommunicator:
             f"this worker should be rank {world.rank} of {world.size}, but MPI started rank {everyone.Get_rank()} of "
             f"{everyone.Get_size()}; start the workers with 'graphc launch -n {world.size}' or mpiexec"
         )
-    with _unwatched(find_deadline()):
+    with _time_limit(find_deadline()):
         communicator = MpiCommunicator(MPI, world)
-        communicator.watch = watch_peers(communicator, world)
-    communicator.watch.end_all = communicator.end_all
+        communicator.watchdog = watch_peers(communicator, world)
+    communicator.watchdog.end_all = communicator.end_all
     atexit.register(communicator.leave)
     return communicator
 
 
 @contextlib.contextmanager
-def _unwatched(deadline: float) -> Iterator[None]:
-    """Around the first meeting of the processes, where no watch can tell who is missing."""
+def _time_limit(deadline: float) -> Iterator[None]:
+    """End the process unless the block ends in time; no watchdog can say yet which rank is missing."""
 
     def end() -> None:
         print(f"graphc: the workers did not all join the world within {deadline:g} s", file=sys.stderr, flush=True)
@@ -87,104 +89,93 @@ def _unwatched(deadline: float) -> Iterator[None]:
         timer.cancel()
 
 
-class MpiCommunicator(QueuedCommunicator):
+class MpiCommunicator(ProcessCommunicator):
     """One rank of MPI_COMM_WORLD, on a duplicate of it, so that a script's own MPI traffic cannot mix with ours."""
 
     transport = "mpi"
 
     def __init__(self, mpi: Any, world: World) -> None:
         super().__init__(world.rank, world.size)
-        self.watch: Watch | None = None
         self._mpi = mpi
         self._comm = mpi.COMM_WORLD.Dup()
         self._operations = {"sum": mpi.SUM, "mean": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
-        self._units = {1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T}  # what is moved and not computed with
+        self._units = {1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T}  # for data that is only moved
         self._memory: dict[str, Array] = {}
 
     def abort(self, reason: str) -> None:
         error = sys.exception()
-        code = error.exit_code if isinstance(error, GraphcError) else 1
+        code = describe_error(error)[1] if error is not None else 1
         if error is not None and not isinstance(error, GraphcError):
-            traceback.print_exception(error)  # nobody after us can: this call does not return
-        if self.watch is not None:
-            self.watch.fail(reason, code)
-            if not self.watch.launched:
-                message = "; ".join(filter(None, (f"rank {self.rank} stopped: {reason}", self.watch.dump(reason))))
-                print(f"graphc: {message}", file=sys.stderr, flush=True)
+            traceback.print_exception(error)  # this call does not return
+        if self.watchdog is not None:
+            self.watchdog.fail(reason, code)
+            self.watchdog.report(f"rank {self.rank} stopped: {reason}")
         self.end_all(code)
 
     def end_all(self, code: int) -> None:
         """End every rank, on other machines too, with exit code ``code``."""
         sys.stdout.flush()
         sys.stderr.flush()
-        # MPI_Abort asks the runtime to end everyone; should that hang, this process still goes, and its watch tells the rest.
+        # MPI_Abort asks the runtime to end all ranks; if it hangs, this process ends anyway and the watchdogs end the rest.
         fallback = threading.Timer(5.0, os._exit, (code,))
         fallback.daemon = True
         fallback.start()
         self._mpi.COMM_WORLD.Abort(code)
 
     def leave(self) -> None:
-        """End in good order; called when the interpreter ends."""
-        self.close()
-        if self.watch is not None:
-            self.watch.goodbye()
-        if KEEP_GOING in os.environ:  # MPI_Finalize waits for everyone, those that died included
+        super().leave()
+        if KEEP_GOING in os.environ:  # MPI_Finalize waits for all ranks, also those that died
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    def introduce(self, name: str, *, spare: bool) -> None:
-        if self.watch is not None:
-            self.watch.introduce(name, spare=spare)
-
-    def gone(self) -> frozenset[int]:
-        return self.watch.lost if self.watch is not None else frozenset()
-
     def open_windows(self, nbytes: int) -> Windows:
         return MpiWindows(self._mpi, self._comm, nbytes)
 
-    def _bind_reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> Callable[[], None]:
-        operation = self._operations.get(op)
-        if operation is None or op == "mean" or array.dtype in LOW or array.nbytes > WHOLE:
-            return super()._bind_reduce(array, op, what, lengths)
+    def _action(self, request: Request) -> Callable[[], None]:
+        array, operation = request.array, self._operation(request)
+        if request.kind != "allreduce" or operation is None or request.op == "mean" or array.nbytes > WHOLE:
+            return super()._action(request)
         # A single slice: nothing of ours stands between the caller and MPI.
         allreduce, in_place, failure = self._comm.Allreduce, self._mpi.IN_PLACE, self._mpi.Exception
 
-        def reduce() -> None:
+        def run() -> None:
             try:
                 allreduce(in_place, array, operation)
             except failure as error:
-                raise self._failed(what, error) from error
+                raise self._failed(request, error) from error
 
-        return reduce
+        return run
 
-    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
-        operation = self._operations.get(op)
-        if operation is None or array.dtype in LOW:
-            parts = even_parts(array.size, self.size)
-            self._reduce_scatter(array, op, what, parts, lengths)
-            self._all_gather(array, what, parts)
+    def _operation(self, request: Request) -> Any:
+        """MPI's operation for a reduction; None where MPI has none, or would accumulate in low precision."""
+        return None if request.array.dtype in LOW else self._operations.get(request.op)
+
+    def _allreduce(self, request: Request) -> None:
+        array, operation = request.array, self._operation(request)
+        if operation is None:
+            super()._allreduce(request)
             return
         step = (WHOLE if array.nbytes <= WHOLE else SLICE) // array.itemsize
-        try:
+        with self._failures(request):
             for start in range(0, array.size, step):
                 part = array[start : start + step]
                 self._comm.Allreduce(self._mpi.IN_PLACE, part, operation)
-                if op == "mean":
+                if request.op == "mean":
                     np.divide(part, self.size, out=part)
-        except self._mpi.Exception as error:
-            raise self._failed(what, error) from error
 
-    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
+    def _reduce_scatter(self, request: Request) -> None:
         """Every rank collects its part of all arrays, slice by slice, and reduces it: half the bytes of an AllReduce."""
+        array, parts = request.array, request.parts
         begin, end = parts[self.rank]
-        if op == "adasum":
+        if request.op == "adasum":
             count = end - begin
             memory = self._scratch("rows", self.size * count * array.itemsize).view(array.dtype)
-            with self._failures(what):
+            with self._failures(request):
                 self._exchange(array, parts, memory)
             rows = [memory[rank * count : (rank + 1) * count] for rank in range(self.size)]
-            self._adasum(rows, array[begin:end], cuts_of(lengths or [array.size], parts[self.rank]), len(lengths or "1"))
+            lengths = request.lengths or [array.size]
+            self._adasum(rows, array[begin:end], cuts_of(lengths, parts[self.rank]), len(lengths))
             return
         longest = max(stop - start for start, stop in parts)
         step = max(1, SLICE // array.itemsize // self.size)
@@ -192,14 +183,14 @@ class MpiCommunicator(QueuedCommunicator):
         wide = self._scratch("wide", memory.size * 4).view(np.float32) if array.dtype in LOW else None
         for offset in range(0, longest, step):
             slices = [(min(start + offset, stop), min(start + offset + step, stop)) for start, stop in parts]
-            with self._failures(what):
+            with self._failures(request):
                 self._exchange(array, slices, memory)
             begin, end = slices[self.rank]
             rows = [memory[k * (end - begin) : (k + 1) * (end - begin)] for k in range(self.size)]
-            combine(rows, op, array[begin:end], wide)
+            combine(rows, request.op, array[begin:end], wide)
 
     def _exchange(self, array: Array, parts: Parts, memory: Array) -> None:
-        """Receive this rank's part of every rank's array into ``memory``, one after the other in rank order."""
+        """Receive this rank's part of every rank's array into ``memory``, in rank order."""
         mine = parts[self.rank][1] - parts[self.rank][0]
         unit = self._units[array.itemsize]
         counts, places = [stop - start for start, stop in parts], [start for start, _ in parts]
@@ -216,42 +207,42 @@ class MpiCommunicator(QueuedCommunicator):
         adasum_rows(rows, cuts, tensors, lambda sums: self._comm.Allreduce(self._mpi.IN_PLACE, sums, self._mpi.SUM))
         out[...] = rows[0]
 
-    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
-        givers = [rank for rank, (start, stop) in enumerate(parts) if start < stop]
-        if len(givers) == 1:
-            start, stop = parts[givers[0]]
-            self._broadcast(array[start:stop], givers[0], what)
+    def _all_gather(self, request: Request) -> None:
+        array, parts = request.array, request.parts
+        owners = [rank for rank, (start, stop) in enumerate(parts) if start < stop]
+        if len(owners) == 1:
+            self._broadcast(replace(request, array=array[slice(*parts[owners[0]])], root=owners[0]))
             return
         unit, data = self._units[array.itemsize], array.view(np.uint8)
         step = max(1, SLICE // array.itemsize)
-        with self._failures(what):
+        with self._failures(request):
             for offset in range(0, max(stop - start for start, stop in parts), step):
                 places = [min(start + offset, stop) for start, stop in parts]
                 counts = [min(place + step, stop) - place for place, (_, stop) in zip(places, parts, strict=True)]
                 self._comm.Allgatherv(self._mpi.IN_PLACE, [data, counts, places, unit])
 
-    def _broadcast(self, array: Array, root: int, what: str) -> None:
-        data = array.view(np.uint8)
-        with self._failures(f"{what} from rank {root}"):
+    def _broadcast(self, request: Request) -> None:
+        data = request.array.view(np.uint8)
+        with self._failures(request):
             for start in range(0, data.size, SLICE):
-                self._comm.Bcast(data[start : start + SLICE], root)
+                self._comm.Bcast(data[start : start + SLICE], request.root)
 
     def _scratch(self, name: str, size: int) -> Array:
-        """Memory of at least ``size`` bytes that is kept for the next collective."""
+        """``size`` bytes of memory that is kept for the next collective."""
         memory = self._memory.get(name)
         if memory is None or memory.size < size:
             memory = self._memory[name] = np.empty(size, np.uint8)
         return memory[:size]
 
     @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
+    def _failures(self, request: Request) -> Iterator[None]:
         try:
             yield
         except self._mpi.Exception as error:
-            raise self._failed(what, error) from error
+            raise self._failed(request, error) from error
 
-    def _failed(self, what: str, error: BaseException) -> WorldError:
-        return WorldError(f"{what} failed on rank {self.rank}: {error}")
+    def _failed(self, request: Request, error: BaseException) -> WorldError:
+        return WorldError(f"{request.what} failed on rank {self.rank}: {error}")
 
     def _gather(self, item: Any) -> list[Any]:
         return list(self._comm.allgather(item))

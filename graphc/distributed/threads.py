@@ -1,30 +1,28 @@
-"""Worker threads in one process: for tests, and for scripts started with ``--transport threads``.
+"""Ranks as threads of one process: for tests, and for scripts started with ``--transport threads``.
 
 Numpy releases the GIL in its loops, so ranks compute at the same time. Sums run in rank order and each slice is summed by
-one rank, so results do not depend on timing. A rank that raises, leaves early or never comes sets the others free with a
+one rank, so results do not depend on timing. When a rank raises, leaves early or misses a deadline, the others raise a
 :class:`~graphc.errors.WorldError` that names it.
 """
 
 from __future__ import annotations
 
 import contextvars
-import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-
-from graphc.distributed.communicator import check_deadline, find_deadline
+from graphc.distributed.communicator import Request
+from graphc.distributed.health.deadline import check_deadline, find_deadline
 from graphc.distributed.health.flight_recorder import dump
-from graphc.distributed.health.hang_report import late
-from graphc.distributed.host_queue import QueuedCommunicator
-from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, even_parts
+from graphc.distributed.health.hang_report import explain_timeout
+from graphc.distributed.host_queue import QueuedCommunicator, reduce_part
+from graphc.distributed.reductions import Array
 from graphc.distributed.rma_windows import ThreadWindows, Windows
 from graphc.distributed.world import THREAD_WORLD, World
-from graphc.errors import GraphcError, UsageError, WorldError
+from graphc.errors import UsageError, WorldError, describe_error
 
 T = TypeVar("T")
 
@@ -32,11 +30,10 @@ _COMMUNICATOR: contextvars.ContextVar[ThreadCommunicator | None] = contextvars.C
 
 
 class ThreadGroup:
-    """``size`` ranks that meet in memory.
+    """``size`` ranks that exchange objects in memory.
 
     Args:
-        size: number of ranks.
-        deadline: seconds after which a rank that has not come to a collective counts as lost; by default GRAPHC_DEADLINE.
+        deadline: seconds in which all ranks must come to a collective; by default GRAPHC_DEADLINE.
     """
 
     def __init__(self, size: int, *, deadline: float | None = None) -> None:
@@ -54,7 +51,10 @@ class ThreadGroup:
         self._table: list[Any] = []
 
     def meet(self, rank: int, what: str, item: Any) -> list[Any]:
-        """Hand in ``item`` and wait for all ranks; returns the items in rank order.
+        """Give ``item`` and wait for all ranks; returns their items in rank order.
+
+        Args:
+            what: the collective, which must be the same on all ranks.
 
         Raises:
             WorldError: a rank failed, is gone, came to another collective, or did not come before the deadline.
@@ -73,13 +73,13 @@ class ThreadGroup:
                     if time.monotonic() < limit:
                         self._changed.wait(limit - time.monotonic())
                     else:
-                        self._fail(self._late(rank, deadline))
+                        self._fail(self._explain_timeout(rank, deadline))
             if self._generation == generation:
                 raise WorldError(self.failure or "the group has failed")
             return self._table
 
     def leave(self, rank: int, reason: str, *, failed: bool) -> None:
-        """Note that ``rank`` takes part no longer; a failure sets all others free at once."""
+        """Record that ``rank`` has left; after a failure all others raise at once."""
         with self._changed:
             self._gone.setdefault(rank, reason)
             if failed:
@@ -89,7 +89,7 @@ class ThreadGroup:
                 self._fail(f"rank {rank} {reason} while rank {waiting} waits for it in {what!r}")
 
     def gone(self) -> frozenset[int]:
-        """Ranks that ended their program.
+        """Ranks that have ended their program.
 
         Raises:
             WorldError: a rank failed.
@@ -99,11 +99,10 @@ class ThreadGroup:
                 raise WorldError(self.failure)
             return frozenset(self._gone)
 
-    def _late(self, rank: int, deadline: float) -> str:
-        logs = {communicator.rank: communicator.ring.entries() for communicator in self.communicators}
-        message = late(logs[rank][-1], deadline, logs, {}, {}, time.monotonic(), self.size)
-        where = dump(logs, self.size, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", message)
-        return f"{message}; {where}"
+    def _explain_timeout(self, rank: int, deadline: float) -> str:
+        logs = {communicator.rank: communicator.recorder.entries() for communicator in self.communicators}
+        message = explain_timeout(logs[rank][-1], deadline, logs, {}, {}, time.monotonic(), self.size)
+        return f"{message}; {dump(logs, self.size, message)}"
 
     def _check(self, rank: int, what: str) -> None:
         for gone, reason in self._gone.items():
@@ -148,39 +147,25 @@ class ThreadCommunicator(QueuedCommunicator):
     def open_windows(self, nbytes: int) -> Windows:
         return ThreadWindows(nbytes, lambda own: self.group.meet(self.rank, "windows", own))
 
-    def _reduce(self, array: Array, op: str, what: str, lengths: Sequence[int] | None) -> None:
-        parts = even_parts(array.size, self.size)
-        self._reduce_scatter(array, op, what, parts, lengths)
-        self._all_gather(array, what, parts)
-
-    def _reduce_scatter(self, array: Array, op: str, what: str, parts: Parts, lengths: Sequence[int] | None) -> None:
-        arrays: list[Array] = self.group.meet(self.rank, f"{what} ({op} of {array.dtype}[{array.size}])", array)
+    def _reduce_scatter(self, request: Request) -> None:
+        arrays: list[Array] = self.group.meet(self.rank, request.shown, request.array)
         # Each rank reduces one part, into its own array: nobody else reads or writes that part.
-        part = slice(*parts[self.rank])
-        rows = [other[part] for other in arrays]
-        if op == "adasum":
-            rows = [row.astype(np.float32 if array.dtype in LOW else array.dtype) for row in rows]
-            adasum_rows(rows, cuts_of(lengths or [array.size], parts[self.rank]), len(lengths or "1"), self._add_up)
-            array[part] = rows[0]
-        else:
-            combine([row.copy() for row in rows], op, array[part])
-        self.group.meet(self.rank, what, None)
+        part = slice(*request.parts[self.rank])
+        reduce_part(request, self.rank, [other[part].copy() for other in arrays], self._add_up)
+        self.group.meet(self.rank, request.shown, None)
 
-    def _add_up(self, sums: Array) -> None:
-        sums[...] = sum(self.group.meet(self.rank, "dot products of adasum", sums.copy()))
-
-    def _all_gather(self, array: Array, what: str, parts: Parts) -> None:
-        arrays = self.group.meet(self.rank, f"{what} of {array.dtype}[{array.size}]", array)
-        for rank, (start, stop) in enumerate(parts):
+    def _all_gather(self, request: Request) -> None:
+        arrays = self.group.meet(self.rank, request.shown, request.array)
+        for rank, (start, stop) in enumerate(request.parts):
             if rank != self.rank:
-                array[start:stop] = arrays[rank][start:stop]
-        self.group.meet(self.rank, what, None)
+                request.array[start:stop] = arrays[rank][start:stop]
+        self.group.meet(self.rank, request.shown, None)
 
-    def _broadcast(self, array: Array, root: int, what: str) -> None:
-        arrays = self.group.meet(self.rank, f"{what} from rank {root} of {array.dtype}[{array.size}]", array)
-        if self.rank != root:
-            array[:] = arrays[root]
-        self.group.meet(self.rank, what, None)
+    def _broadcast(self, request: Request) -> None:
+        arrays = self.group.meet(self.rank, request.shown, request.array)
+        if self.rank != request.root:
+            request.array[:] = arrays[request.root]
+        self.group.meet(self.rank, request.shown, None)
 
     def _gather(self, item: Any) -> list[Any]:
         return [pickle.loads(text) for text in self.group.meet(self.rank, "allgather_object", pickle.dumps(item))]
@@ -190,7 +175,7 @@ class ThreadCommunicator(QueuedCommunicator):
 
 
 def communicator_of(world: World) -> ThreadCommunicator:
-    """The communicator of the worker thread that asks.
+    """The communicator of the calling worker thread.
 
     Raises:
         WorldError: not called inside :func:`run_threads`.
@@ -206,8 +191,8 @@ def communicator_of(world: World) -> ThreadCommunicator:
 def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadline: float | None = None) -> list[T]:
     """Run ``function(communicator)`` in ``size`` worker threads; returns the results in rank order.
 
-    Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others are set
-    free and the first error is raised again here.
+    Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others end with an
+    error too, and the first error is raised again here.
     """
     group = ThreadGroup(size, deadline=deadline)
     results: list[Any] = [None] * size
@@ -218,11 +203,10 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadl
         _COMMUNICATOR.set(communicator)
         try:
             results[communicator.rank] = function(communicator)
-            communicator.close()  # what was started and never waited for still belongs to the work
+            communicator.close()  # runs collectives that were never waited for
         except BaseException as error:
             errors.append(error)
-            text = str(error) if isinstance(error, GraphcError) else f"{type(error).__name__}: {error}"
-            group.leave(communicator.rank, f"failed: {text}", failed=True)
+            group.leave(communicator.rank, f"failed: {describe_error(error)[0]}", failed=True)
         else:
             group.leave(communicator.rank, "ended its program", failed=False)
         finally:

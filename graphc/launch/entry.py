@@ -1,7 +1,7 @@
-"""What the launcher starts for every rank: ``python -m graphc.launch.entry SCRIPT ARGS…`` (or ``-m MODULE``, ``-c CODE``).
+"""The process of one rank: ``python -m graphc.launch.entry SCRIPT ARGS…`` (or ``-m MODULE``, ``-c CODE``).
 
-Runs the program as ``__main__`` with its output in this rank's own pipes, and sees to it that the notice board says how it
-ended. A failing worker ends without MPI_Finalize, in which it would wait for the others forever.
+Runs the program as ``__main__`` with its output in this rank's own pipes, and writes to the status board how it ended. A worker
+that fails ends without MPI_Finalize, in which it would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -15,41 +15,35 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from graphc.distributed.health.status_board import WorkerStatus
-from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watch, join_launcher
-from graphc.errors import GraphcError
+from graphc.distributed.health.status_board import RankState
+from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watchdog, join_launcher
+from graphc.distributed.world import find_world
+from graphc.errors import GraphcError, describe_error
 
-SAME_ERROR = 1.0  # seconds a failing worker gives the others to meet the same error, so that it is told once for all
+SAME_ERROR = 1.0  # seconds a failing worker waits for others with the same error, which is then reported once
 
 
 def main(argv: list[str]) -> None:
-    """Run the program ``argv``; returns only when it ended well."""
-    watch = join_launcher()
-    if watch is None:
+    """Run the program ``argv``; returns only if it succeeds."""
+    watchdog = join_launcher(find_world()) if RUN_DIRECTORY in os.environ else None
+    if watchdog is None:
         sys.exit("graphc.launch.entry is started by 'graphc launch'")
-    _redirect(Path(os.environ[RUN_DIRECTORY]), watch.rank)
-    atexit.register(watch.goodbye)
+    _redirect(Path(os.environ[RUN_DIRECTORY]), watchdog.rank)
+    atexit.register(watchdog.leave)
     try:
         run_program(argv)
     except SystemExit as end:
         if end.code not in (None, 0):
-            _fail(watch, *describe_exit(end))
+            _fail(watchdog, *describe_exit(end))
     except BaseException as error:
         if not isinstance(error, GraphcError):
             _print_traceback(error)
-        _fail(watch, *describe_error(error))
+        _fail(watchdog, *describe_error(error))
 
 
 def describe_exit(end: SystemExit) -> tuple[str, int]:
-    """Words and exit code for a ``sys.exit`` that tells of a failure."""
+    """Message and exit code of a ``sys.exit`` that reports a failure."""
     return (f"exit code {end.code}", end.code) if isinstance(end.code, int) else (str(end.code), 1)
-
-
-def describe_error(error: BaseException) -> tuple[str, int]:
-    """Words and exit code for an exception: a message meant for the user stands alone, any other with its type."""
-    if isinstance(error, GraphcError):
-        return str(error), error.exit_code
-    return f"{type(error).__name__}: {error}", 1
 
 
 def run_program(argv: list[str]) -> None:
@@ -79,10 +73,10 @@ def _redirect(directory: Path, rank: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _fail(watch: Watch, text: str, code: int) -> NoReturn:
-    watch.fail(text, code)
+def _fail(watchdog: Watchdog, text: str, code: int) -> NoReturn:
+    watchdog.fail(text, code)
     limit = time.monotonic() + SAME_ERROR
-    while time.monotonic() < limit and any(notice.state is WorkerStatus.RUNNING for notice in watch.board.notices()):
+    while time.monotonic() < limit and any(status.state is RankState.RUNNING for status in watchdog.board.statuses()):
         time.sleep(0.01)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Starting the workers of one machine, and ending them together.
+"""Starts the workers of one machine and ends them together.
 
 Over MPI every worker is a process under ``mpiexec`` that writes into its own pipes; the launcher forwards whole lines.
 When a worker fails or is killed, the run ends within seconds with a message that names it, and no process is left.
@@ -26,13 +26,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 
-from graphc.distributed.communicator import DEADLINE, Communicator, check_deadline, find_deadline
-from graphc.distributed.health.status_board import Board
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.health.deadline import DEADLINE, check_deadline, find_deadline
+from graphc.distributed.health.status_board import StatusBoard
 from graphc.distributed.health.watchdog import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
 from graphc.distributed.threads import run_threads
 from graphc.distributed.world import TRANSPORT, available_cores, wanted_transport
-from graphc.errors import GraphcError, MissingExtraError, UsageError
-from graphc.launch.entry import describe_error, describe_exit
+from graphc.errors import GraphcError, MissingExtraError, UsageError, describe_error
+from graphc.launch.entry import describe_exit
 from graphc.launch.supervisor import Supervisor
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -110,7 +111,7 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
     mpiexec = find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="graphc-run-") as name:
         directory = Path(name)
-        board = Board.create(directory / BOARD_FILE, workers)
+        board = StatusBoard.create(directory / BOARD_FILE, workers)
         pipes = {(stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)}
         for path in pipes.values():
             os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""The launcher's loop: forward the workers' output, notice the first that is gone, end the rest, say what happened."""
+"""The launcher's loop: forwards output, statuses a worker that fails, ends the others and reports why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import Signals
 
 from graphc.distributed.health.flight_recorder import dump
-from graphc.distributed.health.status_board import Board, Notice, WorkerStatus
+from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 
 TICK = 0.05  # seconds between looks at the board
@@ -78,7 +78,7 @@ class Supervisor:
     """Watches over ``process`` (mpiexec) and the workers on ``board``."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], board: Board, pipes: Mapping[tuple[str, int], Path], deadline: float
+        self, process: subprocess.Popen[bytes], board: StatusBoard, pipes: Mapping[tuple[str, int], Path], deadline: float
     ) -> None:
         self.process = process
         self.board = board
@@ -128,8 +128,8 @@ class Supervisor:
     def _look(self) -> None:
         """Give mpiexec a moment to end the others once one is gone; then insist."""
         if self._failed_at is None:
-            bad = (WorkerStatus.FAILED, WorkerStatus.STOPPED)
-            if any(n.state in bad or (n.state is WorkerStatus.RUNNING and not is_alive(n.pid)) for n in self.board.notices()):
+            bad = (RankState.FAILED, RankState.STOPPED)
+            if any(n.state in bad or (n.state is RankState.RUNNING and not is_alive(n.pid)) for n in self.board.statuses()):
                 self._failed_at = time.monotonic()
             self._look_for_stopped()
             return
@@ -147,12 +147,12 @@ class Supervisor:
             return
         # The time between two looks counts only so far: this process can have been stopped too.
         passed, self._stopped_looked = min(now - self._stopped_looked, 2.0), now
-        for rank, notice in enumerate(self.board.notices()):
-            waited = self._stopped.get(rank, 0.0) + passed if notice.pid and is_stopped(notice.pid) else 0.0
+        for rank, status in enumerate(self.board.statuses()):
+            waited = self._stopped.get(rank, 0.0) + passed if status.pid and is_stopped(status.pid) else 0.0
             self._stopped[rank] = waited
             if waited > self.deadline + MARGIN:
-                text = f"rank {rank} (pid {notice.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
-                self.board.write(rank, WorkerStatus.STOPPED, text=text, code=1, pid=notice.pid)
+                text = f"rank {rank} (pid {status.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
+                self.board.write(rank, RankState.STOPPED, text=text, code=1, pid=status.pid)
                 self._failed_at = now
 
     def _end_all(self) -> None:
@@ -171,54 +171,54 @@ class Supervisor:
         self.process.wait()
 
     def _kill_workers(self) -> None:
-        for notice in self.board.notices():
-            if notice.pid and is_alive(notice.pid):
+        for status in self.board.statuses():
+            if status.pid and is_alive(status.pid):
                 for send in (os.killpg, os.kill):  # mpiexec makes each worker the leader of a process group
                     try:
-                        send(notice.pid, signal.SIGKILL)
+                        send(status.pid, signal.SIGKILL)
                     except (ProcessLookupError, PermissionError):
                         continue
 
     def _report(self) -> int:
         """Name whoever ended the run."""
-        notices = self.board.notices()
-        failed = [rank for rank, notice in enumerate(notices) if notice.state is WorkerStatus.FAILED]
+        statuses = self.board.statuses()
+        failed = [rank for rank, status in enumerate(statuses) if status.state is RankState.FAILED]
         text = self._mpiexec_text.decode("utf-8", "replace")
         for pattern in ENDED:
             ended = pattern.search(" ".join(text.split()))
             rank = int(ended["rank"]) if ended is not None else 0
-            if ended is not None and notices[rank].state in (WorkerStatus.RUNNING, WorkerStatus.SPARE):
-                self._say(f"{notices[rank].called(rank)} is gone: {_reason(**ended.groupdict())}")
+            if ended is not None and statuses[rank].state in (RankState.RUNNING, RankState.SPARE):
+                self._say(f"{statuses[rank].label(rank)} is gone: {_reason(**ended.groupdict())}")
                 return 1
         if failed:
-            first = min(failed, key=lambda rank: notices[rank].time)
-            self._say_failed([rank for rank in failed if notices[rank].text == notices[first].text], notices[first])
-            return notices[first].code or 1
-        stopped = [notice for notice in notices if notice.state is WorkerStatus.STOPPED]
+            first = min(failed, key=lambda rank: statuses[rank].time)
+            self._say_failed([rank for rank in failed if statuses[rank].text == statuses[first].text], statuses[first])
+            return statuses[first].code or 1
+        stopped = [status for status in statuses if status.state is RankState.STOPPED]
         if stopped:
-            self._say(min(stopped, key=lambda notice: notice.time).text)
+            self._say(min(stopped, key=lambda status: status.time).text)
             return 1
-        gone = [rank for rank, notice in enumerate(notices) if notice.state in (WorkerStatus.RUNNING, WorkerStatus.ABSENT)]
-        lost = [rank for rank, notice in enumerate(notices) if notice.state is WorkerStatus.SPARE]
+        gone = [rank for rank, status in enumerate(statuses) if status.state in (RankState.RUNNING, RankState.ABSENT)]
+        lost = [rank for rank, status in enumerate(statuses) if status.state is RankState.SPARE]
         if not gone and (self.process.returncode == 0 or lost):
             for rank in lost:
-                print(f"graphc: {notices[rank].called(rank)} was lost; the others went on without it", file=sys.stderr)
+                print(f"graphc: {statuses[rank].label(rank)} was lost; the others went on without it", file=sys.stderr)
             return 0
         sys.stderr.write(text)
         names = ", ".join(map(str, gone or range(self.board.size)))
         self._say(f"rank {names} did not end well: mpiexec returned {self.process.returncode}")
         return 1
 
-    def _say_failed(self, ranks: list[int], notice: Notice) -> None:
+    def _say_failed(self, ranks: list[int], status: RankStatus) -> None:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        self._say(f"{who} failed: {notice.text}", alone=len(ranks) == self.board.size)
+        self._say(f"{who} failed: {status.text}", alone=len(ranks) == self.board.size)
 
     def _say(self, message: str, *, alone: bool = False) -> None:
         if alone or self.board.size == 1:
             print(f"graphc: {message}", file=sys.stderr, flush=True)
             return
-        logs = {rank: self.board.ring(rank).entries() for rank in range(self.board.size)}
-        where = dump(logs, self.board.size, self.board.stamp, message)
+        logs = {rank: self.board.recorder(rank).entries() for rank in range(self.board.size)}
+        where = dump(logs, self.board.size, message, self.board.stamp)
         text = "; ".join(filter(None, (message, "the other workers were stopped", where)))
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 

@@ -19,9 +19,10 @@ from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.distributed.choose import for_memory, open_communicator
-from graphc.distributed.communicator import Communicator, check_deadline
+from graphc.distributed.communicator import Communicator
+from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.world import find_world, threads_for
-from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
+from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError, describe_error
 from graphc.ir.facts import is_float
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, LIVE, RESERVED, SAMPLE_OFFSET, SEED, SKIPPED, STEP
 from graphc.ir.ops.parameter_server import server_options
@@ -409,7 +410,7 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.comm.abort(str(error) if isinstance(error, GraphcError) else f"{type(error).__name__}: {error}")
+            self.comm.abort(describe_error(error)[0])
         else:
             self.write_trace()
         self.close()

@@ -49,8 +49,8 @@ def one_rank(memory: Any, library: Any, record: Record) -> None:
             assert (memory.fetch(result) == 2).all()
             assert int(comm._counters.seen[1]) == before + times, "what follows did not wait"
     time.sleep(0.3)
-    assert comm.ring.entries()[-1].tag == "replayed"
-    assert comm.ring.entries()[-1].end is not None
+    assert comm.recorder.entries()[-1].tag == "replayed"
+    assert comm.recorder.entries()[-1].end is not None
     seen: list[tuple[str, float, float]] = []
     comm.observer = lambda handle: seen.append((handle.tag, handle.since, handle.until))
     timed = comm.prepare(array, "sum", "timed")

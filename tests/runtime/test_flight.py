@@ -10,48 +10,53 @@ import numpy as np
 import pytest
 
 from graphc.cli import main
-from graphc.distributed.communicator import find_deadline
-from graphc.distributed.health.flight_recorder import ENTRIES, Ring, load
+from graphc.distributed.communicator import Handle
+from graphc.distributed.health.deadline import find_deadline
+from graphc.distributed.health.flight_recorder import ENTRIES, FlightRecorder, dump, load
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
 
 
-def record(ring: Ring, sequence: int, tag: str = "b", *, ended: bool = True) -> None:
-    place = ring.begin(1, sequence, sequence - 1, "allreduce", "mean", tag, 4096, float(sequence))
+def allreduce(tag: str) -> Handle:
+    return Handle(lambda: None, "allreduce", "mean", tag, 4096)
+
+
+def record(recorder: FlightRecorder, sequence: int, tag: str = "b", *, ended: bool = True) -> None:
+    place = recorder.begin(1, sequence, sequence - 1, allreduce(tag), float(sequence))
     if ended:
-        ring.end(place, sequence + 0.5)
+        recorder.end(place, sequence + 0.5)
 
 
 def test_the_ring_keeps_the_last_256() -> None:
-    ring = Ring()
+    recorder = FlightRecorder()
     for sequence in range(1, 301):
-        record(ring, sequence, f"bucket{sequence}", ended=sequence < 300)
-    entries = ring.entries()
+        record(recorder, sequence, f"bucket{sequence}", ended=sequence < 300)
+    entries = recorder.entries()
     assert [entry.number for entry in entries] == list(range(301 - ENTRIES, 301))
     assert entries[0].what == "allreduce(mean) 'bucket45' of step 44 (4096 bytes)"
     assert (entries[0].start, entries[0].end, entries[-1].end) == (45.0, 45.5, None)
-    assert ring.find(44) is None
-    assert [entry.tag for entry in ring.newest(2)] == ["bucket300", "bucket299"]
+    assert recorder.find(44) is None
+    assert [entry.tag for entry in recorder.newest(2)] == ["bucket300", "bucket299"]
 
 
 def test_a_long_tag_is_cut_and_not_spilled() -> None:
-    ring = Ring()
+    recorder = FlightRecorder()
     for sequence in (1, 2):
-        record(ring, sequence, "größe" * 40)
-    assert [entry.number for entry in ring.entries()] == [1, 2]
-    assert all(entry.tag.startswith("größe" * 10) for entry in ring.entries())
+        record(recorder, sequence, "größe" * 40)
+    assert [entry.number for entry in recorder.entries()] == [1, 2]
+    assert all(entry.tag.startswith("größe" * 10) for entry in recorder.entries())
 
 
 def test_a_record_costs_next_to_nothing() -> None:
-    ring = Ring()
-    best = min(_seconds(ring) for _ in range(5))
+    recorder = FlightRecorder()
+    best = min(_seconds(recorder) for _ in range(5))
     assert best < 5e-6, f"{best * 1e9:.0f} ns a collective"
 
 
-def _seconds(ring: Ring) -> float:
-    start = time.perf_counter()
+def _seconds(recorder: FlightRecorder) -> float:
+    handle, start = allreduce("bucket0"), time.perf_counter()
     for k in range(2000):
-        ring.end(ring.begin(1, k, k, "allreduce", "mean", "bucket0", 4096, 1.0), 2.0)
+        recorder.end(recorder.begin(1, k, k, handle, 1.0), 2.0)
     return (time.perf_counter() - start) / 2000
 
 
@@ -87,13 +92,11 @@ def test_logs_of_a_slow_rank(flight_logs: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from graphc.distributed.health.flight_recorder import dump
-
-    rings = [Ring(), Ring()]
-    for rank, ring in enumerate(rings):
+    recorders = [FlightRecorder(), FlightRecorder()]
+    for rank, recorder in enumerate(recorders):
         for sequence, tag in enumerate(("a", "b", "c" if rank else "d"), 1):
-            record(ring, sequence, tag)
-    dump({rank: ring.entries() for rank, ring in enumerate(rings)}, 2, "disagree", "")
+            record(recorder, sequence, tag)
+    dump({rank: recorder.entries() for rank, recorder in enumerate(recorders)}, 2, "", "disagree")
     assert main(["show", "flight", str(flight_logs / "graphc-flight-disagree"), "--last", "0"]) == 0
     expected = (
         "#3: the ranks disagree: rank 0 is in allreduce(mean) 'd' of step 2 (4096 bytes) and rank 1 is in allreduce(mean) 'c'"
@@ -102,13 +105,11 @@ def test_logs_of_ranks_that_disagree(flight_logs: Path, capfd: pytest.CaptureFix
 
 
 def test_ranks_that_parted_before_what_the_logs_hold(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from graphc.distributed.health.flight_recorder import dump
-
-    rings = [Ring(), Ring()]
-    for rank, ring in enumerate(rings):
+    recorders = [FlightRecorder(), FlightRecorder()]
+    for rank, recorder in enumerate(recorders):
         for sequence in range(1, 3 * ENTRIES):
-            record(ring, sequence, "other" if (rank, sequence) == (1, 8) else "b")
-    dump({rank: ring.entries() for rank, ring in enumerate(rings)}, 2, "parted", "")
+            record(recorder, sequence, "other" if (rank, sequence) == (1, 8) else "b")
+    dump({rank: recorder.entries() for rank, recorder in enumerate(recorders)}, 2, "", "parted")
     assert main(["show", "flight", str(flight_logs / "graphc-flight-parted"), "--last", "0"]) == 0
     expected = "the ranks disagree: ranks 0, 1 did different collectives some time before allreduce(mean) 'b' of step 511"
     assert expected in capfd.readouterr().out
@@ -118,7 +119,7 @@ def test_ranks_that_parted_before_what_the_logs_hold(flight_logs: Path, capfd: p
 def test_a_file_that_is_no_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.json").write_text(text)
     assert main(["show", "flight", str(tmp_path)]) == 1
-    assert "rank-0.json is no flight log" in capfd.readouterr().err
+    assert "rank-0.json is not a flight log" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])

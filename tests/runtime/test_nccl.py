@@ -13,8 +13,8 @@ import pytest
 from graphc.device import HostMemory
 from graphc.distributed.choose import Offer, choose, for_memory
 from graphc.distributed.communicator import Handle
-from graphc.distributed.health.flight_recorder import Ring
-from graphc.distributed.health.hang_report import late
+from graphc.distributed.health.flight_recorder import FlightRecorder
+from graphc.distributed.health.hang_report import explain_timeout
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.nccl.bindings import NcclComm, NcclLibrary
 from graphc.distributed.nccl.calls import DATATYPES, OPERATIONS, plan_calls, supports
@@ -112,8 +112,8 @@ class Gpu:
 
     def __init__(self) -> None:
         self.seen = np.zeros(2, np.uint64)
-        self.ring = Ring()
-        self.progress = NcclProgress(self.seen, self.ring, number=7)
+        self.recorder = FlightRecorder()
+        self.progress = NcclProgress(self.seen, self.recorder, number=7)
         self.handles = [Handle(lambda: None, "allreduce", "sum", tag, 4096) for tag in ("b0", "b1", "b2")]
         self.numbers = [self.progress.number_of(handle) for handle in self.handles]
         self.count = 0
@@ -128,17 +128,17 @@ class Gpu:
 
 def test_what_is_under_way_is_noted_once() -> None:
     gpu = Gpu()
-    assert gpu.progress.look(0, 1.0) is None
+    assert gpu.progress.poll(0, 1.0) is None
     gpu.begins(0)
-    assert gpu.progress.look(0, 2.0) is gpu.handles[0]
-    assert gpu.progress.look(0, 3.0) is gpu.handles[0]
+    assert gpu.progress.poll(0, 2.0) is gpu.handles[0]
+    assert gpu.progress.poll(0, 3.0) is gpu.handles[0]
     gpu.ends()
-    assert gpu.progress.look(0, 4.0) is None
+    assert gpu.progress.poll(0, 4.0) is None
     gpu.begins(1)  # passes between two looks
     gpu.ends()
     gpu.begins(2)
-    assert gpu.progress.look(1, 5.0) is gpu.handles[2]
-    assert [(e.sequence, e.step, e.tag, e.nbytes, e.start, e.end, e.communicator) for e in gpu.ring.entries()] == [
+    assert gpu.progress.poll(1, 5.0) is gpu.handles[2]
+    assert [(e.sequence, e.step, e.tag, e.nbytes, e.start, e.end, e.communicator) for e in gpu.recorder.entries()] == [
         (1, 0, "b0", 4096, 2.0, 4.0, 7),
         (3, 1, "b2", 4096, 5.0, None, 7),
     ]
@@ -149,23 +149,23 @@ def test_a_collective_that_is_replayed_is_another_one_each_time() -> None:
     gpu = Gpu()
     for now in (1.0, 2.0, 3.0):
         gpu.begins(0)
-        assert gpu.progress.look(0, now) is gpu.handles[0]
+        assert gpu.progress.poll(0, now) is gpu.handles[0]
         assert gpu.handles[0].since == now  # its deadline counts from here
         gpu.ends()
-    assert [e.sequence for e in gpu.ring.entries()] == [1, 2, 3]
+    assert [e.sequence for e in gpu.recorder.entries()] == [1, 2, 3]
 
 
 def test_the_late_rank_is_named_from_the_counters() -> None:
     ranks = [Gpu(), Gpu()]
     for gpu in ranks:
         gpu.begins(0)
-        gpu.progress.look(4, 1.0)
+        gpu.progress.poll(4, 1.0)
         gpu.ends()
-        gpu.progress.look(4, 1.5)
+        gpu.progress.poll(4, 1.5)
     ranks[0].begins(1)
-    ranks[0].progress.look(4, 2.0)
-    logs = {rank: gpu.ring.entries() for rank, gpu in enumerate(ranks)}
-    text = late(logs[0][-1], 3.0, logs, {}, {}, 5.0, 2)
+    ranks[0].progress.poll(4, 2.0)
+    logs = {rank: gpu.recorder.entries() for rank, gpu in enumerate(ranks)}
+    text = explain_timeout(logs[0][-1], 3.0, logs, {}, {}, 5.0, 2)
     assert text == (
         "rank 1 did not come to allreduce(sum) 'b1' of step 4 (4096 bytes) within 3 s: rank 1 is busy with something else; "
         "its last was allreduce(sum) 'b0' of step 4 (4096 bytes), which ended 3.5 s ago"
@@ -207,7 +207,7 @@ NO_GPU = [Offer(None, False)] * 3
         ("mpi", SHARED, "nccl", UsageError("NCCL cannot connect these workers: ranks 0, 2 share a GPU")),
         ("mpi", LACKING, "nccl", MissingExtraError(r"rank 1 cannot load NCCL; run: pip install 'graphc\[gpu\]'")),
         ("mpi", NO_GPU, "nccl", UsageError("the arrays of ranks 0, 1, 2 are not on an NVIDIA GPU")),
-        ("mpi", OWN, "tcp", UsageError("the transport is to be 'tcp', but these workers talk by mpi")),
+        ("mpi", OWN, "tcp", UsageError("the transport is 'tcp', but these workers talk by mpi")),
     ],
 )
 def test_what_is_chosen(host: str, offers: list[Offer], wanted: Any, choice: Any) -> None:
@@ -233,7 +233,7 @@ def test_arrays_of_the_host_need_no_choice(monkeypatch: pytest.MonkeyPatch) -> N
         assert for_memory(comm, HostMemory()) is comm
         with pytest.raises(UsageError, match="'nccl' moves arrays of GPUs"):
             for_memory(comm, HostMemory(), transport="nccl")
-        with pytest.raises(UsageError, match="is to be 'mpi', but these workers talk by threads"):
+        with pytest.raises(UsageError, match="is 'mpi', but these workers talk by threads"):
             for_memory(comm, HostMemory(), transport="mpi")
 
     run_threads(2, work)

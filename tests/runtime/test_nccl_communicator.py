@@ -104,7 +104,7 @@ def test_errors_in_the_arguments() -> None:
         array = memory.zeros(48).view(np.dtype(np.float32))
         handle = comm.prepare(array, "sum", "b0")
         comm.begin(handle)
-        with pytest.raises(UsageError, match="allreduce b0 was begun a second time before anybody waited"):
+        with pytest.raises(UsageError, match="allreduce b0 was begun a second time before it was waited"):
             comm.begin(handle)
         comm.wait(handle)
         for wrong, options, message in (
@@ -207,7 +207,7 @@ def test_a_gpu_is_told_by_its_memory() -> None:
 
 def test_the_guard_ends_a_program_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(communicator, "TAKE_UP", 0.1)
+    monkeypatch.setattr(communicator, "RAISE_LIMIT", 0.1)
     monkeypatch.setattr(communicator.os, "_exit", ended.append)
 
     def work(comm: Any, memory: Any) -> None:
@@ -227,7 +227,7 @@ def test_an_aborted_comm_is_not_asked_for_errors() -> None:
     """NCCL gives its memory back."""
     comm = NcclCommunicator(NullCommunicator(), PretendMemory(0), PretendNccl(1))  # type: ignore[arg-type]
     comm.abort("enough")
-    time.sleep(3 * communicator.LOOK)
+    time.sleep(3 * communicator.POLL)
     assert comm.nccl.aborted
     assert not comm.nccl.misused
     comm.close()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphc.distributed.communicator import Communicator
-from graphc.distributed.host_staged import StagedCommunicator, moved
+from graphc.distributed.communicator import Communicator, Kind, check_collective
+from graphc.distributed.host_staged import StagedCommunicator, transfers
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
 from tests.backends.strict import StrictMemory
@@ -71,10 +71,13 @@ def test_only_what_is_given_and_received_moves() -> None:
 
 
 def test_ranges_are_joined_and_empty_ones_left_out() -> None:
-    parts = [(0, 0), (0, 5), (5, 5), (5, 8)]
-    assert moved("reduce_scatter", parts, 0, rank=0, elements=10) == ([(0, 8)], [])
-    assert moved("all_gather", parts, 0, rank=2, elements=10) == ([], [(0, 8)])
-    assert moved("broadcast", parts, 3, rank=3, elements=10) == ([(0, 10)], [])
+    def ranges(kind: Kind, rank: int) -> object:
+        parts = [(0, 0), (0, 5), (5, 5), (5, 8)]
+        return transfers(check_collective(np.zeros(10), 4, "sum", "", {"kind": kind, "parts": parts, "root": 3}), rank)
+
+    assert ranges("reduce_scatter", 0) == ([(0, 8)], [])
+    assert ranges("all_gather", 2) == ([], [(0, 8)])
+    assert ranges("broadcast", 3) == ([(0, 10)], [])
 
 
 def test_prepared_collectives_overlap_and_follow_what_is_queued() -> None:
@@ -96,7 +99,7 @@ def test_prepared_collectives_overlap_and_follow_what_is_queued() -> None:
                 staged.wait(handle)
                 copy()
         staged.begin(handles[0])
-        with pytest.raises(UsageError, match=r"allreduce b0 was begun a second time before anybody waited"):
+        with pytest.raises(UsageError, match=r"allreduce b0 was begun a second time before it was waited"):
             staged.begin(handles[0])
         staged.wait(handles[0])
         return [memory.fetch(result).tolist() for result in results]

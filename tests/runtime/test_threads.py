@@ -217,7 +217,7 @@ def test_a_prepared_collective_is_begun_again_and_again(overlap: bool) -> None:
             for array in arrays:
                 array /= 2
         comm.begin(handles[0])
-        with pytest.raises(UsageError, match=r"allreduce b0 was begun a second time before anybody waited"):
+        with pytest.raises(UsageError, match=r"allreduce b0 was begun a second time before it was waited"):
             comm.begin(handles[0])
         comm.wait(handles[0])
         return [array.tolist() for array in arrays]

@@ -1,7 +1,7 @@
-"""The flight recorder: the last 256 collectives of every rank, in memory that outlives the rank.
+"""The flight recorder: keeps the last 256 collectives of every rank, also after the rank has died.
 
-A ring of fixed entries, written in place: about a microsecond a collective. Over MPI the rings lie on the notice board
-(:mod:`graphc.distributed.health.status_board`), so that any worker of the machine, or the launcher, can read what a stopped or
+A ring buffer of fixed entries; recording a collective takes about a microsecond. Over MPI the buffers lie on the status board
+(:mod:`graphc.distributed.health.status_board`), so any worker of the machine, or the launcher, can read what a stopped or
 killed rank was doing. When a run fails they are written to files, which ``graphc show flight`` compares.
 """
 
@@ -18,13 +18,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from graphc.errors import GraphcError
 
 ENTRIES = 256
 FLIGHT_DIR = "GRAPHC_FLIGHT_DIR"
-"""Environment variable: where logs are written; the working directory by default."""
+"""Environment variable: folder for the logs; by default the working directory."""
 
 CODES = ("other", "allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "allgather_object", "join")
 REDUCES = ("", "sum", "mean", "min", "max", "prod", "tree", "adasum")
@@ -34,7 +34,16 @@ _ENTRY = struct.Struct("<qqqqddHBBI72s")  # number, sequence, step, bytes, start
 _PRIME, _FACTOR = 4_294_967_291, 1_000_003  # of the traces: a polynomial over the digests of the collectives
 _END = struct.Struct("<d")
 _END_OFFSET = struct.calcsize("<qqqqd")
-RING_SIZE = ENTRIES * _ENTRY.size
+RECORDER_SIZE = ENTRIES * _ENTRY.size
+
+
+class Collective(Protocol):
+    """What is recorded of a collective, besides when it ran."""
+
+    kind: str
+    op: str
+    tag: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +52,16 @@ class Entry:
 
     Attributes:
         number: counts all collectives of the rank, from 1.
-        communicator: which communicator of the process, in the order in which they were opened.
-        sequence: counts those of the communicator, from 1; equal on all ranks for the same collective.
-        step: of the training, from 0; -1 before it.
-        kind: ``allreduce``, ``barrier`` …; ``join`` is the entry into the world.
+        communicator: number of the communicator in the process, in the order of opening.
+        sequence: counts the collectives of the communicator, from 1; equal on all ranks for the same collective.
+        step: training step, from 0; -1 before the first.
+        kind: ``allreduce``, ``barrier`` …; ``join`` is entering the world.
         op: the reduction, or empty.
-        nbytes: of this rank's array.
-        start: ``time.monotonic()`` in seconds when the rank came to it.
-        end: when it was done; None while it is not.
-        trace: checksum of this collective and all before it of the communicator, equal on all ranks that did the same; 0 where
-            not every collective was noted.
+        nbytes: size of this rank's array.
+        start: ``time.monotonic()`` in seconds when the rank reached it.
+        end: when it ended; None while it is under way.
+        trace: checksum of this and all earlier collectives of the communicator, equal on ranks that ran the same ones; 0 where
+            some were not recorded.
     """
 
     number: int
@@ -77,33 +86,34 @@ class Entry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """What is the same on all ranks for one collective: the communicator and the place in its sequence."""
+        """Communicator and sequence number: equal on all ranks for the same collective."""
         return self.communicator, self.sequence
 
-    def contradicts(self, other: Entry) -> bool:
-        """Whether ``other`` of another rank stands at the same place and is another collective."""
+    def differs_from(self, other: Entry) -> bool:
+        """Whether ``other``, of another rank, is a different collective at the same place."""
         mine, its = (self.kind, self.op, self.tag, self.nbytes), (other.kind, other.op, other.tag, other.nbytes)
         return self.place == other.place and mine != its
 
-    def has_parted(self, other: Entry) -> bool:
-        """Whether ``other`` of another rank stands at the same place, and the two did not do the same until there."""
+    def diverged_from(self, other: Entry) -> bool:
+        """Whether ``other``, of another rank, is at the same place but earlier collectives of the two differed."""
         return self.place == other.place and 0 not in (self.trace, other.trace) and self.trace != other.trace
 
 
-class Ring:
-    """The entries of one rank inside ``memory`` from ``offset``; several threads may write."""
+class FlightRecorder:
+    """The entries of one rank, stored in ``memory`` from ``offset``; several threads may write."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, offset: int = 0) -> None:
-        self._memory = bytearray(RING_SIZE) if memory is None else memory
+        self._memory = bytearray(RECORDER_SIZE) if memory is None else memory
         self._offset = offset
         self._count = 0
         self._lock = threading.Lock()
-        self._words: dict[tuple[str, str, str, int], tuple[int, int, bytes, int]] = {}
+        self._encoded: dict[tuple[str, str, str, int], tuple[int, int, bytes, int]] = {}
         self._traces: dict[int, tuple[int, int]] = {}  # by communicator: sequence and trace of the newest
 
-    def begin(self, communicator: int, sequence: int, step: int, kind: str, op: str, tag: str, nbytes: int, now: float) -> int:
-        """Note the start of a collective; returns its place, for ``end``."""
-        code, reduce, name, digest = self._words.get((kind, op, tag, nbytes)) or self._note(kind, op, tag, nbytes)
+    def begin(self, communicator: int, sequence: int, step: int, collective: Collective, now: float) -> int:
+        """Record the start of a collective; returns its offset, for ``end``."""
+        kind, op, tag, nbytes = collective.kind, collective.op, collective.tag, collective.nbytes
+        code, reduce, name, digest = self._encoded.get((kind, op, tag, nbytes)) or self._encode(kind, op, tag, nbytes)
         with self._lock:
             last, trace = self._traces.get(communicator, (0, 1))
             trace = (trace * _FACTOR + digest) % _PRIME if trace and sequence == last + 1 else 0  # see Entry.trace
@@ -114,19 +124,19 @@ class Ring:
             _ENTRY.pack_into(self._memory, place, *values)
         return place
 
-    def _note(self, kind: str, op: str, tag: str, nbytes: int) -> tuple[int, int, bytes, int]:
-        """What is written of a collective each time."""
+    def _encode(self, kind: str, op: str, tag: str, nbytes: int) -> tuple[int, int, bytes, int]:
+        """The fields that are the same each time a collective runs."""
         name = tag.encode("utf-8", "replace")
         digest = 1 + zlib.crc32(repr((kind, op, tag, nbytes)).encode())
-        words = self._words[kind, op, tag, nbytes] = _CODE.get(kind, 0), _REDUCE[op], name, digest
-        return words
+        encoded = self._encoded[kind, op, tag, nbytes] = _CODE.get(kind, 0), _REDUCE[op], name, digest
+        return encoded
 
     def end(self, place: int, now: float) -> None:
-        """Note the end of the collective at ``place``."""
+        """Record the end of the collective at offset ``place``."""
         _END.pack_into(self._memory, place + _END_OFFSET, now)
 
     def entries(self) -> list[Entry]:
-        """What the ring holds, oldest first."""
+        """All entries, oldest first."""
         found = [entry for entry in map(self._read, range(ENTRIES)) if entry is not None]
         return sorted(found, key=lambda entry: entry.number)
 
@@ -136,7 +146,7 @@ class Ring:
         return (entry for entry in found if entry is not None)
 
     def find(self, number: int) -> Entry | None:
-        """The entry of that number, while it is there."""
+        """The entry with this number, unless it has been overwritten."""
         entry = self._read((number - 1) % ENTRIES)
         return entry if entry is not None and entry.number == number else None
 
@@ -154,9 +164,9 @@ class RankLog:
     """The log of one rank.
 
     Attributes:
-        rank: of ``size``.
-        reason: how the run ended, in words.
-        offset: seconds to add to the times of the entries for seconds since 1970: clocks of machines differ.
+        rank, size: of the world.
+        reason: how the run ended.
+        offset: seconds to add to the times of the entries to get seconds since 1970; clocks of machines differ.
     """
 
     rank: int
@@ -171,34 +181,40 @@ def last_of(entries: Sequence[Entry], communicator: int) -> Entry | None:
     return next((entry for entry in reversed(entries) if entry.communicator == communicator), None)
 
 
-def arrived(entries: Sequence[Entry], wanted: Entry) -> bool:
-    """Whether the rank with these ``entries`` has come to the collective ``wanted`` of another rank."""
+def has_reached(entries: Sequence[Entry], wanted: Entry) -> bool:
+    """Whether the rank with these ``entries`` has reached the collective ``wanted`` of another rank."""
     last = last_of(entries, wanted.communicator)
     return last is not None and last.sequence >= wanted.sequence
 
 
 def counterpart(entries: Sequence[Entry], wanted: Entry) -> Entry | None:
-    """The entry at the place of ``wanted`` in the sequence of another rank."""
+    """The entry of another rank at the place of ``wanted``."""
     return next((entry for entry in reversed(entries) if entry.place == wanted.place), None)
 
 
-def dump(rings: Mapping[int, Sequence[Entry]], size: int, stamp: str, reason: str) -> str:
-    """Write the logs of some ranks to files; returns words about where they are, never raises.
+def run_stamp() -> str:
+    """A name for this run: the time and the process id."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def dump(logs: Mapping[int, Sequence[Entry]], size: int, reason: str, stamp: str = "") -> str:
+    """Write the logs of some ranks to files; returns a text that says where; never raises.
 
     Args:
-        rings: entries by rank; ranks without any are left out.
-        size: of the world.
-        stamp: names the run; the folder is ``graphc-flight-STAMP`` in ``GRAPHC_FLIGHT_DIR``, else in the working directory,
-            else where temporary files go.
+        logs: entries by rank; ranks without entries are left out.
+        size: number of ranks of the world.
+        reason: how the run ended.
+        stamp: names the run; by default :func:`run_stamp`. The folder is ``graphc-flight-STAMP`` in ``GRAPHC_FLIGHT_DIR``, else
+            in the working directory, else in the folder for temporary files.
     """
     flights = [
-        RankLog(rank, size, reason, time.time() - time.monotonic(), list(entries)) for rank, entries in rings.items() if entries
+        RankLog(rank, size, reason, time.time() - time.monotonic(), list(entries)) for rank, entries in logs.items() if entries
     ]
     if not flights:
         return ""
     problem = ""
     for place in dict.fromkeys((os.environ.get(FLIGHT_DIR) or os.getcwd(), tempfile.gettempdir())):
-        folder = Path(place) / f"graphc-flight-{stamp}"
+        folder = Path(place) / f"graphc-flight-{stamp or run_stamp()}"
         try:
             for flight in flights:
                 _write(folder, flight)
@@ -209,10 +225,10 @@ def dump(rings: Mapping[int, Sequence[Entry]], size: int, stamp: str, reason: st
 
 
 def load(path: Path) -> list[RankLog]:
-    """The log in a file, or all logs in a folder.
+    """Read the log in a file, or all logs in a folder.
 
     Raises:
-        GraphcError: there is none, or it is no log.
+        GraphcError: there is none, or a file is not a log.
     """
     files = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
     if not files:
@@ -236,4 +252,4 @@ def _read(file: Path) -> RankLog:
         fields: dict[str, Any] = json.loads(file.read_text())
         return RankLog(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise GraphcError(f"{file} is no flight log: {error}") from None
+        raise GraphcError(f"{file} is not a flight log: {error}") from None

@@ -1,10 +1,10 @@
-"""Who keeps the others waiting, in words: from the flight logs of the ranks, while a run hangs or after it has failed."""
+"""Diagnoses which rank blocks a collective, from the flight logs of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphc.distributed.health.flight_recorder import Entry, RankLog, arrived, counterpart, last_of
+from graphc.distributed.health.flight_recorder import Entry, RankLog, counterpart, has_reached, last_of
 
 
 def join_ranks(ranks: Sequence[int]) -> str:
@@ -12,7 +12,7 @@ def join_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def late(
+def explain_timeout(
     wanted: Entry,
     seconds: float,
     logs: Mapping[int, Sequence[Entry]],
@@ -21,20 +21,20 @@ def late(
     now: float,
     size: int,
 ) -> str:
-    """Why the collective ``wanted`` has not ended within its deadline of ``seconds``.
+    """Say why the collective ``wanted`` has not ended within its deadline of ``seconds``.
 
     Args:
-        logs: the entries of all ranks that can be seen from here, the waiting one's included.
+        logs: the entries of all ranks of this machine, the waiting one's included.
         pids: process ids by rank, where ranks are processes.
-        states: words on ranks that do not run.
-        now: on the clock of the entries.
-        size: of the world; the ranks without a log run on other machines.
+        states: for ranks that do not run: why, ``is stopped (SIGSTOP)`` say.
+        now: ``time.monotonic()``, as in the entries.
+        size: number of ranks; those without a log run on other machines.
     """
     limit = f"within {seconds:g} s"
-    missing = [rank for rank, entries in logs.items() if not arrived(entries, wanted)]
+    missing = [rank for rank, entries in logs.items() if not has_reached(entries, wanted)]
     elsewhere = [rank for rank in range(size) if rank not in logs]
     if missing:
-        each = [_whereabouts(_name(rank, pids), logs[rank], wanted, states.get(rank), now) for rank in missing]
+        each = [_last_seen(_name(rank, pids), logs[rank], wanted, states.get(rank), now) for rank in missing]
         text = f"{join_ranks(missing)} did not come to {wanted.what} {limit}: {'; '.join(each)}"
         return text + (f"; {join_ranks(elsewhere)} on other machines cannot be seen from here" if elsewhere else "")
     stuck = [rank for rank in logs if rank in states]
@@ -49,7 +49,7 @@ def late(
 
 
 def disagreement(logs: Mapping[int, Sequence[Entry]]) -> str:
-    """Words on ranks that have not done the same collectives."""
+    """Say where the collectives of the ranks differ first."""
     entries = next(iter(logs.values()))
     numbers = {entry.communicator for entry in entries}
     found = filter(None, (_first_difference(logs, number) for number in sorted(numbers)))
@@ -58,7 +58,7 @@ def disagreement(logs: Mapping[int, Sequence[Entry]]) -> str:
 
 def _disagree(rank: int, entry: Entry, other_rank: int, other: Entry) -> str:
     pairs = sorted(((rank, entry), (other_rank, other)), key=lambda pair: pair[0])
-    if not entry.contradicts(other):
+    if not entry.differs_from(other):
         ranks = join_ranks([number for number, _ in pairs])
         return f"the ranks disagree: {ranks} did different collectives some time before {pairs[0][1].what}"
     first, second = (f"rank {number} is in {found.what}" for number, found in pairs)
@@ -69,7 +69,7 @@ def _name(rank: int, pids: Mapping[int, int]) -> str:
     return f"rank {rank} (pid {pids[rank]})" if pids.get(rank) else f"rank {rank}"
 
 
-def _whereabouts(name: str, entries: Sequence[Entry], wanted: Entry, state: str | None, now: float) -> str:
+def _last_seen(name: str, entries: Sequence[Entry], wanted: Entry, state: str | None, now: float) -> str:
     last = last_of(entries, wanted.communicator)
     process = f"{name} {state or 'is busy with something else'}"
     if last is None:
@@ -80,7 +80,7 @@ def _whereabouts(name: str, entries: Sequence[Entry], wanted: Entry, state: str 
 
 
 def compare(flights: Sequence[RankLog]) -> list[str]:
-    """What the logs of several ranks tell together: who is behind, and where ranks did different things."""
+    """Compare the logs of several ranks: which are behind, and where their collectives differ; one line each."""
     lines = []
     logs = {flight.rank: flight.entries for flight in flights}
     for communicator in sorted({entry.communicator for entries in logs.values() for entry in entries}):
@@ -118,13 +118,13 @@ def _behind(rank: int, last: Entry | None, front: Entry, waiting: Sequence[int])
 
 
 def _first_difference(logs: Mapping[int, Sequence[Entry]], communicator: int) -> tuple[int, str] | None:
-    """Its place in the sequence, and words on it."""
+    """The sequence number of the first difference, and a text that describes it."""
     first, *others = logs
     for wanted in logs[first]:
         if wanted.communicator != communicator:
             continue
         for other in others:
             found = counterpart(logs[other], wanted)
-            if found is not None and (wanted.contradicts(found) or wanted.has_parted(found)):
+            if found is not None and (wanted.differs_from(found) or wanted.diverged_from(found)):
                 return wanted.sequence, _disagree(first, wanted, other, found)
     return None

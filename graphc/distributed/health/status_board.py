@@ -1,7 +1,7 @@
-"""The notice board of the workers of one machine: who is here, who left in good order, who failed and why.
+"""The status board: the state of each worker of one machine, and why it failed.
 
-A file of one slot and one flight recorder per rank, mapped into every worker. A worker writes only its own, and the state
-byte of its slot last, so a reader never sees half a notice. It survives ``kill -9``, since the kernel owns the mapping.
+A file with one slot and one flight recorder per rank, mapped into every worker. A worker writes only its own slot, and the
+state byte last, so a reader never sees half an update. It survives ``kill -9``, since the kernel owns the mapping.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphc.distributed.health.flight_recorder import RING_SIZE, Ring
+from graphc.distributed.health.flight_recorder import RECORDER_SIZE, FlightRecorder, run_stamp
 from graphc.errors import WorldError
 
 _SLOT = 4096
@@ -22,38 +22,38 @@ _STAMP = 64
 _HEAD = struct.Struct("<qdqq")  # pid, time, exit code, length of the text
 
 
-class WorkerStatus(enum.IntEnum):
-    """What a worker says about itself."""
+class RankState(enum.IntEnum):
+    """The state a worker has written."""
 
     ABSENT = 0
     RUNNING = 1
     LEFT = 2
     FAILED = 3
     STOPPED = 4
-    """It stopped because another worker is gone."""
+    """Ended because another worker is gone."""
     SPARE = 5
-    """Running, and the others can go on without it."""
+    """Running; the others can continue without it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class RankStatus:
     """One slot: state, process id, ``time.monotonic()`` of the last change in seconds, exit code and text."""
 
-    state: WorkerStatus
+    state: RankState
     pid: int
     time: float
     code: int
     text: str
 
-    def called(self, rank: int) -> str:
-        """What messages call the worker of this notice: by the name it gave itself while it runs, if any."""
-        if self.state in (WorkerStatus.RUNNING, WorkerStatus.SPARE) and self.text:
+    def label(self, rank: int) -> str:
+        """The worker in messages: by the name it gave itself, if any, while it runs."""
+        if self.state in (RankState.RUNNING, RankState.SPARE) and self.text:
             return f"{self.text} (rank {rank}, pid {self.pid})"
         return f"rank {rank} (pid {self.pid})"
 
 
-class Board:
-    """The board at ``path`` with one slot for each of ``size`` ranks."""
+class StatusBoard:
+    """The board in the file ``path`` with a slot for each of ``size`` ranks."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size
@@ -64,30 +64,30 @@ class Board:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
-            raise WorldError(f"cannot open the notice board of the workers {str(path)!r}: {error}") from None
+            raise WorldError(f"cannot open the status board of the workers {str(path)!r}: {error}") from None
 
     @classmethod
-    def create(cls, path: Path, size: int) -> Board:
+    def create(cls, path: Path, size: int) -> StatusBoard:
         """Make an empty board."""
         with open(path, "xb") as file:
             file.truncate(_length(size))
         board = cls(path, size)
-        stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        stamp = run_stamp()
         board._map[-_STAMP : len(stamp) - _STAMP] = stamp.encode()
         return board
 
     @property
     def stamp(self) -> str:
-        """A name for the run, the same for everyone on the board."""
+        """The name of the run, the same for all workers on the board."""
         return self._map[-_STAMP:].rstrip(b"\0").decode()
 
-    def ring(self, rank: int) -> Ring:
+    def recorder(self, rank: int) -> FlightRecorder:
         """The flight recorder of ``rank``."""
-        return Ring(self._map, self.size * _SLOT + rank * RING_SIZE)
+        return FlightRecorder(self._map, self.size * _SLOT + rank * RECORDER_SIZE)
 
-    def write(self, rank: int, state: WorkerStatus, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
-        """Replace the notice of ``rank``; a failure stands: nothing that follows from it overwrites it."""
-        if self.read(rank).state in (WorkerStatus.FAILED, WorkerStatus.STOPPED):
+    def write(self, rank: int, state: RankState, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
+        """Set the status of ``rank``; a failure is never overwritten by what follows from it."""
+        if self.read(rank).state in (RankState.FAILED, RankState.STOPPED):
             return
         start = rank * _SLOT
         data = text.encode("utf-8", "replace")[: _SLOT - 8 - _HEAD.size]
@@ -95,16 +95,16 @@ class Board:
         self._map[start + 8 : start + 8 + len(head) + len(data)] = head + data
         self._map[start] = int(state)
 
-    def read(self, rank: int) -> Notice:
-        """The notice of ``rank``."""
+    def read(self, rank: int) -> RankStatus:
+        """The status of ``rank``."""
         start = rank * _SLOT
-        state = WorkerStatus(self._map[start])
+        state = RankState(self._map[start])
         pid, when, code, length = _HEAD.unpack_from(self._map, start + 8)
         body = start + 8 + _HEAD.size
-        return Notice(state, pid, when, code, self._map[body : body + length].decode("utf-8", "replace"))
+        return RankStatus(state, pid, when, code, self._map[body : body + length].decode("utf-8", "replace"))
 
-    def notices(self) -> list[Notice]:
-        """All notices in rank order."""
+    def statuses(self) -> list[RankStatus]:
+        """The status of every rank, in rank order."""
         return [self.read(rank) for rank in range(self.size)]
 
     def close(self) -> None:
@@ -112,4 +112,4 @@ class Board:
 
 
 def _length(size: int) -> int:
-    return size * (_SLOT + RING_SIZE) + _STAMP
+    return size * (_SLOT + RECORDER_SIZE) + _STAMP

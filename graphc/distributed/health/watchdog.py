@@ -1,10 +1,12 @@
-"""Learning at once that another worker of this machine is gone.
+"""Watches the other workers of this machine and ends this process when one of them dies or blocks a collective.
 
-A worker killed in mid-step leaves the others blocked inside an AllReduce, where no Python runs. A daemon thread therefore
-waits on the process descriptors of the peers. When a peer ends without having left in good order, it says which rank is gone
-and ends this process; so it does when a peer left in good order while this rank waits for it in a collective, when a peer
-is in another collective, and when a collective has not ended by its deadline: then it reads the flight recorders of the
-peers and says who has not come.
+A worker killed in mid-step leaves the others blocked inside an AllReduce, where no Python runs. A daemon thread therefore polls
+the process descriptors of the peers. It names the rank and ends this process when
+
+* a peer ends without having left in good order;
+* a peer has left in good order and this rank waits for it in a collective;
+* a peer is in a different collective;
+* a collective has not ended by its deadline: the flight recorders of the peers say who has not reached it.
 """
 
 from __future__ import annotations
@@ -22,49 +24,56 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from graphc.distributed.communicator import Handle, find_deadline
 from graphc.distributed.health import hang_report
-from graphc.distributed.health.flight_recorder import Entry, Ring, dump, last_of
-from graphc.distributed.health.status_board import Board, WorkerStatus
-from graphc.distributed.host_queue import QueuedCommunicator
-from graphc.distributed.world import World
-from graphc.errors import GraphcError
+from graphc.distributed.health.deadline import find_deadline
+from graphc.distributed.health.flight_recorder import Entry, FlightRecorder, dump, last_of
+from graphc.distributed.health.status_board import RankState, StatusBoard
+from graphc.errors import describe_error
+
+if TYPE_CHECKING:
+    from graphc.distributed.communicator import Handle
+    from graphc.distributed.host_queue import QueuedCommunicator
+    from graphc.distributed.world import World
 
 RUN_DIRECTORY = "GRAPHC_RUN_DIR"
-"""Environment variable set by the launcher: directory that holds the notice board."""
+"""Environment variable set by the launcher: folder that holds the status board."""
 
 LAUNCHER = "GRAPHC_LAUNCHER_PID"
 """Environment variable set by the launcher: its process id."""
 
 KEEP_GOING = "GRAPHC_KEEP_GOING"
-"""Environment variable set by the launcher when the death of a process does not make mpiexec end the others."""
+"""Environment variable set by the launcher when mpiexec lets the others continue after the death of a process."""
 
 BOARD_FILE = "board"
-POLL = 0.25  # seconds between looks at what has no process descriptor
+POLL = 0.25  # seconds between checks of the collectives, and of processes without a descriptor
 GRACE = 0.5  # seconds between the message and the end
-RECENT = 64  # so many collectives a peer may be ahead or behind when what the ranks do is compared
-PATIENCE = 3.0  # seconds a collective may hang after a peer left in good order
+RECENT = 64  # collectives that a peer may be ahead or behind for the ranks to be compared
+LEAVE_GRACE = 3.0  # seconds a collective may take after a peer has left in good order
 
 
 class ProcessWatch:
-    """A daemon thread that calls back once for every watched process that ends."""
+    """A daemon thread that calls back once for each watched process that ends.
+
+    Attributes:
+        tick: called on the thread after each poll.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[int | None, Callable[[], None]]] = {}
         self._lock = threading.Lock()
-        self.idle: Callable[[], None] = lambda: None
+        self.tick: Callable[[], None] = lambda: None
         threading.Thread(target=self._run, name="graphc-watch", daemon=True).start()
 
-    def add(self, pid: int, gone: Callable[[], None]) -> None:
-        """Call ``gone()`` on the watching thread once process ``pid`` has ended."""
+    def add(self, pid: int, ended: Callable[[], None]) -> None:
+        """Call ``ended()`` on the thread once process ``pid`` has ended."""
         try:
             descriptor = os.pidfd_open(pid)
         except (OSError, AttributeError):  # already gone, or a kernel or sandbox without process descriptors
             descriptor = None
         with self._lock:
-            self._entries[pid] = (descriptor, gone)
+            self._entries[pid] = (descriptor, ended)
 
     def _run(self) -> None:
         while True:
@@ -74,19 +83,19 @@ class ProcessWatch:
             by_descriptor = {d: pid for pid, (d, _) in entries.items() if d is not None}
             for descriptor in by_descriptor:
                 poll.register(descriptor, select.POLLIN)
-            ended = [by_descriptor[d] for d, _ in poll.poll(POLL * 1000)]
-            ended += [pid for pid, (d, _) in entries.items() if d is None and not is_alive(pid)]
-            for pid in ended:
+            pids = [by_descriptor[d] for d, _ in poll.poll(POLL * 1000)]
+            pids += [pid for pid, (d, _) in entries.items() if d is None and not is_alive(pid)]
+            for pid in pids:
                 with self._lock:
-                    own, gone = self._entries.pop(pid)
+                    own, ended = self._entries.pop(pid)
                 if own is not None:
                     os.close(own)
-                gone()
-            self.idle()
+                ended()
+            self.tick()
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine is there and no zombie."""
+    """Whether a process of this machine exists and is not a zombie."""
     return process_state(pid) not in "ZX"
 
 
@@ -96,7 +105,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process; ``X`` where there is none."""
+    """The kernel's letter for the state of a process; ``X`` if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -107,237 +116,241 @@ class WatchedCommunicator(Protocol):
     """A communicator whose collectives have a deadline.
 
     Attributes:
-        ring: where it notes them, as number ``number``.
-        current: the one under way.
+        recorder: where it records them, under ``number``.
+        current: the collective under way.
     """
 
-    ring: Ring
+    recorder: FlightRecorder
     number: int
     current: Handle | None
     deadline: float
 
 
-class Watch:
-    """This process's side of the board: its own notice, and the watch over its peers."""
+class Watchdog:
+    """Writes this rank's status to the board and watches its peers.
 
-    def __init__(self, board: Board, rank: int, *, launched: bool) -> None:
+    Attributes:
+        end_all: ends all ranks, on other machines too where the transport can, with an exit code.
+        notify: tells other machines why, before this process ends.
+        lost: spare ranks that died.
+    """
+
+    def __init__(self, board: StatusBoard, rank: int, *, launched: bool) -> None:
         self.board = board
         self.rank = rank
         self.launched = launched
         self.world_size = board.size
-        self.end_all: Callable[[int], None] = os._exit  # a transport knows how to end the ranks of other machines too
-        self.tell: Callable[[str], None] = lambda message: None  # and how to say why, before this process ends
-        self.ring = board.ring(rank)
+        self.end_all: Callable[[int], None] = os._exit
+        self.notify: Callable[[str], None] = lambda message: None
+        self.recorder = board.recorder(rank)
         self.communicators: weakref.WeakSet[WatchedCommunicator] = weakref.WeakSet()
         self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
         self._local = list(range(board.size)) if launched else [rank]
         self._joining: Handle | None = None
-        self._waited: dict[int, tuple[float, float]] = {}  # by communicator: since when, and how long of that counts
-        self._looked = time.monotonic()
-        board.write(rank, WorkerStatus.RUNNING)
+        self._waited: dict[int, tuple[float, float]] = {}  # by communicator: start of the collective, seconds that count
+        self._checked = time.monotonic()
+        board.write(rank, RankState.RUNNING)
         self.processes = ProcessWatch()
-        self.processes.idle = self._look
+        self.processes.tick = self._check
         if launched:
             self.processes.add(int(os.environ[LAUNCHER]), _launcher_gone)
 
-    def follow(self, ranks: list[int]) -> None:
-        """Watch these ranks of this machine; each has written its process id on the board."""
+    def watch(self, ranks: list[int]) -> None:
+        """Watch these ranks of this machine, which have written their process ids to the board."""
         self._local = ranks
         for rank in ranks:
             if rank != self.rank and rank not in self._peers:
                 self._peers.append(rank)
-                self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._gone(rank))  # type: ignore[misc]
+                self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._ended(rank))  # type: ignore[misc]
 
     def add(self, communicator: WatchedCommunicator) -> None:
-        """Look after the collectives of ``communicator``; every rank adds its own at the same point."""
-        communicator.ring = self.ring
+        """Apply the deadline of ``communicator`` to its collectives; every rank adds its own at the same point."""
+        communicator.recorder = self.recorder
         communicator.number = next(_numbers)
         self.communicators.add(communicator)
 
-    def goodbye(self) -> None:
-        """Say that this worker leaves in good order."""
-        self.board.write(self.rank, WorkerStatus.LEFT)
+    def leave(self) -> None:
+        """Record that this worker leaves in good order."""
+        self.board.write(self.rank, RankState.LEFT)
 
     def fail(self, text: str, code: int = 1) -> None:
-        """Say why this worker ends, before it does."""
-        self.board.write(self.rank, WorkerStatus.FAILED, text=text, code=code)
+        """Record why this worker is about to end."""
+        self.board.write(self.rank, RankState.FAILED, text=text, code=code)
 
     def introduce(self, name: str, *, spare: bool) -> None:
-        """Say what messages call this rank, and whether the others can go on without it."""
-        self.board.write(self.rank, WorkerStatus.SPARE if spare else WorkerStatus.RUNNING, text=name)
+        """Set this rank's name in messages, and whether the others can continue without it."""
+        self.board.write(self.rank, RankState.SPARE if spare else RankState.RUNNING, text=name)
 
-    def _gone(self, rank: int) -> None:
-        notice = self.board.read(rank)
-        if notice.state is WorkerStatus.LEFT:
+    def _ended(self, rank: int) -> None:
+        status = self.board.read(rank)
+        if status.state is RankState.LEFT:
             return
-        if notice.state is WorkerStatus.SPARE:
+        if status.state is RankState.SPARE:
             self.lost |= {rank}
             return
-        told = notice.text and notice.state is not WorkerStatus.RUNNING
-        reason = f"failed: {notice.text}" if told else "ended without a word; it was killed or crashed"
-        self._end(f"{notice.called(rank)} is gone: {reason}")
+        known = status.text and status.state is not RankState.RUNNING
+        reason = f"failed: {status.text}" if known else "ended without a word; it was killed or crashed"
+        self._end(f"{status.label(rank)} is gone: {reason}")
 
     @contextlib.contextmanager
-    def joining(self) -> Iterator[None]:
-        """Around the call in which all processes of the world meet for the first time."""
-        handle = Handle(lambda: None, "join")
+    def joining(self, handle: Handle) -> Iterator[None]:
+        """Watch the call in which all processes of the world meet for the first time."""
         handle.since = time.monotonic()
-        place = self.ring.begin(0, 1, -1, "join", "", "", 0, handle.since)
+        place = self.recorder.begin(0, 1, -1, handle, handle.since)
         self._joining = handle
         yield
         self._joining = None
-        self.ring.end(place, time.monotonic())
+        self.recorder.end(place, time.monotonic())
 
     def _in_progress(self) -> Iterator[tuple[int, Handle, float]]:
-        """Number of the communicator, collective under way, and its deadline."""
+        """Number of each communicator with a collective under way, the collective, and its deadline."""
         if self._joining is not None:
             yield 0, self._joining, find_deadline()
         for communicator in self.communicators:
             if communicator.current is not None:
                 yield communicator.number, communicator.current, communicator.deadline
 
-    def _look(self) -> None:
-        """Look after the collectives under way. Time in which this process itself was stopped does not count."""
+    def _check(self) -> None:
+        """Check the collectives under way. Time in which this process itself was stopped does not count."""
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 4 * POLL), now
+        passed, self._checked = min(now - self._checked, 4 * POLL), now
         for number, handle, deadline in self._in_progress():
             before, seconds = self._waited.get(number, (0.0, 0.0))
             seconds = seconds + passed if before == handle.since else min(now - handle.since, passed)
             self._waited[number] = (handle.since, seconds)
-            self._look_for_desertion(handle, now)
+            self._check_left(handle, now)
             if seconds > deadline:
-                self._look_for_the_late(number, deadline)
-        self._look_for_differences()
+                self._check_deadline(number, deadline)
+        self._check_same()
 
-    def _look_for_desertion(self, current: Handle, now: float) -> None:
+    def _check_left(self, current: Handle, now: float) -> None:
         for rank in self._peers:
-            notice = self.board.read(rank)
-            if notice.state is WorkerStatus.LEFT and now - max(notice.time, current.since) > PATIENCE:
+            status = self.board.read(rank)
+            if status.state is RankState.LEFT and now - max(status.time, current.since) > LEAVE_GRACE:
                 self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {current.what!r}")
 
-    def _look_for_the_late(self, number: int, deadline: float) -> None:
+    def _check_deadline(self, number: int, deadline: float) -> None:
         logs = self.logs()
         wanted = last_of(logs[self.rank], number)
         if wanted is not None and wanted.end is None:
             pids = {rank: self.board.read(rank).pid for rank in self._local}
-            self._end(hang_report.late(wanted, deadline, logs, pids, self._states(), time.monotonic(), self.world_size))
+            self._end(
+                hang_report.explain_timeout(wanted, deadline, logs, pids, self._states(), time.monotonic(), self.world_size)
+            )
 
-    def _look_for_differences(self) -> None:
-        """Collectives of one size pass even where the ranks mean different ones."""
+    def _check_same(self) -> None:
+        """Compare collectives with the peers: different ones of equal size do not fail by themselves."""
         for rank in self._peers:
             if not self._differs(rank):
                 continue
-            time.sleep(0.001)  # what another process is just writing can be half there, but not for long
+            time.sleep(0.001)  # the other process may be in the middle of writing an entry
             if self._differs(rank):
-                self._end(hang_report.disagreement({rank: self.board.ring(rank).entries() for rank in (self.rank, rank)}))
+                self._end(hang_report.disagreement({rank: self.board.recorder(rank).entries() for rank in (self.rank, rank)}))
 
     def _differs(self, rank: int) -> bool:
-        """Whether the newest collective that ``rank`` has come to as well is another one there, or one before it was."""
-        ring = self.board.ring(rank)
-        for entry in self.ring.newest(RECENT):
-            other = ring.find(entry.number)
+        """Whether the newest collective that this rank and ``rank`` have both reached differs, or an earlier one did."""
+        recorder = self.board.recorder(rank)
+        for entry in self.recorder.newest(RECENT):
+            other = recorder.find(entry.number)
             if other is not None and entry.place == other.place:
-                return entry.contradicts(other) or entry.has_parted(other)
+                return entry.differs_from(other) or entry.diverged_from(other)
         return False
 
     def logs(self) -> dict[int, list[Entry]]:
         """The flight logs of all ranks of this machine."""
-        return {rank: self.board.ring(rank).entries() for rank in self._local}
+        return {rank: self.board.recorder(rank).entries() for rank in self._local}
 
     def _states(self) -> dict[int, str]:
-        """Words on the ranks of this machine that do not run."""
-        words = {}
+        """Why ranks of this machine do not run."""
+        states = {}
         for rank in self._local:
-            notice = self.board.read(rank)
-            if notice.state is WorkerStatus.ABSENT:
-                words[rank] = "has not started"
-            elif is_stopped(notice.pid):
-                words[rank] = "is stopped (SIGSTOP)"
-        return words
+            status = self.board.read(rank)
+            if status.state is RankState.ABSENT:
+                states[rank] = "has not started"
+            elif is_stopped(status.pid):
+                states[rank] = "is stopped (SIGSTOP)"
+        return states
 
-    def dump(self, reason: str) -> str:
-        """Write the flight logs of this machine's ranks to files; returns words about where they are."""
-        return dump(self.logs(), self.world_size, self.board.stamp, reason)
+    def report(self, message: str) -> None:
+        """Write the flight logs of this machine's ranks and print ``message``, unless the launcher does it for all ranks."""
+        if not self.launched:
+            logs = dump(self.logs(), self.world_size, message, self.board.stamp)
+            print(f"graphc: {'; '.join(filter(None, (message, logs)))}", file=sys.stderr, flush=True)
 
     def _end(self, message: str) -> None:
-        self.board.write(self.rank, WorkerStatus.STOPPED, text=message, code=1)
-        self.tell(message)
-        if not self.launched:  # the launcher reads the board and says it once
-            print(f"graphc: {'; '.join(filter(None, (message, self.dump(message))))}", file=sys.stderr, flush=True)
+        self.board.write(self.rank, RankState.STOPPED, text=message, code=1)
+        self.notify(message)
+        self.report(message)
         time.sleep(GRACE)
         os._exit(1)
 
 
 def _launcher_gone() -> None:
-    """A killed launcher cannot clean up after itself."""
+    """End this process and remove the folder of the run, which a killed launcher leaves behind."""
     shutil.rmtree(os.environ[RUN_DIRECTORY], ignore_errors=True)
     os._exit(1)
 
 
-_watch: Watch | None = None
+_watchdog: Watchdog | None = None
 _numbers = itertools.count(1)
 
 
-def join_launcher() -> Watch | None:
-    """Take this process's place on the launcher's board; None when no launcher of ours started it."""
-    global _watch
+def join_launcher(world: World) -> Watchdog | None:
+    """The watchdog of this process on the launcher's status board; None if ``graphc launch`` did not start the process."""
+    global _watchdog
     directory = os.environ.get(RUN_DIRECTORY)
-    if _watch is None and directory is not None:
-        from graphc.distributed.world import find_world
-
-        world = find_world()
-        _watch = Watch(Board(Path(directory) / BOARD_FILE, world.size), world.rank, launched=True)
-    return _watch
+    if _watchdog is None and directory is not None:
+        _watchdog = Watchdog(StatusBoard(Path(directory) / BOARD_FILE, world.size), world.rank, launched=True)
+    return _watchdog
 
 
-def watch_peers(communicator: QueuedCommunicator, world: World) -> Watch:
-    """Start watching all ranks on this machine; every rank calls it at the same point."""
-    global _watch
-    mine = join_launcher()
-    if mine is None:
-        mine = _watch = _open_own_board(communicator, world)
-    mine.add(communicator)
+def watch_peers(communicator: QueuedCommunicator, world: World) -> Watchdog:
+    """Start watching all ranks of this machine; every rank calls it at the same point."""
+    global _watchdog
+    own = join_launcher(world)
+    if own is None:
+        own = _watchdog = _open_own_board(communicator, world)
+    own.add(communicator)
     hosts = communicator.allgather_object(host_name())
-    mine.follow([rank for rank, host in enumerate(hosts) if host == hosts[world.rank]])
-    return mine
+    own.watch([rank for rank, host in enumerate(hosts) if host == hosts[world.rank]])
+    return own
 
 
-def _open_own_board(communicator: QueuedCommunicator, world: World) -> Watch:
-    """Without our launcher the lowest rank of each machine makes the board, and unlinks it once all have mapped it."""
+def _open_own_board(communicator: QueuedCommunicator, world: World) -> Watchdog:
+    """Without a launcher: the lowest rank of each machine makes the board, and unlinks it once all have mapped it."""
     path = Path(tempfile.gettempdir()) / f"graphc-board-{os.getpid()}-{time.monotonic_ns()}"
     offers = communicator.allgather_object((host_name(), str(path)))
     leader = next(rank for rank, (host, _) in enumerate(offers) if host == offers[world.rank][0])
     if leader == world.rank:
-        Board.create(path, world.size).close()
+        StatusBoard.create(path, world.size).close()
     communicator.barrier()
-    board = Board(Path(offers[leader][1]), world.size)
-    watch = Watch(board, world.rank, launched=False)
+    board = StatusBoard(Path(offers[leader][1]), world.size)
+    watchdog = Watchdog(board, world.rank, launched=False)
     communicator.barrier()
     if leader == world.rank:
         path.unlink()
-    _report_uncaught(watch)
-    return watch
+    _report_uncaught(watchdog)
+    return watchdog
 
 
-def _report_uncaught(watch: Watch) -> None:
-    """Without our launcher, an uncaught exception would leave this rank in MPI_Finalize, waiting for the others forever."""
+def _report_uncaught(watchdog: Watchdog) -> None:
+    """End all ranks on an uncaught exception, after which this one would wait in MPI_Finalize for the others forever."""
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = str(error) if isinstance(error, GraphcError) else f"{kind.__name__}: {error}"
-        watch.fail(text, getattr(error, "exit_code", 1))
+        text, code = describe_error(error)
+        watchdog.fail(text, code)
         previous(kind, error, trace)
-        where = watch.dump(f"rank {watch.rank} failed: {text}")
-        print(f"graphc: {'; '.join(filter(None, (f'rank {watch.rank} failed: {text}', where)))}", file=sys.stderr, flush=True)
+        watchdog.report(f"rank {watchdog.rank} failed: {text}")
         sys.stdout.flush()
-        watch.end_all(1)
+        watchdog.end_all(1)
 
     sys.excepthook = report
 
 
 def host_name() -> str:
-    """A name of this running system; host names are not unique among containers."""
+    """A name of this machine and container; host names alone are not unique among containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

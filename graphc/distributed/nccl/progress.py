@@ -1,7 +1,7 @@
-"""How far a GPU has come with its collectives, seen from the host without asking the GPU.
+"""Tracks from the host which collectives a GPU has begun and ended.
 
-Before and after each collective the communication stream runs a kernel of one thread that counts in pinned memory, in a
-captured graph as well as outside. So a replay of a whole step, in which no Python runs, still tells which collective hangs.
+Before and after each collective the communication stream runs a kernel of one thread that counts in pinned memory, also in a
+captured graph. So the collective that hangs is known even in the replay of a whole step, in which no Python runs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 
 from graphc.device import Array, Memory, Run
 from graphc.distributed.communicator import Handle
-from graphc.distributed.health.flight_recorder import Ring
+from graphc.distributed.health.flight_recorder import FlightRecorder
 from graphc.errors import UsageError
 
-SHIFT = 16  # bits for the number of a collective; the rest counts
+SHIFT = 16  # bits for the number of a collective; the other bits count
 COUNTERS = """
 extern "C" __global__ void collective_begins(unsigned long long* count, volatile unsigned long long* seen, long long which) {
   seen[0] = ++*count << 16 | which;
@@ -26,16 +26,17 @@ extern "C" __global__ void collective_ends(unsigned long long* count, volatile u
   __threadfence_system();
 }
 """
-"""The count lies on the device; ``seen`` in pinned memory: what began last and its count, and the count that ended last."""
+"""``count`` is in device memory. ``seen`` is in pinned memory: count and number of the collective that began last; the
+count that ended last."""
 
 
 class Counters:
     """The counting kernels of one GPU.
 
     Args:
-        memory: of the GPU.
+        memory: that of the GPU.
         cupy: the package.
-        stream: of the collectives.
+        stream: that of the collectives.
 
     Attributes:
         seen: two words in pinned memory; see :data:`COUNTERS`.
@@ -50,7 +51,7 @@ class Counters:
         self._stream = stream
 
     def around(self, which: int) -> tuple[Run, Run]:
-        """What queues the counting before and after collective number ``which``."""
+        """What queues the kernels before and after the collective with number ``which``."""
         begins, ends, stream = self._begins, self._ends, self._stream
         count, seen = int(self._count.data.ptr), self.seen.ctypes.data  # type: ignore[attr-defined]
         one = (1, 1, 1)
@@ -61,25 +62,26 @@ class Counters:
 
 
 class NcclProgress:
-    """Which collectives have begun and ended, noted in the flight recorder whenever somebody looks.
+    """Writes the collectives that have begun and ended to the flight recorder.
 
-    Between two looks many can pass; of these the newest is noted. Its place in the sequence is that of the GPU's own count,
-    and so the same on all ranks.
+    Many can pass between two polls; the newest is recorded. Its sequence number is the GPU's own count, so it is the same on
+    all ranks.
 
     Args:
         seen: see :class:`Counters`.
-        ring, number: the flight recorder, and which communicator this is in it.
+        recorder: the flight recorder.
+        number: of the communicator in it.
     """
 
-    def __init__(self, seen: Array, ring: Ring, number: int) -> None:
+    def __init__(self, seen: Array, recorder: FlightRecorder, number: int) -> None:
         self._seen = seen
-        self._ring, self._number = ring, number
+        self._recorder, self._number = recorder, number
         self._handles: list[Handle] = []
         self._numbers: dict[tuple[str, str, str, int], int] = {}
-        self._noted, self._place, self._open = 0, 0, False
+        self._recorded, self._place, self._open = 0, 0, False
 
     def number_of(self, handle: Handle) -> int:
-        """The number under which the GPU counts ``handle``; collectives that are called alike share one.
+        """The number of ``handle`` on the GPU; equal collectives share one.
 
         Raises:
             UsageError: there are 65,536 already.
@@ -92,19 +94,19 @@ class NcclProgress:
             self._handles.append(handle)
         return self._numbers[key]
 
-    def look(self, step: int, now: float) -> Handle | None:
-        """Note what is new at time ``now``; returns the collective under way."""
-        ended = int(self._seen[1])  # read first: what has begun by then may have ended, but not the other way round
+    def poll(self, step: int, now: float) -> Handle | None:
+        """Record what is new at time ``now``; returns the collective under way."""
+        ended = int(self._seen[1])  # read before ``begun``, so that it is never ahead of it
         begun, which = divmod(int(self._seen[0]), 1 << SHIFT)
         if not begun:
             return None
         handle = self._handles[which]
-        if begun != self._noted:
+        if begun != self._recorded:
             if self._open:
-                self._ring.end(self._place, now)
-            self._place = self._ring.begin(self._number, begun, step, handle.kind, handle.op, handle.tag, handle.nbytes, now)
-            self._noted, self._open, handle.since = begun, True, now
+                self._recorder.end(self._place, now)
+            self._place = self._recorder.begin(self._number, begun, step, handle, now)
+            self._recorded, self._open, handle.since = begun, True, now
         if ended >= begun and self._open:
-            self._ring.end(self._place, now)
+            self._recorder.end(self._place, now)
             self._open = False
         return handle if self._open else None
