@@ -36,8 +36,8 @@ def test_a_worker_that_dies_is_told_with_its_last_words() -> None:
 def test_nobody_is_waited_for_when_the_time_is_spent() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="has not answered in its time"):
-        once(("-c", "import time; time.sleep(60)"), os.environ, Clock(0.3))
-    assert time.monotonic() - begin < 20
+        once(("-c", "import time; time.sleep(600)"), os.environ, Clock(0.3))
+    assert time.monotonic() - begin < 200, "the end of its sleep was waited for"
 
 
 def test_the_best_round_counts_for_every_mode_that_ran() -> None:

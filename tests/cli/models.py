@@ -70,7 +70,7 @@ def write_blobs(folder: Path, name: str = "d.npz", **kwargs: Any) -> Path:
     return path
 
 
-def cli(*arguments: object, stdin: bytes | None = None, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[bytes]:
+def cli(*arguments: object, stdin: bytes | None = None, timeout: float = 200, **env: str) -> subprocess.CompletedProcess[bytes]:
     """Run ``graphc`` as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "graphc", *map(str, arguments)],

@@ -40,7 +40,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
         "heavy = {'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'numba', 'torch', 'mpi4py', 'scipy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
 
 
 def test_listing_passes_loads_no_runtime() -> None:
@@ -49,7 +49,7 @@ def test_listing_passes_loads_no_runtime() -> None:
         "heavy = {'onnxruntime', 'numba', 'torch', 'mpi4py', 'scipy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -260,5 +260,5 @@ def test_colours_only_on_terminals(here: Path) -> None:
 
 def test_a_closed_pipe_is_no_error(here: Path) -> None:
     line = f"{sys.executable} -m graphc ops | head -1"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=200, check=True)
     assert done.stderr == b""

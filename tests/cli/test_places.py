@@ -113,7 +113,7 @@ def test_training_ends_well_when_nobody_can_read_its_events(closed: str, here: P
     command = (
         f"{sys.executable} -m graphc train mlp.onnx --data d.npz {' '.join(LOSS)} --epochs 2 --log-every 1 -o t.onnx {closed}"
     )
-    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=100, check=False)
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
     assert b"unexpected" not in done.stderr
@@ -123,7 +123,7 @@ def test_training_ends_well_when_nobody_can_read_its_events(closed: str, here: P
 @pytest.mark.full
 def test_a_full_disk_behind_standard_output_is_said(here: Path) -> None:
     command = f"{sys.executable} -m graphc passes > /dev/full"
-    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=100, check=False)
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=200, check=False)
     assert done.returncode == 1
     assert b"cannot write to standard output: No space left on device" in done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -398,19 +399,24 @@ def test_bad_worlds(counting: str) -> None:
         run_threads(2, lambda comm: graphc.Trainer(for_two, comm=comm))
 
 
-def late(comm: Any, path: str, strategy: str) -> None:
-    with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=1.2) as trainer:
+def late(comm: Any, path: str, strategy: str, ended: threading.Event) -> None:
+    """Rank 2 stops after its first step until the others have given up."""
+    with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=4.0) as trainer:
         assert isinstance(trainer, ServedTrainer)
         if comm.rank == 2:
             trainer.step(ONE)
-            time.sleep(2.5)
-        trainer.fit([ONE] * 100)
+            ended.wait(60)
+        try:
+            trainer.fit([ONE] * 100)
+        finally:
+            ended.set()
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server:staleness=0", "parameter_server:staleness=2"])
 def test_a_worker_that_does_not_come_is_named(strategy: str, counting: str) -> None:
-    with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 1.2 s"):
-        run_threads(3, lambda comm: late(comm, counting, strategy))
+    ended = threading.Event()
+    with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 4 s"):
+        run_threads(3, lambda comm: late(comm, counting, strategy, ended))
 
 
 def foreign(comm: Any, path: str) -> None:
