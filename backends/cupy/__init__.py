@@ -32,15 +32,13 @@ from graphc.backends.cupy.device.protocol import CudaOptions, Device
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.cublaslt import Products, version_of_products
 from graphc.backends.cupy.libraries.gemm import Choose, Product, by_rule
-from graphc.backends.cupy.rewrite.decompose import is_composite
-from graphc.backends.cupy.rewrite.gemm_epilogues import GRADIENTS
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
-from graphc.backends.fusion.lowering import is_expression
+from graphc.backends.fusion.op_kernels import is_expression, op_kernel
 from graphc.device import Array, Memory, Run
 from graphc.errors import UnsupportedOpError
 
@@ -84,7 +82,10 @@ class CupyBackend:
         return is_elementwise(node)
 
     def holds(self, node: ir.Node) -> bool:
-        return registry.special(node) is not None or is_composite(node) or is_expression(node) or node.op_type in GRADIENTS
+        kernel = op_kernel(node)
+        if kernel.decomposed_first or kernel.epilogue is not None:
+            return True
+        return is_expression(node) or registry.special(node) is not None
 
     def computes_halves(self, node: ir.Node) -> bool:
         return True

@@ -22,9 +22,9 @@ from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.indexing import Variable, flatten, unflatten
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSource, KernelSpec, NotFusibleError
 from graphc.backends.fusion.lowering import Scope, Values
-from graphc.backends.fusion.reductions import REDUCTIONS
-from graphc.backends.fusion.sign_bits import BITS, packs
-from graphc.ir.facts import dtype_of, shape_of, size_of
+from graphc.backends.fusion.op_kernels import reduction_of
+from graphc.backends.fusion.packed_masks import BITS, packs
+from graphc.ir.facts import dtype_of, input_of, producer_of, shape_of, size_of
 
 Stores = Sequence[tuple[ir.Value, str]]
 
@@ -80,7 +80,7 @@ class Generator(Values):
         self._begin()
         body = []
         for k, node in enumerate(nodes):
-            name, rule = self._name("s"), REDUCTIONS[node.op_type]
+            name, rule = self._name("s"), reduction_of(node)
             self._totals[node] = f"{name}[v]"
             body.append(f"{compute_type(types[k])} {name}[VECTOR] = {{{rule.start(types[k])}}};")
             total = f"{rule.combine}::of({name}[0], p{k}[(INDEX)k * ROWS + row])"
@@ -190,7 +190,7 @@ class Generator(Values):
         before, after = [], []
         maxima = {m: names[s] for s, m in online.items()}
         for node, name in names.items():
-            dtype, rule = dtype_of(node.outputs[0]), REDUCTIONS[node.op_type]
+            dtype, rule = dtype_of(node.outputs[0]), reduction_of(node)
             self._totals[node] = f"{name}[v]" if strided else name
             if strided:
                 before.append(f"{compute_type(dtype)} {name}[VECTOR]; EACH(v) {name}[v] = {rule.start(dtype)};")
@@ -209,7 +209,7 @@ class Generator(Values):
         def inside() -> list[str]:
             lines = [self._store(value, name) for value, name in beside]
             for node in nodes:
-                dtype, rule, total = dtype_of(node.outputs[0]), REDUCTIONS[node.op_type], self._totals[node]
+                dtype, rule, total = dtype_of(node.outputs[0]), reduction_of(node), self._totals[node]
                 if node in online:
                     continue
                 if node in maxima:
@@ -274,8 +274,7 @@ class Generator(Values):
 
     def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
         """The statement that adds the bit of an element to a byte, which is stored behind the last of its vector."""
-        (mask,) = value.producer().inputs  # type: ignore[union-attr]
-        assert mask is not None
+        mask = input_of(producer_of(value))
         bit = self._pull(mask, unflatten(offset, shape_of(mask)), None)
         whole = scope is not None and self._is_whole(offset, scope)
         self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))

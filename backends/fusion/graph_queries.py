@@ -6,13 +6,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphc.backends.fusion import views
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.backends.fusion.reductions import reduced_axes
-from graphc.ir.facts import shape_of
-
-MOVES = frozenset({*views.RESHAPES, "Transpose"})
-"""Ops whose result holds every element of its operand once."""
-
+from graphc.ir.facts import input_of, shape_of
 
 INTO = "graphc.into"
 """Mark of a node that changes its first operand in place, whose memory is that of its result."""
@@ -47,7 +43,7 @@ def stand_in(old: ir.Value, new: ir.Value) -> None:
 def users(value: ir.Value) -> Iterator[tuple[ir.Node, int, ir.Value]]:
     """(node, input, value) of all that read ``value`` or a reshape of it."""
     for user, index in list(value.uses()):
-        if user.domain == "" and user.op_type in views.RESHAPES and index == 0:
+        if index == 0 and op_kernel(user).same_memory:
             yield from users(user.outputs[0])
         else:
             yield user, index, value
@@ -57,7 +53,7 @@ def is_kept(value: ir.Value) -> bool:
     """Whether the value, or a reshape of it, is a result of the graph."""
     if value.is_graph_output():
         return True
-    return any(u.op_type in views.RESHAPES and not u.domain and is_kept(u.outputs[0]) for u, _ in value.uses())
+    return any(op_kernel(u).same_memory and is_kept(u.outputs[0]) for u, _ in value.uses())
 
 
 def only_user(value: ir.Value) -> tuple[ir.Node, int, ir.Value] | None:
@@ -75,9 +71,8 @@ def direct_user(value: ir.Value) -> ir.Node | None:
 
 def in_memory(value: ir.Value) -> ir.Value:
     producer = value.producer()
-    while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
-        assert producer.inputs[0] is not None
-        value = producer.inputs[0]
+    while producer is not None and op_kernel(producer).same_memory:
+        value = input_of(producer)
         producer = value.producer()
     return value
 
@@ -88,7 +83,7 @@ def ends(value: ir.Value) -> bool:
         user = direct_user(value)
         if user is not None and INTO in user.meta and user.inputs[0] is value:
             return True
-        if user is None or user.domain or user.op_type not in MOVES:
+        if user is None or not op_kernel(user).same_elements:
             return False
         value = user.outputs[0]
     return not value.uses()
@@ -114,8 +109,8 @@ def row_sums(value: ir.Value, length: int) -> Iterator[ir.Node]:
 
 def leads_to_transpose(value: ir.Value) -> bool:
     user = direct_user(value)
-    while user is not None and user.domain == "" and user.op_type in MOVES:
-        if user.op_type == "Transpose":
+    while user is not None and op_kernel(user).same_elements:
+        if not op_kernel(user).same_memory:
             return True
         user = direct_user(user.outputs[0])
     return False

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphc.backends.fusion import expressions, lowering_rules, views
+from graphc.backends.fusion import expressions, views
 from graphc.backends.fusion.expressions import compute_type, literal
 from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Variable, flatten
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError
-from graphc.backends.fusion.reductions import REDUCTIONS
-from graphc.backends.fusion.sign_bits import UNPACKED
-from graphc.gradient import key_of
-from graphc.ir import DOMAIN
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import constant, dtype_of, shape_of
 
 
@@ -77,7 +74,8 @@ class Values:
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
         """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
-        assert value is not None
+        if value is None:
+            raise NotFusibleError("an operand is left out")
         known = constant(value)
         if known is not None and known.size == 1:
             return literal(dtype_of(value), known.reshape(-1)[0])
@@ -92,8 +90,9 @@ class Values:
             raise NotFusibleError(f"{value.name!r} is not in memory")
         if producer in self.spec.reductions:
             return self._total(producer, index)
-        if producer.domain == "" and producer.op_type in views.RULES:
-            pieces = views.RULES[producer.op_type](producer, value.index() or 0, index)
+        index_map = op_kernel(producer).index_map
+        if index_map is not None:
+            pieces = index_map(producer, value.index() or 0, index)
             if pieces is not None:
                 return self._remember(key, index, guard, value, self._pieces(producer, value, pieces, guard))
         text = self._expression(producer, value, index, guard)
@@ -295,6 +294,10 @@ class Values:
         scope.heads.append(f"const {kind} {name} = {text(self._text(offset, base=True))};")
         return name
 
+    def is_reshape(self, node: ir.Node) -> bool:
+        """Whether the node's result is its operand's memory."""
+        return op_kernel(node).same_memory
+
     def is_read(self, value: ir.Value) -> bool:
         """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
         return self._in_memory(value)
@@ -315,40 +318,26 @@ class Values:
         return Linear.of(Variable(self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})"), size))
 
     def _expression(self, node: ir.Node, value: ir.Value, index: Map, guard: str | None) -> str:
-        special = SPECIAL.get(key_of(node.domain, node.op_type))
-        if special is not None:
-            return special(self, node, index, guard)
-        rule = expressions.RULES.get(node.op_type) if node.domain == "" else None
-        if rule is None:
+        kernel = op_kernel(node)
+        if kernel.element is not None:
+            return kernel.element(self, node, index, guard)
+        if kernel.expression is None:
             raise NotFusibleError(f"{node.op_type} is no expression")
-        operands = []
-        for operand in node.inputs:
-            if operand is None:
-                operands.append("")
-            else:
-                operands.append(self._pull(operand, views.broadcast(index, shape_of(operand)), guard))
-        first = node.inputs[1] if node.op_type == "Where" else node.inputs[0]
-        return rule(operands, node, dtype_of(first))
-
-    def gathered(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        """An element of input 0 whose place along ``axis`` is read from input 1 (Gather and GatherElements)."""
-        data, indices = node.inputs[0], node.inputs[1]
-        shape, places = shape_of(data), shape_of(indices)
-        axis = node.attributes.get_int("axis", 0) % len(shape)
-        at = index if node.op_type == "GatherElements" else index[axis : axis + len(places)]
-        here = self._here.get((indices, axis)) if node.op_type == "GatherElements" else None
-        chosen = self.place(indices, at, shape[axis], guard) if here is None else here
-        if node.op_type == "GatherElements":
-            source = (*index[:axis], chosen, *index[axis + 1 :])
-        else:
-            source = (*index[:axis], chosen, *index[axis + len(places) :])
-        return self._pull(data, source, guard)
+        operands = [
+            "" if operand is None else self._pull(operand, views.broadcast(index, shape_of(operand)), guard)
+            for operand in node.inputs
+        ]
+        return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
 
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
         return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
 
-    def _scattered_here(
+    def here(self, indices: ir.Value | None, axis: int) -> Linear | None:
+        """The place that ``indices`` are known to hold, because it is the one for which an element is scattered."""
+        return self._here.get((indices, axis))
+
+    def scattered_here(
         self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
     ) -> str:
         """An update, for the one element that takes it: what it gathers by the same indices is the element in its own place.
@@ -363,21 +352,6 @@ class Values:
             del self._here[key]
             for scope, known in before:
                 scope.known = known
-
-    def scattered(self, node: ir.Node, index: Map, guard: str | None) -> str:
-        """ScatterElements of one element a row: everywhere else the element of input 0."""
-        data, indices, updates = node.inputs
-        axis = node.attributes.get_int("axis", 0) % len(index)
-        wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
-        reduction = node.attributes.get_string("reduction", "none")
-        if shape_of(indices) != wanted or reduction not in ("none", "add"):
-            raise NotFusibleError("ScatterElements of several elements a row")
-        at = (*index[:axis], Linear(), *index[axis + 1 :])
-        place, old = self._pull(indices, at, guard), self._pull(data, index, guard)
-        new = self._scattered_here(updates, at, (indices, axis), index[axis], guard)
-        chosen = self.class_of(at, place, shape_of(data)[axis], guard)
-        changed = f"({old} + {new})" if reduction == "add" else new
-        return f"({chosen} == {self._text(index[axis])} ? {changed} : {old})"
 
     # Text -------------------------------------------------------------------------------------------------------------
 
@@ -421,22 +395,3 @@ class Values:
             return f"({linear.text(bases if base else names)})"
 
         return re.sub(r"@(\d+)@", written, text)
-
-
-SPECIAL: Mapping[str, Callable[[Values, ir.Node, Map, str | None], str]] = {
-    "Gather": Values.gathered, "GatherElements": Values.gathered, "ScatterElements": Values.scattered,
-    "Cast": lowering_rules.cast, "CastLike": lowering_rules.cast, "Trilu": lowering_rules.triangle,
-    "OneHot": lowering_rules.one_hot,
-    "EyeLike": lowering_rules.diagonal, "GatherND": lowering_rules.gather_nd, "BitCast": lowering_rules.bit_cast,
-    "graphc::GeluGrad": lowering_rules.gelu_gradient, "graphc::DropoutMask": lowering_rules.dropout_mask,
-    "graphc::ChannelsLastMaxPoolTapsGrad": lowering_rules.pooled_gradient, key_of(DOMAIN, UNPACKED): lowering_rules.unpacked,
-}  # fmt: skip
-
-
-def is_expression(node: ir.Node) -> bool:
-    """Whether kernels know the op; a node of it may still be one that they cannot compute."""
-    name = node.op_type
-    if node.domain != "":
-        return key_of(node.domain, name) in SPECIAL
-    known = name in expressions.RULES or name in SPECIAL or name in views.RULES or name in REDUCTIONS
-    return known and not (name == "Pad" and node.attributes.get_string("mode", "constant") != "constant")

@@ -18,10 +18,10 @@ import onnx_ir as ir
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.indexing import Linear, Map, flatten
 from graphc.backends.fusion.kernel_source import NotFusibleError
-from graphc.backends.fusion.sign_bits import BITS
-from graphc.backends.fusion.views import RESHAPES, integers
-from graphc.ir.declare import declaration_of
-from graphc.ir.facts import constant, shape_of
+from graphc.backends.fusion.packed_masks import BITS
+from graphc.backends.fusion.views import integers
+from graphc.ir.declare import required_declaration
+from graphc.ir.facts import constant, dtype_of, input_of, shape_of
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
@@ -41,6 +41,9 @@ class Lowering(Protocol):
     def is_read(self, value: ir.Value) -> bool:
         """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
 
+    def is_reshape(self, node: ir.Node) -> bool:
+        """Whether the node's result is its operand's memory."""
+
     def text(self, linear: Linear) -> str:
         """``linear`` as part of the kernel's text."""
 
@@ -50,6 +53,14 @@ class Lowering(Protocol):
     def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
         """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
 
+    def here(self, indices: ir.Value | None, axis: int) -> Linear | None:
+        """The place that ``indices`` are known to hold, because it is the one for which an element is scattered."""
+
+    def scattered_here(
+        self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
+    ) -> str:
+        """An element of ``updates`` for the one place ``here`` that takes it; ``key``: the indices, and their axis."""
+
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
 
@@ -57,6 +68,41 @@ class Lowering(Protocol):
         self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
     ) -> str | None:
         """The name of a ``kind`` for all elements of a vector, made from the number of the first; None: no such vector."""
+
+
+def gather(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
+    """An element of input 0 whose place along ``axis`` is read from input 1."""
+    data, indices = node.inputs[0], node.inputs[1]
+    shape, places = shape_of(data), shape_of(indices)
+    axis = node.attributes.get_int("axis", 0) % len(shape)
+    chosen = g.place(indices, index[axis : axis + len(places)], shape[axis], guard)
+    return g.element(data, (*index[:axis], chosen, *index[axis + len(places) :]), guard)
+
+
+def gather_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
+    """An element of input 0 whose place along ``axis`` is read from the same element of input 1."""
+    data, indices = node.inputs[0], node.inputs[1]
+    shape = shape_of(data)
+    axis = node.attributes.get_int("axis", 0) % len(shape)
+    here = g.here(indices, axis)
+    chosen = g.place(indices, index, shape[axis], guard) if here is None else here
+    return g.element(data, (*index[:axis], chosen, *index[axis + 1 :]), guard)
+
+
+def scatter_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
+    """ScatterElements of one element a row: everywhere else the element of input 0."""
+    data, indices, updates = node.inputs
+    axis = node.attributes.get_int("axis", 0) % len(index)
+    wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
+    reduction = node.attributes.get_string("reduction", "none")
+    if shape_of(indices) != wanted or reduction not in ("none", "add"):
+        raise NotFusibleError("ScatterElements of several elements a row")
+    at = (*index[:axis], Linear(), *index[axis + 1 :])
+    place, old = g.element(indices, at, guard), g.element(data, index, guard)
+    new = g.scattered_here(updates, at, (indices, axis), index[axis], guard)
+    chosen = g.class_of(at, place, shape_of(data)[axis], guard)
+    changed = f"({old} + {new})" if reduction == "add" else new
+    return f"({chosen} == {g.text(index[axis])} ? {changed} : {old})"
 
 
 def gather_nd(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
@@ -74,10 +120,8 @@ def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> s
 
     Philox gives words by fours. A vector of neighbours asks for all of theirs at once; an element by itself throws three away.
     """
-    declaration = declaration_of(node)
-    assert declaration is not None
-    values, out = declaration.attribute_values(node), node.outputs[0]
-    assert out.dtype is not None
+    values, out = required_declaration(node).attribute_values(node), node.outputs[0]
+    dtype = dtype_of(out)
     each = int(np.prod(shape_of(out)[1:], dtype=np.int64))
     threshold, tag = dropout_threshold(values["ratio"]), zlib.crc32(values["tag"].encode())
     place = flatten(index, shape_of(out))
@@ -86,7 +130,7 @@ def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> s
         seed, step, offset = scalars
         return f"{function}((unsigned long long)({offset} * {each}LL + (long long){first}), {step}, {seed}, {tag}u)"
 
-    plain = [_scalar(g, v) for v in node.inputs[1:4]]
+    plain = [_scalar(g, input_of(node, k)) for k in (1, 2, 3)]
     known = [text for text in plain if text is not None]
     words = None
     if len(known) == len(plain) and each % WORDS == 0:
@@ -97,32 +141,32 @@ def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> s
         word = f"{words}.at[v]"
     else:
         word = drawn("philox_word", g.text(place), [g.element(v, (), guard) for v in node.inputs[1:4]])
-    kept, zero = np.asarray(dropout_scale(values["ratio"]), out.dtype.numpy()), expressions.literal(out.dtype, 0)
+    kept, zero = np.asarray(dropout_scale(values["ratio"]), dtype.numpy()), expressions.literal(dtype, 0)
     if threshold > 0xFFFFFFFF:
         return zero
-    return f"({word} < {threshold}u ? {zero} : {expressions.literal(out.dtype, kept)})"
+    return f"({word} < {threshold}u ? {zero} : {expressions.literal(dtype, kept)})"
 
 
-def _scalar(g: Lowering, value: ir.Value | None) -> str | None:
+def _scalar(g: Lowering, value: ir.Value) -> str | None:
     """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
-    assert value is not None
     known, node = constant(value), value.producer()
     if known is not None:
         return expressions.literal(ir.DataType.INT64, known.reshape(-1)[0])
     if g.is_read(value):
         return g.number(value)
-    if node is None or node.domain or node.op_type not in (*RESHAPES, "Mul"):
+    if node is None:
         return None
-    factors = [_scalar(g, v) for v in node.inputs[: 2 if node.op_type == "Mul" else 1]]
+    product = node.op_type == "Mul" and not node.domain
+    if not product and not g.is_reshape(node):
+        return None
+    factors = [_scalar(g, input_of(node, k)) for k in range(2 if product else 1)]
     return None if None in factors else f"({' * '.join(factor for factor in factors if factor)})"
 
 
 def pooled_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """Σ dy over the windows whose maximum is this element: at most ⌈kernel ÷ stride⌉ of them along each axis."""
-    declaration = declaration_of(node)
-    assert declaration is not None
     batch, *places, channel = index
-    window = Window.of(declaration.attribute_values(node), shape_of(node.outputs[0])[1:-1])
+    window = Window.of(required_declaration(node).attribute_values(node), shape_of(node.outputs[0])[1:-1])
     assert window.begin is not None
     axes = list(zip(places, window.begin, window.kernel, window.strides, strict=True))
     terms = []
@@ -139,8 +183,7 @@ def pooled_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -
 
 def triangle(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """Trilu: elements on one side of a diagonal, zero elsewhere."""
-    given, dtype = node.inputs[1] if len(node.inputs) > 1 else None, node.outputs[0].dtype
-    assert dtype is not None
+    given, dtype = node.inputs[1] if len(node.inputs) > 1 else None, dtype_of(node.outputs[0])
     shift = "0" if given is None else g.element(given, (Linear(),) * len(shape_of(given)), guard)
     sign = ">=" if node.attributes.get_int("upper", 1) else "<="
     row, column = g.text(index[-2]), g.text(index[-1])
@@ -150,8 +193,7 @@ def triangle(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 def diagonal(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """EyeLike."""
-    shift, dtype = node.attributes.get_int("k", 0), node.outputs[0].dtype
-    assert dtype is not None
+    shift, dtype = node.attributes.get_int("k", 0), dtype_of(node.outputs[0])
     one, zero = expressions.literal(dtype, 1), expressions.literal(dtype, 0)
     return f"({g.text(index[1])} == {g.text(index[0])} + {shift} ? {one} : {zero})"
 
@@ -165,8 +207,7 @@ def gelu_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> 
 
 def unpacked(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element of a mask that is held as bits; of the mask itself where this kernel makes the bits."""
-    (bits,), (*outer, last) = node.inputs, index
-    assert bits is not None
+    bits, (*outer, last) = input_of(node), index
     producer = bits.producer()
     if producer is not None and not g.is_read(bits):
         return g.element(producer.inputs[0], index, guard)
@@ -176,22 +217,15 @@ def unpacked(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 def bit_cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """The same bits as another type of the same width."""
-    source, target = node.inputs[0], node.outputs[0]
-    assert source is not None
-    assert source.dtype is not None
-    assert target.dtype is not None
-    value = expressions.stored(source.dtype, g.element(source, index, guard))
-    bits = f"same_bits<{expressions.STORAGE[target.dtype]}>({value})"
-    return expressions.load(target.dtype, bits)
+    source, target = dtype_of(node.inputs[0]), dtype_of(node.outputs[0])
+    value = expressions.stored(source, g.element(node.inputs[0], index, guard))
+    return expressions.load(target, f"same_bits<{expressions.STORAGE[target]}>({value})")
 
 
 def cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
     """An element as another type."""
-    source, target = node.inputs[0], node.outputs[0].dtype
-    assert source is not None
-    assert source.dtype is not None
-    assert target is not None
-    return expressions.cast(source.dtype, target, g.element(source, index, guard), node)
+    source, target = node.inputs[0], dtype_of(node.outputs[0])
+    return expressions.cast(dtype_of(source), target, g.element(source, index, guard), node)
 
 
 def one_hot(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -28,10 +28,6 @@ class Piece:
     fill: int | None = None
 
 
-Rule = Callable[[ir.Node, int, Map], Sequence[Piece] | None]
-"""(node, output, index of the result) → pieces, or None where this node is no mere movement."""
-
-
 def integers(node: ir.Node, index: int) -> list[int] | None:
     """The constant integers of an operand; None where they are not known or the operand is left out."""
     value = node.inputs[index] if index < len(node.inputs) else None
@@ -45,15 +41,19 @@ def broadcast(index: Map, shape: Sequence[int]) -> Map:
     return tuple(Linear() if size == 1 else part for part, size in zip(tail, shape, strict=True))
 
 
-def _reshape(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def identity(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+    return [Piece(0, index)]
+
+
+def reshape(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return [Piece(0, unflatten(flatten(index, shape_of(node.outputs[0])), shape_of(node.inputs[0])))]
 
 
-def _expand(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def expand(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return [Piece(0, broadcast(index, shape_of(node.inputs[0])))]
 
 
-def _transpose(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def transpose(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     order = node.attributes["perm"].as_ints() if "perm" in node.attributes else list(reversed(range(len(index))))
     source: list[Linear] = [Linear()] * len(index)
     for part, axis in zip(index, order, strict=True):
@@ -61,7 +61,7 @@ def _transpose(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return [Piece(0, tuple(source))]
 
 
-def _slice(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
+def sliced(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
     shape = shape_of(node.inputs[0])
     starts, steps = integers(node, 1), integers(node, 4)
     axes = integers(node, 3)
@@ -78,13 +78,13 @@ def _slice(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
     return [Piece(0, tuple(source))]
 
 
-def _split(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def split(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     axis = node.attributes.get_int("axis", 0) % len(index)
     before = sum(shape_of(out)[axis] for out in node.outputs[:output])
     return [Piece(0, (*index[:axis], index[axis] + before, *index[axis + 1 :]))]
 
 
-def _concat(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def concat(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     axis = node.attributes.get_int("axis", 0) % len(index)
     pieces, start = [], 0
     for k, value in enumerate(node.inputs):
@@ -96,7 +96,7 @@ def _concat(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return pieces
 
 
-def _pad(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
+def pad(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
     pads, axes = integers(node, 1), integers(node, 3)
     if pads is None or node.attributes.get_string("mode", "constant") != "constant":
         return None
@@ -114,11 +114,11 @@ def _pad(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
     return [Piece(0, tuple(source), tuple(when)), Piece(None, fill=fill)]
 
 
-def _tile(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def tile(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return [Piece(0, tuple(part % size for part, size in zip(index, shape_of(node.inputs[0]), strict=True)))]
 
 
-def _depth_to_space(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def depth_to_space(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     size = node.attributes["blocksize"].as_int()
     batch, channel, row, column = index
     channels = shape_of(node.outputs[0])[1]
@@ -130,20 +130,9 @@ def _depth_to_space(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     return [Piece(0, (batch, source, row // size, column // size))]
 
 
-def _space_to_depth(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
+def space_to_depth(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
     size = node.attributes["blocksize"].as_int()
     batch, channel, row, column = index
     channels = shape_of(node.inputs[0])[1]
     inner = channel // channels
     return [Piece(0, (batch, channel % channels, row * size + inner // size, column * size + inner % size))]
-
-
-RULES: Mapping[str, Rule] = {
-    "Identity": lambda node, output, index: [Piece(0, index)],
-    "Reshape": _reshape, "Flatten": _reshape, "Squeeze": _reshape, "Unsqueeze": _reshape,
-    "Expand": _expand, "Transpose": _transpose, "Slice": _slice, "Split": _split, "Concat": _concat, "Pad": _pad,
-    "Tile": _tile, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth,
-}  # fmt: skip
-
-RESHAPES = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"})
-"""Ops whose result is their operand's memory."""

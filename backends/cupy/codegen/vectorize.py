@@ -12,7 +12,7 @@ from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
-from graphc.backends.fusion.sign_bits import BITS, packs
+from graphc.backends.fusion.packed_masks import BITS, packs
 from graphc.ir.facts import constant, size_of
 
 WIDEST = 16

@@ -30,12 +30,12 @@ from graphc.backends.cupy.fusion.groups import (
 )
 from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.cupy.libraries.registry import operands, results
-from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
-from graphc.backends.fusion.reductions import REDUCTIONS, reduced_axes
-from graphc.backends.fusion.sign_bits import UNPACKED, packs
+from graphc.backends.fusion.op_kernels import op_kernel
+from graphc.backends.fusion.packed_masks import packs
+from graphc.backends.fusion.reductions import reduced_axes
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
 LOOK_BACK = 12
@@ -43,9 +43,6 @@ LOOK_BACK = 12
 
 SPREAD = 6
 """Operations that are worth a place in memory where each element would repeat them."""
-
-LOOK_AROUND = frozenset({"ChannelsLastMaxPoolTapsGrad", UNPACKED})
-"""Ops of which each element reads several of its operands', which had better lie in memory than be computed so often."""
 
 
 @dataclass(slots=True)
@@ -65,7 +62,7 @@ class Grouping:
 def in_place_of(value: ir.Value) -> ir.Value:
     """The value whose memory this one shares because only reshapes stand between them; a result has memory of its own."""
     producer = value.producer()
-    while producer is not None and producer.domain == "" and producer.op_type in views.RESHAPES:
+    while producer is not None and op_kernel(producer).same_memory:
         if value.is_graph_output():
             break
         (value, *_) = (v for v in producer.inputs if v is not None)
@@ -120,20 +117,20 @@ class _Grouper(Launches):
                 if base is not value:
                     self.aliases[value] = base
         for node in self.nodes:
-            if node.op_type in LOOK_AROUND:
+            if op_kernel(node).neighbours:
                 found.update(in_place_of(v) for v in node.inputs if v is not None and constant(v) is None)
         self.memory = {v for v in found if v.producer() is not None and v not in self.aliases}
         for node in self.nodes:
             if node not in self.opaque:
                 for out in node.outputs:
-                    kept = node.op_type in REDUCTIONS or self._is_shared(node, out) or self._is_spread(out)
+                    kept = op_kernel(node).reduction is not None or self._is_shared(node, out) or self._is_spread(out)
                     if kept and out not in self.aliases:
                         self.memory.add(out)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
         """Whether several nodes use a value that costs something to compute again."""
         users = _readers(out)
-        if len(users) < 2 or (node.domain == "" and node.op_type in views.RULES) or node.op_type == "Cast":
+        if len(users) < 2 or op_kernel(node).index_map is not None or node.op_type == "Cast":
             return False
         size = size_of(out)
         if size <= SMALL and all(size_of(o) >= 8 * size for user in users for o in user.outputs[:1]):
@@ -156,7 +153,7 @@ class _Grouper(Launches):
     # Placing values -------------------------------------------------------------------------------------------------------
 
     def _place(self, node: ir.Node, value: ir.Value) -> None:
-        if node.op_type in REDUCTIONS and node not in self.opaque:
+        if op_kernel(node).reduction is not None and node not in self.opaque:
             axes = reduced_axes(node)
             assert axes is not None
             wanted = FusedKernel(shape_of(node.inputs[0]), axes, [node], [value])
@@ -260,7 +257,7 @@ def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
         return False
     if not any(size_of(v) for v in results(node)) or len(results(node)) < len(node.outputs):
         return False
-    if node.op_type in REDUCTIONS and node.domain == "":
+    if op_kernel(node).reduction is not None:
         axes = reduced_axes(node)
         if not axes:
             return False

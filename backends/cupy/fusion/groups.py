@@ -9,10 +9,9 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.cupy.libraries.registry import operands
-from graphc.backends.fusion import views
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.kernel_source import KernelSpec
-from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import size_of
 
 OPERANDS = 32
@@ -20,24 +19,6 @@ OPERANDS = 32
 
 WORK = 40
 """Most operations that are worth doing again in place of reading a value; a few hundred cost as much as the memory."""
-
-COSTLY = {
-    "Exp": 4,
-    "Erf": 8,
-    "Tanh": 8,
-    "Gelu": 12,
-    "GeluGrad": 16,
-    "Log": 4,
-    "Sigmoid": 6,
-    "Div": 4,
-    "Sqrt": 4,
-    "Pow": 12,
-    "Sin": 9,
-    "Cos": 9,
-    "ChannelsLastMaxPoolTapsGrad": 16,
-    "DropoutMask": 16,
-}
-"""Operations that take several instructions."""
 
 SMALL = 1 << 16
 """Elements below which a kernel costs its launch more than its memory, so that unrelated values may share one."""
@@ -94,13 +75,13 @@ class Launches:
     def made_of(self, value: ir.Value) -> tuple[frozenset[ir.Value], int]:
         """The values in memory from which ``value`` is computed, and how many operations that takes."""
         node = value.producer()
-        if node is None or value in self.memory or node in self.opaque or node.op_type in REDUCTIONS:
+        if node is None or value in self.memory or node in self.opaque or op_kernel(node).reduction is not None:
             return frozenset([value]), 0
         if is_constant(node):
             return frozenset(), 0
         if value not in self._costs:
             parts = [self.made_of(v) for v in node.inputs if v is not None]
-            work = sum(w for _, w in parts) + (0 if node.op_type in views.RULES else COSTLY.get(node.op_type, 1))
+            work = sum(w for _, w in parts) + op_kernel(node).work
             self._costs[value] = frozenset().union(*(leaves for leaves, _ in parts)), work
         return self._costs[value]
 
@@ -183,7 +164,7 @@ class Launches:
         There are none where that cannot or should not be.
         """
         node = value.producer()
-        if node is None or node in self.opaque or node.op_type in REDUCTIONS:
+        if node is None or node in self.opaque or op_kernel(node).reduction is not None:
             return frozenset(), 0
         parts = [self.made_of(v) for v in node.inputs if v is not None]
         if sum(work for _, work in parts) > WORK:

@@ -22,7 +22,7 @@ from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec, NotFusibleError
-from graphc.backends.fusion.reductions import REDUCTIONS
+from graphc.backends.fusion.op_kernels import reduction_of
 from graphc.ir.facts import constant, dtype_of, size_of
 
 REGISTERS = 128
@@ -194,7 +194,7 @@ class _Crossing(Generator):
         def inside() -> list[str]:
             lines = [self._store(value, name) for value, name in whole]
             for node, name in zip(self._down, names, strict=True):
-                rule = REDUCTIONS[node.op_type]
+                rule = reduction_of(node)
                 each = rule.each(self._pull(node.inputs[0], self._index, None), dtype_of(node.outputs[0]))
                 lines.append(f"{name}[k][v] = {rule.combine}::of({name}[k][v], {each});")
             return lines
@@ -204,7 +204,7 @@ class _Crossing(Generator):
         types = tuple(dtype_of(node.outputs[0]) for node in self._down)
         before, after = [], [f"SHARED {kind} all_{kind}[COLUMNS];" for kind in dict.fromkeys(map(compute_type, types))]
         for k, (node, name, dtype) in enumerate(zip(self._down, names, types, strict=True)):
-            rule, kind = REDUCTIONS[node.op_type], compute_type(dtype)
+            rule, kind = reduction_of(node), compute_type(dtype)
             total, own = f"all_{kind}[column]", f"{name}[k][v]"
             before.append(f"{kind} {name}[HOLD ? HOLD : 1][VECTOR];")
             before.append(f"UNROLL for (int k = 0; k < HOLD; ++k) EACH(v) {own} = {rule.start(dtype)};")

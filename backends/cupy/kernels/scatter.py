@@ -25,7 +25,7 @@ from graphc.backends.cupy.kernels.text import computed, given, load, store
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary
 from graphc.backends.fusion.expressions import literal
 from graphc.backends.fusion.graph_queries import INTO, direct_user, stand_in
-from graphc.backends.fusion.views import RESHAPES
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of
 
 LINES = 2048
@@ -88,7 +88,7 @@ def _is_free(value: ir.Value) -> bool:
     producer = value.producer()
     if producer is None or constant(value) is not None:
         return False
-    if producer.domain or producer.op_type not in RESHAPES:
+    if not op_kernel(producer).same_memory:
         return True
     source = producer.inputs[0]
     return source is not None and direct_user(source) is producer and _is_free(source)

@@ -197,6 +197,7 @@ def _saved(node: ir.Node) -> ir.Value | None:
     dtypes=HALVES,
     when=_takes,
     workspace=("cuDNN", WORKSPACE),
+    cost="attention",
 )
 def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """Bind the node on a GPU.

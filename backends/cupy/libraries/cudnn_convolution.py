@@ -134,6 +134,7 @@ def _plain(node: ir.Node) -> bool:
     *(f"graphc::{PREFIX}{kind}" for kind in (FORWARD, INPUT, WEIGHT)),
     when=_plain,
     workspace=("cuDNN", WORKSPACE),
+    cost="convolution",
 )
 def convolution(device: Any, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """Bind the node on a GPU."""

@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.gemm import Product, Strided, matmul
-from graphc.backends.fusion import views
 from graphc.backends.fusion.indexing import Linear, Map, Variable, flatten, unflatten
-from graphc.ir.facts import constant, shape_of
+from graphc.backends.fusion.op_kernels import op_kernel
+from graphc.ir.facts import constant, input_of, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def sources(value: ir.Value) -> list[OperandSource]:
     found, factor = [OperandSource(value, Strided.contiguous(shape))], 1.0
     while (producer := value.producer()) is not None and constant(value) is None and not value.is_graph_output():
         scaled = scalar_factor(producer)
-        if producer.domain == "" and producer.op_type in views.RESHAPES:
+        if op_kernel(producer).same_memory:
             (value, *_) = (v for v in producer.inputs if v is not None)
             index = unflatten(place, shape_of(value))
         elif scaled is not None and len(list(value.uses())) == 1:
@@ -70,18 +70,13 @@ def scalar_factor(node: ir.Node) -> tuple[ir.Value, float] | None:
 
 def _pulled(producer: ir.Node, value: ir.Value, index: Map) -> tuple[ir.Value, Map] | None:
     """The operand of which ``value`` is a view, and the index in it."""
-    if producer.domain != "":
-        return None
-    if producer.op_type == "Gather":
+    if producer.op_type == "Gather" and not producer.domain:  # of one constant place it is a view, too
         return _chosen(producer, index)
-    if producer.op_type not in views.RULES:
-        return None
-    pieces = views.RULES[producer.op_type](producer, value.index() or 0, index)
+    index_map = op_kernel(producer).index_map
+    pieces = None if index_map is None else index_map(producer, value.index() or 0, index)
     if pieces is None or len(pieces) != 1 or pieces[0].when or pieces[0].operand is None:
         return None
-    source = producer.inputs[pieces[0].operand]
-    assert source is not None
-    return source, pieces[0].index
+    return input_of(producer, pieces[0].operand), pieces[0].index
 
 
 def _chosen(node: ir.Node, index: Map) -> tuple[ir.Value, Map] | None:
@@ -105,7 +100,7 @@ def _steps(place: Linear, variables: Sequence[Variable]) -> tuple[int, ...] | No
 
 
 def placed(shape: tuple[int, ...], chain: Sequence[ir.Node]) -> Strided | None:
-    """Where the elements of an array of ``shape`` lie in the result of ``chain``, :data:`.uses.MOVES` over a reshape of it.
+    """Where the elements of an array of ``shape`` lie in the result of ``chain``, which moves them, over a reshape of it.
 
     None where they lie at no strides.
     """
@@ -113,7 +108,7 @@ def placed(shape: tuple[int, ...], chain: Sequence[ir.Node]) -> Strided | None:
     index: Map = tuple(Linear.of(v) for v in variables)
     now = shape
     for node in chain:
-        if node.op_type == "Transpose":
+        if not op_kernel(node).same_memory:  # a Transpose
             index = unflatten(flatten(index, now), shape_of(node.inputs[0]))
             order = node.attributes["perm"].as_ints() if "perm" in node.attributes else range(len(index) - 1, -1, -1)
             index, now = tuple(index[axis] for axis in order), shape_of(node.outputs[0])

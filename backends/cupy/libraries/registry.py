@@ -1,4 +1,4 @@
-"""The registry of nodes that are not fused: those that a library runs, and those with a kernel written by hand.
+"""Calls that run a node in place of a generated kernel: of a library, or of a kernel written by hand.
 
     @node_kernel("CumSum", dtypes=NUMBERS)               text for one or more launches, for CUDA and for the host's compiler
     def cum_sum(node): return [Launch(body, reads={"x": …}, writes={"y": …}, rows=…)]
@@ -6,8 +6,8 @@
     @library("Gemm", "MatMul", when=is_product)          bound on the GPU through an object that is made once a device
     def product(device, node, inputs, outputs): return device.library(Products).bind(node, inputs, outputs)
 
-Importing :mod:`graphc.backends.cupy` fills both tables. Grouping, ``CupyBackend.holds``, the report of host fallbacks and the
-list of ops read them. A node that is in neither table and cannot be generated runs on the host.
+They stand in the op's record (:mod:`graphc.backends.fusion.op_kernels`); importing :mod:`graphc.backends.cupy` registers all.
+A node that has none and cannot be generated runs on the host.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import onnx_ir as ir
 
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.fusion.op_kernels import op_kernel, record
 from graphc.device import Array, Run
-from graphc.gradient import key_of
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.ir.subgraphs import bodies, captured
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -94,6 +94,7 @@ class LibraryOp:
 
     Attributes:
         bind: (device, node, inputs, outputs) → closure that queues the call.
+        cost: ``convolution`` or ``attention``, by which its time is predicted; empty: by the bytes that it moves.
         workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
         launches_kernels: whether it launches kernels of this package, which every device runs.
     """
@@ -104,10 +105,7 @@ class LibraryOp:
     when: Condition | None = None
     workspace: tuple[str, int] | None = None
     launches_kernels: bool = False
-
-
-KERNELS: dict[str, list[NodeKernel]] = {}
-LIBRARIES: dict[str, list[LibraryOp]] = {}
+    cost: str = ""
 
 
 def node_kernel(
@@ -117,7 +115,7 @@ def node_kernel(
 
     def register(function: KernelRule) -> KernelRule:
         for op in ops:
-            KERNELS.setdefault(op, []).append(NodeKernel(op, function, dtypes, when))
+            record(op).kernels.append(NodeKernel(op, function, dtypes, when))
         return function
 
     return register
@@ -129,12 +127,13 @@ def library(
     when: Condition | None = None,
     workspace: tuple[str, int] | None = None,
     launches_kernels: bool = False,
+    cost: str = "",
 ) -> Callable[[BindRule], BindRule]:
     """Register the library call of ``ops``."""
 
     def register(function: BindRule) -> BindRule:
         for op in ops:
-            LIBRARIES.setdefault(op, []).append(LibraryOp(op, function, dtypes, when, workspace, launches_kernels))
+            record(op).libraries.append(LibraryOp(op, function, dtypes, when, workspace, launches_kernels, cost))
         return function
 
     return register
@@ -142,9 +141,8 @@ def library(
 
 def special(node: ir.Node) -> NodeKernel | LibraryOp | None:
     """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
-    key = key_of(node.domain, node.op_type)
-    entries: list[NodeKernel | LibraryOp] = [*LIBRARIES.get(key, ()), *KERNELS.get(key, ())]
-    return next((entry for entry in entries if _accepts(entry, node)), None)
+    found = op_kernel(node)
+    return next((call for call in (*found.libraries, *found.kernels) if _accepts(call, node)), None)
 
 
 def _accepts(entry: NodeKernel | LibraryOp, node: ir.Node) -> bool:
@@ -177,5 +175,4 @@ def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:
 
 
 def _storage(value: ir.Value) -> str:
-    assert value.dtype is not None
-    return expressions.STORAGE[value.dtype]
+    return expressions.STORAGE[dtype_of(value)]

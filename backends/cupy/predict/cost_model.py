@@ -40,6 +40,7 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launches_of, name_of
 from graphc.backends.fusion.kernel_source import Access, KernelSource
+from graphc.backends.fusion.op_kernels import OP_KERNELS
 from graphc.device import Array
 from graphc.ir.facts import shape_of, size_of
 from graphc.plan.partition import Plan, make_plan
@@ -51,16 +52,15 @@ RANDOM = {"philox_words": 60 / 4, "philox_word": 75}
 """Instructions for a random word: one of a block of four, in which multiplications count twice, or one by itself."""
 
 COSTLY = {
-    r"gelu_slope\(": 34,
-    r"gelu_tanh_slope\(": 30,
     r"\b(?:exp|log)f?\(": 12,
     r"\btanhf\(": 24,
     r"\berff\(": 24,
     r" / ": 9,
     r"sqrtf?\(": 8,
     r"add_exponential": 7,
+    **{rf"{name}\(": count for kernel in OP_KERNELS.values() for name, count in kernel.instructions.items()},
 }
-"""Instructions of what is more than one (by reading what the compiler makes of it)."""
+"""Instructions of C text that takes more than one (by reading what the compiler makes of it)."""
 
 
 def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
@@ -211,14 +211,11 @@ def _node(call: NodeCall) -> Cost:
     name = f"{node.op_type} {node.outputs[0].name}"
     if PRODUCT in node.meta:
         return _product(node, name, sum(nbytes(v) for v in values))
-    if "ScaledDotProductAttention" in node.op_type:
-        return _attention(node, name, values)
     if call.library is None:
         moved = sum(nbytes(v) for v in values)
         return Cost("on the host", name, moved / HOST_LINK, moved, 0, "no kernel")
-    if "Conv" in node.op_type:
-        return _convolution(node, name, values)
-    return _moved("libraries", name, values)
+    rule = RULES.get(call.library.cost)
+    return _moved("libraries", name, values) if rule is None else rule(node, name, values)
 
 
 def _product(node: ir.Node, name: str, moved: int) -> Cost:
@@ -253,6 +250,10 @@ def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
     moved = sum(nbytes(v) for v in dict.fromkeys(values))
     seconds = max(flops / (ATTENTION_GRADIENT if gradient else ATTENTION), moved / KERNEL_MEMORY)
     return Cost("attention", name, LAUNCH + seconds, moved, flops)
+
+
+RULES = {"convolution": _convolution, "attention": _attention}
+"""Kind of library call → its cost; of any other, what it moves counts."""
 
 
 def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.gemm import DOMAIN, TYPES, is_product
-from graphc.backends.fusion.graph_queries import MOVES, direct_user, drop, in_memory, stand_in
+from graphc.backends.fusion.graph_queries import direct_user, drop, in_memory, stand_in
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.builder import Builder
-from graphc.ir.facts import size_of
+from graphc.ir.facts import dtype_of, input_of, size_of
 
 
 def casts_before_views(graph: ir.Graph, op: Builder) -> None:
@@ -16,13 +17,10 @@ def casts_before_views(graph: ir.Graph, op: Builder) -> None:
     for node in [n for n in graph if n.op_type == "Cast" and n.domain == "" and n.outputs[0].dtype in TYPES]:
         source = node.inputs[0]
         view = None if source is None else source.producer()
-        if view is None or view.domain or view.op_type not in MOVES or not _feeds_product(node.outputs[0]):
+        if view is None or not op_kernel(view).same_elements or not _feeds_product(node.outputs[0]):
             continue
-        inner = view.inputs[0]
-        assert inner is not None
+        inner, dtype = input_of(view), dtype_of(node.outputs[0])
         op.before, op.scope = node, node.name or "Cast"
-        dtype = node.outputs[0].dtype
-        assert dtype is not None
         cast = known.get((inner, dtype))
         if cast is None:
             cast = known[inner, dtype] = op.Cast(inner, to=int(dtype))
@@ -78,6 +76,6 @@ def views_before_casts(graph: ir.Graph, op: Builder) -> None:
 
 def _feeds_product(value: ir.Value) -> bool:
     for user, _ in value.uses():
-        if user.domain == "" and (is_product(user) or (user.op_type in MOVES and _feeds_product(user.outputs[0]))):
+        if user.domain == "" and (is_product(user) or (op_kernel(user).same_elements and _feeds_product(user.outputs[0]))):
             return True
     return False

@@ -34,7 +34,6 @@ from graphc.backends.cupy.libraries.gemm import (
 from graphc.backends.cupy.libraries.gemm_operands import Fitted, fitted, matrices, placed, scalar_factor
 from graphc.backends.cupy.rewrite.cast_order import casts_before_views, views_before_casts
 from graphc.backends.fusion.graph_queries import (
-    MOVES,
     before_cast,
     direct_user,
     drop,
@@ -48,11 +47,9 @@ from graphc.backends.fusion.graph_queries import (
     sweep,
     users,
 )
+from graphc.backends.fusion.op_kernels import Epilogue, op_kernel
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, shape_of, size_of
-
-GRADIENTS = frozenset({"GeluGrad", "ReluGrad"})
-"""Ops of graphc that a product may take in; where none does, they are decomposed."""
+from graphc.ir.facts import constant, dtype_of, input_of, nbytes_of, shape_of, size_of
 
 A, B, C, BIAS, AUX = range(5)
 """Inputs of a product's node. Its outputs are d, then ``aux`` and the bias gradient where it has them."""
@@ -106,11 +103,8 @@ class _Joiner:
 
     def _product(self, node: ir.Node) -> ir.Node | None:
         """The node as a product, in front of an Add where a Gemm has a third operand."""
-        gemm = node.op_type == "Gemm"
-        turned = [bool(gemm and node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
-        (x, y), out = node.inputs[:2], node.outputs[0]
-        assert x is not None
-        assert y is not None
+        turned = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]  # a MatMul has no attributes
+        x, y, out = input_of(node, 0), input_of(node, 1), node.outputs[0]
         a, b = (matrices(v, turned=t, left=v is x) for v, t in zip((x, y), turned, strict=True))
         if x is y:
             b = matrices(y, turned=turned[1], left=False)
@@ -119,12 +113,11 @@ class _Joiner:
             shape.insert(len(shape) - (len(shape_of(y)) > 1), 1)
         if len(shape_of(y)) == 1:
             shape.append(1)
-        assert out.dtype is not None
-        found = fitted(a, b, Strided.contiguous(shape), out.dtype)
+        found = fitted(a, b, Strided.contiguous(shape), dtype_of(out))
         if found is None:
             return None
         self.op.before, self.op.scope = node, node.name or node.op_type
-        alpha = node.attributes.get_float("alpha", 1.0) if gemm else 1.0
+        alpha = node.attributes.get_float("alpha", 1.0)
         product = replace(found.product, alpha=found.product.alpha * alpha)
         addend = node.inputs[2] if len(node.inputs) > 2 else None
         beta = node.attributes.get_float("beta", 1.0)
@@ -233,7 +226,7 @@ class _Joiner:
         if shape_of(vector)[-1:] != (p.n,) or size_of(vector) != p.n or shape_of(seen)[-1:] != (p.n,) or p.d.row_step != p.n:
             return None
         fused = replace(p, bias=True)
-        saved = 0 if _joins_a_kernel(add.outputs[0]) else 2 * _nbytes(add.outputs[0])
+        saved = 0 if _joins_a_kernel(add.outputs[0]) else 2 * nbytes_of(add.outputs[0])
         return self._grown(node, fused, [add.outputs[0]], [add], bias=vector) if self._pays(fused, p, saved) else None
 
     def _residual(self, node: ir.Node) -> ir.Node | None:
@@ -245,7 +238,7 @@ class _Joiner:
         if addend is None:
             return None
         fused = replace(p, c=_rows(p))
-        if not self._pays(fused, p, 2 * _nbytes(seen)):
+        if not self._pays(fused, p, 2 * nbytes_of(seen)):
             return None
         return self._grown(node, fused, [add.outputs[0]], [add], c=addend)
 
@@ -254,49 +247,47 @@ class _Joiner:
         if p.epilogue or p.dtype == ir.DataType.DOUBLE or p.result != p.dtype or p.rounds > 1:
             return None
         readers = list(users(out))
-        found = [u for u, _, _ in readers if u.domain == "" and (u.op_type == "Relu" or self._is_gelu(u))]
+        found = [(u, e) for u, _, _ in readers if (e := self._epilogue(u)) is not None and not e.gradient]
         if len(found) != 1:
             return None
-        (activation,) = found
-        kind = "relu" if activation.op_type == "Relu" else "gelu"
+        ((activation, epilogue),) = found
         alone = len(readers) == 1 and not is_kept(out)
-        saved = 2 * _nbytes(out)
+        saved = 2 * nbytes_of(out)
         if alone:
-            fused = replace(p, epilogue=kind)
+            fused = replace(p, epilogue=epilogue.name)
             if not self._pays(fused, p, saved):
                 return None
             made = self._grown(node, fused, [activation.outputs[0]], [activation])
         else:
             aux = _rows(p)
-            if kind == "relu" or aux is None or p.n % AUX_ELEMENTS:
+            if epilogue.signs or aux is None or p.n % AUX_ELEMENTS:
                 return None
-            fused = replace(p, epilogue=kind, aux=aux)
+            fused = replace(p, epilogue=epilogue.name, aux=aux)
             if not self._pays(fused, p, saved):
                 return None
             made = self._grown(node, fused, [activation.outputs[0], out], [activation])
-        if kind == "relu":
+        if epilogue.signs:
             self.masks[made.outputs[0]] = made
         return made
 
     def _gradient(self, node: ir.Node) -> ir.Node | None:
-        """The product times the slope of Gelu or Relu."""
+        """The product times the slope of an activation."""
         p, user = product_of(node), only_user(node.outputs[0])
         if user is None or not p.plain or p.result != p.dtype or p.dtype == ir.DataType.DOUBLE or _rows(p) is None:
             return None
         gradient, index, seen = user
-        if gradient.op_type not in GRADIENTS or gradient.domain != "graphc" or index != 0:
+        epilogue = self._epilogue(gradient)
+        if epilogue is None or not epilogue.gradient or index != 0:
             return None
-        at = gradient.inputs[1]
-        assert at is not None
-        saved, out = 3 * _nbytes(seen), gradient.outputs[0]
-        if gradient.op_type == "ReluGrad":
-            return self._relu_gradient(node, gradient, at, saved)
-        if not self._is_gelu(gradient) or p.n % AUX_ELEMENTS or at.dtype != p.result:
+        saved, out, at = 3 * nbytes_of(seen), gradient.outputs[0], input_of(gradient, 1)
+        if epilogue.signs:
+            return self._signed_gradient(node, gradient, epilogue.name, at, saved)
+        if p.n % AUX_ELEMENTS or at.dtype != p.result:
             return None
-        fused = replace(p, epilogue="gelu_grad", aux=_rows(p))
+        fused = replace(p, epilogue=epilogue.name, aux=_rows(p))
         return self._grown(node, fused, [out], [gradient], aux=at) if self._pays(fused, p, saved) else None
 
-    def _relu_gradient(self, node: ir.Node, gradient: ir.Node, at: ir.Value, saved: int) -> ir.Node | None:
+    def _signed_gradient(self, node: ir.Node, gradient: ir.Node, name: str, at: ir.Value, saved: int) -> ir.Node | None:
         """The mask that the forward product writes from now on; so both products have to be in this segment."""
         forward = self.masks.get(in_memory(at))
         if forward is None:
@@ -305,7 +296,7 @@ class _Joiner:
         if _rows(before) is None or (before.m, before.n) != (p.m, p.n):
             return None
         mask = Matrix(p.m, p.n, mask_row(p.n), 1)
-        fused, masked = replace(p, epilogue="relu_grad", aux=mask), replace(before, aux=mask)
+        fused, masked = replace(p, epilogue=name, aux=mask), replace(before, aux=mask)
         if not self.choose([fused, masked], [p, before], saved):
             return None
         if before.aux is None:
@@ -322,7 +313,7 @@ class _Joiner:
             return None
         for total in row_sums(out, p.n):
             fused = replace(p, bias_gradient="d")
-            if total.outputs[0].dtype == p.result and self._pays(fused, p, _nbytes(out)):
+            if total.outputs[0].dtype == p.result and self._pays(fused, p, nbytes_of(out)):
                 return self._grown(node, fused, [out, total.outputs[0]], [total])
         return None
 
@@ -343,7 +334,7 @@ class _Joiner:
                         continue
                     result, gone = cast[0].outputs[0], [cast[0]]
                 fused = replace(p, bias_gradient=side)
-                if self._pays(fused, p, _nbytes(value)):
+                if self._pays(fused, p, nbytes_of(value)):
                     return self._grown(node, fused, [node.outputs[0], result], gone)
         return None
 
@@ -352,10 +343,10 @@ class _Joiner:
         p, origin = product_of(node), node.meta[FITTED]
         chain: list[ir.Node] = []
         value = node.outputs[0]
-        while (user := direct_user(value)) is not None and user.domain == "" and user.op_type in MOVES:
+        while (user := direct_user(value)) is not None and op_kernel(user).same_elements:
             chain.append(user)
             value = user.outputs[0]
-        if all(move.op_type != "Transpose" for move in chain):
+        if all(op_kernel(move).same_memory for move in chain):
             keeps = chain and value.is_graph_output()
             return self._grown(node, p, [value, *node.outputs[1:]], [chain[-1]]) if keeps else None
         place = placed(origin.shape, chain)
@@ -365,7 +356,7 @@ class _Joiner:
         if found is None or (found.product.rounds > 1 and _joins_a_kernel(value)):
             return None
         moved = replace(found.product, alpha=p.alpha, bias=p.bias)
-        if (p.bias and (moved.n != p.n or moved.rounds > 1)) or not self._pays(moved, p, 2 * _nbytes(value)):
+        if (p.bias and (moved.n != p.n or moved.rounds > 1)) or not self._pays(moved, p, 2 * nbytes_of(value)):
             return None
         return self._grown(node, moved, [value], [chain[-1]], origin=found)
 
@@ -391,10 +382,10 @@ class _Joiner:
     def _pays(self, fused: Product, plain: Product, saved: int) -> bool:
         return self.choose([fused], [plain], saved)
 
-    def _is_gelu(self, node: ir.Node) -> bool:
-        if node.op_type not in ("Gelu", "GeluGrad"):
-            return False
-        return self.loose or node.attributes.get_string("approximate", "none") == "tanh"
+    def _epilogue(self, node: ir.Node) -> Epilogue | None:
+        """The epilogue that computes the node, closely enough."""
+        found = op_kernel(node).epilogue
+        return found if found is not None and (self.loose or found.exact(node)) else None
 
 
 def _rows(p: Product) -> Matrix | None:
@@ -408,8 +399,3 @@ def _joins_a_kernel(value: ir.Value) -> bool:
     """Whether a generated kernel computes with the value, so that one more op on it costs no pass over memory."""
     readers = [user for user, _, _ in users(value)]
     return not is_kept(value) and bool(readers) and all(not is_product(u) and registry.special(u) is None for u in readers)
-
-
-def _nbytes(value: ir.Value) -> int:
-    assert value.dtype is not None
-    return size_of(value) * int(value.dtype.itemsize)

@@ -20,14 +20,14 @@ from graphc.backends.cupy.libraries.gemm import Choose, by_rule
 from graphc.backends.cupy.rewrite.cast_order import small_casts_first, small_casts_last
 from graphc.backends.cupy.rewrite.decompose import take_apart
 from graphc.backends.cupy.rewrite.gemm_epilogues import join_products
+from graphc.backends.cupy.rewrite.sign_bits import pack_masks
 from graphc.backends.cupy.segment.control_flow import body_models
 from graphc.backends.cupy.segment.inplace import overwrite
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.graph_queries import INTO, sweep
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.fusion.lowering import is_expression
-from graphc.backends.fusion.sign_bits import pack_masks
+from graphc.backends.fusion.op_kernels import is_expression
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import size_of
 from graphc.ir.infer import propagate

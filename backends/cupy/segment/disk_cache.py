@@ -26,10 +26,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import PRODUCT
 from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment
+from graphc.backends.fusion.op_kernels import OP_KERNELS
 from graphc.ir import DOMAIN
 from graphc.ir.facts import constant, shape_of
 
@@ -71,8 +71,8 @@ class SegmentCache:
 
 def _is_ours(model: onnx.ModelProto) -> bool:
     """Whether only code of this package has to do with a segment."""
-    makers = [entry.build for found in registry.KERNELS.values() for entry in found]
-    binders = [entry.bind for found in registry.LIBRARIES.values() for entry in found]
+    makers = [call.build for found in OP_KERNELS.values() for call in found.kernels]
+    binders = [call.bind for found in OP_KERNELS.values() for call in found.libraries]
     known = all(maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
     return known and all(opset.domain in ("", "ai.onnx", DOMAIN) for opset in model.opset_import)
 
@@ -146,7 +146,7 @@ class _Writer(pickle.Pickler):
         if isinstance(item, ir.Value):
             return self._values.setdefault(item, len(self._values))
         if isinstance(item, LibraryOp):
-            return item.op, registry.LIBRARIES[item.op].index(item)
+            return item.op, OP_KERNELS[item.op].libraries.index(item)
         if isinstance(item, ir.Node | ir.Graph):
             raise _NotKeptError
         return None
@@ -197,7 +197,7 @@ class _Reader(pickle.Unpickler):
         if isinstance(key, int):
             return self._values[key]
         op, index = key
-        return registry.LIBRARIES[op][index]
+        return OP_KERNELS[op].libraries[index]
 
 
 def _value(name: str | None, dtype: int | None, shape: tuple[int, ...] | None, known: Any) -> ir.Value:

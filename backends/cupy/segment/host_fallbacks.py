@@ -12,10 +12,9 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, COVERAGE, Fallback, host_backend
 from graphc.backends.cupy.libraries import registry
-from graphc.backends.cupy.rewrite import decompose
-from graphc.backends.cupy.rewrite.rules import table
 from graphc.backends.cupy.segment.program import Segment
-from graphc.backends.fusion import expressions, lowering, reductions, views
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.op_kernels import OP_KERNELS, OpKernel
 from graphc.device import Array, Run
 from graphc.errors import UnsupportedOpError
 from graphc.ir import DOMAIN
@@ -93,28 +92,23 @@ def how(key: str) -> str:
     found = []
     if name in FOLDED and not domain:
         found.append("folded")
-    if _is_generated(key, name, domain):
+    kernel = OP_KERNELS.get(key, OpKernel())
+    if kernel.is_generated:
         found.append("generated")
-    if key in registry.LIBRARIES:
+    if kernel.libraries:
         found.append("library")
     declaration = OPS.get(name) if domain == DOMAIN else None
-    if key in registry.KERNELS or (declaration is not None and declaration.next_value):
+    if kernel.kernels or (declaration is not None and declaration.next_value):
         found.append("kernel")
     if name in CONTROL and not domain and name != "SequenceMap":
         found.append("loop")
     if declaration is not None and declaration.effect:
         return "collective"
-    if not found and (key in decompose.RULES or key in table.RULES or has_body(name, domain)):
+    if not found and (kernel.decomposition is not None or has_body(name, domain)):
         found.append("decomposed")
     if not found and declaration is not None and declaration.decompose is not None:
         found.append("decomposed")
     return ", ".join(found) or "host"
-
-
-def _is_generated(key: str, name: str, domain: str) -> bool:
-    if domain:
-        return key in lowering.SPECIAL
-    return name in {*expressions.RULES, *lowering.SPECIAL, *views.RULES, *reductions.REDUCTIONS}
 
 
 COVERAGE["cupy"] = how

@@ -22,11 +22,12 @@ import onnx_ir as ir
 from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, named
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.expressions import STORAGE, compute_type, literal
+from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declared
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import constant
+from graphc.ir.facts import constant, dtype_of
 
 WIDTH = 4
 """Elements that a thread reads at once."""
@@ -166,13 +167,11 @@ class _Writer:
             assert first is not None
             assert first.dtype is not None
             return expressions.cast(first.dtype, dtype, self._text(first), node)
-        rule = expressions.RULES.get(node.op_type)
-        if rule is None:
+        kernel = op_kernel(node)
+        if kernel.expression is None:
             raise NotElementwiseError(f"{node.op_type} is no arithmetic")
-        leading = node.inputs[1] if node.op_type == "Where" else first
-        assert leading is not None
-        assert leading.dtype is not None
-        return rule(["" if v is None else self._text(v) for v in node.inputs], node, leading.dtype)
+        operands = ["" if v is None else self._text(v) for v in node.inputs]
+        return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
 
     def _text(self, value: ir.Value | None) -> str:
         assert value is not None

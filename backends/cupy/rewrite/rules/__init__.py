@@ -1,4 +1,4 @@
-"""Standard ops without a kernel of their own, by simpler ones; importing a file adds its rules to :data:`.table.RULES`."""
+"""Standard ops without a kernel of their own, by simpler ones; importing a file adds its rules to the records."""
 
 from graphc.backends.cupy.rewrite.rules import indexing, normalisation, products, quantisation, recurrent, signals
 

@@ -10,9 +10,99 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import axis_of, iota, operand, optional, rule, single
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, shape_of
+from graphc.ir.facts import constant, rank, shape_of
+from graphc.ir.ops.normalization import EPSILON, batch_normalized
 
 GREATEST = np.iinfo(np.int64).max
+
+
+@rule("Softmax", first=True)
+def softmax(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source = operand(node, 0)
+    x, axis = single(op, source), axis_of(node, -1)
+    e = op.Exp(op.Sub(x, op.ReduceMax(x, [axis])))
+    return [op.cast_like(op.Div(e, op.ReduceSum(e, [axis])), source)]
+
+
+@rule("LogSoftmax", first=True)
+def log_softmax(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source = operand(node, 0)
+    x, axis = single(op, source), axis_of(node, -1)
+    shifted = op.Sub(x, op.ReduceMax(x, [axis]))
+    return [op.cast_like(op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), [axis]))), source)]
+
+
+@rule("ReduceLogSumExp", first=True)
+def log_sum_exp(op: Builder, node: ir.Node) -> Sequence[Any] | None:
+    x, axes = operand(node, 0), optional(node, 1)
+    if axes is not None and constant(axes) is None:
+        return None
+    wide = single(op, x)
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)
+    most = op.ReduceMax(wide, axes, keepdims=1, noop_with_empty_axes=noop)
+    total = op.ReduceSum(op.Exp(op.Sub(wide, most)), axes, keepdims=1, noop_with_empty_axes=noop)
+    found = op.Add(op.Log(total), most)
+    if not node.attributes.get_int("keepdims", 1):
+        found = op.Reshape(found, op.shape(node.outputs[0]))
+    return [op.cast_like(found, x)]
+
+
+@rule("LayerNormalization", first=True)
+def layer_normalization(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source, scale, bias = operand(node, 0), operand(node, 1), optional(node, 2)
+    x = single(op, source)
+    axes = list(range(axis_of(node, -1), rank(source)))
+    mean = op.ReduceMean(x, axes)
+    centred = op.Sub(x, mean)
+    variance = op.ReduceMean(op.Mul(centred, centred), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5))))
+    normal = op.cast_like(op.Mul(centred, inverse), source)
+    y = op.Mul(normal, scale)
+    if bias is not None:
+        y = op.Add(y, bias)
+    return [y, mean, inverse][: len(node.outputs)]
+
+
+@rule("RMSNormalization", first=True)
+def rms_normalization(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source, scale = operand(node, 0), operand(node, 1)
+    x = single(op, source)
+    axes = list(range(axis_of(node, -1), rank(source)))
+    mean = op.ReduceMean(op.Mul(x, x), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(mean, node.attributes.get_float("epsilon", 1e-5))))
+    return [op.Mul(op.cast_like(op.Mul(x, inverse), source), scale)]
+
+
+@rule("BatchNormalization", first=True)
+def batch_normalization(op: Builder, node: ir.Node) -> Sequence[Any]:
+    source, scale, bias, mean, variance = (operand(node, k) for k in range(5))
+    x, count = single(op, source), rank(source)
+    others = list(range(1, count - 1))
+
+    def along(value: ir.Value) -> Any:
+        return op.cast_like(op.Unsqueeze(value, others), x) if others else op.cast_like(value, x)
+
+    results: list[Any] = []
+    m, v = along(mean), along(variance)
+    if node.attributes.get_int("training_mode", 0):
+        axes = [0, *range(2, count)]
+        m = op.ReduceMean(x, axes)
+        centred = op.Sub(x, m)
+        v = op.ReduceMean(op.Mul(centred, centred), axes)
+        momentum = node.attributes.get_float("momentum", 0.9)
+        for running, batch in ((mean, m), (variance, v)):
+            now = op.Reshape(op.cast_like(batch, running), op.shape(running))
+            results.append(op.Add(op.Mul(running, momentum), op.Mul(now, 1.0 - momentum)))
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    factor = op.Mul(op.Reciprocal(op.Sqrt(op.Add(v, epsilon))), along(scale))
+    y = op.Add(op.Mul(op.Sub(x, m), factor), along(bias))
+    return [op.cast_like(y, source), *results][: len(node.outputs)]
+
+
+@rule("graphc::BatchNormalizationTraining", first=True)
+def batch_normalization_training(op: Builder, node: ir.Node) -> Sequence[Any]:
+    x, scale, bias = (v for v in node.inputs if v is not None)
+    return batch_normalized(op, x, scale, bias, 1, node.attributes.get_float("epsilon", EPSILON))
 
 
 @rule("InstanceNormalization")

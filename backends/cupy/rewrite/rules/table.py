@@ -1,29 +1,31 @@
-"""The table of rules that take a standard op apart, and what several of them need."""
+"""Registers rules that decompose an op, and holds what several of them need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backends.fusion.op_kernels import Decomposition, record
 from graphc.ir.builder import Builder
-from graphc.ir.facts import FLOATS, shape_of
-
-Rule = Callable[[Builder, ir.Node], "Sequence[ir.Value | None] | None"]
-"""(builder, node) → new values for the node's outputs, or None where the rule does not apply."""
-
-RULES: dict[str, Rule] = {}
+from graphc.ir.facts import FLOATS, input_of, rank
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Register what ``ops`` are made of. The shapes of the node's operands and results are static."""
+def rule(*ops: str, first: bool = False) -> Callable[[Decomposition], Decomposition]:
+    """Register what ``ops`` are made of.
 
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(ops, function))
+    Args:
+        first: the rule goes before a library, a kernel and the op's own decomposition, and shapes need not be static.
+    """
+
+    def register(function: Decomposition) -> Decomposition:
+        for op in ops:
+            found = record(op)
+            found.decomposition, found.decomposed_first = function, first
         return function
 
     return register
@@ -31,9 +33,7 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def operand(node: ir.Node, index: int) -> Any:
     """An input that the op requires."""
-    value = node.inputs[index]
-    assert value is not None
-    return value
+    return input_of(node, index)
 
 
 def optional(node: ir.Node, index: int) -> Any:
@@ -52,7 +52,7 @@ def is_float(value: ir.Value) -> bool:
 
 def axis_of(node: ir.Node, default: int) -> int:
     """The attribute ``axis``, from 0."""
-    return node.attributes.get_int("axis", default) % len(shape_of(node.inputs[0]))
+    return node.attributes.get_int("axis", default) % rank(input_of(node))
 
 
 def iota(op: Builder, size: int, axis: int, rank: int) -> Any:

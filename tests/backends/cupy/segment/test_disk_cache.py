@@ -10,11 +10,13 @@ import numpy as np
 import onnx
 import pytest
 
+from graphc.backends.cupy.libraries.registry import NodeKernel
 from graphc.backends.cupy.segment import disk_cache
 from graphc.backends.cupy.segment.bind import BoundSegment, SegmentScratch
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.disk_cache import SegmentCache
 from graphc.backends.cupy.segment.program import Segment
+from graphc.backends.fusion.op_kernels import OpKernel
 from graphc.ir.facts import shape_of
 from tests.backends.host_kernels import HostDevice
 
@@ -90,9 +92,8 @@ def test_a_plugin_has_its_segments_compiled_every_time(tmp_path: Path, monkeypat
     def made_elsewhere(node: Any) -> list[Any]:
         return []
 
-    monkeypatch.setitem(
-        disk_cache.registry.KERNELS, "plugin::Op", [disk_cache.registry.NodeKernel("plugin::Op", made_elsewhere, ())]
-    )
+    plugin = OpKernel(kernels=[NodeKernel("plugin::Op", made_elsewhere, ())])
+    monkeypatch.setitem(disk_cache.OP_KERNELS, "plugin::Op", plugin)
     again: list[str] = []
     SegmentCache(tmp_path).of(MODEL, "", lambda: again.append("compiled") or _compile())  # type: ignore[func-returns-value]
     assert again == ["compiled"]

@@ -12,15 +12,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.backends.fusion.graph_queries import stand_in
+from graphc.backends.fusion.packed_masks import BITS, PACKED, UNPACKED
 from graphc.ir import DOMAIN
 from graphc.ir.facts import constant, shape_of, size_of
 
-PACKED, UNPACKED = "PackedMask", "UnpackedMask"
-
 DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-BITS = 8
-"""Elements of a mask in one byte, the first in the lowest bit; kernels that write a mask take vectors of so many."""
 
 
 def pack_masks(graph: ir.Graph, least: int) -> None:
@@ -38,12 +34,6 @@ def pack_masks(graph: ir.Graph, least: int) -> None:
             bits.replace_input_with(0, sign.outputs[0])
             graph.remove(sign)
             graph.insert_after(relu, [sign, bits, mask])
-
-
-def packs(value: ir.Value) -> bool:
-    """Whether ``value`` holds the bits of a mask."""
-    producer = value.producer()
-    return producer is not None and producer.op_type == PACKED and producer.domain == DOMAIN
 
 
 def _adds_rectified(relu: ir.Node, least: int) -> bool:

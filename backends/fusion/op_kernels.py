@@ -1,0 +1,204 @@
+"""One record an op: how generated kernels compute it, what that costs, and which call runs it in their place.
+
+    "Gelu": OpKernel(e.gelu, work=12, epilogue=Epilogue("gelu", exact=is_tanh_form))
+
+Grouping, code generation, epilogues of products, predictions and the list of ops ask these records. A target adds its calls and
+decompositions to them (:mod:`graphc.backends.cupy.libraries.registry`, :mod:`graphc.backends.cupy.rewrite.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx_ir as ir
+
+from graphc.backends.fusion import elementwise as e
+from graphc.backends.fusion import lowering_rules as rules
+from graphc.backends.fusion import reductions as r
+from graphc.backends.fusion import views
+from graphc.backends.fusion.elementwise import Expression
+from graphc.backends.fusion.indexing import Map
+from graphc.backends.fusion.packed_masks import UNPACKED
+from graphc.backends.fusion.reductions import Reduction
+from graphc.gradient import key_of
+
+if TYPE_CHECKING:
+    from graphc.ir.builder import Builder
+
+Element: TypeAlias = Callable[[rules.Lowering, ir.Node, Map, str | None], str]
+"""(the lowering of a kernel, node, index of the result, guard) → C text of one element, whose operands it pulls by itself."""
+
+IndexMap: TypeAlias = Callable[[ir.Node, int, Map], Sequence[views.Piece] | None]
+"""(node, output, index of the result) → where the element comes from; None where this node does more than move elements."""
+
+Decomposition: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value | None] | None]"
+"""(builder, node) → new values for the node's outputs, or None where the rule does not apply."""
+
+
+def every_node(node: ir.Node) -> bool:
+    """No node of the op is excluded."""
+    return True
+
+
+def is_tanh_form(node: ir.Node) -> bool:
+    """Whether a Gelu, or its gradient, is the approximation by tanh."""
+    return node.attributes.get_string("approximate", "none") == "tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """How a matrix product takes the op in.
+
+    Attributes:
+        name: of the library's epilogue.
+        exact: whether the library computes just what the node does; other nodes are taken in only where the user permits it.
+        gradient: the op multiplies the product, its input 0, by a slope that its input 1 decides.
+        signs: the slope depends on a sign only, which the product of the forward op writes as a bit.
+    """
+
+    name: str
+    exact: Callable[[ir.Node], bool] = every_node
+    gradient: bool = False
+    signs: bool = False
+
+
+@dataclass(slots=True)
+class OpKernel:
+    """How one op is computed. An op without any of the first four is never part of a generated kernel.
+
+    Attributes:
+        expression: C text of an elementwise op.
+        element: C text of an op that reads its operands at other places, or asks the generator for more than arithmetic.
+        index_map: index arithmetic of an op that moves elements, which costs no pass over memory.
+        reduction: how an op reduces axes.
+        typed_by: the operand in whose element type the expression computes.
+        same_memory: the result is the operand's memory under another shape.
+        same_elements: the result holds every element of the operand once.
+        neighbours: each element reads several of its operands', which are written to memory rather than computed so often.
+        work: operations of one element, by which grouping weighs computing a value again against reading it.
+        instructions: C function that only this op calls → its instructions, for predictions.
+        epilogue: the form in a matrix product.
+        decomposition: the op by simpler ones.
+        decomposed_first: whether that is preferred to everything else that could run the node.
+        libraries, kernels: calls that run nodes in place of a generated kernel; the first that accepts a node runs it.
+    """
+
+    expression: Expression | None = None
+    element: Element | None = None
+    index_map: IndexMap | None = None
+    reduction: Reduction | None = None
+    typed_by: int = 0
+    same_memory: bool = False
+    same_elements: bool = False
+    neighbours: bool = False
+    work: int = 1
+    instructions: Mapping[str, int] = field(default_factory=dict)
+    epilogue: Epilogue | None = None
+    decomposition: Decomposition | None = None
+    decomposed_first: bool = False
+    libraries: list[Any] = field(default_factory=list)
+    kernels: list[Any] = field(default_factory=list)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether generated kernels know the op."""
+        return any(way is not None for way in (self.expression, self.element, self.index_map, self.reduction))
+
+
+def _reshape(index_map: IndexMap = views.reshape) -> OpKernel:
+    return OpKernel(index_map=index_map, work=0, same_memory=True, same_elements=True)
+
+
+def _move(index_map: IndexMap, *, same_elements: bool = False) -> OpKernel:
+    return OpKernel(index_map=index_map, work=0, same_elements=same_elements)
+
+
+OP_KERNELS: dict[str, OpKernel] = {
+    # Elementwise
+    "Add": OpKernel(e.infix("+")), "Sub": OpKernel(e.infix("-")), "Mul": OpKernel(e.infix("*")),
+    "Div": OpKernel(e.infix("/"), work=4), "Mod": OpKernel(e.modulo), "Pow": OpKernel(e.power, work=12),
+    "Sum": OpKernel(e.fold(e.infix("+"))), "Mean": OpKernel(e.mean),
+    "Max": OpKernel(e.fold(e.extreme(">"))), "Min": OpKernel(e.fold(e.extreme("<"))),
+    "Neg": OpKernel(lambda a, node, dtype: f"(-{a[0]})"), "Abs": OpKernel(e.absolute), "Sign": OpKernel(e.sign),
+    "Reciprocal": OpKernel(e.reciprocal), "Sqrt": OpKernel(e.call("sqrt"), work=4),
+    "Exp": OpKernel(e.call("exp"), work=4), "Log": OpKernel(e.call("log"), work=4), "Erf": OpKernel(e.call("erf"), work=8),
+    "Sin": OpKernel(e.call("sin"), work=9), "Cos": OpKernel(e.call("cos"), work=9), "Tan": OpKernel(e.call("tan")),
+    "Asin": OpKernel(e.call("asin")), "Acos": OpKernel(e.call("acos")), "Atan": OpKernel(e.call("atan")),
+    "Sinh": OpKernel(e.call("sinh")), "Cosh": OpKernel(e.call("cosh")), "Tanh": OpKernel(e.call("tanh"), work=8),
+    "Asinh": OpKernel(e.call("asinh")), "Acosh": OpKernel(e.call("acosh")), "Atanh": OpKernel(e.call("atanh")),
+    "Floor": OpKernel(e.call("floor")), "Ceil": OpKernel(e.call("ceil")), "Round": OpKernel(e.call("rint")),
+    "Clip": OpKernel(e.clip), "Where": OpKernel(e.where, typed_by=1),
+    "Equal": OpKernel(e.infix("==")), "Greater": OpKernel(e.infix(">")), "GreaterOrEqual": OpKernel(e.infix(">=")),
+    "Less": OpKernel(e.infix("<")), "LessOrEqual": OpKernel(e.infix("<=")),
+    "And": OpKernel(e.infix("&&")), "Or": OpKernel(e.infix("||")), "Xor": OpKernel(e.infix("!=")),
+    "Not": OpKernel(lambda a, node, dtype: f"(!{a[0]})"),
+    "BitwiseAnd": OpKernel(e.infix("&")), "BitwiseOr": OpKernel(e.infix("|")), "BitwiseXor": OpKernel(e.infix("^")),
+    "BitwiseNot": OpKernel(lambda a, node, dtype: f"(~{a[0]})"), "BitShift": OpKernel(e.bit_shift),
+    "IsNaN": OpKernel(lambda a, node, dtype: f"({a[0]} != {a[0]})"), "IsInf": OpKernel(e.is_infinite),
+    # Activations and their gradients
+    "Sigmoid": OpKernel(e.sigmoid, work=6), "Softplus": OpKernel(e.softplus), "Softsign": OpKernel(e.softsign),
+    "Relu": OpKernel(e.relu, epilogue=Epilogue("relu", signs=True)),
+    "graphc::ReluGrad": OpKernel(epilogue=Epilogue("relu_grad", gradient=True, signs=True)),
+    "Gelu": OpKernel(e.gelu, work=12, epilogue=Epilogue("gelu", exact=is_tanh_form)),
+    "graphc::GeluGrad": OpKernel(
+        element=rules.gelu_gradient, work=16, instructions={"gelu_slope": 34, "gelu_tanh_slope": 30},
+        epilogue=Epilogue("gelu_grad", exact=is_tanh_form, gradient=True),
+    ),
+    "LeakyRelu": OpKernel(e.leaky_relu), "HardSigmoid": OpKernel(e.hard_sigmoid), "PRelu": OpKernel(e.prelu),
+    "ThresholdedRelu": OpKernel(e.thresholded_relu), "Elu": OpKernel(e.scaled_exponential(1.0, 1.0)),
+    "Selu": OpKernel(e.scaled_exponential(1.67326319217681884765625, 1.05070102214813232421875)),
+    # Moves
+    "Identity": _reshape(views.identity), "Reshape": _reshape(), "Flatten": _reshape(), "Squeeze": _reshape(),
+    "Unsqueeze": _reshape(),
+    "Transpose": _move(views.transpose, same_elements=True), "Expand": _move(views.expand), "Slice": _move(views.sliced),
+    "Split": _move(views.split), "Concat": _move(views.concat), "Pad": _move(views.pad), "Tile": _move(views.tile),
+    "DepthToSpace": _move(views.depth_to_space), "SpaceToDepth": _move(views.space_to_depth),
+    # Reductions
+    "ReduceSum": OpKernel(reduction=Reduction(r.zero, "Sum")),
+    "ReduceMean": OpKernel(reduction=Reduction(r.zero, "Sum", last=r.over_count)),
+    "ReduceMax": OpKernel(reduction=Reduction(r.least, "Maximum")),
+    "ReduceMin": OpKernel(reduction=Reduction(r.greatest, "Minimum")),
+    "ReduceProd": OpKernel(reduction=Reduction(r.one, "Prod")),
+    "ReduceL1": OpKernel(reduction=Reduction(r.zero, "Sum", r.absolute)),
+    "ReduceL2": OpKernel(reduction=Reduction(r.zero, "Sum", r.square, r.root)),
+    "ReduceSumSquare": OpKernel(reduction=Reduction(r.zero, "Sum", r.square)),
+    "ReduceLogSum": OpKernel(reduction=Reduction(r.zero, "Sum", last=r.logarithm)),
+    # Elements that need more than their operands' at the same place
+    "Cast": OpKernel(element=rules.cast), "CastLike": OpKernel(element=rules.cast), "BitCast": OpKernel(element=rules.bit_cast),
+    "Gather": OpKernel(element=rules.gather), "GatherElements": OpKernel(element=rules.gather_elements),
+    "GatherND": OpKernel(element=rules.gather_nd), "ScatterElements": OpKernel(element=rules.scatter_elements),
+    "OneHot": OpKernel(element=rules.one_hot), "Trilu": OpKernel(element=rules.triangle),
+    "EyeLike": OpKernel(element=rules.diagonal), "graphc::DropoutMask": OpKernel(element=rules.dropout_mask, work=16),
+    "graphc::ChannelsLastMaxPoolTapsGrad": OpKernel(element=rules.pooled_gradient, neighbours=True, work=16),
+    f"graphc::{UNPACKED}": OpKernel(element=rules.unpacked, neighbours=True),
+}  # fmt: skip
+"""Op (``"Gelu"``, ``"graphc::GeluGrad"``) → its record."""
+
+_UNKNOWN = OpKernel()
+
+
+def op_kernel(node: ir.Node) -> OpKernel:
+    """The record of a node's op; one that says nothing where there is none."""
+    return OP_KERNELS.get(key_of(node.domain, node.op_type), _UNKNOWN)
+
+
+def record(op: str) -> OpKernel:
+    """The record of an op, to which a target adds what it has."""
+    return OP_KERNELS.setdefault(op, OpKernel())
+
+
+def reduction_of(node: ir.Node) -> Reduction:
+    """How a reduction node reduces; only for nodes whose record says so."""
+    found = op_kernel(node).reduction
+    if found is None:
+        raise KeyError(f"{node.op_type} is no reduction")
+    return found
+
+
+def is_expression(node: ir.Node) -> bool:
+    """Whether generated kernels know the op; a node of it may still be one that they cannot compute."""
+    # Of Pad, only constant edges are index arithmetic: a rule takes the other modes apart.
+    edges = node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant"
+    return op_kernel(node).is_generated and not edges
