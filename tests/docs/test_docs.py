@@ -127,6 +127,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+def test_the_map_of_the_folders_is_complete() -> None:
+    rooms = set(re.findall(r"^\| `([\w/]+)` \|", (DOCS / "architecture.md").read_text(), re.MULTILINE))
+    modules = [*(ROOT / "graphc").rglob("__init__.py"), *ROOT.glob("passes/*/__init__.py"), *ROOT.glob("backends/*/__init__.py")]
+    folders = {str(module.parent.relative_to(ROOT)) for module in modules}
+    files = {str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "graphc").glob("[!_]*.py")}
+    assert rooms == (folders | files) - {"graphc"}
+
+
 def test_the_reference_has_every_public_name() -> None:
     listed = re.findall(r"^::: graphc\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert set(graphc.__all__) - set(listed) == {"GraphcError", "__version__"}  # the first is among the errors
