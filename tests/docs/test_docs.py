@@ -129,7 +129,11 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 def test_the_map_of_the_folders_is_complete() -> None:
     rooms = set(re.findall(r"^\| `([\w/]+)` \|", (DOCS / "architecture.md").read_text(), re.MULTILINE))
-    modules = [*(ROOT / "graphc").rglob("__init__.py"), *ROOT.glob("passes/*/__init__.py"), *ROOT.glob("backends/*/__init__.py")]
+    modules = [
+        *(ROOT / "graphc").rglob("__init__.py"),
+        *ROOT.glob("passes/*/__init__.py"),
+        *ROOT.glob("backends/*/__init__.py"),
+    ]
     folders = {str(module.parent.relative_to(ROOT)) for module in modules}
     files = {str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "graphc").glob("[!_]*.py")}
     assert rooms == (folders | files) - {"graphc"}
