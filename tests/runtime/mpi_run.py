@@ -1,6 +1,6 @@
 """Running programs and functions on real MPI processes, for tests.
 
-done = run_mpi(2, "print('hello')", timeout=30)            # program text, or a Path to a script
+done = run_mpi(2, "print('hello')")                        # program text, or a Path to a script
 assert done.code == 0, done.text
 
 sums = map_ranks(2, work, 3.0)                             # work(comm, 3.0) on every rank; results in rank order
@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+HANG = 200.0
+"""Seconds after which a run counts as hanging. Not a measure of speed: a busy machine may need minutes."""
 
 _LAUNCH = """
 import json, sys
@@ -105,7 +108,7 @@ def run_mpi(
     workers: int,
     program: str | Path,
     *arguments: str,
-    timeout: float = 60.0,
+    timeout: float = HANG,
     transport: str = "mpi",
     env: dict[str, str] | None = None,
     **options: Any,
@@ -114,7 +117,7 @@ def run_mpi(
     return finish(start_mpi(workers, program, *arguments, transport=transport, env=env, **options), timeout)
 
 
-def map_ranks(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def map_ranks(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = HANG) -> list[Any]:
     """Call a module-level ``function(comm, *arguments)`` on every MPI rank; picklable results in rank order."""
     file = inspect.getsourcefile(function)
     assert file is not None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.runtime.mpi_run import _CALL, ROOT, Done
+from tests.runtime.mpi_run import _CALL, HANG, ROOT, Done
 
 
 def free_port() -> int:
@@ -47,7 +47,7 @@ def start_tcp(
     ]
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 60.0) -> list[Done]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = HANG) -> list[Done]:
     """Wait for all; one that does not end in time fails the test, and none is left."""
     start = time.monotonic()
     found = []
@@ -65,11 +65,11 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 60.0) ->
     return found
 
 
-def run_tcp(workers: int, program: str, *arguments: str, timeout: float = 60.0, **options: Any) -> list[Done]:
+def run_tcp(workers: int, program: str, *arguments: str, timeout: float = HANG, **options: Any) -> list[Done]:
     return finish(start_tcp(workers, program, *arguments, **options), timeout)
 
 
-def map_tcp(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def map_tcp(workers: int, function: Callable[..., Any], *arguments: Any, timeout: float = HANG) -> list[Any]:
     """Call a module-level ``function(comm, *arguments)`` on every rank; picklable results in rank order."""
     file = inspect.getsourcefile(function)
     assert file is not None

@@ -1,4 +1,8 @@
-"""A worker that dies ends the run within 15 s, and the message names it. Nothing is left running."""
+"""A worker that dies ends the run, and the message names it. Nothing is left running.
+
+Only graphc ends these programs: left alone they would run for an hour. So a run that ends in :data:`HANG` seconds was ended by
+what its message says, however busy the machine is.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,9 @@ import pytest
 from graphc.distributed.health.flight_recorder import load
 from graphc.distributed.health.watchdog import is_alive
 from graphc.launch.local import find_mpiexec
-from tests.runtime.mpi_run import ROOT, Done, finish, run_mpi, start_mpi
+from tests.runtime.mpi_run import HANG, ROOT, Done, finish, run_mpi, start_mpi
 
 pytestmark = pytest.mark.mpi
-
-LIMIT = 15.0
 
 STEPS = """
     for k in range(n):
@@ -36,7 +38,7 @@ comm = open_communicator()
 print("pid", comm.rank, os.getpid())
 comm.barrier()
 buffer = np.ones(4_000_000, np.float32)
-def steps(n=100_000):
+def steps(n=100_000_000):
     for k in range(n):
         comm.wait(comm.start(buffer, "mean", f"bucket{k % 2}"))
 def shoot(number, after=0.3):
@@ -48,11 +50,10 @@ def ended_well(done: Done) -> None:
     """Every worker of the run is gone."""
     pids = [int(pid) for pid in re.findall(r"^pid \d+ (\d+)$", done.out, re.MULTILINE)]
     assert len(pids) >= 2, done.text
-    limit = time.monotonic() + 2
+    limit = time.monotonic() + 60
     while any(map(is_alive, pids)) and time.monotonic() < limit:
         time.sleep(0.02)
     assert not any(map(is_alive, pids)), done.text
-    assert done.seconds < LIMIT, done.text
 
 
 FULL = pytest.mark.full
@@ -66,7 +67,7 @@ CASES = [
         "if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone: killed by SIGKILL", 1, id="rank-0", marks=LARGE
     ),
     pytest.param(
-        "if comm.rank == 1: shoot(9)\ntime.sleep(60)",
+        "if comm.rank == 1: shoot(9)\ntime.sleep(3600)",
         r"rank 1 \(pid \d+\) is gone: killed by SIGKILL",
         1,
         id="killed-while-others-sleep",
@@ -140,7 +141,7 @@ CASES = [
 
 @pytest.mark.parametrize(("program", "message", "code"), CASES)
 def test_the_message_names_the_rank(program: str, message: str, code: int) -> None:
-    done = run_mpi(2, START + program, timeout=LIMIT + 15)
+    done = run_mpi(2, START + program)
     assert done.code == code, done.text
     assert re.search(f"^graphc: {message}", done.err, re.MULTILINE), done.text
     assert done.err.count("graphc: ") == 1, done.text
@@ -153,18 +154,17 @@ def test_the_message_names_the_rank(program: str, message: str, code: int) -> No
 SPARE = """
 if comm.rank == 1: comm.introduce("worker 0", spare=True); comm.barrier(); time.sleep(0.2); os.kill(os.getpid(), 9)
 comm.barrier()
-limit = time.monotonic() + 10
+limit = time.monotonic() + 100
 while comm.gone() != {1} and time.monotonic() < limit: time.sleep(0.01)
 print("gone", sorted(comm.gone()))
 """
 
 
 def test_the_others_go_on_without_a_spare_worker() -> None:
-    done = run_mpi(3, START + SPARE, timeout=LIMIT + 15, keep_going=True)
+    done = run_mpi(3, START + SPARE, keep_going=True)
     assert done.code == 0, done.text
     assert done.out.count("gone [1]") == 2, done.text
     assert re.search(r"^graphc: worker 0 \(rank 1, pid \d+\) was lost; the others went on without it$", done.err, re.MULTILINE)
-    assert done.seconds < LIMIT, done.text
 
 
 @pytest.mark.full
@@ -177,7 +177,7 @@ def test_the_others_go_on_without_a_spare_worker() -> None:
     ],
 )
 def test_a_worker_nobody_can_spare_ends_the_run(program: str, message: str, code: int) -> None:
-    done = run_mpi(3, START + program, timeout=LIMIT + 15, keep_going=True)
+    done = run_mpi(3, START + program, keep_going=True)
     assert done.code == code, done.text
     assert re.search(f"^graphc: {message}", done.err, re.MULTILINE), done.text
     ended_well(done)
@@ -186,11 +186,10 @@ def test_a_worker_nobody_can_spare_ends_the_run(program: str, message: str, code
 @pytest.mark.full
 def test_killed_before_it_opened_a_communicator() -> None:
     program = "import os\nprint('pid', 0, os.getpid())\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\n"
-    done = run_mpi(2, program + START, timeout=LIMIT + 15)
+    done = run_mpi(2, program + START)
     assert done.code == 1, done.text
     assert "rank 1 (pid" in done.err, done.text
     assert "killed by SIGKILL" in done.err, done.text
-    assert done.seconds < LIMIT
 
 
 @pytest.mark.full
@@ -201,10 +200,9 @@ def test_killed_from_outside_among_four() -> None:
     pids = dict(line.split()[1:] for line in (process.stdout.readline() for _ in range(4)))
     time.sleep(0.5)
     os.kill(int(pids["2"]), signal.SIGKILL)
-    done = finish(process, LIMIT + 15)
+    done = finish(process, HANG)
     assert f"graphc: rank 2 (pid {pids['2']}) is gone: killed by SIGKILL" in done.err, done.text
     assert done.code == 1
-    assert done.seconds < LIMIT
     assert not any(is_alive(int(pid)) for pid in pids.values())
 
 
@@ -217,8 +215,8 @@ def test_ending_the_launcher_ends_all_workers(number: int) -> None:
     pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
     time.sleep(0.3)
     os.kill(process.pid, number)
-    done = finish(process, LIMIT)
-    limit = time.monotonic() + 5
+    done = finish(process, HANG)
+    limit = time.monotonic() + 60
     while any(map(is_alive, pids)) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not any(map(is_alive, pids)), done.text
@@ -248,7 +246,7 @@ def test_without_our_launcher(program: str, message: str, tmp_path: Path) -> Non
         env={**os.environ, **allowed, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=LIMIT + 15,
+        timeout=HANG,
         check=False,
     )
     ended_well(Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start))
@@ -258,7 +256,7 @@ def test_without_our_launcher(program: str, message: str, tmp_path: Path) -> Non
 
 # A collective that does not end by its deadline ------------------------------------------------------------------------
 
-WAITING = "comm.deadline = 1.5\ndef busy():\n steps(7)\n time.sleep(60)\n"
+WAITING = "comm.deadline = 1.5\ndef busy():\n steps(7)\n time.sleep(3600)\n"
 BUCKET = r"allreduce\(mean\) 'bucket\d' of step \d+ \(16000000 bytes\)"
 LATE = [
     pytest.param(
@@ -290,7 +288,7 @@ LATE = [
         id="other-collective",
     ),
     pytest.param(
-        "buffer = buffer[:2]\nif comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps(10_000_000)",
+        "buffer = buffer[:2]\nif comm.rank == 1:\n steps(7)\n comm.allreduce(buffer, 'mean', 'other')\nsteps()",
         # Thousands pass between two looks, but where workers wait for a processor it can be few.
         r"the ranks disagree: ((ranks 0, 1|ranks 1, 2) did different collectives some time before allreduce\(mean\) 'bucket\d'"
         r"|rank \d is in allreduce\(mean\) '(bucket1|other)' of step \d \(8 bytes\) and rank)",
@@ -315,7 +313,7 @@ LATE = [
 
 @pytest.mark.parametrize(("program", "message"), LATE)
 def test_a_late_worker_is_named_and_the_logs_tell_where(program: str, message: str) -> None:
-    done = run_mpi(3, START + "def steps(n=100_000):\n" + STEPS + WAITING + program, timeout=LIMIT + 15, deadline=2.0)
+    done = run_mpi(3, START + "def steps(n=100_000_000):\n" + STEPS + WAITING + program, deadline=2.0)
     assert done.code == 1, done.text
     assert re.search(f"^graphc: ({message}).*; the other workers were stopped; flight logs: ", done.err, re.MULTILINE), (
         done.text
@@ -332,10 +330,9 @@ def test_a_late_worker_is_named_and_the_logs_tell_where(program: str, message: s
 def test_stopped_before_the_workers_met() -> None:
     """Nobody watches yet; the launcher's own patience, or that of the others as they join, ends the run."""
     program = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 19)\n"
-    done = run_mpi(2, program + START, timeout=LIMIT + 15, deadline=2.0)
+    done = run_mpi(2, program + START, deadline=2.0)
     assert done.code == 1, done.text
     assert re.search(r"rank 1 (\(pid \d+\) has been|did not come to join before the first step) ", done.err), done.text
-    assert done.seconds < LIMIT, done.text
 
 
 @pytest.mark.faults
@@ -345,7 +342,7 @@ def test_what_one_machine_can_tell_of_another(tmp_path: Path) -> None:
         pytest.skip("this user cannot give a process a host name of its own")
     script = tmp_path / "script.py"
     script.write_text(
-        START + "def steps(n=100_000):\n" + STEPS + WAITING + "if comm.rank == 1: steps(7); time.sleep(60)\nsteps()"
+        START + "def steps(n=100_000_000):\n" + STEPS + WAITING + "if comm.rank == 1: steps(7); time.sleep(3600)\nsteps()"
     )
     inside = f'hostname machine$OMPI_COMM_WORLD_RANK; exec "{sys.executable}" "{script}"'
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -355,7 +352,7 @@ def test_what_one_machine_can_tell_of_another(tmp_path: Path) -> None:
         env={**os.environ, **allowed, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=LIMIT + 15,
+        timeout=HANG,
         check=False,
     )
     told = (

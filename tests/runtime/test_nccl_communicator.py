@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from graphc.bench.bandwidth import on_device
+from graphc.bench import bandwidth
 from graphc.distributed.choose import device_name
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.host_queue import NullCommunicator
@@ -185,7 +185,7 @@ if gpu.rank == 0:
     gpu.begin(handle)
     gpu.wait(handle)
     memory.synchronize()
-time.sleep(30)
+time.sleep(3600)
 """
 
 
@@ -196,7 +196,6 @@ def test_a_collective_past_its_deadline_names_who_is_late() -> None:
     assert done.code == 1, done.text
     assert "rank 1" in done.err
     assert "did not come to allreduce(sum) 'b3' of step 5 (64 bytes) within 1 s" in done.err
-    assert done.seconds < 25
 
 
 def test_a_gpu_is_told_by_its_memory() -> None:
@@ -239,11 +238,25 @@ def test_one_rank() -> None:
     one_rank(memory, PretendNccl(1), lambda runs: capture((memory.stream, memory.communication), runs))
 
 
+@pytest.mark.parametrize(("ranks", "bus_gb_s"), [(2, 1.048576), (4, 1.572864)])
+def test_the_bandwidth_of_known_times(ranks: int, bus_gb_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 AllReduces of 1 MiB in 20 ms: over two ranks each byte crosses once, over four one and a half times."""
+
+    def in_turn(calls: Sequence[Callable[[], None]], *_: object) -> list[tuple[float, float]]:
+        for call in calls:
+            call()
+        return [(0.020, 0.016), (0.010, 0.008)]
+
+    monkeypatch.setattr(bandwidth, "_in_turn", in_turn)
+    ((row,), *_) = on_gpus(ranks, lambda comm, memory: bandwidth.on_device(comm, memory, [1], 0.01))
+    expected = {"mib": 1, "ours_ms": 1.0, "ours_best_ms": 0.8, "bus_gb_s": bus_gb_s, "nccl_ms": 0.5, "ratio": 0.5}
+    assert row == pytest.approx(expected)
+
+
 def test_the_bandwidth_is_measured() -> None:
-    ((row,), _) = on_gpus(2, lambda comm, memory: on_device(comm, memory, [1], 0.01))
-    assert row["mib"] == 1
-    assert row["bus_gb_s"] == pytest.approx((1 << 20) / row["ours_ms"] / 1e6)  # over two ranks, every byte crosses once
-    assert row["ratio"] == pytest.approx(row["nccl_ms"] / row["ours_ms"])
+    ((row,), _) = on_gpus(2, lambda comm, memory: bandwidth.on_device(comm, memory, [1], 0.01))
+    assert 0 < row["ours_best_ms"] <= row["ours_ms"]
+    assert row["nccl_ms"] > 0
 
 
 def test_handles_without_elements() -> None:
