@@ -35,7 +35,6 @@ from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.options import CompileOptions
 from graphc.parallel import servers
-from graphc.parameter_server.trainer import ServedTrainer
 from graphc.pipeline import PassCall
 from graphc.report.trace import Summary, Trace
 from graphc.training.trainer import Trainer
@@ -111,7 +110,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     if job.eval_data is not None:
         evaluation = match_inputs(_weighed(read_arrays(job.eval_data), loss), program.inference.graph, job.eval_data, note)
         check_labels(graph, evaluation, job.eval_data)
-        _batches(job, evaluation, 0)
+        _batches(job, evaluation, 0, job.workers)
     return Prepared(program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight)
 
 
@@ -179,9 +178,9 @@ def _check_weights(job: Job, model: ir.Model) -> None:
         check_place(option, place, {f"the weights of the model, {Path(file).name}": file for file in weights})
 
 
-def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int | None = None) -> Shards:
+def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int) -> Shards:
     """The shares of an evaluation: every sample once, in the order of the file."""
-    return shard(arrays, global_batch=job.batch_size, rank=rank, size=job.workers if size is None else size, shuffle=False)
+    return shard(arrays, global_batch=job.batch_size, rank=rank, size=size, shuffle=False)
 
 
 def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int, weight: str | None) -> Shards:
@@ -222,19 +221,18 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         ) as trainer,
         without_tracebacks(),
     ):
-        served = isinstance(trainer, ServedTrainer)
-        rank = 0 if served else trainer.rank
+        rank = 0 if trainer.servers else trainer.rank
         batches = _training_batches(job, program, prepared.arrays, rank, prepared.weight)
-        trainer.attach(batches)
+        trainer.track(batches)
         if job.resume is not None:
             trainer.restore(job.resume)
             if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position
                 epoch, done = divmod(trainer.steps_done, len(batches))
                 batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
-        steps = job.epochs * len(batches) * (trainer.pushes_per_batch if isinstance(trainer, ServedTrainer) else 1)
+        steps = job.epochs * len(batches) * trainer.steps_per_batch
         with Reporter(job.form, steps, job.log_every, done=trainer.steps_done) as reporter:
             try:
-                (_serve if served else _epochs)(job, prepared, trainer, batches, reporter)
+                _train(job, prepared, trainer, batches, reporter)
             except NonFiniteError as error:
                 failure = _keep_last_good(job, trainer, error)
             else:
@@ -258,7 +256,7 @@ def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
         "steps": trainer.steps_done,
         "state_sha256": trainer.state_sha256(),
         "world_size": trainer.size,
-        **({"servers": trainer.options.servers, "lost": sorted(trainer.lost)} if isinstance(trainer, ServedTrainer) else {}),
+        **({"servers": trainer.servers, "lost": sorted(trainer.lost)} if trainer.servers else {}),
         "allreduces_per_step": collectives,
         "seconds": round(seconds, 3),
         **({"output": job.output} if job.output else {}),
@@ -290,56 +288,33 @@ def without_tracebacks() -> Iterator[None]:
         raise GraphcError(output.unexpected(error)) from None
 
 
-def _epochs(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
+def _train(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
     """Train up to ``job.epochs`` epochs in total, from where the data stands."""
-    for epoch in range(batches.position[0], job.epochs):
-        start = time.perf_counter()
-        sums: dict[str, float] = {}
-        samples = 0
-        for batch in batches:
-            skipped = trainer.skipped_steps
-            metrics = trainer.step(batch.feeds, offset=batch.offset)
-            if trainer.skipped_steps > skipped:
-                reporter.skipped(trainer.steps_done, trainer.skipped_steps)
-                continue
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value * batch.global_size
-            samples += batch.global_size
-            reporter.step(trainer.steps_done, metrics)
-        event: dict[str, Any] = {"event": "epoch", "epoch": epoch + 1}
-        event |= {name: total / samples for name, total in sums.items()}  # of the steps that were not skipped
-        if trainer.skipped_steps:
-            event["skipped"] = trainer.skipped_steps
-        if prepared.evaluation is not None:
-            found = trainer.evaluate(_batches(job, prepared.evaluation, trainer.rank))
-            event |= {f"eval_{name}": value for name, value in found.items()}
-        event["seconds"] = round(time.perf_counter() - start, 3)
-        reporter.epoch(event)
-        if job.checkpoint is not None:
-            trainer.save(job.checkpoint)
-
-
-def _serve(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
-    """Train with parameter servers, the first of which tells how it goes."""
     start = time.perf_counter()
+    rank, size = (0, 1) if trainer.servers else (trainer.rank, trainer.size)  # of an evaluation
 
-    def tell(event: dict[str, Any]) -> None:
+    def report(event: dict[str, Any]) -> None:
         nonlocal start
-        if event["event"] == "step":
-            reporter.step(event["step"], {k: v for k, v in event.items() if k not in ("event", "step")})
-        elif event["event"] == "lost":
-            output.note(f"worker {event['worker']} was lost after step {event['step']}; the others go on")
-        else:
-            if prepared.evaluation is not None:
-                found = trainer.evaluate(_batches(job, prepared.evaluation, 0, size=1))
-                event = event | {f"eval_{name}": value for name, value in found.items()}
-            now = time.perf_counter()
-            reporter.epoch(event | {"seconds": round(now - start, 3)})
-            start = now
-            if job.checkpoint is not None:
-                trainer.save(job.checkpoint)
+        match event:
+            case {"event": "step", "step": step, **metrics}:
+                reporter.step(step, metrics)
+            case {"event": "skipped", "step": step, "skipped": count}:
+                reporter.skipped(step, count)
+            case {"event": "lost", "worker": worker, "step": step}:
+                output.note(f"worker {worker} was lost after step {step}; the others go on")
+            case _:
+                if trainer.skipped_steps:
+                    event["skipped"] = trainer.skipped_steps
+                if prepared.evaluation is not None:
+                    found = trainer.evaluate(_batches(job, prepared.evaluation, rank, size))
+                    event |= {f"eval_{name}": value for name, value in found.items()}
+                now = time.perf_counter()
+                reporter.epoch(event | {"seconds": round(now - start, 3)})
+                start = now
+                if job.checkpoint is not None:
+                    trainer.save(job.checkpoint)
 
-    trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[tell], log_every=1)
+    trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[report], log_every=1)
 
 
 def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFiniteError:

@@ -17,10 +17,12 @@ from graphc.ir.ops.parameter_server import ServerOptions, server_options
 from graphc.parameter_server.split import nbytes, pulled, pushes, server_part
 
 # Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
-VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED, HASH = 0, 1, 2, 3, 4, 5, 6, 7, 8
-PER_WORKER = 12  # the first cell of the tables; HASH takes four
+# FAILED and ENDED hold the length of the text that says more.
+VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED = 0, 1, 2, 3, 4, 5, 6, 7
+PER_WORKER = 8  # the first cell of the tables
 PUSH, COLLECT, STOP = 1, 2, 3  # entries of the log
-TEXT = 4096  # bytes for the words of a failure
+TEXT = 4096  # bytes for the words of a failure, or for the hash and the means that training ends with
+TEXT_PER_OUTPUT = 32  # further bytes for the mean of each output
 PUSHES, APPLIED, DONE, LIVE = 0, 1, 2, 3  # tables of one cell a worker
 
 
@@ -62,11 +64,9 @@ class ServerLayout:
     """Who is what, and where everything lies in the windows; equal on all ranks."""
 
     def __init__(self, model: ir.Model, size: int) -> None:
-        options = server_options(model.graph)
-        assert options is not None
-        self.options: ServerOptions = options
-        self.servers = options.servers
-        self.workers = size - options.servers
+        self.options = _options(model.graph)
+        self.servers = self.options.servers
+        self.workers = size - self.servers
         self.parts = [server_part(model, k) for k in range(self.servers)]
         self.published = [self._published(model.graph, k) for k in range(self.servers)]
         self.mailbox = [self._mailbox(k) for k in range(self.servers)]
@@ -76,7 +76,8 @@ class ServerLayout:
         self.ring = 2 * self.workers + 4
         self.log = PER_WORKER + 4 * self.workers
         self.text = (self.log + self.ring * self.entry) * CELL
-        self.halves = -(-(self.text + TEXT) // ALIGNMENT) * ALIGNMENT
+        self.text_bytes = TEXT + TEXT_PER_OUTPUT * len(self.outputs)
+        self.halves = -(-(self.text + self.text_bytes) // ALIGNMENT) * ALIGNMENT
 
     def _published(self, graph: ir.Graph, server: int) -> ServerRegion:
         region = ServerRegion()
@@ -126,20 +127,28 @@ class ServerLayout:
         return slice(start, start + self.workers)
 
 
-def check_world(options: ServerOptions, size: int, workers: int | None) -> None:
-    """Refuse a world that is no ``servers + workers`` ranks.
+def _options(graph: ir.Graph) -> ServerOptions:
+    options = server_options(graph)
+    if options is None:
+        raise UsageError("the graph has no parameter servers")
+    return options
+
+
+def check_world(graph: ir.Graph, size: int, workers: int | None) -> None:
+    """Refuse a world that does not have the graph's servers and ``workers`` more ranks.
 
     Raises:
         UsageError: no rank is left for a worker.
         WorldError: another number of ranks than servers and the mesh's workers.
     """
-    if size <= options.servers:
+    servers = _options(graph).servers
+    if size <= servers:
         raise UsageError(
-            f"servers={options.servers} takes {options.servers} of {size} process(es) and leaves no worker; start at least "
-            f"{options.servers + 1}: 'graphc launch -n {options.servers + 1} --keep-going …'"
+            f"servers={servers} takes {servers} of {size} process(es) and leaves no worker; start at least "
+            f"{servers + 1}: 'graphc launch -n {servers + 1} --keep-going …'"
         )
-    if workers is not None and size != options.servers + workers:
+    if workers is not None and size != servers + workers:
         raise WorldError(
-            f"the mesh data={workers} and {options.servers} parameter server(s) want {options.servers + workers} processes, "
-            f"the world has {size}; start with 'graphc launch -n {options.servers + workers} --keep-going …'"
+            f"the mesh data={workers} and {servers} parameter server(s) want {servers + workers} processes, "
+            f"the world has {size}; start with 'graphc launch -n {servers + workers} --keep-going …'"
         )

@@ -16,7 +16,7 @@ from graphc.device import Array, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import NonFiniteError, WorldError
-from graphc.parameter_server.layout import EXPORTS, FAILED, FAILING, HASH, PER_WORKER, TEXT, VERSION, ServerLayout
+from graphc.parameter_server.layout import ENDED, EXPORTS, FAILED, FAILING, PER_WORKER, VERSION, ServerLayout
 from graphc.parameter_server.split import Exchanging
 from graphc.plan.partition import Plan, make_plan
 
@@ -74,19 +74,12 @@ class Member:
     def fail(self, error: NonFiniteError) -> None:
         """Tell all others that the run ends with this error; the first one counts."""
         if self._windows.add(0, FAILING, 1) == 0:
-            text = json.dumps([str(error), error.step, error.tensor]).encode()[:TEXT]
-            self._windows.put(0, self.layout.text, np.frombuffer(text, np.uint8))
-            self.tell(0, FAILED, len(text))
+            self._write_text(FAILED, str(error), error.step, error.tensor)
 
     def failure(self) -> NonFiniteError | None:
         """The error of another rank, if there is one."""
-        length = self.cell(0, FAILED)
-        if not length:
-            return None
-        data = np.zeros(length, np.uint8)
-        self._windows.get(0, self.layout.text, data)
-        message, step, tensor = json.loads(data.tobytes())
-        return NonFiniteError(message, step=step, tensor=tensor)
+        found = self._read_text(FAILED)
+        return NonFiniteError(found[0], step=found[1], tensor=found[2]) if found else None
 
     def exported(self, count: int) -> None:
         """Server 0 has written file number ``count``, which the others wait for."""
@@ -95,10 +88,27 @@ class Member:
         else:
             self.wait(lambda: self.cell(0, EXPORTS) >= count, lambda: "server 0 (rank 0), which writes the file,")
 
-    def read_digest(self) -> None:
-        found = np.zeros(4, np.int64)
-        self._windows.read(0, HASH, found)
-        self.digest = found.tobytes().hex()
+    def publish_end(self, digest: str, means: Mapping[str, float]) -> None:
+        """On server 0: tell all others the hash of the final state, and the means of the last epoch."""
+        self._write_text(ENDED, digest, [means[name] for name in self.layout.outputs] if means else [])
+
+    def _read_end(self) -> dict[str, float]:
+        """The means of the last epoch, which are empty where there was no step; and keep the hash."""
+        self.digest, means = self._read_text(ENDED)
+        return dict(zip(self.layout.outputs, means, strict=True)) if means else {}
+
+    def _write_text(self, cell: int, *entries: Any) -> None:
+        """Leave ``entries`` with server 0, and the length of their text in ``cell``; once in a run."""
+        text = json.dumps(entries).encode()[: self.layout.text_bytes]
+        self._windows.put(0, self.layout.text, np.frombuffer(text, np.uint8))
+        self.tell(0, cell, len(text))
+
+    def _read_text(self, cell: int) -> list[Any]:
+        """What was written with ``cell``; empty where nothing was."""
+        data = np.zeros(self.cell(0, cell), np.uint8)
+        self._windows.get(0, self.layout.text, data)
+        found: list[Any] = json.loads(data.tobytes()) if data.size else []
+        return found
 
 
 class Exchange(Exchanging):

@@ -31,7 +31,7 @@ from graphc.distributed.communicator import Communicator
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import NonFiniteError, WorldError
 from graphc.ir.facts import static_dims
-from graphc.ir.names import LEARNING_RATE
+from graphc.ir.names import LEARNING_RATE, SKIPPED
 from graphc.parameter_server.layout import (
     APPLIED,
     COLLECT,
@@ -39,7 +39,6 @@ from graphc.parameter_server.layout import (
     DONE,
     ENDED,
     FAILED,
-    HASH,
     LIVE,
     LOG,
     PUSH,
@@ -104,6 +103,11 @@ class Server(Member):
         """The graph's outputs over what was applied last; only on server 0."""
         return {name: float(array) for name, array in self._executor.outputs.items()}
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing because of a NaN or an infinity."""
+        return int(self.state.scalars.read(SKIPPED)) if SKIPPED in self.state.scalars else 0
+
     def next(self) -> bool:
         """Apply the next step; False when all live workers have finished.
 
@@ -144,13 +148,10 @@ class Server(Member):
         """On server 0: let the other servers end."""
         self._append(STOP, [])
 
-    def end(self, digest: str | None) -> None:
-        """Return when every live worker has the final state; server 0 gives its hash, which :attr:`digest` then holds."""
-        if self.index == 0 and digest is not None:
-            self.tell(0, HASH, *np.frombuffer(bytes.fromhex(digest), np.int64).tolist())
-            self.tell(0, ENDED, 1)
+    def end(self) -> dict[str, float]:
+        """Return the means of the last epoch when every live worker has the final state."""
         self.wait(self._all_have_left, lambda: "a worker that has finished")
-        self.read_digest()
+        return self._read_end()
 
     def _all_have_left(self) -> bool:
         gone = self._comm.gone()

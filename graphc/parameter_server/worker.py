@@ -112,13 +112,14 @@ class ParameterWorker(Member):
         self.count += 1
         self.tell(0, self.layout.table(PUSHES).start + self.index, self.count)
 
-    def finish(self) -> None:
-        """Take part no longer; returns with the final parameters when no worker does."""
+    def finish(self) -> dict[str, float]:
+        """Take part no longer; returns with the final parameters when no worker does, and the means of the last epoch."""
         self.tell(0, self.layout.table(DONE).start + self.index, 1)
         self.wait(self._has_ended, lambda: "the other workers")
         self._fetch(self.cell(0, VERSION))
-        self.read_digest()
+        means = self._read_end()
         self.tell(0, self.layout.table(DONE).start + self.index, 2)
+        return means
 
     def _has_ended(self) -> bool:
         head = self.look()

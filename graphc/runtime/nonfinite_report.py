@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
-from graphc.training.microbatch import MicroBatch
 
 
 def first_nonfinite(
@@ -55,18 +54,6 @@ def first_nonfinite(
             return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
         finally:
             host.close()
-
-
-def again(
-    parts: Sequence[tuple[Executor, MicroBatch]], place: Callable[[MicroBatch], None], memory: Memory
-) -> Iterator[tuple[Executor, Mapping[str, Array]]]:
-    """The plans and feeds of a step, each with its place in the global batch while it is looked at."""
-    for k, (executor, part) in enumerate(parts):
-        place(part)
-        feeds = part.feeds
-        if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
-            feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
-        yield executor, feeds
 
 
 def explain(

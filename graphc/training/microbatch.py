@@ -17,7 +17,9 @@ from graphc.device import Array
 from graphc.distributed.communicator import Communicator
 from graphc.errors import FeedError, UsageError
 from graphc.ir.facts import dims
+from graphc.ir.names import LIVE, SAMPLE_OFFSET
 from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
+from graphc.runtime.scalars import Scalars
 from graphc.training.feeds import batches_of, feed_shape
 
 
@@ -34,6 +36,12 @@ class MicroBatch:
     feeds: Mapping[str, Array]
     offset: int
     live: bool
+
+    def set_scalars(self, scalars: Scalars) -> None:
+        """Tell the graph which samples of the global batch these are, and whether they count."""
+        for name, value in ((SAMPLE_OFFSET, self.offset), (LIVE, float(self.live))):
+            if name in scalars:
+                scalars.set(name, value)
 
 
 class MicroBatches:

@@ -22,7 +22,7 @@ from graphc.training.feeds import check_arrays, check_feed_names, key_of_shapes
 Wrap = Callable[[str, str, Run], Run]
 
 
-class Bindings:
+class PlanCache:
     """What runs a program's training and evaluation graphs on one worker.
 
     Args:
@@ -34,6 +34,7 @@ class Bindings:
 
     Attributes:
         state: what all plans share.
+        wrap: goes around every step of the plans that are bound from now on, as for :class:`Executor`.
         training, evaluation: the bound plans, by the shapes of their feeds.
 
     Raises:
@@ -50,6 +51,7 @@ class Bindings:
         check: bool,
         batched: Sequence[str],
     ) -> None:
+        self.wrap: Wrap | None = None
         self.training: dict[tuple[Any, ...], Executor] = {}
         self.evaluation: dict[tuple[Any, ...], Executor] = {}
         self._program, self._backend, self._comm = program, backend, comm
@@ -61,8 +63,8 @@ class Bindings:
         self.state = self._make_state()
         self._left = backend.memory.available() or 0
 
-    def for_training(self, feeds: Mapping[str, Array], wrap: Wrap | None = None) -> Executor:
-        """The plan of the training graph for the shapes of ``feeds``; ``wrap`` as for :class:`Executor`.
+    def for_training(self, feeds: Mapping[str, Array]) -> Executor:
+        """The plan of the training graph for the shapes of ``feeds``.
 
         Raises:
             FeedError: names or shapes that contradict the graph.
@@ -72,15 +74,15 @@ class Bindings:
         key = key_of_shapes(feeds)
         found = self.training.get(key)
         if found is None:
-            found = self.training[key] = self._bind(feeds, self._program.model, wrap)
+            found = self.training[key] = self._bind(feeds, self._program.model)
         return found
 
-    def for_evaluation(self, feeds: Mapping[str, Array], wrap: Wrap | None = None) -> Executor:
+    def for_evaluation(self, feeds: Mapping[str, Array]) -> Executor:
         """The plan of the evaluation graph for the shapes of ``feeds``; errors as of :meth:`for_training`."""
         key = key_of_shapes(feeds)
         found = self.evaluation.get(key)
         if found is None:
-            found = self.evaluation[key] = self._bind(feeds, self._program.inference, wrap)
+            found = self.evaluation[key] = self._bind(feeds, self._program.inference)
         return found
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -107,7 +109,7 @@ class Bindings:
             raise explain_state(self._program, self._available, self._backend.name) from error
 
     @collection_paused()
-    def _bind(self, feeds: Mapping[str, Array], model: ir.Model, wrap: Wrap | None) -> Executor:
+    def _bind(self, feeds: Mapping[str, Array], model: ir.Model) -> Executor:
         shapes, rank, size = check_feed_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host
         plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded)
@@ -117,7 +119,7 @@ class Bindings:
         taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
         host = self.on_host() if self.state.offloaded else None  # runs updates whose state lies there
         try:
-            return Executor(plan, self.state, self._backend, comm, host=host, check=self.check, wrap=wrap)
+            return Executor(plan, self.state, self._backend, comm, host=host, check=self.check, wrap=self.wrap)
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 

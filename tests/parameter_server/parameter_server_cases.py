@@ -7,7 +7,6 @@ from typing import Any
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from graphc.parameter_server.trainer import ServedTrainer
 
 OPTIMIZERS = {"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}
 
@@ -22,16 +21,14 @@ def train(comm: Any, path: str, name: str, strategy: str, optimizer: str, steps:
     """Losses of one rank, and the hash of the final state."""
     losses = []
     with graphc.Trainer(compiled(path, strategy, optimizer), comm=comm, threads=1) as trainer:
-        servers = trainer.options.servers if isinstance(trainer, ServedTrainer) else 0
-        if comm.rank < servers:
+        if trainer.is_server:
             trainer.serve()
             return [], trainer.state_sha256()
         for step in range(steps):
             x, y = SPECS[name].batch(8, step)
-            mine = share(8, comm.rank - servers, comm.size - servers)
+            mine = share(8, comm.rank - trainer.servers, trainer.workers)
             losses.append(trainer.step({"input": x[mine], "label": y[mine]}, offset=mine.start)["loss"])
-        if servers:
-            trainer.finish()
+        trainer.finish()
         return losses, trainer.state_sha256()
 
 

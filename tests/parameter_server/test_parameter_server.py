@@ -22,7 +22,6 @@ from graphc.device import Run
 from graphc.distributed.threads import run_threads
 from graphc.frontends.training_export import standard_model
 from graphc.ir.ops.parameter_server import server_options
-from graphc.parameter_server.trainer import ServedTrainer
 from tests.parameter_server.parameter_server_cases import COUNTING, OPTIMIZERS, compiled, train
 
 pytestmark = pytest.mark.full
@@ -62,7 +61,7 @@ def count_program(path: str, strategy: str) -> graphc.Program:
     return graphc.compile(path, loss=graphc.losses.Output("loss"), optimizer=graphc.optim.SGD(lr=1.0), strategy=strategy)
 
 
-def counted(trainer: ServedTrainer) -> set[float]:
+def counted(trainer: graphc.Trainer) -> set[float]:
     """The number of pushes as each element of each parameter that this rank knows has seen it."""
     known = [array for name, array in trainer.state.arrays.items() if name in ("v", "w")]
     return {float(-n) for array in known for n in np.unique(array)}
@@ -70,7 +69,6 @@ def counted(trainer: ServedTrainer) -> set[float]:
 
 def push_often(comm: Any, path: str, strategy: str, steps: int) -> tuple[set[float], int]:
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         trainer.fit([ONE] * steps)
         return counted(trainer), trainer.steps_done
 
@@ -105,7 +103,6 @@ def race(comm: Any, path: str, strategy: str, log: list[tuple[int, str, int]]) -
     pushes: dict[int, str] = {}
     worker = comm.rank - 1
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, wrap=wrap) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         if trainer.is_server:
             trainer.serve()
             return
@@ -146,8 +143,7 @@ def deserting(comm: Any, path: str, strategy: str) -> tuple[int, dict[int, int],
     """Worker 1 leaves after two steps, in the middle of an epoch of 10 batches."""
     data = shard({"x": np.ones((20, 1), np.float32)}, global_batch=2, rank=0, size=2)
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1) as trainer:
-        assert isinstance(trainer, ServedTrainer)
-        if comm.rank == trainer.options.servers + 1:
+        if comm.rank == trainer.servers + 1:
             trainer.step(ONE)
             trainer.step(ONE)
             return 0, {}, set()
@@ -189,7 +185,6 @@ def test_servers_do_not_wait_for_nobody(counting: str) -> None:
 def scheduled(comm: Any, path: str) -> set[float]:
     program = count_program(path, "parameter_server:servers=2")
     with graphc.Trainer(program, comm=comm, threads=1, schedule=lambda step: float(2**step)) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         trainer.fit([ONE] * 5)
         return counted(trainer)
 
@@ -213,9 +208,9 @@ def normalised(comm: Any, path: str, strategy: str) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((10, 8, 6), dtype=np.float32) + 2, rng.integers(0, 3, (10, 8))
     with graphc.Trainer(compiled(path, strategy, "sgd:lr=0.1"), comm=comm, threads=1) as trainer:
-        servers = trainer.options.servers if isinstance(trainer, ServedTrainer) else 0
+        servers = trainer.servers
         mine = share(8, comm.rank - servers, comm.size - servers)
-        if isinstance(trainer, ServedTrainer):
+        if trainer.servers:
             trainer.fit([{"input": a[mine], "label": b[mine]} for a, b in zip(x, y, strict=True)])
         else:
             for a, b in zip(x, y, strict=True):
@@ -239,7 +234,6 @@ def test_running_statistics_are_averaged_by_the_servers(tmp_path: Path) -> None:
 def interrupted(comm: Any, path: str, strategy: str, folder: Path, resume: bool, epochs: int) -> tuple[int, str]:
     x, y = SPECS["mlp"].batch(40, 0)
     with graphc.Trainer(compiled(path, strategy), comm=comm, threads=1) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         data = shard({"input": x, "label": y}, global_batch=8, rank=0, size=trainer.workers)
         if resume:
             trainer.restore(folder)
@@ -282,7 +276,6 @@ def test_another_strategy_goes_on_from_a_checkpoint(exported: Callable[[str], st
 
 def poisoned(comm: Any, path: str, strategy: str) -> tuple[str, set[float]]:
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         bad = {"x": np.full((1, 1), np.nan, np.float32)}
         feeds = [ONE] * 5 + [bad if comm.rank == comm.size - 1 else ONE] + [ONE] * 1000
         with pytest.raises(graphc.errors.NonFiniteError) as caught:
@@ -402,7 +395,6 @@ def test_bad_worlds(counting: str) -> None:
 def late(comm: Any, path: str, strategy: str, ended: threading.Event) -> None:
     """Rank 2 stops after its first step until the others have given up."""
     with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=4.0) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         if comm.rank == 2:
             trainer.step(ONE)
             ended.wait(60)
@@ -437,7 +429,6 @@ def test_data_for_other_workers_is_refused(counting: str) -> None:
 def misused(comm: Any, path: str) -> list[str]:
     texts = []
     with graphc.Trainer(count_program(path, "parameter_server"), comm=comm, threads=1) as trainer:
-        assert isinstance(trainer, ServedTrainer)
         wrong: Callable[[], object] = (lambda: trainer.step(ONE)) if trainer.is_server else trainer.serve
         with pytest.raises(graphc.errors.UsageError) as caught:
             wrong()

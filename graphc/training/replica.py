@@ -1,0 +1,154 @@
+"""Synchronous training: every rank holds the model and computes its share of each global batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from graphc.compiler import Program
+from graphc.data import Batch, Shards
+from graphc.device import Array, Run
+from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
+from graphc.ir.names import STEP
+from graphc.runtime.executor import Executor, NonFiniteStepError
+from graphc.runtime.input_staging import Ahead
+from graphc.runtime.nonfinite_report import explain, explain_lost
+from graphc.training.feeds import check_feed_names, feed_shape
+from graphc.training.microbatch import MicroBatch, until_all_end
+from graphc.training.progress import EpochProgress
+from graphc.training.strategy import Batches, Strategy
+
+
+class Replica(Strategy):
+    """One of the ranks that train together: all take part in every step, and in its collectives."""
+
+    _prepared: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None  # feeds of the next step
+    _meanwhile: Run | None = None  # called while a device works on a step
+
+    @staticmethod
+    def check_world(program: Program, size: int) -> None:
+        mesh = program.mesh
+        if mesh is not None and mesh.size != size:
+            raise WorldError(
+                f"the mesh {mesh} wants {mesh.size} worker(s), the world has {size};"
+                f" start with 'graphc launch -n {mesh.size} …' or compile for Mesh(data={size})"
+            )
+
+    def check_shards(self, shards: Shards) -> None:
+        rank, size = self.trainer.rank, self.trainer.size
+        if (shards.rank, shards.size) != (rank, size):
+            raise UsageError(
+                f"the data is that of rank {shards.rank} of {shards.size}, this worker is rank {rank} of {size};"
+                " give shard(…, rank=trainer.rank, size=trainer.size)"
+            )
+
+    def check_evaluation(self, batches: Batches) -> None:
+        """Any batches do: the ranks sum up what they have evaluated."""
+
+    def check_restore(self) -> None:
+        """Replicas take another state at any time."""
+
+    def collect(self) -> None:
+        """The state of a replica is up to date."""
+
+    def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
+        trainer = self.trainer
+        prepared, self._prepared = self._prepared, None
+        parts = prepared[1] if prepared is not None and prepared[0] is feeds else self._parts(feeds, offset)
+        trainer.follow_schedule()
+        trainer.comm.step = trainer.steps_done
+        try:
+            if trainer.trace is None:
+                self._run(parts)
+            else:
+                trainer.trace.step(trainer.steps_done, functools.partial(self._run, parts))
+        except NonFiniteStepError:
+            raise self._explain_nonfinite(parts) from None
+        except DeviceError as error:
+            reason = explain_lost(error, trainer.comm, trainer.steps_done, trainer.last_checkpoint)
+            trainer.comm.abort(reason)
+            raise DeviceError(reason) from error
+        except RuntimeError as error:
+            shapes = ", ".join(f"{name} {list(feed_shape(array))}" for name, array in feeds.items())
+            raise GraphcError(f"step {trainer.steps_done} failed in the runtime, with the feeds {shapes}: {error}") from error
+        trainer.steps_done += 1
+        return {name: float(array) for name, array in parts[-1][0].outputs.items()}
+
+    def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
+        """The micro-batches of a step, checked, each with its plan."""
+        trainer = self.trainer
+        check_feed_names(feeds, trainer.program.model.graph)
+        rows = trainer.micro_batches.rows(feeds)
+        if rows == 0 and trainer.size == 1:
+            raise FeedError(f"feed {trainer.micro_batches.first!r} has no samples")
+        start = trainer.rank * rows if offset is None else offset
+        parts = []
+        for part in trainer.micro_batches.split(feeds, start):
+            executor = trainer.plans.for_training(part.feeds)
+            parts.append((executor, replace(part, feeds=trainer.plans.checked(executor, part.feeds))))
+        return parts
+
+    def _run(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> None:
+        last = len(parts) - 1
+        for k, (executor, part) in enumerate(parts):
+            part.set_scalars(self.trainer.state.scalars)
+            executor.run(part.feeds, index=k, last=k == last, meanwhile=self._meanwhile)
+
+    def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
+        program, state, comm = self.trainer.program, self.trainer.state, self.trainer.comm
+        state.gather(comm, program.model.graph.initializers)
+        done = int(state.scalars.read(STEP)) if STEP in state.scalars else self.trainer.steps_done
+        return explain(program.model, self._runs(parts), state, self.trainer.backend, comm, done)
+
+    def _runs(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> Iterator[tuple[Executor, Mapping[str, Array]]]:
+        """The plans and feeds of a step; the state's scalars are those of each while it is looked at."""
+        memory = self.trainer.backend.memory
+        for k, (executor, part) in enumerate(parts):
+            part.set_scalars(self.trainer.state.scalars)
+            feeds = part.feeds
+            if k == len(parts) - 1 and not memory.on_host:  # they lie there still; the arrays may hold the next ones
+                feeds = {name: memory.fetch(array) for name, array in executor.inputs.items()}
+            yield executor, feeds
+
+    def fit(self, batches: Batches, epochs: int, progress: EpochProgress) -> None:
+        trainer = self.trainer
+        if isinstance(batches, Shards):
+            trainer.micro_batches.check_divides(batches.global_batch, trainer.size)
+        for epoch in range(epochs):
+            number = batches.position[0] if isinstance(batches, Shards) else epoch
+            for batch in self._walk(batches):
+                skipped = trainer.skipped_steps
+                metrics = trainer.step(batch.feeds, offset=batch.offset)
+                if trainer.skipped_steps > skipped:
+                    progress.skip(trainer.steps_done, trainer.skipped_steps)
+                else:
+                    progress.step(trainer.steps_done, metrics, batch.global_size)
+            if not progress.steps:
+                raise FeedError("fit got no batches; an iterator can be walked only once, give a list or graphc.data.shard(…)")
+            progress.end_epoch(number + 1)
+
+    def _walk(self, batches: Batches) -> Iterator[Batch]:
+        """One epoch; on a device each batch is fetched and sent there while the step before runs."""
+
+        def ahead(items: Iterator[Batch]) -> Iterator[Batch]:
+            if self.trainer.backend.memory.on_host:
+                return items
+            found = Ahead(items, self._prepare)
+            self._meanwhile = found.look
+            return found
+
+        try:
+            if isinstance(batches, Shards):
+                yield from batches.walk(ahead)
+            else:
+                yield from ahead(until_all_end(batches, self.trainer.micro_batches, self.trainer.comm))
+        finally:
+            self._meanwhile = self._prepared = None
+
+    def _prepare(self, batch: Batch) -> None:
+        """Send the feeds of the next step to the device while this step runs there."""
+        parts = self._parts(batch.feeds, batch.offset)
+        executor, first = parts[0]
+        executor.places.feeds.stage(first.feeds)
+        self._prepared = (batch.feeds, parts)
