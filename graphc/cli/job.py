@@ -229,7 +229,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
             if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position
                 epoch, done = divmod(trainer.steps_done, len(batches))
                 batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
-        steps = job.epochs * len(batches) * trainer.steps_per_batch
+        steps = job.epochs * len(batches) * trainer.strategy.steps_per_batch
         with Reporter(job.form, steps, job.log_every, done=trainer.steps_done) as reporter:
             try:
                 _train(job, prepared, trainer, batches, reporter)

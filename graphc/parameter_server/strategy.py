@@ -48,6 +48,7 @@ class ParameterServer(Strategy):
             raise UsageError("a trace is put together from all ranks, of which workers may die; parameter servers write none")
         self._layout = ServerLayout(trainer.program.model, trainer.size)
         self._synchronous = self._layout.options.staleness == 0
+        self.steps_per_batch = 1 if self._synchronous else self._layout.workers
         self._server: Server | None = None
         self._worker: ParameterWorker | None = None
         self._ended = False
@@ -69,14 +70,6 @@ class ParameterServer(Strategy):
             )
         if shards.tail == "weight-zero":
             raise UsageError("a push needs a sample: with parameter servers tail is keep, drop or pad")
-
-    @property
-    def lost(self) -> dict[int, int]:
-        return dict(self._server.lost) if self._server is not None else {}
-
-    @property
-    def steps_per_batch(self) -> int:
-        return 1 if self._synchronous else self._layout.workers
 
     def set_learning_rate(self, value: float) -> None:
         if self._worker is not None or self.trainer.rank > 0:
@@ -108,7 +101,11 @@ class ParameterServer(Strategy):
         shards = batches if isinstance(batches, Shards) else None
         length, position = self._epoch_steps(shards), self._first_step(shards)
         try:
-            while self._apply_next(server):
+            while True:
+                if trainer.rank == 0:  # which notes the learning rate in the log for the others
+                    trainer.follow_schedule()
+                if not server.next():
+                    break
                 trainer.steps_done = server.steps
                 position += 1
                 self._report(server, progress)
@@ -126,11 +123,6 @@ class ParameterServer(Strategy):
         if trainer.rank == 0:
             server.publish_end(checkpoint.state_sha256(trainer.state.snapshot()), progress.means)
         progress.means = server.end()
-
-    def _apply_next(self, server: Server) -> bool:
-        if self.trainer.rank == 0:  # which notes the learning rate in the log for the others
-            self.trainer.follow_schedule()
-        return server.next()
 
     def _report(self, server: Server, progress: EpochProgress) -> None:
         for worker, step in server.lost.items():
@@ -172,6 +164,7 @@ class ParameterServer(Strategy):
         self._server = server = Server(
             self._layout, windows, trainer.comm, trainer.state, backend, steps=trainer.steps_done, check=trainer.plans.check
         )
+        trainer.lost = server.lost
         if trainer.rank > 0:
             trainer.plans.state = server.state
         trainer.comm.barrier()
@@ -300,13 +293,6 @@ class ParameterServer(Strategy):
     def _member(self) -> Server | ParameterWorker | None:
         """This rank's side of the exchange; None before its first step."""
         return self._server or self._worker
-
-    def check_evaluation(self, batches: Batches) -> None:
-        if isinstance(batches, Shards) and batches.size != 1:
-            raise UsageError("with parameter servers a rank evaluates alone; give shard(…, rank=0, size=1)")
-
-    def sum_evaluation(self, totals: Array) -> None:
-        """Nothing: no collective may wait for a worker that is gone."""
 
     def check_restore(self) -> None:
         if self._member is not None:

@@ -43,15 +43,6 @@ class Replica(Strategy):
                 " give shard(…, rank=trainer.rank, size=trainer.size)"
             )
 
-    def check_evaluation(self, batches: Batches) -> None:
-        """Any batches do: the ranks sum up what they have evaluated."""
-
-    def check_restore(self) -> None:
-        """Replicas take another state at any time."""
-
-    def collect(self) -> None:
-        """The state of a replica is up to date."""
-
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
         trainer = self.trainer
         prepared, self._prepared = self._prepared, None

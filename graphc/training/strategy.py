@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
@@ -20,37 +19,32 @@ if TYPE_CHECKING:
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 
-class Strategy(abc.ABC):
+class Strategy(Protocol):
     """How the ranks of a world divide the training among them; :class:`~graphc.training.trainer.Trainer` owns one.
 
-    The methods that are not abstract are those of ranks that all hold the same state and call the same methods.
+    What is defined here is for ranks that all hold the state and call the same methods.
+
+    Attributes:
+        steps_per_batch: steps for one global batch.
     """
+
+    trainer: Trainer
+    steps_per_batch: int = 1
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     @staticmethod
-    @abc.abstractmethod
     def check_world(program: Program, size: int) -> None:
-        """Refuse a world of ``size`` ranks that does not fit the program's mesh.
+        """Refuse a world of ``size`` ranks that does not fit the program: WorldError, or UsageError for too few ranks."""
 
-        Raises:
-            WorldError, UsageError: too many ranks, or too few.
-        """
-
-    @abc.abstractmethod
     def check_shards(self, shards: Shards) -> None:
-        """Refuse shards that are not this rank's.
+        """Refuse shards that are cut for another rank or another number of them: UsageError."""
 
-        Raises:
-            UsageError: they are cut for another rank or another number of them.
-        """
-
-    @abc.abstractmethod
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
         """See :meth:`Trainer.step`."""
+        ...
 
-    @abc.abstractmethod
     def fit(self, batches: Batches, epochs: int, progress: EpochProgress) -> None:
         """See :meth:`Trainer.fit`; ``progress`` then holds the means of the last epoch."""
 
@@ -62,34 +56,13 @@ class Strategy(abc.ABC):
         """See :meth:`Trainer.finish`."""
         return {}
 
-    @property
-    def steps_per_batch(self) -> int:
-        """See :attr:`Trainer.steps_per_batch`."""
-        return 1
-
-    @property
-    def lost(self) -> dict[int, int]:
-        """See :attr:`Trainer.lost`."""
-        return {}
-
     def set_learning_rate(self, value: float) -> None:
         """Let the next step have this learning rate."""
         self.trainer.state.scalars.set(LEARNING_RATE, value)
 
-    @abc.abstractmethod
-    def check_evaluation(self, batches: Batches) -> None:
-        """Refuse batches that this rank cannot evaluate."""
-
-    def sum_evaluation(self, totals: Array) -> None:
-        """Sum the totals of an evaluation over the ranks that take part in it, in place."""
-        if self.trainer.size > 1:
-            self.trainer.comm.allreduce(totals, "sum")
-
-    @abc.abstractmethod
     def check_restore(self) -> None:
-        """Refuse to replace the state where it is too late for that."""
+        """Refuse another state where it is too late for one: UsageError."""
 
-    @abc.abstractmethod
     def collect(self) -> None:
         """Bring the state of rank 0 up to date."""
 

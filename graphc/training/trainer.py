@@ -64,6 +64,7 @@ class Trainer:
         servers: the parameter servers among them, ranks 0 … servers - 1; 0 where every rank is a replica.
         steps_done: finished steps of the training. With parameter servers: on a server the steps that the state contains,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
+        lost: on parameter server 0, worker → step after which it was gone.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -112,6 +113,7 @@ class Trainer:
         self.trace = Trace(trace) if isinstance(trace, str | Path) else trace
         self.plans.wrap = self._hook()
         self.steps_done = 0
+        self.lost: dict[int, int] = {}
         self.last_checkpoint: tuple[Path, int] | None = None  # and the steps that it contains
         self._tracked: Shards | None = None
         self._restored_position: dict[str, Any] | None = None  # until somebody has the data that it belongs to
@@ -138,16 +140,6 @@ class Trainer:
     def is_server(self) -> bool:
         """Whether this rank is a parameter server."""
         return self.rank < self.servers
-
-    @property
-    def steps_per_batch(self) -> int:
-        """Steps for one global batch; with asynchronous parameter servers one for each worker's share."""
-        return self.strategy.steps_per_batch
-
-    @property
-    def lost(self) -> dict[int, int]:
-        """On server 0: worker → step after which it was gone; else empty."""
-        return self.strategy.lost
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -193,12 +185,7 @@ class Trainer:
             return self.strategy.step(feeds, offset)
 
     def fit(
-        self,
-        batches: Batches,
-        *,
-        epochs: int = 1,
-        callbacks: Sequence[Callback] = (),
-        log_every: int = 0,
+        self, batches: Batches, *, epochs: int = 1, callbacks: Sequence[Callback] = (), log_every: int = 0
     ) -> dict[str, float]:
         """Train for ``epochs`` passes over ``batches``; every rank calls it.
 
@@ -265,7 +252,8 @@ class Trainer:
             FeedError: a wrong feed, or no sample that counts: none at all, or labels that are all ignored.
             UsageError: with parameter servers, shards of which other ranks would have to take their part.
         """
-        self.strategy.check_evaluation(batches)
+        if self.servers and isinstance(batches, Shards) and batches.size != 1:
+            raise UsageError("with parameter servers a rank evaluates alone; give shard(…, rank=0, size=1)")
         names = [v.name or "" for v in self.program.inference.graph.outputs]
         sums = dict.fromkeys(names, 0.0)
         with self._exclusive_use():
@@ -280,7 +268,8 @@ class Trainer:
                 for name in names:
                     sums[name] += float(executor.outputs[name])
             total = np.array([sums[name] for name in names], dtype=np.float64)
-            self.strategy.sum_evaluation(total)
+            if self.size > 1 and not self.servers:  # no collective may wait for a worker that is gone
+                self.comm.allreduce(total, "sum")
         return averages(dict(zip(names, total.tolist(), strict=True)))
 
     # State ------------------------------------------------------------------------------------------------------------
