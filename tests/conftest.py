@@ -12,6 +12,9 @@ import pytest
 
 from tests.results import Results
 
+# Failed asserts of shared cases show their operands, as those of tests do.
+pytest.register_assert_rewrite(*(f"tests.{path.parent.name}" for path in Path(__file__).parent.glob("*/__init__.py")))
+
 # PyTorch is an oracle here; one thread keeps it from fighting with the code under test on small machines.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -68,7 +68,9 @@ def test_large_tensors_are_no_copies() -> None:
 def test_what_is_written_back_is_whole(tmp_path: Path) -> None:
     onnx.save(_model(*_tensors().values()), tmp_path / "m.onnx")
     frontends.save(frontends.load(tmp_path / "m.onnx"), tmp_path / "again.onnx")
-    for name, tensor in frontends.load(tmp_path / "again.onnx").graph.initializers.items():
+    again = frontends.load(tmp_path / "again.onnx").graph.initializers
+    assert again.keys() == _tensors().keys()
+    for name, tensor in again.items():
         np.testing.assert_array_equal(tensor.const_value.numpy(), numpy_helper.to_array(_tensors()[name]))  # type: ignore[union-attr]
 
 

@@ -77,15 +77,15 @@ def test_two_workers_share_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", strategies.HALVES)
 def test_two_workers_share_a_gpu_in_low_precision(name: str) -> None:
-    strategies.test_two_devices_follow_two_hosts_in_low_precision(name)
+    strategies.check_low_precision(name)
 
 
 @pytest.mark.parametrize("strategy", ["zero:stage=2,offload=true", "central_storage"])
 def test_offloaded_state_lies_on_the_host(strategy: str) -> None:
-    strategies.test_offloaded_state_lies_on_the_host_and_changes_no_result(strategy)
+    strategies.check_offloaded(strategy)
 
 
 def test_a_nan_checkpoints_and_servers(tmp_path: Path) -> None:
-    strategies.test_a_step_with_a_nan_leaves_the_state_of_the_last_good_one()
-    strategies.test_what_a_device_saves_a_host_restores_exports_and_evaluates(tmp_path)
-    strategies.test_workers_on_devices_push_to_servers_on_hosts()
+    strategies.check_nan()
+    strategies.check_checkpoint(tmp_path)
+    strategies.check_servers()
