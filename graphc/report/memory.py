@@ -18,9 +18,11 @@ from graphc.device import Array
 from graphc.distributed.communicator import CommunicatorOptions, Handle
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.errors import UsageError
+from graphc.ir import DOMAIN
 from graphc.ir.declare import Role, is_update, required_declaration
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, state_updates, static_dims
+from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.updates import role_of, state_of, trains
 from graphc.pipeline import PASSES, Context
 from graphc.plan.buffers import ARENA, RESULTS
@@ -229,7 +231,7 @@ def without_recomputation(model: ir.Model) -> ir.Model:
     PASSES["simplify"].function(copy, Context())
     masks: dict[tuple[object, ...], ir.Node] = {}
     for node in list(graph):
-        if node.op_type == "DropoutMask" and node.domain == "graphc":
+        if node.op_type in RANDOM_OPS and node.domain == DOMAIN:
             key = (*node.inputs, repr(sorted(required_declaration(node).attribute_values(node).items())))
             first = masks.setdefault(key, node)
             if first is not node:

@@ -22,13 +22,14 @@ from graphc.backends.cupy.kernels.text import (
     unflattened,
     window_of,
 )
+from graphc.backends.cupy.libraries.cudnn_convolution import FORWARD, INPUT, WEIGHT
 from graphc.backends.cupy.libraries.registry import FLOATS, Launch, node_kernel
 from graphc.ir.facts import shape_of, size_of
 
 BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
-@node_kernel("Conv", dtypes=FLOATS)
+@node_kernel(FORWARD, dtypes=FLOATS)
 @node_kernel("ConvInteger", dtypes=BYTES)
 def convolution(node: ir.Node) -> Sequence[Launch]:
     """y[n, m, o] = b[m] + Σ w[m, c, t] · x[n, c, o·s + t·d − p]; zero points of the integer form are subtracted first."""
@@ -63,7 +64,7 @@ const INDEX c = first + k;
     return [Launch(body, reads, {"y": y}, size_of(y))]
 
 
-@node_kernel("ConvTranspose", "graphc::ConvGradInput", dtypes=FLOATS)
+@node_kernel("ConvTranspose", f"graphc::{INPUT}", dtypes=FLOATS)
 def transposed(node: ir.Node) -> Sequence[Launch]:
     """y[n, c, i] = b[c] + Σ w[m, c, t] · x[n, m, o] over the windows o and taps t with i = o·s + t·d − p."""
     x, w, y = node.inputs[0], node.inputs[1], node.outputs[0]
@@ -86,7 +87,7 @@ for (INDEX m = first; m < first + {filters // groups}; ++m) {{
     return [Launch(body, given(x=x, w=w, bias=bias), {"y": y}, size_of(y))]
 
 
-@node_kernel("graphc::ConvGradWeight", dtypes=FLOATS)
+@node_kernel(f"graphc::{WEIGHT}", dtypes=FLOATS)
 def weight_gradient(node: ir.Node) -> Sequence[Launch]:
     """dw[m, c, t] = Σ dy[n, m, o] · x[n, c, o·s + t·d − p]: threads share the sum over n and o of one weight."""
     x, dy, dw = node.inputs[0], node.inputs[1], node.outputs[0]

@@ -20,6 +20,7 @@ from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
     HALVES,
+    PRODUCT_OPS,
     TYPES,
     GemmCall,
     Matrix,
@@ -72,7 +73,7 @@ NOWHERE = 1 << 20
 """An address for questions that read nothing: aligned as memory is."""
 
 
-@library("Gemm", "MatMul", f"{DOMAIN}::Product", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
+@library(*PRODUCT_OPS, f"{DOMAIN}::Product", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
 def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
     """A product by cuBLASLt."""
     return device.library(Products).bind(node, inputs, outputs)

@@ -20,6 +20,9 @@ from graphc.ir.facts import shape_of, size_of
 DOMAIN = "graphc.cupy"
 """Domain of the nodes that stand for products inside a segment; they never leave it."""
 
+PRODUCT_OPS = ("Gemm", "MatMul")
+"""Standard ops that become such nodes."""
+
 PRODUCT = "product"
 """Key of a product's description in the node's ``meta``."""
 
@@ -218,7 +221,7 @@ def is_product(node: ir.Node) -> bool:
     """Whether the library can run this Gemm or MatMul, or it is a product already."""
     if node.domain == DOMAIN:
         return True
-    if node.domain != "" or node.op_type not in ("Gemm", "MatMul") or node.outputs[0].dtype not in TYPES:
+    if node.domain != "" or node.op_type not in PRODUCT_OPS or node.outputs[0].dtype not in TYPES:
         return False
     return min(size_of(node.inputs[0]), size_of(node.inputs[1])) > 0 and shape_of(node.inputs[0])[-1] > 0
 
