@@ -268,7 +268,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()
     cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
-    run(working, steps[:cut], ctx, after=arguments.after)
+    run(working, steps[:cut], ctx, after=arguments.after, dump_dir=dump)
     _check_inputs(working.graph)
     evaluation = evaluation_graph(working, kept.loss, ctx)
     if kept.mesh is not None:

@@ -115,3 +115,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, or an empty string."""
     match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """``1 node``, ``2 nodes``; ``plural`` where the noun takes another ending than ``s``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, counted, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Mesh:
         """Raise UsageError unless the mesh is made for exactly ``workers`` workers."""
         if self.size != workers:
             raise UsageError(
-                f"the mesh {self} needs {self.size} worker(s), but {workers} are running; "
+                f"the mesh {self} needs {counted(self.size, 'worker')}, and the world has {workers}; "
                 f"start {self.size} with 'graphc launch -n {self.size}' or change the mesh to data={workers}"
             )
 

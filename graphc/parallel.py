@@ -57,7 +57,7 @@ def gradient_steps(options: CompileOptions) -> list[PassCall]:
     if shards:
         if options.accumulate > 1:
             raise UsageError("deterministic='any-world' sets the micro-batches itself; leave accumulate out")
-        steps.append(PassCall("micro_shards", shards))
+        steps.append(PassCall("deterministic_shards", shards))
     elif options.accumulate > 1:
         steps.append(PassCall("accumulate", {"steps": options.accumulate}))
     if options.clip_norm is not None or options.clip_value is not None:
@@ -97,7 +97,7 @@ def servers(options: CompileOptions) -> int:
 
 
 def _shards(options: CompileOptions) -> dict[str, Any]:
-    """Options of ``micro_shards``; empty unless results may not depend on the number of workers."""
+    """Options of ``deterministic_shards``; empty unless results may not depend on the number of workers."""
     if options.deterministic is None:
         return {}
     name, _, rest = options.deterministic.partition(":")
@@ -105,4 +105,4 @@ def _shards(options: CompileOptions) -> dict[str, Any]:
         raise UsageError(f"deterministic={name!r}{nearest(name, DETERMINISM)}; it is {' or '.join(DETERMINISM)}")
     if name == "run":
         return {}
-    return PASSES["micro_shards"].bind({"shards": "4", **key_values(rest)})
+    return PASSES["deterministic_shards"].bind({"shards": "4", **key_values(rest)})

@@ -52,6 +52,7 @@ class Pass:
     Attributes:
         options: keyword arguments by name.
         open: whether it takes other options too, which it checks itself.
+        aliases: former names.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Pass:
     types: Mapping[str, Any]
     doc: str
     open: bool
+    aliases: tuple[str, ...]
 
     def bind(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check option names and convert textual values to the declared types.
@@ -82,16 +84,24 @@ class Pass:
         return bound
 
 
-def graph_pass(name: str, *, requires: Sequence[str] = ()) -> Callable[[PassFunction], PassFunction]:
-    """Register the decorated function as pass ``name``; ``requires`` names passes that must have run before."""
+def graph_pass(
+    name: str, *, requires: Sequence[str] = (), aliases: Sequence[str] = ()
+) -> Callable[[PassFunction], PassFunction]:
+    """Register the decorated function as pass ``name``; ``requires`` names passes that must have run before.
+
+    ``aliases`` are former names, by which pipelines still find it.
+    """
 
     def register(function: PassFunction) -> PassFunction:
         found = inspect.signature(function).parameters.values()
         parameters = {p.name: p for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
         takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found)
         hints = typing.get_type_hints(function)
-        entry = Pass(name, function, tuple(requires), parameters, hints, inspect.getdoc(function) or "", takes_others)
+        doc = inspect.getdoc(function) or ""
+        entry = Pass(name, function, tuple(requires), parameters, hints, doc, takes_others, tuple(aliases))
         PASSES.register(name, entry, origin=function.__module__)
+        for alias in aliases:
+            PASSES.alias(alias, name)
         return function
 
     return register
@@ -138,7 +148,7 @@ def parse(text: str) -> list[PassCall]:
             key, equals, value = item.partition("=")
             options[key.strip()] = value.strip() if equals else True
         PASSES[name].bind(options)
-        steps.append(PassCall(name, options))
+        steps.append(PassCall(PASSES[name].name, options))
         position = match.end()
     if not steps:
         raise UsageError("the pipeline is empty; 'graphc passes' lists the passes")
@@ -227,7 +237,7 @@ def run(
 
     Args:
         verify_each: run the ``verify`` pass after every pass.
-        dump_dir: save the model after pass k as ``kk-name.onnx``.
+        dump_dir: save the model after the k-th pass of ``ctx`` as ``kk-name.onnx``.
         after: called as ``after(step, model, seconds)`` after every pass.
 
     Raises:
@@ -236,7 +246,7 @@ def run(
     """
     steps = parse(steps) if isinstance(steps, str) else steps
     ctx = ctx or Context()
-    for k, step in enumerate(steps):
+    for step in steps:
         entry = PASSES[step.name]
         missing = [r for r in entry.requires if r not in ctx.done]
         if missing:
@@ -256,11 +266,11 @@ def run(
             error.add_note(f"in the pass {step.name!r} of {entry.function.__module__}")
             raise
         seconds = time.perf_counter() - start
-        ctx.done.append(step.name)
+        ctx.done.append(entry.name)
         if verify_each and step.name != "verify":
             _verify_after(step.name, model, ctx)
         if dump_dir is not None:
-            _dump(model, dump_dir, f"{k:02d}-{step.name}.onnx")
+            _dump(model, dump_dir, f"{len(ctx.done) - 1:02d}-{entry.name}.onnx")
         if after is not None:
             after(step, model, seconds)
     return ctx

@@ -31,6 +31,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.group = group
         self._apart = apart
         self._items: dict[str, T] = {}
+        self._aliases: dict[str, str] = {}
         self._origin: dict[str, str] = {}
         self._overrides: set[str] = set()
         self._missing: dict[str, MissingExtraError] = {}
@@ -87,6 +88,10 @@ class Registry(Mapping[str, T], Generic[T]):
         self._items[name] = item
         self._origin[name] = origin
 
+    def alias(self, other: str, name: str) -> None:
+        """Let ``other`` find what is registered as ``name``; listings leave it out."""
+        self._aliases[other] = name
+
     def remove(self, name: str) -> None:
         """Take ``name`` out of the table."""
         self.load()
@@ -113,6 +118,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._load_one(name)
         if name not in self._items:
             self.load()
+            name = self._aliases.get(name, name)
         try:
             return self._items[name]
         except KeyError:
@@ -122,11 +128,11 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def get(self, name: str, default: T | None = None) -> T | None:  # type: ignore[override]
         self.load()
-        return self._items.get(name, default)
+        return self._items.get(self._aliases.get(name, name), default)
 
     def __contains__(self, name: object) -> bool:
         self.load()
-        return name in self._items
+        return name in self._items or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
         self.load()

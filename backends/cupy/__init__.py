@@ -56,7 +56,7 @@ class CupyBackend:
 
     name = "cupy"
     alignment = ALIGNMENT
-    rewrites = "flash_attention,layout"
+    rewrites = "flash_attention,channels_last"
     state_rewrites = "master_weights{low_gradients=false,vectors=false}"
 
     def __init__(

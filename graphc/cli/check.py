@@ -88,8 +88,8 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
             constant.append(name)
     if constant:
         warnings.append(
-            f"{output.count(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved "
-            "without trained weights; train with --initialize he"
+            f"{output.counted(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved"
+            " without trained weights; train with --initialize he"
         )
     broken = not_finite(model.graph)
     if broken:
@@ -120,7 +120,7 @@ def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
     made = sorted(name for name in trains if _MADE_NAMES.fullmatch(name))
     if made:
         warnings.append(
-            f"{output.count(len(made), 'weight')} (first: {made[0]!r}) came out of the exporter's constant folding: names are"
+            f"{output.counted(len(made), 'weight')} (first: {made[0]!r}) came out of the exporter's constant folding: names are"
             f" lost, and a weight that was shared may be several now; {_UNFOLDED}"
         )
     merged = []
@@ -130,7 +130,7 @@ def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
             merged.append(name)
     if merged:
         warnings.append(
-            f"{output.count(len(merged), 'weight')} of one repeated value (first: {merged[0]!r}) serve several nodes: if the"
+            f"{output.counted(len(merged), 'weight')} of one repeated value (first: {merged[0]!r}) serve several nodes: if the"
             f" exporter has merged equal weights, they train as one here; {_UNFOLDED}"
         )
     return warnings

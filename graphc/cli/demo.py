@@ -111,8 +111,9 @@ def _show_compilation(job: Job, digits: Digits, form: Format) -> Prepared:
         f"{found['updates']} updates"
     )
     output.say(
-        f"{counts.injected} AllReduces injected, gathered into {output.count(found['allreduces'], 'AllReduce')} a step "
-        f"({output.count(counts.buckets, 'bucket')}, and the loss with its metrics): {output.size(found['allreduce_bytes'])}\n"
+        f"{counts.injected} AllReduces injected, gathered into {output.counted(found['allreduces'], 'AllReduce')} a step "
+        f"({output.counted(counts.buckets, 'bucket')}, and the loss with its metrics): "
+        f"{output.size(found['allreduce_bytes'])}\n"
     )
     return prepared
 

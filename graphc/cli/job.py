@@ -25,6 +25,7 @@ from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.places import check_checkpoint, check_named, check_place
 from graphc.cli.report import Reporter
+from graphc.cli.summary import collectives, per_step
 from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array
@@ -250,14 +251,14 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
 
 def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
     """The last event; making it checks that all ranks hold the same state."""
-    collectives = compiler.nodes_by_kind(trainer.program.model)["collectives"] if trainer.size > 1 else 0
+    number, _ = per_step(collectives(trainer.program.model.graph)) if trainer.size > 1 else (0, 0)
     return {
         "event": "end",
         "steps": trainer.steps_done,
         "state_sha256": trainer.state_sha256(),
         "world_size": trainer.size,
         **({"servers": trainer.servers, "lost": sorted(trainer.lost)} if trainer.servers else {}),
-        "allreduces_per_step": collectives,
+        "allreduces_per_step": number,
         "seconds": round(seconds, 3),
         **({"output": job.output} if job.output else {}),
     }

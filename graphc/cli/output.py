@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphc.errors import GraphcError
+from graphc.errors import counted as counted
 
 TERMINALS = "GRAPHC_TERMINALS"
 """Environment variable set for worker processes: which of the launching command's streams are terminals."""
@@ -164,11 +165,6 @@ def pairs(entries: Mapping[str, Any]) -> None:
     width = max((len(name) for name in entries), default=0)
     for name, value in entries.items():
         say(f"{name:<{width}}  {value}")
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def size(nbytes: float) -> str:

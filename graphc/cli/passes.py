@@ -28,6 +28,8 @@ def command(
             return
         output.say(f"{entry.name}  ({PASSES.origin(entry.name)})")
         output.say(f"requires {', '.join(entry.requires)}" if entry.requires else "requires nothing")
+        if entry.aliases:
+            output.say(f"also called {', '.join(entry.aliases)}")
         output.say("\n" + entry.doc + "\n")
         rows = [(o["name"], o["type"], o["default"]) for o in _options(entry)]
         if rows:
@@ -40,10 +42,15 @@ def command(
     output.table(
         ("pass", "what it does", "options"),
         [
-            (row["name"], row["doc"], " ".join(f"{o['name']}={_shown(o['default'])}" for o in row["options"]))
+            (row["name"], _described(row), " ".join(f"{o['name']}={_shown(o['default'])}" for o in row["options"]))
             for row in rows_of_all
         ],
     )
+
+
+def _described(row: dict[str, Any]) -> str:
+    aliases: list[str] = row["aliases"]
+    return f"{row['doc']} (also called {', '.join(aliases)})" if aliases else str(row["doc"])
 
 
 def _shown(default: Any) -> str:
@@ -57,6 +64,7 @@ def _row(entry: Pass) -> dict[str, Any]:
         "name": entry.name,
         "doc": entry.doc.partition("\n")[0],
         "requires": list(entry.requires),
+        "aliases": list(entry.aliases),
         "options": _options(entry),
         "origin": PASSES.origin(entry.name),
     }

@@ -83,7 +83,7 @@ class Reporter:
         if self._main and self._json:
             self._event({"event": "skipped", "step": step, "skipped": count})
         elif self._main:
-            self._say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.count(count, 'step')} so far)")
+            self._say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.counted(count, 'step')} so far)")
 
     def epoch(self, event: Mapping[str, Any]) -> None:
         """An epoch is finished."""
@@ -105,12 +105,12 @@ class Reporter:
             self._event(event)
             return
         servers = event.get("servers", 0)
-        steps, workers = output.count(event["steps"], "step"), output.count(event["world_size"] - servers, "worker")
+        steps, workers = output.counted(event["steps"], "step"), output.counted(event["world_size"] - servers, "worker")
         if servers:
             lost = f", worker {', '.join(map(str, event['lost']))} lost on the way" if event["lost"] else ""
-            self._say(f"{steps} on {workers} and {output.count(servers, 'server')} in {event['seconds']:.1f} s{lost}")
+            self._say(f"{steps} on {workers} and {output.counted(servers, 'server')} in {event['seconds']:.1f} s{lost}")
         else:
-            reductions = output.count(event["allreduces_per_step"], "AllReduce")
+            reductions = output.counted(event["allreduces_per_step"], "AllReduce")
             self._say(f"{steps} on {workers} in {event['seconds']:.1f} s, {reductions} a step, equal state on all")
         self._say(f"state {event['state_sha256']}")
         if "trace" in event:

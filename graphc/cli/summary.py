@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ def op_counts(graph: ir.Graph) -> dict[str, int]:
 
 
 def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
-    """The collectives of a graph in order: tag, group, reduction, number of tensors, bytes."""
+    """The collectives of a graph in order: tag, group, reduction, number of tensors, bytes, steps from one to the next."""
     rows = []
     for node in graph:
         if collective_of(node) is None or node.op_type.endswith("Wait"):
@@ -45,8 +47,20 @@ def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
             name: node.attributes[name].as_string() for name in ("tag", "group", "reduce", "owner") if name in node.attributes
         }
         values = [v for v in node.inputs if v is not None]
-        rows.append({"op": node.op_type, **text, "tensors": len(values), "bytes": sum(map(nbytes, values))})
+        every = {"every": every} if (every := node.attributes.get_int("every", 1)) > 1 else {}
+        rows.append({"op": node.op_type, **text, **every, "tensors": len(values), "bytes": sum(map(nbytes, values))})
     return rows
+
+
+def per_step(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Collectives of a step and their bytes, of the rows of :func:`collectives`: one of every n steps counts 1/n."""
+    shares = [Fraction(1, row.get("every", 1)) for row in rows]
+    number, size = sum(shares), sum(share * row["bytes"] for share, row in zip(shares, rows, strict=True))
+    return _rounded(number), _rounded(size)
+
+
+def _rounded(number: Fraction | int) -> float:
+    return int(number) if number == int(number) else round(float(number), 3)
 
 
 def training_graph(model: ir.Model) -> dict[str, Any]:
@@ -54,14 +68,14 @@ def training_graph(model: ir.Model) -> dict[str, Any]:
     from graphc.compiler import nodes_by_kind
 
     trained = {state.name: state for node, state, _ in state_updates(model.graph) if is_trained(node, state)}
-    reductions = collectives(model.graph)
+    number, size = per_step(collectives(model.graph))
     return {
         "nodes": len(model.graph),
         **nodes_by_kind(model),
         "trained_parameters": len(trained),
         "trained_elements": sum(map(elements, trained.values())),
-        "allreduces": len(reductions),
-        "allreduce_bytes": sum(r["bytes"] for r in reductions),
+        "allreduces": number,
+        "allreduce_bytes": size,
         "inputs": [describe_value(v) for v in model.graph.inputs],
         "outputs": [describe_value(v) for v in model.graph.outputs],
     }
@@ -77,7 +91,7 @@ def print_training_graph(found: dict[str, Any], *, to_stderr: bool = False) -> N
     lines = {
         "nodes": f"{found['nodes']:,}: {found['compute']:,} compute, {found['collectives']:,} collectives, "
         f"{found['updates']:,} updates",
-        "trained": f"{output.count(found['trained_parameters'], 'parameter')}, {found['trained_elements']:,} elements",
+        "trained": f"{output.counted(found['trained_parameters'], 'parameter')}, {found['trained_elements']:,} elements",
         "AllReduces": f"{found['allreduces']} per step, {output.size(found['allreduce_bytes'])}",
         "inputs": ", ".join(found["inputs"]),
         "outputs": ", ".join(found["outputs"]),

@@ -11,7 +11,7 @@ import numpy as np
 
 from graphc.data.files import open_arrays
 from graphc.device import Array
-from graphc.errors import DataError, FeedError, UsageError
+from graphc.errors import DataError, FeedError, UsageError, counted
 
 
 class Source(Protocol):
@@ -157,7 +157,9 @@ def feeds_of(item: Any, names: Sequence[str] | None) -> dict[str, Array]:
         return {str(name): _array(value) for name, value in item.items()}
     values = item if isinstance(item, tuple | list) else (item,)
     if names is None or len(names) != len(values):
-        raise FeedError(f"a sample has {len(values)} element(s) and names= gives {len(names or ())}: one input name for each")
+        raise FeedError(
+            f"a sample has {counted(len(values), 'element')} and names= gives {len(names or ())}: one input name for each"
+        )
     return {name: _array(value) for name, value in zip(names, values, strict=True)}
 
 

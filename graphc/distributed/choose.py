@@ -24,7 +24,7 @@ from graphc.distributed.health.watchdog import host_name
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.host_staged import StagedCommunicator
 from graphc.distributed.world import Wanted, World, find_world, wanted_transport
-from graphc.errors import MissingExtraError, UsageError, WorldError
+from graphc.errors import MissingExtraError, UsageError, WorldError, counted
 
 if TYPE_CHECKING:
     from graphc.distributed.nccl.communicator import GpuMemory
@@ -154,8 +154,8 @@ def _nccl_problem(host: str, offers: Sequence[Offer]) -> str:
     if shared is None:
         return ""
     return (
-        f"{join_ranks(shared)} share a GPU, and it takes one rank a GPU; start at most {len(users)} workers on these"
-        f" {len(users)} GPU(s), or let every worker see its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
+        f"{join_ranks(shared)} share a GPU, and it takes one rank a GPU; start at most {counted(len(users), 'worker')} on"
+        f" {counted(len(users), 'GPU')}, or let every worker see its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
     )
 
 

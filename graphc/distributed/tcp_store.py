@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphc.distributed.health.hang_report import join_ranks
-from graphc.errors import UsageError, WorldError
+from graphc.errors import UsageError, WorldError, counted
 
 PROTOCOL = "graphc-store-1"
 RETRY = 0.1  # seconds between attempts to reach rank 0
@@ -131,7 +131,7 @@ class StoreServer:
         rank, size = int(header["rank"]), int(header["size"])
         with self._changed:
             if size != self.size:
-                return f"rank {rank} belongs to a world of {size} worker(s), rank 0 to one of {self.size}"
+                return f"rank {rank} belongs to a world of {counted(size, 'worker')}, rank 0 to one of {self.size}"
             if rank in self._here or rank in self._gone:
                 return f"there is another rank {rank} already"
             self._here.add(rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, counted, nearest
 
 Transport: TypeAlias = Literal["null", "threads", "mpi", "tcp"]
 
@@ -46,10 +46,12 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise UsageError(f"rank {self.rank} does not fit a world of {self.size} worker(s): ranks are 0 … {self.size - 1}")
+            raise UsageError(
+                f"rank {self.rank} does not fit a world of {counted(self.size, 'worker')}: ranks are 0 … {self.size - 1}"
+            )
         if not 0 <= self.local_rank < self.local_size:
             raise UsageError(
-                f"local rank {self.local_rank} does not fit {self.local_size} local worker(s): "
+                f"local rank {self.local_rank} does not fit {counted(self.local_size, 'local worker')}: "
                 f"local ranks are 0 … {self.local_size - 1}"
             )
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.device import ALIGNMENT, Array
 from graphc.distributed.rma_windows import CELL
-from graphc.errors import UsageError, WorldError
+from graphc.errors import UsageError, WorldError, counted
 from graphc.ir.facts import state_updates, static_dims
 from graphc.ir.ops.parameter_server import ServerOptions, server_options
 from graphc.parameter_server.split import nbytes, pulled, pushes, server_part
@@ -144,11 +144,11 @@ def check_world(graph: ir.Graph, size: int, workers: int | None) -> None:
     servers = _options(graph).servers
     if size <= servers:
         raise UsageError(
-            f"servers={servers} takes {servers} of {size} process(es) and leaves no worker; start at least "
-            f"{servers + 1}: 'graphc launch -n {servers + 1} --keep-going …'"
+            f"servers={servers} takes {servers} of {counted(size, 'process', 'processes')} and leaves no "
+            f"worker; start at least {servers + 1}: 'graphc launch -n {servers + 1} --keep-going …'"
         )
     if workers is not None and size != servers + workers:
         raise WorldError(
-            f"the mesh data={workers} and {servers} parameter server(s) want {servers + workers} processes, "
-            f"the world has {size}; start with 'graphc launch -n {servers + workers} --keep-going …'"
+            f"the mesh data={workers} and {counted(servers, 'parameter server')} want {servers + workers} "
+            f"processes, the world has {size}; start with 'graphc launch -n {servers + workers} --keep-going …'"
         )

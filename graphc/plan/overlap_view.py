@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 
 import numpy as np
+import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.facts import static_dims
-from graphc.plan.partition import Plan
+from graphc.ir.ops.collectives import collective_of
+from graphc.plan.accumulation import is_accumulation
+from graphc.plan.partition import VIEWS, Plan
 from graphc.plan.steps import PlanStep
 
 SYMBOLS: Mapping[str, str] = {"segment": "c", "kernel": "k", "update": "u", "check": "?", "start": ">", "wait": "<"}
@@ -38,17 +42,38 @@ class CollectiveSpan:
 
 def flights(plan: Plan) -> list[CollectiveSpan]:
     """The collectives of a plan in the order of their start."""
+    steps = plan.steps
+    spans = in_flight([(step.kind, step.tag) for step in steps], [_computes(step) for step in steps])
+    return [CollectiveSpan(tag, start, wait, _nbytes(steps[start]), work) for tag, start, wait, work in spans]
+
+
+def in_flight(events: Sequence[tuple[str, str]], computes: Sequence[bool]) -> list[tuple[str, int, int, tuple[int, ...]]]:
+    """Tag, start, wait and what computes meanwhile of each collective, in the order of their start.
+
+    Args:
+        events: kind and tag of each step; collectives are ``start`` and ``wait``.
+        computes: whether each step computes.
+    """
     begun: dict[str, int] = {}
-    found: list[CollectiveSpan] = []
-    for k, step in enumerate(plan.steps):
-        tag = step.name.partition(" ")[2]
-        if step.kind == "start":
+    found = []
+    for k, (kind, tag) in enumerate(events):
+        if kind == "start":
             begun[tag] = k
-        elif step.kind == "wait" and tag in begun:
+        elif kind == "wait" and tag in begun:
             start = begun.pop(tag)
-            computing = tuple(i for i in range(start + 1, k) if _computes(plan.steps[i]))
-            found.append(CollectiveSpan(tag, start, k, _nbytes(plan.steps[start]), computing))
-    return sorted(found, key=lambda f: f.start)
+            found.append((tag, start, k, tuple(i for i in range(start + 1, k) if computes[i])))
+    return sorted(found, key=lambda span: span[1])
+
+
+def overlapping(graph: ir.Graph) -> int:
+    """How many collectives of a scheduled graph are in flight while nodes compute, as its plan will show it."""
+    events, computes = [], []
+    for node in graph:
+        kind = "" if collective_of(node) is None else "start" if node.op_type.endswith("Start") else "wait"
+        events.append((kind, node.attributes.get_string("tag", "")))
+        idle = is_accumulation(node) or (not node.domain and (node.op_type in VIEWS or node.op_type == "Constant"))
+        computes.append(not kind and not idle)
+    return sum(bool(work) for *_, work in in_flight(events, computes))
 
 
 def _nbytes(step: PlanStep) -> int:
@@ -67,7 +92,7 @@ def grid(plans: Sequence[Plan]) -> str:
     rows: dict[str, list[int]] = {}
     for rank, plan in enumerate(plans):
         rows.setdefault(_row(plan), []).append(rank)
-    lines = [f"{len(plans)} worker(s), a row each; a column is a step"]
+    lines = [f"{counted(len(plans), 'worker')}, a row each; a column is a step"]
     lines.append(
         "  " + "   ".join(f"{symbol} {kind}" for kind, symbol in SYMBOLS.items()) + "   - not this rank's   ═ in flight"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backend import STANDARD, Capabilities
-from graphc.errors import DataDependentShapeError, FeedError, ModelError
+from graphc.errors import DataDependentShapeError, FeedError, ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
@@ -73,7 +73,7 @@ class Plan:
 
     def text(self) -> str:
         """Print one line a step, with sizes, in the order of execution on this rank."""
-        lines = [f"plan for {self.world_size} worker(s): {len(self.steps)} steps"]
+        lines = [f"plan for {counted(self.world_size, 'worker')}: {counted(len(self.steps), 'step')}"]
         for k, step in enumerate(self.steps):
             written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
             detail = f"{len(step.nodes)} nodes" if len(step.nodes) != 1 else step.nodes[0].op_type

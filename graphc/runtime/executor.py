@@ -56,7 +56,8 @@ class Executor:
         comm: starts and finishes collectives; unused on one rank.
         host: runs updates whose state lies in the host's memory, where the backend works elsewhere.
         check: whether gradients and loss are tested for NaN and infinity before the updates.
-        wrap: called as ``wait(kind, name, run)`` around every step, for tracing; None adds nothing.
+        wrap: called as ``wrap(kind, name, run)`` for each step when it is bound, for tracing; its result runs in
+            place of ``run``.
 
     Attributes:
         inputs: the arrays that feeds are copied to, by name.

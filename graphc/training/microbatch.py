@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.data import Batch, share
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
-from graphc.errors import FeedError, UsageError
+from graphc.errors import FeedError, UsageError, counted
 from graphc.ir.facts import dims
 from graphc.ir.names import LIVE, SAMPLE_OFFSET
 from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
@@ -75,8 +75,9 @@ class MicroBatches:
         """
         if self._steps > 1 and global_batch % (self._steps * workers):
             raise UsageError(
-                f"accumulate={self._steps} does not divide the batch: {global_batch} samples over {workers} worker(s) give"
-                f" {global_batch / workers:g} each; make the batch a multiple of {self._steps * workers}"
+                f"accumulate={self._steps} does not divide the batch: {global_batch} samples over "
+                f"{counted(workers, 'worker')} give {global_batch / workers:g} each; make the batch a multiple of "
+                f"{self._steps * workers}"
             )
 
     def rows(self, feeds: Mapping[str, Array]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array, Run
-from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError
+from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError, counted
 from graphc.ir.names import STEP
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.input_staging import Ahead
@@ -31,7 +31,7 @@ class Replica(Strategy):
         mesh = program.mesh
         if mesh is not None and mesh.size != size:
             raise WorldError(
-                f"the mesh {mesh} wants {mesh.size} worker(s), the world has {size};"
+                f"the mesh {mesh} wants {counted(mesh.size, 'worker')}, the world has {size};"
                 f" start with 'graphc launch -n {mesh.size} …' or compile for Mesh(data={size})"
             )
 

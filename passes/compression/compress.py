@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, counted, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.updates import gradient_of, state_of
 from graphc.passes.compression.powersgd import low_rank
@@ -67,14 +67,16 @@ def compress(
     found = reductions(graph)
     if method in LOW:
         _narrow(graph, found, LOW[method])
-        ctx.note(f"compress: {len(found)} gradients travel in {method}")
+        ctx.note(f"compress: {counted(len(found), 'gradient')} travel in {method}")
         return bool(found)
     if method == "topk":
         number = keep_largest(graph, found, _parameters(graph, found), ratio or 0.01)
-        ctx.note(f"compress: of {number} of {len(found)} gradients {100 * (ratio or 0.01):.3g} % of the elements travel")
+        ctx.note(
+            f"compress: of {number} of {counted(len(found), 'gradient')} {100 * (ratio or 0.01):.3g} % of the elements travel"
+        )
         return number > 0
     number, part = low_rank(graph, found, _parameters(graph, found), rank or 2, start, mb)
-    ctx.note(f"compress: {number} of {len(found)} gradients travel as factors, {100 * part:.3g} % of all elements")
+    ctx.note(f"compress: {number} of {counted(len(found), 'gradient')} travel as factors, {100 * part:.3g} % of all elements")
     return number > 0
 
 

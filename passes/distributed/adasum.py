@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.passes.distributed.reductions import gradient_reductions, operand_of, reduced_weight
 from graphc.pipeline import Context, graph_pass
@@ -34,7 +35,7 @@ def adasum(model: ir.Model, ctx: Context) -> bool:
     weight = divide_by_own_weight(graph, reductions)
     for node in reductions:
         node.attributes["reduce"] = ir.AttrString("reduce", "adasum")
-    ctx.note(f"adasum: {len(reductions)} buckets" + ("" if weight else ", of sums: the loss is no mean"))
+    ctx.note(f"adasum: {counted(len(reductions), 'bucket')}" + ("" if weight else ", of sums: the loss is no mean"))
     return bool(reductions)
 
 

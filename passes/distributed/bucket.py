@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import required_declaration
 from graphc.ir.facts import input_of, inputs_of, nbytes_of, producer_of
@@ -59,7 +59,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
     for k, group in enumerate(_alike(scalars)):
         _merge(graph, op, group, "metrics" if k == 0 else f"metrics{k}")
-    ctx.note(f"bucket: {len(updates)} updates in {len(closed)} buckets")
+    ctx.note(f"bucket: {counted(len(updates), 'update')} in {counted(len(closed), 'bucket')}")
     return bool(updates)
 
 

@@ -1,4 +1,4 @@
-"""micro_shards: the same bits for any number of workers.
+"""deterministic_shards: the same bits for any number of workers.
 
     before   dW ─► AllReduce(sum) ─► Adam(W, ·)
     after    dW ─► Accumulate(steps=4, tree) ─► AllReduce(tree) ─► Adam(W, ·)
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.passes.precision.accumulate import sum_micro_batches
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("micro_shards", requires=("allreduce",))
-def micro_shards(model: ir.Model, ctx: Context, *, shards: int = 4) -> bool:
+@graph_pass("deterministic_shards", requires=("allreduce",), aliases=("micro_shards",))
+def deterministic_shards(model: ir.Model, ctx: Context, *, shards: int = 4) -> bool:
     """Let results not depend on the number of workers, which may be 1, 2, 4 … up to ``shards``.
 
     Args:
@@ -34,5 +34,5 @@ def micro_shards(model: ir.Model, ctx: Context, *, shards: int = 4) -> bool:
         if node.attributes.get_string("reduce", "sum") != "sum":
             raise UsageError(f"{node.name!r} reduces by {node.attributes['reduce'].as_string()}, which depends on the workers")
         node.attributes["reduce"] = ir.AttrString("reduce", "tree")
-    ctx.note(f"micro_shards: {sums} values are summed by a tree over {shards} shards")
+    ctx.note(f"deterministic_shards: sums of {counted(sums, 'value')} over {counted(shards, 'shard')} by a tree")
     return bool(sums)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Role, required_declaration
 from graphc.ir.facts import inputs_of, producer_of
@@ -51,7 +51,7 @@ def local_sgd(model: ir.Model, ctx: Context, *, every: int = 8, start: int = 0, 
     _divide_by_own_weight(graph)
     _stop_together(graph, gradients)
     count = _average(graph, group, every, start, states)
-    ctx.note(f"local_sgd: {count} averages of a bucket's parameters or state every {every} steps")
+    ctx.note(f"local_sgd: {counted(count, 'average')} of a bucket's parameters or state every {counted(every, 'step')}")
     return bool(reductions)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.facts import describe, is_state, nbytes_of
@@ -58,7 +58,7 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
     for node in reductions:
         _push(graph, node, wanted[node], common)
     _pull(graph, owner, common)
-    ctx.note(f"parameter_server: {len(owner)} updates on {servers} server(s)")
+    ctx.note(f"parameter_server: {counted(len(owner), 'update')} on {counted(servers, 'server')}")
     return True
 
 
@@ -79,7 +79,7 @@ def _refuse_meetings(graph: ir.Graph) -> None:
 def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
     """Update → server, balanced by the bytes of what is updated."""
     if servers > len(updates):
-        raise UsageError(f"{servers} servers are more than the {len(updates)} parameters to divide among them")
+        raise UsageError(f"{servers} servers are more than the {counted(len(updates), 'parameter')} to divide among them")
     held = [0] * servers
     owner: dict[ir.Node, int] = {}
     for node in sorted(updates, key=lambda n: nbytes_of(state_of(n)), reverse=True):

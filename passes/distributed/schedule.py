@@ -27,13 +27,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import producer_of, static_dims
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.subgraphs import captured
 from graphc.passes.precision.update_graph import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
+from graphc.plan.overlap_view import overlapping
 
 
 @graph_pass("schedule")
@@ -47,7 +49,7 @@ def schedule(model: ir.Model, ctx: Context) -> bool:
     if changed:
         graph.remove(order)
         graph.extend(order)
-    ctx.note(f"schedule: {len(pairs)} collectives overlap with the computation")
+    ctx.note(f"schedule: {overlapping(graph)} of {counted(len(pairs), 'collective')} overlap with the computation")
     return changed
 
 
@@ -74,10 +76,7 @@ def _split(graph: ir.Graph, op: Builder, node: ir.Node) -> _Pair:
     for old, new in zip(node.outputs, landed, strict=True):
         old.replace_all_uses_with(new)
     graph.remove(node, safe=True)
-    start, wait = flying[0].producer(), landed[0].producer()
-    assert start is not None
-    assert wait is not None
-    return _Pair(start, wait)
+    return _Pair(producer_of(flying[0]), producer_of(landed[0]))
 
 
 class _Order:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.facts import inputs_of, producer_of
@@ -185,4 +185,4 @@ def _is_scattered(value: ir.Value) -> bool:
 
 def buckets_note(buckets: Sequence[Bucket]) -> str:
     """``"12 updates in 3 buckets"``."""
-    return f"{sum(len(b.updates) for b in buckets)} updates in {len(buckets)} buckets"
+    return f"{counted(sum(len(b.updates) for b in buckets), 'update')} in {counted(len(buckets), 'bucket')}"

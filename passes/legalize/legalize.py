@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError
+from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError, counted
 from graphc.gradient import key_of
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
@@ -86,7 +86,10 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     if broken:
         names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
         ctx.note(f"legalize: warning: NaN or infinity in {names}")
-    ctx.note(f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, {parameters} parameters taken from nodes")
+    ctx.note(
+        f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, "
+        f"{counted(parameters, 'parameter')} taken from nodes"
+    )
     return True
 
 

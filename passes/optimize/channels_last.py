@@ -20,6 +20,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.channels_last import last_order, spread
 from graphc.ir.ops.convolution import Window
@@ -34,8 +35,8 @@ from graphc.pipeline import Context, graph_pass
 DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-@graph_pass("layout")
-def layout(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
+@graph_pass("channels_last", aliases=("layout",))
+def channels_last(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
     """Compute convolutions, and the ops between them, in channels-last order.
 
     Args:
@@ -55,7 +56,7 @@ def layout(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
         else:
             channels_last_rules.follow(walk, node)
     dead_code_elimination(graph)
-    ctx.note(f"layout: {count} convolutions with channels last")
+    ctx.note(f"channels_last: {counted(count, 'convolution')}")
     return count > 0
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.passes.precision.update_graph import computed_for_gradients
@@ -34,7 +34,7 @@ def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
     if steps < 1:
         raise UsageError(f"steps={steps} must be at least 1")
     _, sums = sum_micro_batches(model.graph, steps)
-    ctx.note(f"accumulate: {sums} values are summed over {steps} micro-batches")
+    ctx.note(f"accumulate: sums of {counted(sums, 'value')} over {counted(steps, 'micro-batch', 'micro-batches')}")
     return bool(sums)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, put
 from graphc.ir.names import CLIP_VALUE
@@ -61,7 +61,7 @@ def clip(model: ir.Model, ctx: Context, *, norm: float | None = None, value: flo
         for node in updates:
             node.attributes[CLIP_VALUE] = ir.AttrFloat32(CLIP_VALUE, value)
     bounds = [f"{what} {bound:g}" for what, bound in (("norm", norm), ("value", value)) if bound is not None]
-    ctx.note(f"clip: {len(updates)} gradients to {' and '.join(bounds)}")
+    ctx.note(f"clip: {counted(len(updates), 'gradient')} to {' and '.join(bounds)}")
     return True
 
 

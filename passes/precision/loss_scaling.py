@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, place_of, put
 from graphc.ir.names import GOOD_STEPS, LOSS_SCALE
@@ -72,5 +72,5 @@ def loss_scaling(
         outputs=[f"{LOSS_SCALE}::next", f"{GOOD_STEPS}::next"],
         name="update/loss_scale",
     )
-    ctx.note(f"loss_scaling: {len(gradients)} gradients are tested before every update")
+    ctx.note(f"loss_scaling: tests {counted(len(gradients), 'gradient')} before every update")
     return True

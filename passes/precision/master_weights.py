@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, put
@@ -53,7 +54,7 @@ def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True,
         if low_gradients:
             for update in updates:
                 _keep_low(graph, update)
-    ctx.note(f"master_weights: {count} parameters are read in a low type")
+    ctx.note(f"master_weights: copies {counted(count, 'parameter')} to a low type")
     return count > 0
 
 

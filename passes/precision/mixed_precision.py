@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, counted, nearest
 from graphc.ir import DOMAIN, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.infer import apply
@@ -82,7 +82,7 @@ def mixed_precision(
     low = rewriter.run()
     if dtype == "fp16":
         _scale_loss(graph, loss_scale)
-    ctx.note(f"mixed_precision: {low} nodes in {dtype}, {rewriter.casts} casts")
+    ctx.note(f"mixed_precision: {counted(low, 'node')} in {dtype}, {counted(rewriter.casts, 'cast')}")
     return low > 0
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import operand, place_of, put
 from graphc.ir.facts import is_float
@@ -39,7 +40,7 @@ def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
     op = Builder(graph)
     count = scalar(graph, SKIPPED, 0, np.int64)
     op.emit("Tally", [count, flag], domain="graphc", outputs=[f"{SKIPPED}::next"], name="update/skipped")
-    ctx.note(f"skip_nonfinite: {len(updates)} updates")
+    ctx.note(f"skip_nonfinite: {counted(len(updates), 'update')}")
     return True
 
 

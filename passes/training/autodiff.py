@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_float
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
@@ -60,7 +60,7 @@ def autodiff(
             gradients[source] = zeros(op, source)
     for source, value in gradients.items():
         _name_gradient(op, source, value)
-    ctx.note(f"autodiff: gradients of {len(gradients)} values, {len(graph)} nodes")
+    ctx.note(f"autodiff: gradients of {counted(len(gradients), 'value')}, {counted(len(graph), 'node')}")
     return True
 
 

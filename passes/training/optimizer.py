@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc import optim
-from graphc.errors import UsageError
+from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OpDeclaration, Role, declared
@@ -69,7 +69,7 @@ def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: An
         own = declaration.inputs[declaration.main].name
         names = [f"{parameter.name}::next" if state == own else f"{parameter.name}::{state}::next" for state in states]
         op.emit(op_type, inputs, attributes, domain=domain, outputs=names, name=f"update/{parameter.name}")
-    ctx.note(f"optimizer: {name} updates {len(pairs)} parameters")
+    ctx.note(f"optimizer: {name} updates {counted(len(pairs), 'parameter')}")
     return True
 
 

@@ -121,7 +121,7 @@ def test_compile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sum(r["bytes"] for r in rows) == found["allreduce_bytes"] >= 4 * found["trained_elements"]
     assert main(["show", "t.onnx", "--batch", "8", "--backend", "numpy"]) == 0
     plan = capfd.readouterr().out
-    assert "plan for 2 worker(s)" in plan
+    assert "plan for 2 workers" in plan
     assert "start" in plan
 
 
@@ -199,6 +199,30 @@ def test_run_streams(here: Path) -> None:
     np.savez(buffer, x=blobs(5)["x"])
     done = cli("run", "mlp.onnx", "--inputs", "-", "-o", "-", "--backend", "numpy", stdin=buffer.getvalue())
     assert np.load(io.BytesIO(done.stdout))["logits"].shape == (5, 3)
+
+
+def test_former_names_of_passes_are_found_and_listed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = {row["name"]: row for row in document(capfd, "passes")}
+    assert rows["channels_last"]["aliases"] == ["layout"]
+    assert rows["deterministic_shards"]["aliases"] == ["micro_shards"]
+    assert not {"layout", "micro_shards"} & rows.keys()
+    assert main(["passes"]) == 0
+    assert "also called layout" in capfd.readouterr().out
+    assert main(["passes", "micro_shards"]) == 0
+    assert capfd.readouterr().out.startswith("deterministic_shards ")
+    write_mlp(here)
+    assert main(["opt", "mlp.onnx", "-p", "legalize,layout", "-o", "out.onnx"]) == 0
+
+
+def test_the_dump_of_compile_begins_at_the_first_pass(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_mlp(here)
+    options = ["--loss", "mse", "--optimizer", "sgd", "-o", "out.onnx", "--dump-dir", "stages", "--format", "json"]
+    assert main(["compile", "mlp.onnx", *options]) == 0
+    names = [row["pass"] for row in json.loads(capfd.readouterr().out)["passes"]]
+    assert names[0] == "legalize"
+    assert sorted(p.name for p in Path("stages").glob("*.onnx")) == [f"{k:02d}-{name}.onnx" for k, name in enumerate(names)]
+    for path in Path("stages").glob("*.onnx"):
+        onnx.load(path)
 
 
 def test_passes(capfd: pytest.CaptureFixture[str]) -> None:

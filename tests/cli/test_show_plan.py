@@ -52,10 +52,27 @@ def test_the_grid_is_the_plan(training: str, capfd: pytest.CaptureFixture[str]) 
     assert f"  {len(hidden)} of {computing} computing steps run while a collective is in flight" in lines
 
 
+@pytest.mark.parametrize("bucket_mb", ["0.0001", "25"])
+def test_schedule_counts_the_overlaps_that_the_plan_shows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], bucket_mb: str
+) -> None:
+    write_mlp(tmp_path)
+    target = str(tmp_path / "t.onnx")
+    options = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "--bucket-mb", bucket_mb, "--workers", "2"]
+    assert main(["compile", str(tmp_path / "mlp.onnx"), "-o", target, *options]) == 0
+    notes = capfd.readouterr()
+    assert main(["show", "plan", target, "--workers", "2", "--batch", "4", "--format", "json"]) == 0
+    flights = json.loads(capfd.readouterr().out)["collectives"]
+    hidden = sum(bool(flight["computing"]) for flight in flights)
+    assert (hidden == 0) == (bucket_mb == "25"), "one bucket is complete when nothing is left to compute"
+    number = f"{len(flights)} collective" + "s" * (len(flights) != 1)
+    assert f"schedule: {hidden} of {number} overlap with the computation" in notes.out + notes.err
+
+
 def test_one_worker_has_no_grid(training: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["show", training, "--workers", "1"]) == 0
     alone = capfd.readouterr().out
-    assert alone.startswith("plan for 1 worker(s)")
+    assert alone.startswith("plan for 1 worker:")
     assert main(["show", "plan", training, "-n", "1"]) == 0
     assert capfd.readouterr().out == alone
 

@@ -92,6 +92,15 @@ def test_two_workers_follow_one(here: Path, capfd: pytest.CaptureFixture[str]) -
     assert two[-1]["allreduces_per_step"] >= 1
 
 
+def test_a_collective_of_every_fourth_step_counts_a_quarter(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for every in (1, 4):
+        strategy = f"local_sgd:every={every},states=false"
+        found[every] = events(capfd, "-n", 2, "--transport", "threads", "--strategy", strategy)[-1]["allreduces_per_step"]
+    assert found[1] == 2, "the average of the parameters, and the sums of the loss"
+    assert found[4] == 1.25
+
+
 @pytest.mark.mpi
 def test_two_mpi_processes(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = events(capfd, "--log-every", 1)

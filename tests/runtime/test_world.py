@@ -114,5 +114,5 @@ def test_bad_mesh(text: str, message: str) -> None:
 
 def test_mesh_and_world_disagree() -> None:
     Mesh(data=2).check(2)
-    with pytest.raises(UsageError, match=r"needs 4 worker.*2 are running.*launch -n 4"):
+    with pytest.raises(UsageError, match=r"needs 4 workers.*the world has 2.*launch -n 4"):
         Mesh(data=4).check(2)

@@ -8,7 +8,8 @@
     y  = graphc.ChannelsLastAveragePool(x),  dx = graphc.ChannelsLastAveragePoolGrad(dy, shape(x))
 
 Tensors are N × spatial axes × C, weights M × kernel × C/group: the order of axes is the only difference from the ops whose
-names stand behind ``ChannelsLast``, which the decompositions use between transposes. The ``layout`` pass makes these ops.
+names stand behind ``ChannelsLast``, which the decompositions use between transposes. The ``channels_last`` pass makes these
+ops.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _alone(op: Builder, *inputs: ir.Value, **attributes: Any) -> tuple[ir.Value,
 for _name, (_, _own, _doc) in COLLECTIVES.items():
     for _suffix, _text in (
         ("", _doc),
-        ("Start", f"Begin an {_name}. The outputs may only be used by the ``{_name}Wait`` with the same tag."),
+        ("Start", f"Begin the {_name}. The outputs may only be used by the ``{_name}Wait`` with the same tag."),
         ("Wait", f"Wait for the ``{_name}Start`` with the same tag; its results are those of {_name}."),
     ):
         declare_primitive(

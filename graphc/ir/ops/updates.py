@@ -75,13 +75,14 @@ def _optimizer(
         return like(given, options)
 
     def register(formula: Decomposition) -> Decomposition:
-        def decompose(op: Builder, *given: ir.Value | None, clip_value: float, weight_decay: float, **options: float) -> Any:
-            param, grad, *read, lr, divisor, skip = (*given, *[None] * (len(inputs) - len(given)))
+        def decompose(op: Builder, *given: Any, clip_value: float, weight_decay: float, **options: float) -> Any:
+            operands: list[Any] = [*given, *[None] * (len(inputs) - len(given))]
+            param, grad, *read, lr, divisor, skip = operands
             decay = {"weight_decay": weight_decay} if decoupled else {}
             g = _gradient(op, param, grad, divisor, 0.0 if decoupled else weight_decay, clip_value)
             found = formula(op, param, g, *read, lr, **options, **decay)
             old = (param, *read[: len(kept)])
-            following = found if isinstance(found, tuple) else (found,)
+            following: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
             return tuple(_unless(op, skip, a, b) if a is not None else None for a, b in zip(old, following, strict=True))
 
         declare_primitive(
@@ -180,7 +181,7 @@ def adamw(
     if weight_decay:
         keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
         param = op.Mul(param, op.cast_like(keep, param))
-    return adam(op, param, g, exp_avg, exp_avg_sq, step, lr, **betas)
+    return adam(op, param, g, exp_avg, exp_avg_sq, step, lr, **betas)  # type: ignore[return-value]
 
 
 @_optimizer("Adagrad", states="sum", step=True, lr_decay=0.0, eps=1e-10)

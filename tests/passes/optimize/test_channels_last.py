@@ -1,4 +1,4 @@
-"""layout: networks compute the same with channels last, and next to nothing is transposed."""
+"""channels_last: networks compute the same with channels last, and next to nothing is transposed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_networks_compute_the_same_with_channels_last(name: str, training: bool,
     program, feeds = programs(name)
     model = program.model if training else program.inference
     shapes = {n: a.shape for n, a in feeds.items()}
-    plain, last = (prepare(model, shapes, Holding(rewrites)) for rewrites in ("", "layout"))
+    plain, last = (prepare(model, shapes, Holding(rewrites)) for rewrites in ("", "channels_last"))
     assert not [n.op_type for n in last.graph if n.op_type.startswith(("Conv", "MaxPool", "AveragePool"))]
     moved = turned(last)
     assert len(moved) == (TURNED[name] if training or name != "Shuffle" else 2), moved
