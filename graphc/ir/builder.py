@@ -8,9 +8,7 @@ a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
-from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
+from graphc.ir.declare import OPS, declared
 from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
+from graphc.ir.signatures import declared_signature, standard_signature
 from graphc.ir.subgraphs import bodies
 
 Operand = Any
@@ -111,7 +110,7 @@ class Builder:
         if isinstance(outputs, str):
             outputs = [outputs]
         values = self._operands(op_type, inputs)
-        attrs, count = _check(op_type, domain, len(values), dict(attributes or {}))
+        attrs, count = _check(op_type, domain, len(values), attributes or {})
         if outputs is not None:
             count = outputs if isinstance(outputs, int) else len(outputs)
         elif count < 0:
@@ -291,79 +290,44 @@ def _same_shape(a: ir.Value, b: ir.Value) -> bool:
     )
 
 
-_KINDS = {
-    onnx.defs.OpSchema.AttrType.FLOAT: ir.AttributeType.FLOAT,
-    onnx.defs.OpSchema.AttrType.INT: ir.AttributeType.INT,
-    onnx.defs.OpSchema.AttrType.STRING: ir.AttributeType.STRING,
-    onnx.defs.OpSchema.AttrType.FLOATS: ir.AttributeType.FLOATS,
-    onnx.defs.OpSchema.AttrType.INTS: ir.AttributeType.INTS,
-    onnx.defs.OpSchema.AttrType.STRINGS: ir.AttributeType.STRINGS,
-    onnx.defs.OpSchema.AttrType.TENSOR: ir.AttributeType.TENSOR,
-    onnx.defs.OpSchema.AttrType.GRAPH: ir.AttributeType.GRAPH,
-}
-
-
-def _check(op_type: str, domain: str, num_inputs: int, attributes: dict[str, Any]) -> tuple[list[ir.Attr], int]:
+def _check(op_type: str, domain: str, num_inputs: int, attributes: Mapping[str, Any]) -> tuple[list[ir.Attr], int]:
     """Attributes as ``ir.Attr`` of their declared kind, and the default number of outputs (-1: one per input)."""
     declaration = OPS[op_type] if domain == DOMAIN else declared(domain, op_type)
-    if declaration is not None:
-        return _check_declared(f"{domain}.{op_type}", declaration, num_inputs, attributes)
-    schema = _standard(op_type, domain)
-    least, most = schema.inputs
-    if not least <= num_inputs <= most:
-        raise ModelError(f"{op_type} takes {least} to {most} inputs, not {num_inputs}")
+    if declaration is None:
+        op, signature = op_type, standard_signature(op_type, domain, OPSET)
+        if signature is None:
+            raise ModelError(f"no operator {domain or 'ai.onnx'}::{op_type} in opset {OPSET}")
+    else:
+        op, signature = f"{domain}.{op_type}", declared_signature(declaration)
+    if error := signature.input_error(op, num_inputs):
+        raise ModelError(error)
     result = []
     for name, value in attributes.items():
-        if value is None:
-            continue
-        if isinstance(value, ir.Attr):
+        copied = isinstance(value, ir.Attr)  # of a node whose op may be of another opset
+        if name not in signature.attributes and (declaration is not None or (value is not None and not copied)):
+            raise ModelError(f"{op} has no attribute {name!r}")
+        if copied:
             result.append(ir.Attr(name, value.type, value.value))
-            continue
-        if name not in schema.attributes:
-            raise ModelError(f"{op_type} has no attribute {name!r}")
-        kind = schema.attributes[name]
-        if isinstance(value, np.ndarray) and kind == ir.AttributeType.TENSOR:
-            value = ir.Tensor(value)
-        result.append(ir.convenience.convert_attribute(name, value, kind))
-    for name in schema.required:
-        if name not in attributes:
-            raise ModelError(f"{op_type} needs the attribute {name!r}")
-    return result, schema.outputs
+        elif value is not None:
+            result.append(_attribute(name, value, signature.attributes[name]))
+    for name in signature.required:
+        if attributes.get(name) is None:
+            raise ModelError(f"{op} needs the attribute {name!r}")
+    return result, signature.default_outputs
 
 
-@dataclass(frozen=True, slots=True)
-class _Standard:
-    """What :func:`_check` asks of a schema, read once: each look at a schema of ``onnx`` copies it."""
-
-    inputs: tuple[int, int]
-    attributes: Mapping[str, ir.AttributeType | None]
-    required: tuple[str, ...]
-    outputs: int
-
-
-@functools.cache
-def _standard(op_type: str, domain: str) -> _Standard:
-    try:
-        schema = onnx.defs.get_schema(op_type, OPSET, domain)
-    except onnx.defs.SchemaError:
-        raise ModelError(f"no operator {domain or 'ai.onnx'}::{op_type} in opset {OPSET}") from None
-    single = onnx.defs.OpSchema.FormalParameterOption.Single
-    return _Standard(
-        (schema.min_input, schema.max_input),
-        {name: _KINDS.get(formal.type) for name, formal in schema.attributes.items()},
-        tuple(name for name, formal in schema.attributes.items() if formal.required),
-        max(1, sum(output.option == single for output in schema.outputs)),
-    )
-
-
-def _attribute(name: str, value: Any) -> ir.Attr:
-    """An attribute of the kind of its value, whose type onnx_ir asks for at length where it is no plain number or text."""
+def _attribute(name: str, value: Any, kind: ir.AttributeType | None) -> ir.Attr:
+    """An attribute of ``kind``, or of the kind of its value; plain numbers and texts are made without asking onnx_ir."""
+    if kind == ir.AttributeType.FLOAT:
+        return ir.AttrFloat32(name, float(value))
     make = _PLAIN.get(type(value))
     if make is not None:
         return make(name, value)
-    if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
+    if kind in (None, ir.AttributeType.INTS) and isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
         return ir.AttrInt64s(name, value)
-    return ir.convenience.convert_attribute(name, value, None)
+    if isinstance(value, np.ndarray) and kind == ir.AttributeType.TENSOR:
+        value = ir.Tensor(value)
+    return ir.convenience.convert_attribute(name, value, kind)
 
 
 _PLAIN: Mapping[type, Callable[[str, Any], ir.Attr]] = {
@@ -372,29 +336,3 @@ _PLAIN: Mapping[type, Callable[[str, Any], ir.Attr]] = {
     float: ir.AttrFloat32,
     str: ir.AttrString,
 }
-
-
-def _check_declared(
-    op: str, declaration: OpDeclaration, num_inputs: int, attributes: dict[str, Any]
-) -> tuple[list[ir.Attr], int]:
-    required = sum(not f.optional and not f.variadic for f in declaration.inputs)
-    most = len(declaration.inputs) if not any(f.variadic for f in declaration.inputs) else num_inputs
-    if not required <= num_inputs <= most:
-        raise ModelError(f"{op} takes {required} to {most} inputs, not {num_inputs}")
-    result = []
-    for name, value in attributes.items():
-        if name not in declaration.attributes:
-            raise ModelError(f"{op} has no attribute {name!r}")
-        if isinstance(value, ir.Attr):
-            result.append(ir.Attr(name, value.type, value.value))
-        elif value is not None:
-            default = declaration.attributes[name]
-            if isinstance(default, float):
-                value = float(value)
-            result.append(_attribute(name, value))
-    for name, default in declaration.attributes.items():
-        if default is REQUIRED and attributes.get(name) is None:
-            raise ModelError(f"{op} needs the attribute {name!r}")
-    if any(f.variadic for f in declaration.outputs):
-        return result, -1
-    return result, len(declaration.outputs)

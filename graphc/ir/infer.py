@@ -218,16 +218,26 @@ _LIKE_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 """The ops for which ONNX has no inference: their output is like their input."""
 
 
-def apply(node: ir.Node, *, version: int = OPSET) -> None:
-    """Infer the outputs of ``node`` from its inputs and store what was found in its output values."""
+def infer_node(node: ir.Node, version: int = OPSET) -> tuple[Inferred, ...]:
+    """:func:`infer_outputs` of a node.
+
+    Raises:
+        ModelError: the op rejects its inputs, or inference fails.
+    """
     try:
-        found = infer_outputs(
+        return infer_outputs(
             node.op_type, node.domain, node.inputs, node.attributes, version=version, num_outputs=len(node.outputs)
         )
-    except ModelError as error:
-        raise ModelError(f"{error}\n{neighbourhood(node)}") from None
     except (ValueError, IndexError, TypeError) as error:
         raise ModelError(f"inference of {describe(node)} failed: {error}") from error
+
+
+def apply(node: ir.Node, *, version: int = OPSET) -> None:
+    """Infer the outputs of ``node`` from its inputs and store the types and shapes in its output values."""
+    try:
+        found = infer_node(node, version)
+    except ModelError as error:
+        raise ModelError(f"{error}\n{neighbourhood(node)}") from error.__cause__
     if node.op_type in _LIKE_INPUT and node.domain == "" and node.inputs[0] is not None:
         found = ((node.inputs[0].type, node.inputs[0].shape),)
     for value, (type_, shape) in zip(node.outputs, found, strict=False):

@@ -33,7 +33,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.facts import dims
-from graphc.ir.infer import apply, fold, infer_outputs, version_of
+from graphc.ir.infer import apply, fold, infer_node, version_of
 
 ELIDED_ABOVE = 16
 """Tensors of more elements than this are written as ``{}`` unless weights are asked for."""
@@ -218,10 +218,8 @@ def _not_inferred(graph: ir.Graph) -> list[ir.Value]:
     different = []
     for node in graph:
         try:
-            found = infer_outputs(
-                node.op_type, node.domain, node.inputs, node.attributes, version=version, num_outputs=len(node.outputs)
-            )
-        except (ModelError, ValueError, IndexError, TypeError):
+            found = infer_node(node, version)
+        except ModelError:
             found = ((None, None),) * len(node.outputs)
         for value, (type_, shape) in zip(node.outputs, found, strict=False):
             same = shape is not None and value.shape is not None and shape == value.shape

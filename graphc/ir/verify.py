@@ -1,14 +1,12 @@
-"""The rules every graph keeps between passes, checked.
+"""Checks the rules that every graph keeps between passes.
 
-An error names the rule, the node with its neighbours, and the ten lines around it. What an op's schema allows is compiled
-once per op; inference is cached, so that a training graph of thousands of nodes takes a fraction of a second.
+An error names the rule, the node with its neighbours, and the ten lines around it. Signatures and inference are cached, so a
+training graph of thousands of nodes takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import onnx
@@ -16,9 +14,10 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError, nearest
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
-from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declaration_of
+from graphc.ir.declare import OPS, declaration_of
 from graphc.ir.facts import describe_value, dims, neighbourhood
-from graphc.ir.infer import infer_outputs, version_of
+from graphc.ir.infer import infer_node, version_of
+from graphc.ir.signatures import Signature, count_range, declared_signature, formal_of, standard_signature
 from graphc.ir.text import node_text
 
 _CONTEXT_LINES = 5
@@ -52,75 +51,6 @@ def verify_model(model: ir.Model, *, legal: bool = True) -> None:
     checker.state()
 
 
-@dataclass(frozen=True, slots=True)
-class _Formal:
-    name: str
-    required: bool
-    variable: str | None  # the schema's type variable, None when the type is fixed or a variadic's items may differ
-    allowed: frozenset[str] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """An op's schema in the form that is quick to check."""
-
-    inputs: tuple[_Formal, ...]
-    outputs: tuple[_Formal, ...]
-    arity: tuple[int, int, int, int]
-    attributes: Mapping[str, ir.AttributeType | None]
-    required: tuple[str, ...]
-
-    def formal(self, formals: tuple[_Formal, ...], index: int) -> _Formal:
-        return formals[min(index, len(formals) - 1)]
-
-
-@functools.cache
-def _standard_signature(op_type: str, domain: str, version: int) -> _Signature | None:
-    try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return None
-    constraints = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
-
-    def formals(parameters: Sequence[onnx.defs.OpSchema.FormalParameter]) -> tuple[_Formal, ...]:
-        option = onnx.defs.OpSchema.FormalParameterOption
-        return tuple(
-            _Formal(
-                p.name,
-                p.option == option.Single,
-                p.type_str if p.type_str in constraints and p.is_homogeneous else None,
-                constraints.get(p.type_str, frozenset({p.type_str})),
-            )
-            for p in parameters
-        )
-
-    kinds = {name: ir.AttributeType[str(a.type).rpartition(".")[2]] for name, a in schema.attributes.items()}
-    required = tuple(name for name, a in schema.attributes.items() if a.required)
-    arity = (schema.min_input, schema.max_input, schema.min_output, schema.max_output)
-    return _Signature(formals(schema.inputs), formals(schema.outputs), arity, kinds, required)
-
-
-_KINDS: dict[type, ir.AttributeType] = {
-    bool: ir.AttributeType.INT,
-    int: ir.AttributeType.INT,
-    float: ir.AttributeType.FLOAT,
-    str: ir.AttributeType.STRING,
-}
-
-
-@functools.cache
-def _declared_signature(declaration: OpDeclaration) -> _Signature:
-    inputs = tuple(_Formal(f.name, not (f.optional or f.variadic), None, None) for f in declaration.inputs)
-    outputs = tuple(_Formal(f.name, False, None, None) for f in declaration.outputs)
-    least = sum(f.required for f in inputs)
-    endless = 1 << 30
-    most = endless if any(f.variadic for f in declaration.inputs) else len(inputs)
-    most_outputs = endless if any(f.variadic for f in declaration.outputs) else len(outputs)
-    kinds = {name: None if d is REQUIRED else _KINDS.get(type(d)) for name, d in declaration.attributes.items()}
-    required = tuple(name for name, d in declaration.attributes.items() if d is REQUIRED)
-    return _Signature(inputs, outputs, (least, most, 0, most_outputs), kinds, required)
-
-
 @functools.cache
 def _tensor_type_name(dtype: ir.DataType) -> str:
     return f"tensor({str(dtype).lower()})"
@@ -136,12 +66,13 @@ def _type_name(value: ir.Value) -> str | None:
 
 
 def refused_type(node: ir.Node, version: int) -> str | None:
-    """The first input type that a standard op of opset ``version`` does not take, or None."""
-    signature = _standard_signature(node.op_type, node.domain, version)
-    for k, value in enumerate(node.inputs if signature is not None else ()):
-        assert signature is not None
+    """The first input type that the op does not take in opset ``version``, or None."""
+    signature = standard_signature(node.op_type, node.domain, version)
+    if signature is None:
+        return None
+    for k, value in enumerate(node.inputs):
         actual = _type_name(value) if value is not None else None
-        allowed = signature.formal(signature.inputs, k).allowed
+        allowed = formal_of(signature.inputs, k).allowed
         if actual is not None and allowed is not None and actual not in allowed:
             return actual
     return None
@@ -230,33 +161,33 @@ class _Checker:
         self.nodes(graph, defined)
         self.value_names = outside
 
-    def signature(self, node: ir.Node) -> _Signature | None:
+    def signature(self, node: ir.Node) -> Signature | None:
         declaration = declaration_of(node)
         if declaration is None and node.domain == DOMAIN:
             self.fail(node, f"no graphc op {node.op_type!r} is declared{nearest(node.op_type, OPS)}")
         if declaration is not None:
             if node.domain not in self.graph.opset_imports:
                 self.fail(node, f"the model does not import the domain {node.domain!r}")
-            return _declared_signature(declaration)
+            return declared_signature(declaration)
         version = self.opset if node.domain == "" else self.graph.opset_imports.get(node.domain, 1)
-        found = _standard_signature(node.op_type, node.domain, version)
+        found = standard_signature(node.op_type, node.domain, version)
         if found is None and (self.legal or node.domain == "") and (node.domain, node.op_type) not in self.functions:
             known = {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}
             hint = nearest(node.op_type, known) if node.domain == "" else ""
             self.fail(node, f"no operator {node.domain or 'ai.onnx'}::{node.op_type} in opset {version}{hint}")
         return found
 
-    def arity(self, node: ir.Node, signature: _Signature) -> None:
-        least, most, least_outputs, most_outputs = signature.arity
-        if not least <= len(node.inputs) <= most:
-            self.fail(node, f"{node.op_type} takes {_range(least, most)} inputs, not {len(node.inputs)}")
-        if not least_outputs <= len(node.outputs) <= most_outputs:
-            self.fail(node, f"{node.op_type} has {_range(least_outputs, most_outputs)} outputs, not {len(node.outputs)}")
+    def arity(self, node: ir.Node, signature: Signature) -> None:
+        if error := signature.input_error(node.op_type, len(node.inputs)):
+            self.fail(node, error)
+        *_, least, most = signature.arity
+        if not least <= len(node.outputs) <= most:
+            self.fail(node, f"{node.op_type} has {count_range(least, most, 'output')}, not {len(node.outputs)}")
         for k, value in enumerate(node.inputs):
-            if value is None and signature.formal(signature.inputs, k).required:
+            if value is None and formal_of(signature.inputs, k).required:
                 self.fail(node, f"{node.op_type} needs its input {k}, {signature.inputs[k].name!r}")
 
-    def attributes(self, node: ir.Node, signature: _Signature) -> None:
+    def attributes(self, node: ir.Node, signature: Signature) -> None:
         for name, attr in node.attributes.items():
             if name not in signature.attributes:
                 self.fail(node, f"{node.op_type} has no attribute {name!r}{nearest(name, signature.attributes)}")
@@ -269,7 +200,7 @@ class _Checker:
             if name not in node.attributes:
                 self.fail(node, f"{node.op_type} needs the attribute {name!r}")
 
-    def types(self, node: ir.Node, signature: _Signature) -> None:
+    def types(self, node: ir.Node, signature: Signature) -> None:
         bound: dict[str, str] = {}
         for values, formals in ((node.inputs, signature.inputs), (node.outputs, signature.outputs)):
             for k, value in enumerate(values):
@@ -280,7 +211,7 @@ class _Checker:
                     if value.type is None and self.legal and node.graph is self.graph:
                         self.fail(node, f"{value.name!r} has no type")
                     continue
-                formal = signature.formal(formals, k)
+                formal = formal_of(formals, k)
                 if formal.allowed is not None and actual not in formal.allowed:
                     allowed = ", ".join(sorted(formal.allowed))
                     self.fail(node, f"{node.op_type} does not take {actual} for {formal.name!r} ({allowed})")
@@ -291,15 +222,10 @@ class _Checker:
             self.inference(node)
 
     def inference(self, node: ir.Node) -> None:
-        version = version_of(node, self.opset)
         try:
-            found = infer_outputs(
-                node.op_type, node.domain, node.inputs, node.attributes, version=version, num_outputs=len(node.outputs)
-            )
+            found = infer_node(node, version_of(node, self.opset))
         except ModelError as error:
             self.fail(node, str(error))
-        except (ValueError, IndexError, TypeError) as error:
-            self.fail(node, f"inference failed: {error}")
         for value, (type_, shape) in zip(node.outputs, found, strict=False):
             if type_ is not None and value.type is not None and type_ != value.type:
                 self.fail(node, f"{describe_value(value)} should have type {type_}")
@@ -379,9 +305,3 @@ def _compatible(a: ir.Shape, b: ir.Shape) -> bool:
     if len(a) != len(b):
         return False
     return all(not (isinstance(x, int) and isinstance(y, int)) or x == y for x, y in zip(a.dims, b.dims, strict=True))
-
-
-def _range(least: int, most: int) -> str:
-    if least == most:
-        return str(least)
-    return f"at least {least}" if most > 1 << 20 else f"{least} to {most}"

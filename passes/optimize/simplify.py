@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import has_effect
-from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_outputs, version_of
+from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_node, version_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.text import graph_metadata
@@ -165,10 +165,7 @@ def _refine(node: ir.Node) -> None:
     """Fill in dimensions that are known since the node's inputs became simpler."""
     if all(out.shape is not None and out.shape.is_static() for out in node.outputs):
         return
-    found = infer_outputs(
-        node.op_type, node.domain, node.inputs, node.attributes, version=version_of(node), num_outputs=len(node.outputs)
-    )
-    for out, (_, shape) in zip(node.outputs, found, strict=False):
+    for out, (_, shape) in zip(node.outputs, infer_node(node, version_of(node)), strict=False):
         out.shape = _sharper(out.shape, shape)
 
 

@@ -205,7 +205,7 @@ def data_of_another_shape(m):
         (wrong_kind, "attribute 'transA' of Gemm is FLOAT, not INT"),
         (missing_attribute, "Cast needs the attribute 'to'"),
         (missing_graphc_attribute, "AllReduce needs the attribute 'tag'"),
-        (too_many_inputs, "Relu takes 1 inputs, not 2"),
+        (too_many_inputs, "Relu takes 1 input, not 2"),
         (input_left_out, "Add needs its input 1, 'B'"),
         (used_before, "'r', is used before it is defined"),
         (dangling, "'ghost', is no graph input, initializer or node output"),
