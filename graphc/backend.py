@@ -24,11 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.device import ALIGNMENT, Array, Memory, Run
-from graphc.errors import MissingExtraError, UsageError, nearest
+from graphc.device import ALIGNMENT, Array, Memory, Run, in_order
+from graphc.errors import MissingExtraError, UnsupportedOpError, UsageError, nearest
 from graphc.gradient import key_of
 from graphc.registry import Registry
 
@@ -116,47 +117,37 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
 
 
 class Capabilities(Protocol):
-    """The properties of a backend that a plan depends on."""
+    """The properties of a backend that a plan depends on; by default those of a runtime of standard ops in single precision."""
 
-    alignment: int
+    alignment: int = ALIGNMENT
     """Alignment, in bytes, of values that one step hands to another."""
 
-    rewrites: str
+    rewrites: str = ""
     """Pipeline text of passes to run on the decomposed graph with static shapes; mostly empty."""
 
-    state_rewrites: str
+    state_rewrites: str = ""
     """Pipeline text of passes that change which state a training graph keeps (:mod:`graphc.plan.state_rewrites`); mostly
     empty.
     """
 
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, in a step of its own, instead of inside a segment."""
+        return False
 
     def holds(self, node: ir.Node) -> bool:
         """Whether a segment may hold this ``graphc`` op undecomposed."""
+        return False
 
     def computes_halves(self, node: ir.Node) -> bool:
         """Whether the backend computes the node in half precision; otherwise the plan computes it in float32."""
-
-
-class StandardAbilities:
-    """The capabilities of a runtime of standard ops in single precision."""
-
-    alignment = ALIGNMENT
-    rewrites = ""
-    state_rewrites = ""
-
-    def prefers_native(self, node: ir.Node) -> bool:
-        return False
-
-    def holds(self, node: ir.Node) -> bool:
-        return False
-
-    def computes_halves(self, node: ir.Node) -> bool:
         return False
 
 
-STANDARD: Capabilities = StandardAbilities()
+class StandardCapabilities(Capabilities):
+    """The defaults."""
+
+
+STANDARD: Capabilities = StandardCapabilities()
 
 
 class Backend(Capabilities, Protocol):
@@ -194,25 +185,35 @@ class Backend(Capabilities, Protocol):
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
     ) -> Run:
-        """Bind a native kernel."""
+        """Bind a native kernel.
+
+        Raises:
+            UnsupportedOpError: the backend has none for the node.
+        """
+        raise UnsupportedOpError(f"the {self.name} backend has no native kernel for {node.op_type}")
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         """Output index → input index that the native kernel of ``node`` may overwrite."""
+        return {}
 
     def settle(self) -> None:
         """Allocate the memory and compile the kernels of everything bound: the plan is complete, and steps allocate nothing."""
+        return
 
     def record(self, runs: Sequence[Run]) -> Run:
         """Combine bound work that only queues into one closure; none of ``runs`` reads a result on the host.
 
         They run in order. A device may record what they queue and replay it in later calls.
         """
+        return in_order(runs)
 
     def all_finite(self, array: Array) -> bool:
         """Whether a 1-D float array holds neither NaN nor infinity; called between the backward pass and the updates."""
+        return bool(np.isfinite(self.memory.fetch(array)).all())
 
     def close(self) -> None:
         """Release threads and sessions."""
+        return
 
 
 BACKENDS: Registry[Callable[..., Backend]] = Registry("backend", "graphc.backends", apart=True)

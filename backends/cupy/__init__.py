@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -23,7 +22,7 @@ import graphc.backends.cupy.kernels
 import graphc.backends.cupy.libraries.cudnn_attention
 import graphc.backends.cupy.libraries.cudnn_convolution
 import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these four fill the registry, as cublaslt does
-from graphc.backend import BACKENDS, PLANNERS, Fallback, PlannedMemory
+from graphc.backend import BACKENDS, PLANNERS, Backend, Fallback, PlannedMemory
 from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
@@ -40,10 +39,9 @@ from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
 from graphc.backends.fusion.op_kernels import is_expression, op_kernel
 from graphc.device import Array, Memory, Run
-from graphc.errors import UnsupportedOpError
 
 
-class CupyBackend:
+class CupyBackend(Backend):
     """Segments on one device.
 
     Args:
@@ -113,30 +111,21 @@ class CupyBackend:
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""
         LOG.warning("the model runs on the host as a whole: it has sequences, strings, or shapes that depend on data")
-        return BACKENDS["numpy"](threads=1, spin=False).run_whole(model, feeds)
+        return BACKENDS["numpy"](threads=1).run_whole(model, feeds)
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
     ) -> Run:
         """An update of flat arrays, in place."""
         if not is_elementwise(node):
-            raise UnsupportedOpError(f"the cupy backend has no native kernel for {node.op_type}")
+            return super().bind_kernel(node, inputs, outputs, aliases)
         return bind_update(self.device, node, inputs)
-
-    def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        return {}
 
     def settle(self) -> None:
         self._scratch.settle()
 
     def record(self, runs: Sequence[Run]) -> Run:
         return self.device.record(join_updates(runs))
-
-    def all_finite(self, array: Array) -> bool:
-        return bool(np.isfinite(self.memory.fetch(array)).all())
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache, Choose]:

@@ -13,34 +13,23 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphc.backend import BACKENDS
+from graphc.backend import BACKENDS, Backend
 from graphc.backends.numpy.operators import REPAIRED
-from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
+from graphc.device import Array, HostMemory, Memory, Run
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.infer import propagate
 from graphc.ir.ops.recurrent import RECURRENT, expand_recurrent
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     """Runs every ``graphc`` op through its decomposition; ``threads`` and ``spin`` are accepted and unused."""
 
     name = "numpy"
-    alignment = ALIGNMENT
-    rewrites = state_rewrites = ""
 
     def __init__(self, *, threads: int = 1, spin: bool = False) -> None:
         del threads, spin
         self.memory: Memory = HostMemory()
-
-    def prefers_native(self, node: ir.Node) -> bool:
-        return False
-
-    def holds(self, node: ir.Node) -> bool:
-        return False
-
-    def computes_halves(self, node: ir.Node) -> bool:
-        return False
 
     def bind_segment(
         self,
@@ -64,26 +53,6 @@ class NumpyBackend:
         names = [value.name for value in model.graph.output]
         results = _evaluator(model).run(names, dict(feeds))
         return dict(zip(names, results, strict=True))
-
-    def bind_kernel(
-        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
-    ) -> Run:
-        raise UnsupportedOpError(f"the numpy backend has no native kernel for {node.op_type}")
-
-    def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        return {}
-
-    def settle(self) -> None:
-        """Nothing waits for the rest of its plan."""
-
-    def record(self, runs: Sequence[Run]) -> Run:
-        return in_order(runs)
-
-    def all_finite(self, array: Array) -> bool:
-        return bool(np.isfinite(array).all())
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:

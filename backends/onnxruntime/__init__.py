@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Binding, native_kernel
-from graphc.device import ALIGNMENT, Array, HostMemory, Memory, Run, in_order
+from graphc.backend import BACKENDS, Backend, Binding, native_kernel
+from graphc.device import Array, HostMemory, Memory, Run
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
 from graphc.plan.half_precision import HALVES
@@ -33,7 +33,7 @@ UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(Backend):
     """onnxruntime's CPU provider plus native kernels.
 
     Args:
@@ -42,8 +42,6 @@ class OnnxRuntimeBackend:
     """
 
     name = "onnxruntime"
-    alignment = ALIGNMENT
-    rewrites = state_rewrites = ""
 
     def __init__(self, *, threads: int, spin: bool = True) -> None:
         self.memory: Memory = HostMemory()
@@ -52,12 +50,6 @@ class OnnxRuntimeBackend:
 
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
-
-    def holds(self, node: ir.Node) -> bool:
-        return False
-
-    def computes_halves(self, node: ir.Node) -> bool:
-        return False  # the CPU provider has few bfloat16 kernels
 
     def bind_segment(
         self,
@@ -120,12 +112,6 @@ class OnnxRuntimeBackend:
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         kernel = native_kernel(self.name, node)
         return kernel.inplace if kernel is not None else {}
-
-    def settle(self) -> None:
-        """Nothing waits for the rest of its plan."""
-
-    def record(self, runs: Sequence[Run]) -> Run:
-        return in_order(runs)
 
     def all_finite(self, array: Array) -> bool:
         if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:

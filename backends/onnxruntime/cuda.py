@@ -15,15 +15,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from graphc.backend import BACKENDS
+from graphc.backend import BACKENDS, Backend
 from graphc.backends.onnxruntime import OnnxRuntimeBackend, element_type, make_session, session_options
 from graphc.backends.onnxruntime.packing import is_packed
-from graphc.device import Array, Memory, Run, in_order
+from graphc.device import Array, Memory, Run
 from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
 
 PROVIDER = "CUDAExecutionProvider"
@@ -34,8 +33,10 @@ LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn"
 """Libraries that the provider links or loads; CuPy depends on the package that finds them."""
 
 
-class DeviceBackend:
+class DeviceBackend(Backend):
     """Runs segments in a provider of onnxruntime whose arrays are not in host memory.
+
+    Nothing is recorded: onnxruntime allocates while it runs, which a CUDA graph does not allow.
 
     Args:
         memory: of the arrays that segments are bound to.
@@ -46,7 +47,6 @@ class DeviceBackend:
 
     name = "onnxruntime-cuda"
     alignment = 256
-    rewrites = state_rewrites = ""
 
     def __init__(
         self,
@@ -62,12 +62,6 @@ class DeviceBackend:
         self._options = session_options(threads, spin=False)
         self._run_options = ort.RunOptions()
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-
-    def prefers_native(self, node: ir.Node) -> bool:
-        return False
-
-    def holds(self, node: ir.Node) -> bool:
-        return False
 
     def computes_halves(self, node: ir.Node) -> bool:
         """float16 where the provider has a kernel (onnxruntime casts elsewhere); it has too few for bfloat16."""
@@ -99,11 +93,6 @@ class DeviceBackend:
 
         return self._queued(launch)
 
-    def bind_kernel(
-        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
-    ) -> Run:
-        raise UnsupportedOpError(f"the {self.name} backend has no native kernel for {node.op_type}")
-
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Models that no plan can hold run on the host."""
         engine = OnnxRuntimeBackend(threads=1, spin=False)
@@ -111,21 +100,6 @@ class DeviceBackend:
             return engine.run_whole(model, feeds)
         finally:
             engine.close()
-
-    def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        return {}
-
-    def settle(self) -> None:
-        """Nothing waits for the rest of its plan."""
-
-    def record(self, runs: Sequence[Run]) -> Run:
-        return in_order(runs)  # onnxruntime allocates while it runs, which a CUDA graph does not allow
-
-    def all_finite(self, array: Array) -> bool:
-        return bool(np.isfinite(self.memory.fetch(array)).all())
-
-    def close(self) -> None:
-        """Sessions end with the closures that hold them."""
 
 
 class OnnxRuntimeCudaBackend(DeviceBackend):

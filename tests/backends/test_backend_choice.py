@@ -14,7 +14,7 @@ from graphc.backend import make_backend
 from graphc.backends.cupy.device.protocol import CudaOptions
 from graphc.bench.specs import SPECS
 from graphc.errors import UsageError
-from tests.backends.host_kernels import HostDevice
+from tests.backends.host_kernels import HostDevice, every_epilogue
 
 
 @pytest.fixture
@@ -22,12 +22,11 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[CudaOptions]:
     """The options of every GPU that is asked for; the host stands for it."""
     found: list[CudaOptions] = []
 
-    def device(index: int | None = None, options: CudaOptions | None = None) -> Any:
-        assert options is not None
+    def gpu(options: CudaOptions) -> Any:
         found.append(options)
-        return HostDevice()
+        return HostDevice(), None, every_epilogue
 
-    monkeypatch.setattr("graphc.backends.cupy.device.cuda_device.CudaDevice", device)
+    monkeypatch.setattr("graphc.backends.cupy._gpu", gpu)
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphc
-from graphc.backend import BACKENDS, StandardAbilities
+from graphc.backend import BACKENDS, Capabilities
 from graphc.bench.specs import SPECS
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
@@ -61,7 +61,7 @@ class Shuffle(nn.Module):
         return self.head(torch.cat([left, self.point(right) * torch.sigmoid(right)], 1).mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class Holding(StandardAbilities):
+class Holding(Capabilities):
     """A backend for convolutions and pools in either order."""
 
     def __init__(self, rewrites: str) -> None:
