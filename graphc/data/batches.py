@@ -354,7 +354,7 @@ def shard(
     size: int | None = None,
     shuffle: bool | int | None = None,
     seed: int = 0,
-    tail: str = "keep",
+    tail: str | None = None,
     prefetch: int = 0,
     names: Sequence[str] | None = None,
     weight: str | None = None,
@@ -372,10 +372,14 @@ def shard(
         rank, size: this worker and the number of workers; default: the world this process was started in.
         shuffle: see :class:`~graphc.data.Shards`; default: shuffle, but neither a stream nor a DataLoader that does not.
         names: inputs in the order of the elements of a sample that is a tuple; a sample that is a mapping has them itself.
-        seed, tail, prefetch, weight, padding: see :class:`~graphc.data.Shards`.
+        tail: see :class:`~graphc.data.Shards`; default: ``drop`` for a DataLoader with ``drop_last=True``, else ``keep``.
+        seed, prefetch, weight, padding: see :class:`~graphc.data.Shards`.
+
+    A DataLoader's dataset is read with its ``collate_fn``, workers, ``persistent_workers`` and ``pin_memory``. Its
+    ``batch_size`` gives way to the batch that is asked for here.
 
     Raises:
-        UsageError: both batch sizes or none, or a source that cannot be cut.
+        UsageError: both batch sizes or none, a source that cannot be cut, or a DataLoader with a setting that would be lost.
         FeedError: arrays of different length.
     """
     if (global_batch is None) == (per_worker_batch is None):
@@ -391,6 +395,8 @@ def shard(
         world = find_world()
         rank, size = world.rank, world.size
     total = global_batch if global_batch is not None else (per_worker_batch or 0) * size
+    if tail is None:
+        tail = "drop" if is_loader(source) and source.drop_last else "keep"
     found, default = source_of(source, names)
     return Shards(
         found, total, rank=rank, size=size, shuffle=default if shuffle is None else shuffle, seed=seed, tail=tail,

@@ -50,8 +50,6 @@ def source_of(source: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
     if isinstance(source, Mapping):
         return ArraySource(source), True
     if is_loader(source):
-        from graphc.data.sources import loader_source
-
         return loader_source(source, names)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return SampleSource(source, names), True
@@ -169,20 +167,34 @@ def _array(value: Any) -> Array:
     return np.asarray(value)
 
 
+_KEPT = (
+    "collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+    "pin_memory", "pin_memory_device", "persistent_workers",
+)  # fmt: skip
+"""The settings of a DataLoader that its shards are read with."""
+
+
 def loader_source(loader: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
     """The source of a ``torch.utils.data.DataLoader``, and whether the loader shuffles.
 
     Raises:
-        UsageError: a loader with a sampler of its own, whose order would be lost.
+        UsageError: a loader with a setting that would be lost: a sampler or batches of its own, or another order.
     """
     from torch.utils import data
 
+    if loader.batch_size is None:
+        what = "batch_size=None" if loader.batch_sampler is None else f"the batch sampler {type(loader.batch_sampler).__name__}"
+        raise UsageError(f"the DataLoader has {what}, but graphc makes the batches itself: give it batch_size= instead")
+    if not getattr(loader, "in_order", True):
+        raise UsageError("the DataLoader has in_order=False, but every worker must get the same order: leave in_order out")
     if isinstance(loader.dataset, data.IterableDataset):
         if loader.num_workers:
             raise UsageError(
                 "a DataLoader over an IterableDataset has num_workers copies of its stream; make it with num_workers=0 and"
                 " read ahead with prefetch="
             )
+        if loader.pin_memory:
+            raise UsageError("a DataLoader over an IterableDataset is read without pin_memory: leave it out, graphc pins feeds")
         return StreamSource(loader.dataset, names, join=loader.collate_fn), False
     sampler = getattr(loader, "sampler", None)
     shuffles = isinstance(sampler, data.RandomSampler)
@@ -194,27 +206,35 @@ def loader_source(loader: Any, names: Sequence[str] | None) -> tuple[Source, boo
     return LoaderSource(loader, names), shuffles
 
 
+class _Batches:
+    """The batch sampler of a loader, whose rows are set before each walk."""
+
+    rows: Iterable[Sequence[Any]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([int(k) for k in indices] for indices in self.rows)
+
+
 class LoaderSource:
-    """The dataset of a DataLoader, read with the loader's ``collate_fn`` and worker processes."""
+    """The dataset of a DataLoader, read with the loader's ``collate_fn``, worker processes and pinned memory."""
 
     def __init__(self, loader: Any, names: Sequence[str] | None) -> None:
         self.samples: int | None = len(loader.dataset)
-        self._loader, self._names = loader, names
+        self._names, self._dataset = names, loader.dataset
+        self._settings = {name: value for name in _KEPT if (value := getattr(loader, name, None))}
+        self._idle: list[tuple[Any, _Batches]] = []  # loaders that nobody walks; persistent workers live on in them
 
     def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
         from torch.utils.data import DataLoader
 
-        like = self._loader
-        loader = DataLoader(
-            like.dataset,
-            batch_sampler=([int(k) for k in indices] for indices in rows),
-            collate_fn=like.collate_fn,
-            num_workers=like.num_workers,
-            timeout=like.timeout,
-            worker_init_fn=like.worker_init_fn,
-            multiprocessing_context=like.multiprocessing_context,
-            generator=like.generator,
-            prefetch_factor=like.prefetch_factor,
-        )
-        for batch in loader:
-            yield feeds_of(batch, self._names)
+        if self._idle:
+            loader, batches = self._idle.pop()
+        else:
+            batches = _Batches()
+            loader = DataLoader(self._dataset, batch_sampler=batches, **self._settings)
+        batches.rows = rows
+        try:
+            for batch in loader:
+                yield feeds_of(batch, self._names)
+        finally:
+            self._idle.append((loader, batches))
