@@ -316,6 +316,45 @@ def test_three_asynchronous_workers_learn_the_digits() -> None:
     assert found >= 0.95
 
 
+def fitted(comm: Any, path: str, strategy: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """What fit returns on one rank, and the events that it was told."""
+    events: list[dict[str, Any]] = []
+    x, y = SPECS["mlp"].batch(32, 0)
+    with graphc.Trainer(compiled(path, strategy), comm=comm, threads=1) as trainer:
+        rank = 0 if trainer.servers else trainer.rank
+        data = shard({"input": x, "label": y}, global_batch=8, rank=rank, size=trainer.workers)
+        return trainer.fit(data, epochs=2, callbacks=[events.append], log_every=3), events
+
+
+def test_fit_returns_and_tells_what_it_does_without_servers(exported: Callable[[str], str]) -> None:
+    path = exported("mlp")
+    mirrored = run_threads(2, lambda comm: fitted(comm, path, "mirrored"))
+    served = run_threads(4, lambda comm: fitted(comm, path, "parameter_server:servers=2,staleness=0"))
+    assert mirrored[0][0].keys() == {"loss"}
+    assert [means for means, _ in served] == [mirrored[0][0]] * 4
+    assert served[0][1] == mirrored[0][1]
+    assert [events for _, events in served[1:]] == [[]] * 3  # rank 0 alone calls
+
+
+def skipping(comm: Any, path: str, strategy: str) -> tuple[list[Any], int, dict[str, float]]:
+    """The events of a run whose second step of three is broken on one worker."""
+    events: list[dict[str, Any]] = []
+    bad = {"x": np.full((1, 1), np.inf, np.float32)}
+    loss, optimizer = graphc.losses.Output("loss"), graphc.optim.SGD(lr=1.0)
+    program = graphc.compile(path, loss=loss, optimizer=optimizer, strategy=strategy, nonfinite="skip")
+    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+        means = trainer.fit([ONE, bad if comm.rank == comm.size - 1 else ONE, ONE], callbacks=[events.append])
+        return [(e["event"], e.get("step")) for e in events], trainer.skipped_steps, means
+
+
+def test_skipped_steps_are_told_and_counted_in_no_mean(counting: str) -> None:
+    mirrored = run_threads(2, lambda comm: skipping(comm, counting, "mirrored"))
+    served = run_threads(3, lambda comm: skipping(comm, counting, "parameter_server:staleness=0"))
+    assert served[0] == mirrored[0]
+    assert served[0][:2] == ([("skipped", 2), ("epoch", None)], 1)
+    assert served[1][2] == served[0][2]
+
+
 # The graph ----------------------------------------------------------------------------------------------------------------
 
 

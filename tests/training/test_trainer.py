@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 from collections.abc import Callable
@@ -261,3 +262,9 @@ def test_a_program_can_be_copied_and_sent(trainer: graphc.Trainer, send: Callabl
         with graphc.Trainer(program, threads=1) as one:
             found.append((one.step(feeds()), one.evaluate([feeds()])))
     assert found[0] == found[1]
+
+
+def test_the_signature_names_every_option() -> None:
+    parameters = inspect.signature(graphc.Trainer).parameters
+    assert {"program", "comm", "threads", "seed", "schedule", "trace", "transport"} < parameters.keys()
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
