@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import onnx_ir as ir
 
@@ -89,10 +90,15 @@ def ends(value: ir.Value) -> bool:
     return not value.uses()
 
 
+def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
+    """Whether the node is a Cast, which rewrites move, and which memory may do without."""
+    return node is not None and node.op_type == "Cast" and node.domain == ""
+
+
 def before_cast(value: ir.Value | None) -> ir.Value | None:
     """The float32 number of which ``value`` is a rounded copy."""
     producer = None if value is None else value.producer()
-    if producer is None or producer.op_type != "Cast" or producer.domain:
+    if not is_cast(producer):
         return None
     source = producer.inputs[0]
     return source if source is not None and source.dtype == ir.DataType.FLOAT else None

@@ -167,8 +167,7 @@ def pooled_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -
     """Σ dy over the windows whose maximum is this element: at most ⌈kernel ÷ stride⌉ of them along each axis."""
     batch, *places, channel = index
     window = Window.of(required_declaration(node).attribute_values(node), shape_of(node.outputs[0])[1:-1])
-    assert window.begin is not None
-    axes = list(zip(places, window.begin, window.kernel, window.strides, strict=True))
+    axes = list(zip(places, window.padding[0], window.kernel, window.strides, strict=True))
     terms = []
     for back in itertools.product(*(range(-(-kernel // stride)) for _, _, kernel, stride in axes)):
         at = [(place + begin) // stride + -k for (place, begin, _, stride), k in zip(axes, back, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.fusion.expressions import compute_type, literal
+from graphc.backends.fusion.kernel_source import NotFusibleError
 from graphc.backends.fusion.views import integers
 from graphc.ir.facts import shape_of
 
@@ -83,3 +84,11 @@ def reduced_axes(node: ir.Node) -> tuple[int, ...] | None:
     if not axes:
         return () if node.attributes.get_int("noop_with_empty_axes", 0) else tuple(range(rank))
     return tuple(sorted(a % rank for a in axes))
+
+
+def known_axes(node: ir.Node) -> tuple[int, ...]:
+    """The same of a reduction that is fused; NotFusibleError where the axes are not known."""
+    found = reduced_axes(node)
+    if found is None:
+        raise NotFusibleError(f"the axes of {node.op_type} {node.name} are not constant")
+    return found

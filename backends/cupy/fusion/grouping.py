@@ -32,10 +32,11 @@ from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.cupy.libraries.registry import operands, results
 from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
+from graphc.backends.fusion.graph_queries import is_cast
+from graphc.backends.fusion.kernel_source import KernelSpec
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.backends.fusion.packed_masks import packs
-from graphc.backends.fusion.reductions import reduced_axes
+from graphc.backends.fusion.reductions import known_axes, reduced_axes
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
 LOOK_BACK = 12
@@ -130,7 +131,7 @@ class _Grouper(Launches):
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
         """Whether several nodes use a value that costs something to compute again."""
         users = _readers(out)
-        if len(users) < 2 or op_kernel(node).index_map is not None or node.op_type == "Cast":
+        if len(users) < 2 or op_kernel(node).index_map is not None or is_cast(node):
             return False
         size = size_of(out)
         if size <= SMALL and all(size_of(o) >= 8 * size for user in users for o in user.outputs[:1]):
@@ -154,15 +155,10 @@ class _Grouper(Launches):
 
     def _place(self, node: ir.Node, value: ir.Value) -> None:
         if op_kernel(node).reduction is not None and node not in self.opaque:
-            axes = reduced_axes(node)
-            assert axes is not None
-            wanted = FusedKernel(shape_of(node.inputs[0]), axes, [node], [value])
+            wanted = FusedKernel(shape_of(node.inputs[0]), known_axes(node), [node], [value])
         else:
             wanted = FusedKernel(_walked(value), (), [], [value])
-        found = self.reads_of(wanted, len(self.launches))
-        if found is None:
-            raise NotFusibleError(f"{node.op_type} {node.name} cannot be computed from memory")
-        wanted.reads = found
+        wanted.reads = self.needed_reads(wanted, len(self.launches))
         first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
         earlier = list(range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1))
         if wanted.axes:  # sums with sums: what needs only some of them may then share a pass with what needs all
@@ -209,7 +205,7 @@ def _readers(value: ir.Value) -> list[ir.Node]:
     """The nodes that use a value, or a wider copy of it: memory holds the narrow one."""
     found = []
     for user, _ in value.uses():
-        wider = user.outputs[0] if user.op_type == "Cast" and user.domain == "" else None
+        wider = user.outputs[0] if is_cast(user) else None
         if wider is not None and not wider.is_graph_output() and stored_bytes(dtype_of(wider)) > stored_bytes(dtype_of(value)):
             found += _readers(wider)
         else:

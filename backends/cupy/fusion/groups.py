@@ -10,9 +10,9 @@ import onnx_ir as ir
 from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import stored_bytes
-from graphc.backends.fusion.kernel_source import KernelSpec
+from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
 from graphc.backends.fusion.op_kernels import op_kernel
-from graphc.ir.facts import size_of
+from graphc.ir.facts import dtype_of, size_of
 
 OPERANDS = 32
 """Most arrays one kernel touches: beyond, addresses crowd out values in registers."""
@@ -98,6 +98,13 @@ class Launches:
         found = self._reads.of(kernel.spec, in_memory)
         return None if found is None else set(found)
 
+    def needed_reads(self, kernel: FusedKernel, at: int) -> set[ir.Value]:
+        """What a kernel at position ``at`` reads; NotFusibleError where it cannot be generated."""
+        found = self.reads_of(kernel, at)
+        if found is None:
+            raise NotFusibleError(f"{', '.join(v.name or '' for v in kernel.stores)} cannot be computed from memory")
+        return found
+
     # Clearing up ----------------------------------------------------------------------------------------------------------
 
     def strip(self) -> None:
@@ -122,9 +129,7 @@ class Launches:
         less = FusedKernel(kernel.shape, kernel.axes, list(kernel.reductions), [v for v in kernel.stores if v in needed])
         if not less.stores:
             return less
-        reads = self.reads_of(less, at)
-        assert reads is not None
-        less.reads = reads
+        less.reads = self.needed_reads(less, at)
         return less
 
     def forget(self) -> None:
@@ -206,11 +211,9 @@ def is_constant(node: ir.Node | None) -> bool:
 
 
 def nbytes_of(value: ir.Value) -> int:
-    assert value.dtype is not None
-    return size_of(value) * stored_bytes(value.dtype)
+    return size_of(value) * stored_bytes(dtype_of(value))
 
 
 def bytes_read(value: ir.Value, size: int) -> int:
     """Bytes of ``value`` that a kernel over ``size`` elements reads; what is small stays in the caches."""
-    assert value.dtype is not None
-    return 0 if size_of(value) * 32 <= size else min(size_of(value), size) * stored_bytes(value.dtype)
+    return 0 if size_of(value) * 32 <= size else min(size_of(value), size) * stored_bytes(dtype_of(value))

@@ -105,7 +105,8 @@ def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[Kern
         wide: for a device; on the host one thread does everything.
     """
     found = _source(launch.rows, launch.sums, memory, wide=wide)
-    assert found is not None
+    if found is None:
+        raise NotFusibleError(f"{launch.rows.stores[0].name} and {launch.sums.stores[0].name} make no joined kernel")
     first, shape = found
     sums = launch.sums
     _, second = Generator(sums.spec, _in_memory([sums], memory), Form(strided=True)).halves()

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.kernels.text import computed, load, store, unflattened
 from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, temporary
 from graphc.backends.fusion.indexing import row_major
-from graphc.ir.facts import shape_of, size_of
+from graphc.ir.facts import input_of, shape_of, size_of
 
 
 @node_kernel("Einsum", dtypes=STORED)
@@ -63,8 +63,7 @@ def _letters(node: ir.Node) -> tuple[list[str], str]:
 @node_kernel("Det", dtypes=FLOATS)
 def determinant(node: ir.Node) -> Sequence[Launch]:
     """One thread a matrix: elimination with the largest pivot of each column."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = input_of(node), node.outputs[0]
     n, kind = shape_of(x)[-1], computed(x)
     wide = ir.DataType.DOUBLE if kind == "double" else ir.DataType.FLOAT
     work = temporary(wide, [size_of(x)], f"{y.name}.eliminated")

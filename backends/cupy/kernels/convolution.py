@@ -93,12 +93,12 @@ def weight_gradient(node: ir.Node) -> Sequence[Launch]:
     x, dy, dw = node.inputs[0], node.inputs[1], node.outputs[0]
     window, size, out = window_of(node, x, dw), shape_of(x)[2:], shape_of(dy)[2:]
     n, kind = len(size), computed(dw)
-    assert window.begin is not None
+    begin, _ = window.padding
     batch, filters = shape_of(dy)[:2]
     channels, groups = shape_of(dw)[1], attributes_of(node).get("group", 1) or 1
     columns = batch * size_of(dy) // max(1, batch * filters)
     places = [
-        f"const INDEX i{k} = o{k} * {window.strides[k]} + t{k} * {window.dilations[k]} - {window.begin[k]};\n"
+        f"const INDEX i{k} = o{k} * {window.strides[k]} + t{k} * {window.dilations[k]} - {begin[k]};\n"
         f"if (i{k} < 0 || i{k} >= {size[k]}) continue;"
         for k in range(n)
     ]

@@ -23,7 +23,7 @@ from graphc.backends.cupy.kernels.text import (
 )
 from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, wanted
 from graphc.backends.fusion.expressions import literal
-from graphc.ir.facts import dtype_of, shape_of, size_of
+from graphc.ir.facts import dtype_of, input_of, shape_of, size_of
 from graphc.ir.ops.channels_last import PREFIX
 from graphc.ir.ops.convolution import Window
 
@@ -70,8 +70,7 @@ class Grid:
 @node_kernel("MaxPool", f"graphc::{PREFIX}MaxPool", dtypes=STORED, when=_has_window)
 def max_pool(node: ir.Node) -> Sequence[Launch]:
     """The greatest element of each window; NaN is greater than all. Places count in x, by rows or by columns."""
-    (x,), y = node.inputs, node.outputs[0]
-    assert x is not None
+    x, y = input_of(node), node.outputs[0]
     grid = Grid.of(node, x, y)
     window, size = grid.window, grid.size
     n, kind = len(size), computed(x)
@@ -94,11 +93,8 @@ long long place = -1;
 @node_kernel("graphc::MaxPoolGrad", f"graphc::{PREFIX}MaxPoolGrad", dtypes=FLOATS, when=_has_window)
 def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
     """Σ dy over the windows of which this element is the maximum: the first of equal ones, the last NaN."""
-    dy, x, y = node.inputs
+    dy, x, y = (input_of(node, k) for k in range(3))
     dx = node.outputs[0]
-    assert dy is not None
-    assert x is not None
-    assert y is not None
     grid = Grid.of(node, x, y)
     window, size = grid.window, grid.size
     n, kind = len(size), computed(x)
@@ -132,8 +128,7 @@ def _not_before(n: int, u: str, t: str) -> str:
 @node_kernel("AveragePool", "LpPool", f"graphc::{PREFIX}AveragePool", dtypes=FLOATS, when=_has_window)
 def mean_pool(node: ir.Node) -> Sequence[Launch]:
     """The mean of each window, or its p-norm."""
-    (x,), y = node.inputs, node.outputs[0]
-    assert x is not None
+    x, y = input_of(node), node.outputs[0]
     grid = Grid.of(node, x, y)
     window, size, kind = grid.window, grid.size, computed(x)
     value = load(x, "x", grid.at(size, "i"))
@@ -159,8 +154,7 @@ def mean_pool(node: ir.Node) -> Sequence[Launch]:
 @node_kernel("graphc::AveragePoolGrad", f"graphc::{PREFIX}AveragePoolGrad", dtypes=FLOATS, when=_has_window)
 def average_pool_grad(node: ir.Node) -> Sequence[Launch]:
     """Σ dy ÷ count over the windows that read this element."""
-    dy, dx = node.inputs[0], node.outputs[0]
-    assert dy is not None
+    dy, dx = input_of(node), node.outputs[0]
     grid = Grid.of(node, dx, dy)
     window, size, kind = grid.window, grid.size, computed(dy)
     inside = f"total += {load(dy, 'dy', grid.at(grid.out, 'o'))} / ({kind})({_count(node, window, size)});"
@@ -182,13 +176,12 @@ static DEVICE inline int taps_inside(long long start, int taps, int step, long l
 
 def _count(node: ir.Node, window: Window, size: Sequence[int]) -> str:
     """The number of elements that the mean of window o0, o1, … is over."""
-    assert window.begin is not None
-    assert window.end is not None
+    begin, end = window.padding
     padded = bool(attributes_of(node).get("count_include_pad", 0))
     factors = []
     for k, length in enumerate(size):
-        low, high = (-window.begin[k], length + window.end[k]) if padded else (0, length)
-        start = f"(long long)o{k} * {window.strides[k]} - {window.begin[k]}"
+        low, high = (-begin[k], length + end[k]) if padded else (0, length)
+        start = f"(long long)o{k} * {window.strides[k]} - {begin[k]}"
         factors.append(f"taps_inside({start}, {window.kernel[k]}, {window.dilations[k]}, {low}, {high})")
     return " * ".join(factors)
 

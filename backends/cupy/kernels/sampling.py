@@ -174,7 +174,7 @@ def deform_conv(node: ir.Node) -> Sequence[Launch]:
     bias, mask = (node.inputs[k] if k < len(node.inputs) else None for k in (3, 4))
     y = node.outputs[0]
     window, attributes = window_of(node, x, w), attributes_of(node)
-    assert window.begin is not None
+    (top, left), _ = window.padding
     groups, moved = attributes.get("group", 1) or 1, attributes.get("offset_group", 1) or 1
     (inputs, height, width), (filters, channels) = shape_of(x)[1:], shape_of(w)[:2]
     rows, columns = shape_of(y)[2:]
@@ -190,8 +190,8 @@ for (INDEX k = 0; k < {channels}; ++k) {{
 const INDEX c = m / {filters // groups} * {channels} + k, g = c / {inputs // moved};
 for (int t = 0; t < {taps}; ++t) {{
 const int t0 = t / {window.kernel[1]}, t1 = t % {window.kernel[1]};
-const double yy = (double)(o0 * {window.strides[0]} + t0 * {window.dilations[0]} - {window.begin[0]}) + (double){shift[0]};
-const double xx = (double)(o1 * {window.strides[1]} + t1 * {window.dilations[1]} - {window.begin[1]}) + (double){shift[1]};
+const double yy = (double)(o0 * {window.strides[0]} + t0 * {window.dilations[0]} - {top}) + (double){shift[0]};
+const double xx = (double)(o1 * {window.strides[1]} + t1 * {window.dilations[1]} - {left}) + (double){shift[1]};
 const int top = (int)floor(yy), left = (int)floor(xx);
 const double ly = yy - top, lx = xx - left;
 const double value = (1 - ly) * ((1 - lx) * AT(top, left) + lx * AT(top, left + 1))
@@ -214,9 +214,7 @@ def col2im(node: ir.Node) -> Sequence[Launch]:
     x, y = node.inputs[0], node.outputs[0]
     kernel, size = tuple(integers(node, 2) or ()), shape_of(y)[2:]
     window = Window.of(attributes_of(node), size, kernel)
-    assert window.begin is not None
-    assert window.end is not None
-    reach = zip(size, window.begin, window.end, window.span, window.strides, strict=True)
+    reach = zip(size, *window.padding, window.span, window.strides, strict=True)
     out = [(i + b + e - s) // step + 1 for i, b, e, s, step in reach]
     n, channels, taps = len(size), shape_of(y)[1], shape_of(x)[1] // shape_of(y)[1]
     tap, place = flattened(indices("t", n), kernel), flattened(indices("o", n), out)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.kernels.text import computed, load, store
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel
 from graphc.backends.fusion.views import integers
-from graphc.ir.facts import shape_of, size_of
+from graphc.ir.facts import input_of, shape_of, size_of
 
 LINES = 4096
 """Lines from which one thread a line keeps a device busy."""
@@ -26,8 +26,7 @@ def _axis_is_known(node: ir.Node) -> bool:
 @node_kernel("CumSum", "CumProd", dtypes=STORED, when=_axis_is_known)
 def running(node: ir.Node) -> Sequence[Launch]:
     """y[k] = x[0] ∘ … ∘ x[k]; ``exclusive`` leaves x[k] out, ``reverse`` begins at the end."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = input_of(node), node.outputs[0]
     shape = shape_of(x)
     axis = (integers(node, 1) or [0])[0] % len(shape)
     n, inner = shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))

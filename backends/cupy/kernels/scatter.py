@@ -26,7 +26,7 @@ from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel,
 from graphc.backends.fusion.expressions import literal
 from graphc.backends.fusion.graph_queries import INTO, direct_user, stand_in
 from graphc.backends.fusion.op_kernels import op_kernel
-from graphc.ir.facts import constant, dtype_of, shape_of, size_of
+from graphc.ir.facts import constant, dtype_of, input_of, producer_of, shape_of, size_of
 
 LINES = 2048
 """Lines from which one thread a line keeps a device busy."""
@@ -53,13 +53,9 @@ def omit_fills(graph: ir.Graph) -> None:
     """Let scatters into tensors of one number read that number: the tensor itself is never written to memory."""
     for node in graph:
         if node.domain == "" and node.op_type in ("ScatterND", "ScatterElements") and fill_of(node.inputs[0]) is not None:
-            value = node.inputs[0]
-            assert value is not None
+            value = input_of(node)
             while constant(value) is None:
-                producer = value.producer()
-                assert producer is not None
-                (value,) = producer.inputs[:1]
-                assert value is not None
+                value = input_of(producer_of(value))
             if size_of(value) == 1 and not fusible(node):
                 node.replace_input_with(0, value)
 
@@ -96,8 +92,7 @@ def _is_free(value: ir.Value) -> bool:
 
 def _start(node: ir.Node) -> list[Launch]:
     """The launch that makes the result what it is before the first update."""
-    data, y = node.inputs[0], node.outputs[0]
-    assert data is not None
+    data, y = input_of(node), node.outputs[0]
     if INTO in node.meta:
         return []
     fill = fill_of(data)
@@ -129,10 +124,7 @@ def _is_counted(node: ir.Node) -> bool:
 @node_kernel("ScatterND", dtypes=STORED, when=_is_counted)
 def scatter_nd(node: ir.Node) -> Sequence[Launch]:
     """Slices of y at index tuples are replaced by, or combined with, slices of the updates."""
-    data, indices, updates, y = *node.inputs[:3], node.outputs[0]
-    assert data is not None
-    assert indices is not None
-    assert updates is not None
+    indices, updates, y = input_of(node, 1), input_of(node, 2), node.outputs[0]
     shape, depth = shape_of(y), shape_of(indices)[-1]
     inner = int(np.prod(shape[depth:], dtype=np.int64))
     count = size_of(indices) // max(1, depth)
@@ -151,10 +143,7 @@ def scatter_nd(node: ir.Node) -> Sequence[Launch]:
 @node_kernel("ScatterElements", dtypes=STORED, when=_not_fusible)
 def scatter_elements(node: ir.Node) -> Sequence[Launch]:
     """Elements of y at indices along one axis are replaced by, or combined with, the updates."""
-    data, indices, updates, y = *node.inputs[:3], node.outputs[0]
-    assert data is not None
-    assert indices is not None
-    assert updates is not None
+    indices, updates, y = input_of(node, 1), input_of(node, 2), node.outputs[0]
     shape, axis = shape_of(y), node.attributes.get_int("axis", 0) % len(shape_of(y))
     start = _start(node)
     if not size_of(updates):

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.kernels.text import computed, given, load
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary, wanted
-from graphc.ir.facts import dtype_of, shape_of, size_of
+from graphc.ir.facts import dtype_of, input_of, shape_of, size_of
 
 COUNTED = 1 << 15
 """Elements of a row up to which ranks are counted."""
@@ -104,8 +104,7 @@ for (int k = THREAD; k < {TILE}; k += THREADS) pairs[start + k] = tile[k];"""
 @node_kernel("TopK", dtypes=STORED)
 def top_k(node: ir.Node) -> Sequence[Launch]:
     """The k greatest (or least) of each row in order; of equals the one with the lower index comes first."""
-    x, values, places = node.inputs[0], node.outputs[0], node.outputs[1]
-    assert x is not None
+    x, values, places = input_of(node), node.outputs[0], node.outputs[1]
     axis = node.attributes.get_int("axis", -1) % len(shape_of(x))
     shape, k = shape_of(x), shape_of(values)[axis]
     n, inner = shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))

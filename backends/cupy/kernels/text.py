@@ -64,10 +64,10 @@ def window_of(node: ir.Node, x: ir.Value | None, w: ir.Value | None = None) -> W
 
 def over_taps(window: Window, size: Sequence[int], inside: str, *, at: str = "o", into: str = "i", tap: str = "t") -> str:
     """Loops over the taps of the window at ``o0, o1, …`` that lie inside: ``i0, i1, …`` for each tap ``t0, t1, …``."""
-    assert window.begin is not None
+    begin, _ = window.padding
     text = inside
     for k in reversed(range(len(window.kernel))):
-        place = f"{at}{k} * {window.strides[k]} + {tap}{k} * {window.dilations[k]} - {window.begin[k]}"
+        place = f"{at}{k} * {window.strides[k]} + {tap}{k} * {window.dilations[k]} - {begin[k]}"
         text = (
             f"for (int {tap}{k} = 0; {tap}{k} < {window.kernel[k]}; ++{tap}{k}) {{\n"
             f"const INDEX {into}{k} = {place};\nif ({into}{k} < 0 || {into}{k} >= {size[k]}) continue;\n{text}\n}}"
@@ -77,10 +77,10 @@ def over_taps(window: Window, size: Sequence[int], inside: str, *, at: str = "o"
 
 def over_windows(window: Window, out: Sequence[int], inside: str, *, of: str = "i", at: str = "o", tap: str = "t") -> str:
     """Loops over the windows ``o0, o1, …`` that read the element ``i0, i1, …``, and the tap ``t0, t1, …`` that does."""
-    assert window.begin is not None
+    begin, _ = window.padding
     text = inside
     for k in reversed(range(len(window.kernel))):
-        stride, shift = window.strides[k], f"{of}{k} + {window.begin[k]} - {tap}{k} * {window.dilations[k]}"
+        stride, shift = window.strides[k], f"{of}{k} + {begin[k]} - {tap}{k} * {window.dilations[k]}"
         text = (
             f"for (int {tap}{k} = 0; {tap}{k} < {window.kernel[k]}; ++{tap}{k}) {{\n"
             f"const INDEX {at}{k}_far = {shift};\nif ({at}{k}_far < 0 || {at}{k}_far % {stride}) continue;\n"

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.libraries.registry import library
 from graphc.device import Array, Run
-from graphc.ir.facts import shape_of
+from graphc.ir.facts import dtype_of, shape_of
 from graphc.ir.ops.channels_last import PREFIX, last_order
 from graphc.ir.ops.convolution import Window
 
@@ -95,15 +95,12 @@ def convolution_of(node: ir.Node) -> Convolution:
     first, second = (shape_of(v) for v in node.inputs[:2])
     result = shape_of(node.outputs[0])
     x, w, y = {FORWARD: (first, second, result), INPUT: (result, second, first), WEIGHT: (first, result, second)}[kind]
-    dtype = node.outputs[0].dtype
-    assert dtype is not None
+    dtype = dtype_of(node.outputs[0])
     of_x, of_w, of_y = (_tensor(shape, dtype, last) for shape in (x, w, y))
     values = {name: attr.value for name, attr in node.attributes.items()}
     window = Window.of(values, _space(x, last), _space(w, last))
-    assert window.begin is not None
-    assert window.end is not None
     lift = len(window.kernel) == 1
-    begin, end = ((0, *side) if lift else side for side in (window.begin, window.end))
+    begin, end = ((0, *side) if lift else side for side in window.padding)
     strides, dilations = ((1, *steps) if lift else steps for steps in (window.strides, window.dilations))
     bias = kind == FORWARD and len(node.inputs) > 2 and node.inputs[2] is not None
     return Convolution(kind, of_x, of_w, of_y, begin, end, strides, dilations, bias, values.get("activation", ""))

@@ -42,7 +42,7 @@ from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launc
 from graphc.backends.fusion.kernel_source import Access, KernelSource
 from graphc.backends.fusion.op_kernels import OP_KERNELS
 from graphc.device import Array
-from graphc.ir.facts import shape_of, size_of
+from graphc.ir.facts import dtype_of, shape_of, size_of
 from graphc.plan.partition import Plan, make_plan
 from graphc.plan.segment_model import segment_model
 from graphc.plan.state_rewrites import adapted
@@ -265,8 +265,7 @@ def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
         key = value if group is None else group.buffer(index)
         if key not in arrays:
             size = nbytes(value) if group is None else group.nbytes(index)
-            assert value.dtype is not None
-            arrays[key] = device.zeros(size).view(value.dtype.numpy())
+            arrays[key] = device.zeros(size).view(dtype_of(value).numpy())
         return arrays[key]
 
     updates = []
@@ -292,8 +291,7 @@ def _moved(centre: str, name: str, values: Sequence[ir.Value]) -> Cost:
 
 def nbytes(value: ir.Value) -> int:
     """Bytes of a value with a static shape."""
-    assert value.dtype is not None
-    return int(size_of(value) * value.dtype.itemsize)
+    return int(size_of(value) * dtype_of(value).itemsize)
 
 
 PREDICTIONS.register("cupy", predict, origin=__name__)

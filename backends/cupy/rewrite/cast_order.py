@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.gemm import DOMAIN, TYPES, is_product
-from graphc.backends.fusion.graph_queries import direct_user, drop, in_memory, stand_in
+from graphc.backends.fusion.graph_queries import direct_user, drop, in_memory, is_cast, stand_in
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.builder import Builder
 from graphc.ir.facts import dtype_of, input_of, size_of
@@ -13,8 +13,8 @@ from graphc.ir.facts import dtype_of, input_of, size_of
 
 def casts_before_views(graph: ir.Graph, op: Builder) -> None:
     """Cast(view(x)) ─► view(Cast(x)) in front of products, which then read x's own order."""
-    known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in graph if n.op_type == "Cast" and n.domain == ""}
-    for node in [n for n in graph if n.op_type == "Cast" and n.domain == "" and n.outputs[0].dtype in TYPES]:
+    known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in graph if is_cast(n)}
+    for node in [n for n in graph if is_cast(n) and n.outputs[0].dtype in TYPES]:
         source = node.inputs[0]
         view = None if source is None else source.producer()
         if view is None or not op_kernel(view).same_elements or not _feeds_product(node.outputs[0]):
@@ -33,7 +33,7 @@ def small_casts_first(graph: ir.Graph, size: int) -> None:
     chosen = [
         node
         for node in graph
-        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if is_cast(node) and node.inputs[0] is not None
         if node.inputs[0].producer() is None and size_of(node.outputs[0]) <= size and not node.outputs[0].is_graph_output()
     ]
     taken = set(chosen)
@@ -48,7 +48,7 @@ def small_casts_last(graph: ir.Graph, size: int) -> None:
     chosen = [
         node
         for node in graph
-        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None
+        if is_cast(node) and node.inputs[0] is not None
         if node.outputs[0].is_graph_output() and not node.outputs[0].uses() and size_of(node.outputs[0]) <= size
         if (producer := node.inputs[0].producer()) is not None and producer.domain == DOMAIN
     ]
@@ -61,7 +61,7 @@ def views_before_casts(graph: ir.Graph, op: Builder) -> None:
     for node in [n for n in graph if n.op_type == "Transpose" and n.domain == ""]:
         source = node.inputs[0]
         cast = None if source is None else source.producer()
-        if source is None or cast is None or cast.op_type != "Cast" or cast.domain or direct_user(source) is not node:
+        if source is None or not is_cast(cast) or direct_user(source) is not node:
             continue
         inner = cast.inputs[0]
         made = None if inner is None else in_memory(inner).producer()

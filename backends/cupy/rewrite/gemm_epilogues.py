@@ -39,6 +39,7 @@ from graphc.backends.fusion.graph_queries import (
     drop,
     ends,
     in_memory,
+    is_cast,
     is_kept,
     leads_to_transpose,
     only_user,
@@ -196,7 +197,7 @@ class _Joiner:
         if user is None or p.dtype not in HALVES or p.result != p.dtype or p.c is not None or p.epilogue:
             return None
         cast, out = user[0], user[0].outputs[0]
-        if cast.op_type != "Cast" or cast.domain or out.dtype != ir.DataType.FLOAT:
+        if not is_cast(cast) or out.dtype != ir.DataType.FLOAT:
             return None
         bias = before_cast(node.inputs[BIAS]) if p.bias else None
         if p.bias and bias is None:
@@ -330,7 +331,7 @@ class _Joiner:
                 result, gone = total.outputs[0], [total]
                 if result.dtype != p.result:
                     cast = only_user(result)
-                    if cast is None or cast[0].op_type != "Cast" or cast[0].outputs[0].dtype != p.result:
+                    if cast is None or not is_cast(cast[0]) or cast[0].outputs[0].dtype != p.result:
                         continue
                     result, gone = cast[0].outputs[0], [cast[0]]
                 fused = replace(p, bias_gradient=side)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
+from graphc.errors import InternalError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, spec_of
 from graphc.ir.facts import dims, shape_of_result
@@ -98,6 +98,17 @@ class Window:
     def span(self) -> tuple[int, ...]:
         """Extent of the dilated kernel."""
         return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
+
+    @property
+    def padding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """``begin`` and ``end`` where they are known.
+
+        Raises:
+            InternalError: they depend on a size that is not known.
+        """
+        if self.begin is None or self.end is None:
+            raise InternalError("the padding of a window depends on a size that is not known")
+        return self.begin, self.end
 
     @property
     def pads(self) -> list[int] | None:

@@ -109,9 +109,7 @@ def max_unpool(op: Builder, node: ir.Node) -> Sequence[Any]:
     wanted, taps = shape_of(node.outputs[0]), len(shape_of(x)) - 2
     attributes = {k: list(a.as_ints()) for k, a in node.attributes.items()}
     window = Window.of(attributes, (None,) * taps)
-    assert window.begin is not None
-    assert window.end is not None
-    reach = zip(shape_of(x)[2:], window.strides, window.begin, window.end, window.kernel, strict=True)
+    reach = zip(shape_of(x)[2:], window.strides, *window.padding, window.kernel, strict=True)
     shape = [*shape_of(x)[:2], *((size - 1) * stride - before - after + tap for size, stride, before, after, tap in reach)]
     zeros = op.Expand(op.scalar(0, x), op.const([int(np.prod(shape))]))
     whole = op.ScatterElements(zeros, op.Reshape(places, [-1]), op.Reshape(x, [-1]), axis=0)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.rewrite.rules.table import operand, optional, rule, single
 from graphc.ir.builder import Builder
-from graphc.ir.facts import shape_of, size_of
+from graphc.ir.facts import dtype_of, shape_of, size_of
 
 RANGES = {
     ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15), ir.DataType.INT2: (-2, 1), ir.DataType.UINT2: (0, 3),
@@ -22,8 +22,7 @@ RANGES = {
 def quantize(op: Builder, node: ir.Node) -> Sequence[Any]:
     """round(x ÷ scale) + zero point, cut off at the range of the type; float8 and float4 are rounded by their cast."""
     source, scale, zero = operand(node, 0), operand(node, 1), optional(node, 2)
-    target = node.outputs[0].dtype
-    assert target is not None
+    target = dtype_of(node.outputs[0])
     x = single(op, source)
     ratio = op.Div(x, op.cast_like(_spread(op, node, scale), x))
     if target not in RANGES:
@@ -44,8 +43,7 @@ def dequantize(op: Builder, node: ir.Node) -> Sequence[Any]:
     if zero is not None:
         value = op.Sub(value, op.Cast(_spread(op, node, zero), to=kind))
     result = op.Mul(value, op.Cast(_spread(op, node, scale), to=kind))
-    target = node.outputs[0].dtype
-    assert target is not None
+    target = dtype_of(node.outputs[0])
     return [op.Cast(result, to=int(target))]
 
 
