@@ -162,9 +162,10 @@ def test_a_pass_that_changes_a_collective_on_one_rank(seed: int, tmp_path: Path)
     run = start("mismatch", seed, tmp_path, moment=seed)
     done = run.end()
     # Rank 0 is compared with the first that differs from it, which is rank 1 where rank 0 itself is the faulty one.
+    # On a busy machine a rank can be too late to report the same error.
     message = (
-        rf"ranks 0, 1(, 2)? failed: the ranks disagree on collective: entry \d+ is 'AllReduce\([^']*' on rank 0 "
-        rf"and 'AllReduce\([^']*' on rank {run.rank or 1}$"
+        rf"ranks? \d(, \d)* failed: the ranks disagree on collective: entry \d+ is 'AllReduce\([^']*' on rank 0 "
+        rf"and 'AllReduce\([^']*' on rank {run.rank or 1}(; the other workers were stopped.*)?$"
     )
     check_the_end(run, done, message)
     assert not (run.folder / "checkpoint").exists()

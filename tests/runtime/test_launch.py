@@ -11,12 +11,35 @@ from pathlib import Path
 
 import pytest
 
+from graphc.distributed.health.status_board import RankState, StatusBoard
 from graphc.distributed.world import available_cores
 from graphc.errors import MissingExtraError, UsageError
 from graphc.launch.local import find_mpiexec, launch, worker_environment
+from graphc.launch.supervisor import Supervisor
 from tests.runtime.mpi_run import run_mpi
 
 OPEN = "from graphc.distributed.choose import open_communicator\ncomm = open_communicator()\n"
+
+
+@pytest.mark.parametrize(
+    ("failed", "told"),
+    [
+        ({0: "no rule for Foo", 1: "no rule for Foo"}, "graphc: ranks 0, 1 failed: no rule for Foo\n"),
+        ({1: "no rule for Foo"}, "graphc: rank 1 failed: no rule for Foo; the other workers were stopped\n"),
+        ({1: "bad sample", 0: "lost rank 1"}, "graphc: rank 1 failed: bad sample; the other workers were stopped\n"),
+    ],
+)
+def test_an_error_of_several_ranks_is_told_once(
+    failed: dict[int, str], told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Processes that have ended, and what they wrote to the board, in the order of ``failed``."""
+    board = StatusBoard.create(tmp_path / "board", 2)
+    for rank, text in failed.items():
+        board.write(rank, RankState.FAILED, text=text, code=3, pid=0)
+    mpiexec = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    mpiexec.wait()
+    assert Supervisor(mpiexec, board, {}, 1.0).run() == 3
+    assert capfd.readouterr().err == told
 
 
 @pytest.mark.parametrize(
