@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OPSET = 26
-"""The one ``ai.onnx`` opset of a legalised graph: the newest that the pinned onnxruntime runs."""
+"""The ``ai.onnx`` opset of a legalised graph: the newest that the pinned onnxruntime runs."""
 
 IR_VERSION = 11
 """ONNX file format version that graphc writes: the first with multi-device annotations."""

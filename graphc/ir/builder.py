@@ -1,4 +1,4 @@
-"""The only way graphc creates nodes: schema-checked, typed at birth, deterministically named.
+"""Creates nodes: schema-checked, typed at birth, deterministically named.
 
 op = Builder(graph)                        # appends; Builder(graph, before=node) inserts
 y = op.Mul(x, 2.0)                         # Python scalars and arrays become constants of x's type
@@ -43,8 +43,8 @@ class Builder:
 
     Args:
         graph: the graph that receives the nodes.
-        before: the node in front of which they go; None appends them.
-        scope: prefix of the names of nodes and values, ``"grad/conv1"`` say.
+        before: inserts the nodes in front of this one; None appends them.
+        scope: prefix of the names of nodes and values, for example ``"grad/conv1"``.
     """
 
     def __init__(self, graph: ir.Graph, *, before: ir.Node | None = None, scope: str = "") -> None:
@@ -58,9 +58,9 @@ class Builder:
         self._constants: dict[Any, ir.Value] = {}
 
     def inside(self, body: ir.Graph) -> Builder:
-        """A builder for a subgraph, which gives out names that are free in the outer graph too.
+        """A builder for a subgraph; its names are unique in the outer graph too.
 
-        ``body`` belongs to a node of this builder's graph, or to one that it is about to emit.
+        ``body`` belongs to a node of this builder's graph, or to one that will be emitted next.
         """
         inner = Builder(body, scope=self.scope)
         for mine, others in zip(self._used(), inner._used(), strict=True):
@@ -69,7 +69,7 @@ class Builder:
         return inner
 
     def _used(self) -> tuple[set[str], set[str]]:
-        """The names of values and of nodes; looked for when the first new one is wanted, for many builders emit nothing."""
+        """Names in use by values and by nodes; collected on first use, because many builders emit nothing."""
         if self._taken is None:
             self._taken = used_names(self.graph)
         return self._taken
@@ -140,7 +140,7 @@ class Builder:
     def repeat(
         self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
     ) -> tuple[ir.Value, ...]:
-        """A copy of ``node`` that reads ``inputs``; an op of which no schema is known keeps the types of its results."""
+        """Copy ``node`` with new ``inputs``; an op without a schema keeps its output types."""
         if declared(node.domain, node.op_type) is not None or onnx.defs.has(node.op_type, node.domain):
             return self.emit(node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs), name=node.name)
         copy = ir.Node(
@@ -197,12 +197,12 @@ class Builder:
         if first is None:
             self.graph.append(node)
         else:
-            self.graph.insert_before(first, node)  # in front of everything, so that any later node may share it
+            self.graph.insert_before(first, node)  # before all other nodes, so that every later node may share it
         self._constants[key] = out
         return out
 
     def unique(self, name: str, *, value: bool = False) -> str:
-        """``name``, or ``name.1``, ``name.2`` … so that no other node (or value) of the graph has it."""
+        """``name``, or the first of ``name.1``, ``name.2`` … that the graph does not use."""
         table = self._used()[not value]
         if name not in table:
             table.add(name)
@@ -214,7 +214,7 @@ class Builder:
         table.add(f"{name}.{k}")
         return f"{name}.{k}"
 
-    # Formulas that every family of rules needs ------------------------------------------------------------------------
+    # Formulas that all gradient rules share --------------------------------------------------------------------------
 
     def shape(self, value: ir.Value) -> ir.Value:
         """The shape of ``value`` as int64: a constant when static, else a ``Shape`` node."""
@@ -224,10 +224,10 @@ class Builder:
         return self.Shape(value)  # type: ignore[no-any-return]
 
     def reshape_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
-        """``value`` with the shape of ``like``; nothing is emitted when it has it already."""
+        """Reshape ``value`` to the shape of ``like``; emits nothing when the shapes are equal."""
         if _same_shape(value, like):
             return value
-        empty = 1 if 0 in (static_dims(like) or ()) else None  # a zero stands for itself, not for "as in the input"
+        empty = 1 if 0 in (static_dims(like) or ()) else None  # a 0 in the shape means a size of 0, not "as in the input"
         return self.Reshape(value, self.shape(like), allowzero=empty)  # type: ignore[no-any-return]
 
     def expand_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
@@ -264,7 +264,7 @@ class Builder:
 
 
 def used_names(graph: ir.Graph) -> tuple[set[str], set[str]]:
-    """The names that values of the graph have, and those that nodes have, subgraphs included."""
+    """Names of all values and names of all nodes of the graph, subgraphs included."""
     values: set[str] = {v.name for v in graph.inputs if v.name} | set(graph.initializers)
     nodes: set[str] = set()
     for node in graph:
@@ -303,7 +303,7 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: Mapping[str, 
         raise ModelError(error)
     result = []
     for name, value in attributes.items():
-        copied = isinstance(value, ir.Attr)  # of a node whose op may be of another opset
+        copied = isinstance(value, ir.Attr)  # the node's op may be of another opset
         if name not in signature.attributes and (declaration is not None or (value is not None and not copied)):
             raise ModelError(f"{op} has no attribute {name!r}")
         if copied:
@@ -317,7 +317,7 @@ def _check(op_type: str, domain: str, num_inputs: int, attributes: Mapping[str, 
 
 
 def _attribute(name: str, value: Any, kind: ir.AttributeType | None) -> ir.Attr:
-    """An attribute of ``kind``, or of the kind of its value; plain numbers and texts are made without asking onnx_ir."""
+    """An attribute of the given kind, else of its value's kind; bypasses onnx_ir for plain numbers and strings."""
     if kind == ir.AttributeType.FLOAT:
         return ir.AttrFloat32(name, float(value))
     make = _PLAIN.get(type(value))

@@ -20,7 +20,7 @@ def infer_control(
     attributes: Mapping[str, ir.Attr],
     propagate: Callable[[ir.Graph], None],
 ) -> list[Types]:
-    """Types of the outputs of a node with bodies; infers the values inside the bodies again.
+    """Types of the outputs of a node with bodies; re-infers the values of the bodies.
 
     Args:
         propagate: infers all values of a body from its inputs and captured values.
@@ -46,7 +46,7 @@ def infer_control(
 
 
 def type_body_inputs(op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
-    """Give the inputs of a body the types of the operands that are bound to them."""
+    """Give the inputs of a body the types of their operands."""
     if op_type == "If":
         return
     formal = attributes["body"].as_graph().inputs
@@ -73,7 +73,7 @@ def type_body_inputs(op_type: str, inputs: Sequence[ir.Value | None], attributes
 
 
 def int_list(attributes: Mapping[str, ir.Attr], name: str, count: int) -> list[int]:
-    """An attribute of ``Scan`` that holds one number per operand; zeros when it is left out."""
+    """An attribute of ``Scan`` with one number per operand; zeros when absent."""
     return list(attributes[name].as_ints()) if name in attributes else [0] * count
 
 
@@ -88,7 +88,7 @@ def _infer_if(attributes: Mapping[str, ir.Attr], run: Callable[[ir.Graph], None]
 
 
 def _common(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
-    """The shape that fits both: sizes that differ are unknown."""
+    """The most specific shape that covers both: sizes that differ become unknown."""
     if a is None or b is None or len(a) != len(b):
         return None
     return ir.Shape([x if x == y else None for x, y in zip(_plain(a), _plain(b), strict=True)])
@@ -100,7 +100,7 @@ def _plain(shape: ir.Shape) -> list[Dim]:
 
 def _infer_loop(inputs: Sequence[ir.Value | None], body: ir.Graph, run: Callable[[ir.Graph], None]) -> list[Types]:
     carried = len(body.inputs) - 2
-    for _ in range(3):  # a size that an iteration changes is unknown in the next
+    for _ in range(3):  # a size that changes in one iteration is unknown in the next
         run(body)
         stable = True
         for value, result in zip(body.inputs[2:], body.outputs[1 : carried + 1], strict=True):
@@ -120,20 +120,20 @@ def _infer_loop(inputs: Sequence[ir.Value | None], body: ir.Graph, run: Callable
 
 
 def trip_count(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
-    """How often a ``Loop`` runs: a number or a symbol, or None when that depends on data."""
+    """The trip count of a ``Loop``: a number, a symbol, or None when it depends on data."""
     if _never_breaks(inputs, body):
         return max_trip_count(inputs)
     return _counted_trips(inputs, body) if not inputs or inputs[0] is None else None
 
 
 def static_trip_count(node: ir.Node) -> int | None:
-    """How often the ``Loop`` ``node`` runs; None when the number is only known at run time."""
+    """The trip count of a ``Loop``, or None when it is only known at run time."""
     count = trip_count(node.inputs, node.attributes["body"].as_graph())
     return count if isinstance(count, int) else None
 
 
 def _counted_trips(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
-    """The trip count of ``while k < n`` with k += 1 in each iteration, a form that exporters write."""
+    """The trip count of ``while k < n`` with ``k += 1`` per iteration, a form that exporters write."""
     end = _skip(body.outputs[0], {"Identity"})
     test = end.producer() if end is not None else None
     first = inputs[1].producer() if len(inputs) > 1 and inputs[1] is not None else None
@@ -157,20 +157,20 @@ def _counted_trips(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
 
 
 def _skip(value: ir.Value | None, ops: set[str]) -> ir.Value | None:
-    """``value`` with the nodes of type ``ops`` that produced it skipped."""
+    """The value in front of the nodes of type ``ops`` that produced ``value``."""
     while value is not None and (producer := value.producer()) is not None and producer.op_type in ops:
         value = producer.inputs[0]
     return value
 
 
 def max_trip_count(inputs: Sequence[ir.Value | None]) -> Dim:
-    """The trip count operand of a ``Loop`` as far as it is known; None also when it is negative."""
+    """The trip count operand of a ``Loop``; None when unknown or negative."""
     limit = _single(inputs[0]) if inputs else None
     return None if isinstance(limit, int) and limit < 0 else limit
 
 
 def _single(value: ir.Value | None) -> Dim:
-    """The value of an integer scalar as far as it is known."""
+    """The value of an integer scalar, a symbol, or None when unknown."""
     found = held(value)
     return found[0] if found is not None and len(found) == 1 else None
 

@@ -1,12 +1,12 @@
-"""Declaring an op of the ``graphc`` domain: schema, type inference, effects and decomposition in one place.
+"""Declares ops of the ``graphc`` domain: schema, type inference, effects and decomposition.
 
     @declare("ReluGrad", inputs="dy y", outputs="dx", infer=same_as(0))
     def relu_grad(op, dy, y):
         \"\"\"dx = dy where y > 0, else 0\"\"\"
         return op.Where(op.Greater(y, 0.0), dy, op.zeros_like(dy))
 
-The decorated function is the op's **decomposition** into standard ONNX ops (or into simpler ``graphc`` ops). An op that
-has none (a collective) is declared with :func:`declare_primitive`.
+The decorated function is the op's **decomposition** into standard ONNX ops or simpler ``graphc`` ops.
+:func:`declare_primitive` declares an op without a decomposition, such as a collective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graphc.ir.builder import Builder
 
 Spec: TypeAlias = "tuple[ir.DataType, ir.Shape | None]"
-"""What inference says of one output: element type and shape (None: unknown rank)."""
+"""Inferred type of one output: element type and shape (None: unknown rank)."""
 
 InferFunction: TypeAlias = "Callable[[Sequence[ir.Value | None], Mapping[str, Any]], Sequence[Spec]]"
 Decomposition: TypeAlias = "Callable[..., ir.Value | tuple[ir.Value | None, ...]]"
@@ -37,29 +37,29 @@ REQUIRED: Any = object()
 
 SHARD, OFFLOAD = "shard", "offload"
 PLACEMENT: Mapping[str, Any] = {"bucket": "", SHARD: "", OFFLOAD: 0}
-"""Attributes that every update op has: they say where it runs, not what it computes, and decompositions do not get them.
+"""Attributes of every update op that say where it runs; decompositions do not receive them.
 
-``bucket`` names the flat arrays that the update shares with others. ``shard`` is empty, ``even`` or ``root``: the update runs
-over the elements that this rank owns of its bucket (:mod:`graphc.ir.ops.collectives`), and state that nothing gathers is kept
-for those only. ``offload``: the state lies in the host's memory and the update runs there.
+``bucket`` names the flat buffers that the update shares with others. ``shard`` is empty, ``even`` or ``root``: the update runs
+over this rank's elements of its bucket (:mod:`graphc.ir.ops.collectives`), and each rank keeps only its shard of state that is
+not gathered. ``offload``: the state lies in host memory and the update runs there.
 """
 
 
 class Role(enum.Enum):
-    """What a state of an update is for."""
+    """Role of a state of an update."""
 
     PARAMETER = "parameter"
-    """What trains; a checkpoint and an exported model hold it."""
+    """A trainable parameter; checkpoints and exported models hold it."""
     OPTIMIZER = "optimizer"
-    """State of an optimizer or of gradient compression: a momentum, an error feedback."""
+    """State of an optimizer or of gradient compression, such as a momentum or an error feedback."""
     STATISTIC = "statistic"
     """A running statistic of the forward pass: small, and read whole when the model is evaluated."""
     COUNTER = "counter"
     """A number of steps."""
     SCALE = "scale"
-    """The loss scale; its update takes ``skip``, the flag of a step that overflowed, and has the attribute ``minimum``."""
+    """The loss scale; its update reads ``skip``, the overflow flag of the step, and has the attribute ``minimum``."""
     COPY = "copy"
-    """The parameter that is the update's ``source``, in a lower type; checkpoints do not hold it."""
+    """A copy of the parameter (the update's ``source``) in a lower type; checkpoints do not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +77,27 @@ class Formal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpDeclaration:
-    """All that graphc knows about one op of its domain, or a custom one.
+    """The declaration of one ``graphc`` or custom op.
 
     Attributes:
-        next_value: output index → index of the input of which it is the next value (parameters, optimizer state,
-            running statistics). A node with a non-empty ``next_value`` is an **update node**.
-        gradient: of an optimizer: index of the input that is the gradient of the parameter.
-        source: of another update: index of the input with an element for each element of the state, if there is one: a batch
-            statistic, the value that is copied. For an optimizer it is the gradient.
-        roles: index of the input that is a state → what it is for. By default the first next value of an optimizer is that of
-            the parameter, and the others are the optimizer's.
-        local: input indices of state that differs from rank to rank: it is neither broadcast nor compared, and a checkpoint
-            holds the sum over the ranks, of which each takes an equal part.
+        next_value: output index → index of the input that it replaces (parameters, optimizer state, running statistics).
+            A node with a non-empty ``next_value`` is an **update node**.
+        gradient: of an optimizer: index of the input that is the parameter's gradient.
+        source: of another update: index of the input with one element per state element, if there is one: a batch
+            statistic, or the copied value. For an optimizer it is the gradient.
+        roles: index of a state input → role of the state. By default the first next value of an optimizer is the parameter's
+            and the others are optimizer state.
+        local: indices of inputs that hold state which differs from rank to rank: it is neither broadcast nor compared. A
+            checkpoint holds its sum over the ranks, and each rank restores an equal part of it.
         reduces: input index → reduction (``"sum"`` or ``"mean"``) that data-parallel training puts before that input. By
             default an optimizer sums its gradient and the input called ``divisor``.
-        elementwise: element k of every next value depends on element k of the states and of the source, and on scalars only:
-            the update may run over any part of a flat array.
-        combine: ``"sum"`` or ``"max"`` where the result over several parts of the operands is that reduction of the results
-            over each part (a sum of squares, a test for NaN); such an op has the attribute ``shard`` too.
-        passes_through: output k is what becomes of input k on its way: reduced over the ranks, or in another type.
-        effect: the node must neither be merged with another nor deleted nor moved across one of the same group.
-        decompose: builds the same outputs from standard ops; None for primitives that only a backend can run.
+        elementwise: element k of every next value depends only on element k of the states and of the source, and on scalars:
+            the update may run over any part of a flat buffer.
+        combine: ``"sum"`` or ``"max"`` when that reduction of the results over parts of the operands is the result over the
+            whole (a sum of squares, a test for NaN); such an op has the attribute ``shard`` too.
+        passes_through: output k is input k, reduced over the ranks or converted to another type.
+        effect: the node must be neither merged nor deleted, nor moved across another of the same group.
+        decompose: builds the same outputs from standard ops; None for primitives, which need a backend kernel.
     """
 
     name: str
@@ -121,23 +121,23 @@ class OpDeclaration:
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """Inputs with an element for each element of the state: the states and the source."""
+        """Inputs with one element per state element: the states and the source."""
         return tuple(sorted({*self.next_value.values(), *(() if self.source is None else (self.source,))}))
 
     @property
     def main(self) -> int:
-        """Index of the state after which an update is named: the parameter, or else its first state."""
+        """Index of the state that names an update: the parameter, else the first state."""
         return next((k for k, role in self.roles.items() if role is Role.PARAMETER), self.next_value[min(self.next_value)])
 
     def place_of(self, name: str) -> int | None:
-        """Index of the formal input ``name``, or None where the op has none."""
+        """Index of the formal input ``name``, or None when the op lacks it."""
         return next((k for k, formal in enumerate(self.inputs) if formal.name == name), None)
 
     def attribute_values(self, node: ir.Node) -> dict[str, Any]:
         """The node's attributes as Python values, defaults filled in.
 
-        A file holds float attributes in float32; they come back as the shortest decimal that rounds to what was stored,
-        so that 0.999 means the same (1 − 0.999 too) before and after a model is saved.
+        Files store float attributes in float32. They are read back as the shortest decimal that rounds to the stored value,
+        so that 0.999 (and 1 − 0.999) is the same before and after a model is saved.
         """
         values = dict(self.attributes)
         for name, attr in node.attributes.items():
@@ -181,10 +181,10 @@ def make_declaration(
     origin: str,
     **options: Unpack[OpOptions],
 ) -> OpDeclaration:
-    """An :class:`OpDeclaration` with the defaults that follow from what is given filled in.
+    """An :class:`OpDeclaration` with its defaults filled in.
 
     Raises:
-        UsageError: an update that does not say what a state is for, or whose gradient is one of its states.
+        UsageError: a state of the update has no role, or the gradient is one of the states.
     """
     formals, next_value = Formal.parse(inputs), options.get("next_value", {})
     placement: Mapping[str, Any] = PLACEMENT if next_value else {SHARD: ""} if options.get("combine") else {}
@@ -192,14 +192,14 @@ def make_declaration(
     gradient, states = options.get("gradient"), [next_value[k] for k in sorted(next_value)]
     if gradient is not None:
         if not states or gradient in states:
-            raise UsageError(f"the gradient of {name!r} is no state, and an optimizer has one: next_value={dict(next_value)}")
+            raise UsageError(f"the optimizer {name!r} needs states other than its gradient: next_value={dict(next_value)}")
         options["source"] = gradient
         divisors = [k for k, formal in enumerate(formals) if formal.name == "divisor"]
         options.setdefault("reduces", dict.fromkeys((gradient, *divisors), "sum"))
         parameter = {} if Role.PARAMETER in options.get("roles", {}).values() else {states[0]: Role.PARAMETER}
         options["roles"] = {**dict.fromkeys(states, Role.OPTIMIZER), **parameter, **options.get("roles", {})}
     if options.get("roles", {}).keys() != set(states):
-        raise UsageError(f"the update {name!r} must say what each of its states is for: roles={{{states[0]}: Role.…}}")
+        raise UsageError(f"the update {name!r} must give each of its states a role: roles={{{states[0]}: Role.…}}")
     return OpDeclaration(
         name=name,
         inputs=formals,
@@ -247,14 +247,14 @@ def declare(
 
 
 def declared(domain: str, op_type: str) -> OpDeclaration | None:
-    """The declaration of a ``graphc`` op or a custom one; None for a standard op and for what nobody declares."""
+    """The declaration of a ``graphc`` or custom op; None for standard and unknown ops."""
     if domain == "graphc":
         return OPS.get(op_type)
     return CUSTOM.get(f"{domain}::{op_type}") if domain else None
 
 
 def declaration_of(node: ir.Node) -> OpDeclaration | None:
-    """The declaration of a ``graphc`` or custom node, or None for a standard op and for what nobody declares."""
+    """The declaration of a ``graphc`` or custom node; None for standard and unknown ops."""
     return declared(node.domain, node.op_type)
 
 
@@ -262,11 +262,11 @@ def required_declaration(node: ir.Node) -> OpDeclaration:
     """The declaration of a node that must have one.
 
     Raises:
-        InternalError: nobody declares the op.
+        InternalError: the op is not declared.
     """
     declaration = declaration_of(node)
     if declaration is None:
-        raise InternalError(f"the node {node.name!r} is a {node.domain or 'ai.onnx'}::{node.op_type}, which nobody declares")
+        raise InternalError(f"the node {node.name!r} is a {node.domain or 'ai.onnx'}::{node.op_type}, which is not declared")
     return declaration
 
 
@@ -277,7 +277,7 @@ def has_effect(node: ir.Node) -> bool:
 
 
 def decompose_node(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
-    """Emit the decomposition of ``node`` through ``op``; returns one value per output (None: not produced)."""
+    """Emit the decomposition of ``node`` through ``op``; returns one value per output (None: absent)."""
     declaration = declaration_of(node)
     if declaration is None or declaration.decompose is None:
         raise ValueError(f"{node.domain}::{node.op_type} has no decomposition")
@@ -287,7 +287,7 @@ def decompose_node(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
 
 
 def same_as(*indices: int) -> InferFunction:
-    """Inference: output k has the type and shape of input ``indices[k]``."""
+    """Inference rule: output k has the type and shape of input ``indices[k]``."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
         return [spec_of(inputs[i]) for i in indices]
@@ -309,12 +309,12 @@ def is_update(node: ir.Node) -> bool:
 
 
 def place_of(node: ir.Node, name: str) -> int | None:
-    """Index of the formal input ``name`` of a declared op, or None where it has none."""
+    """Index of the formal input ``name`` of a declared op, or None when it lacks it."""
     return required_declaration(node).place_of(name)
 
 
 def operand(node: ir.Node, name: str) -> ir.Value | None:
-    """The value at the formal input ``name``; None where it is left out."""
+    """The value at the formal input ``name``; None when absent."""
     index = place_of(node, name)
     return node.inputs[index] if index is not None and index < len(node.inputs) else None
 

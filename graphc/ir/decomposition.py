@@ -1,4 +1,4 @@
-"""Replacing ``graphc`` ops by their decompositions; used by the ``decompose`` pass and by every plan."""
+"""Replaces ``graphc`` ops by their decompositions, for the ``decompose`` pass and for plans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from graphc.ir.subgraphs import bodies
 
 
 def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
-    """Replace each ``graphc`` and custom node for which ``keep(node)`` is false; outputs keep their names.
+    """Replace each ``graphc`` and custom node unless ``keep(node)`` is true; outputs keep their names.
 
-    In bodies every one is replaced, for what runs a body knows standard ops only.
+    All such nodes in bodies are replaced, because backends run bodies with standard ops only.
 
     Raises:
-        UnsupportedOpError: a node without a decomposition, or one whose decomposition needs a shape that is not known.
+        UnsupportedOpError: a node without a decomposition, or one whose decomposition needs an unknown shape.
     """
     changed = _decompose(Builder(graph), graph, keep)
     used = {n.domain for n in graph.all_nodes()}
@@ -30,7 +30,7 @@ def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
 
 
 def is_decomposed(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
-    """Whether :func:`decompose_graph` has nothing left to do."""
+    """Whether :func:`decompose_graph` would change nothing."""
     inner = (n for node in graph for body in bodies(node) for n in body.all_nodes())
     return not any(_is_composite(n) and not keep(n) for n in graph) and not any(_is_composite(n) for n in inner)
 
@@ -64,7 +64,7 @@ def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) ->
 
 
 def _replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> None:
-    """Let ``new`` stand for ``old`` everywhere. A graph output keeps its name, for that is how a caller finds it."""
+    """Replace ``old`` by ``new`` everywhere. A graph output keeps its name, because callers find it by name."""
     if old.is_graph_output():
         name, metadata = old.name, dict(old.metadata_props)
         if new.producer() is None or new.is_graph_output():

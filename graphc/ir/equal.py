@@ -1,8 +1,8 @@
-"""Structural equality of models: the same nodes in the same order, whatever intermediate values and nodes are called.
+"""Compares the structure of models: the same nodes in the same order.
 
-Names that a user can reach (inputs, outputs, initializers, metadata of the model) must agree; names of intermediate
-values and of nodes need not. Metadata counts where its key starts with ``graphc.``; a value named in it is followed
-through the renaming.
+Names that a user can reach (inputs, outputs, initializers, metadata of the model) must agree. Names of intermediate
+values and of nodes may differ. Metadata counts if its key starts with ``graphc.``; value names in it are mapped through the
+renaming.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphc.ir.text import ELIDED_ABOVE, graph_metadata
 
 
 def difference(a: ir.Model, b: ir.Model, *, weights: bool = True) -> str | None:
-    """The first difference between two models in words, or None when they are structurally equal.
+    """Describe the first difference between two models; None when they are structurally equal.
 
     Args:
         weights: compare the content of every tensor; else only of those that the text form always holds (at most 16
@@ -153,7 +153,7 @@ class _Comparison:
         left, right = np.asarray(a.numpy()), np.asarray(b.numpy())
         if left.dtype.kind != "O" and left.tobytes() == right.tobytes():
             return None
-        differs = np.flatnonzero((left != right).reshape(-1))  # NaNs differ here but were equal bytes above
+        differs = np.flatnonzero((left != right).reshape(-1))  # NaNs compare unequal here, but their bytes were compared above
         if not len(differs):
             return None
         k = int(differs[0])
@@ -174,7 +174,7 @@ def _types(a: ir.Value, b: ir.Value) -> str | None:
 
 
 def _different(a: Iterable[str | None], b: Iterable[str | None]) -> str | None:
-    """What distinguishes two lists of names, shortly."""
+    """The difference between two lists of names, in a few words."""
     left, right = list(a), list(b)
     if left == right:
         return None

@@ -1,4 +1,4 @@
-"""Questions about values and nodes: shapes, constants, element types, operands. Nothing here changes a graph."""
+"""Reads facts about values and nodes: shapes, constants, element types, operands. Never changes a graph."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     """The static shape of a value.
 
     Raises:
-        ModelError: it has none.
-        InternalError: the value is left out.
+        ModelError: the shape is not static.
+        InternalError: the value is absent.
     """
     if value is None:
         raise InternalError("an operand that is left out has no shape")
@@ -62,19 +62,19 @@ def size_of(value: ir.Value | None) -> int:
 
 
 def dtype_of(value: ir.Value | None) -> ir.DataType:
-    """The element type of a value; InternalError where it is not known, or the value is left out."""
+    """The element type of a value; InternalError when unknown or the value is absent."""
     if value is None or value.dtype is None:
         raise InternalError(f"the element type of {'an operand' if value is None else repr(value.name)} is not known")
     return value.dtype
 
 
 def nbytes_of(value: ir.Value) -> int:
-    """Bytes of a value of static shape; ModelError where it has none."""
+    """Bytes of a value of static shape; ModelError when the shape is not static."""
     return size_of(value) * int(dtype_of(value).itemsize)
 
 
 def array_of(value: ir.Value) -> np.ndarray:
-    """What an initializer holds; InternalError where it has no value."""
+    """The tensor of an initializer; InternalError when it has none."""
     if value.const_value is None:
         raise InternalError(f"the initializer {value.name!r} has no value")
     return np.asarray(value.const_value.numpy())
@@ -89,7 +89,7 @@ def producer_of(value: ir.Value) -> ir.Node:
 
 
 def input_of(node: ir.Node, index: int = 0) -> ir.Value:
-    """Input ``index`` of a node; InternalError where it is left out."""
+    """Input ``index`` of a node; InternalError when it is absent."""
     value = node.inputs[index] if index < len(node.inputs) else None
     if value is None:
         raise InternalError(f"input {index} is left out of {describe(node)}")
@@ -97,7 +97,7 @@ def input_of(node: ir.Node, index: int = 0) -> ir.Value:
 
 
 def inputs_of(node: ir.Node) -> list[ir.Value]:
-    """The inputs of a node, without those that are left out."""
+    """The inputs of a node, without absent ones."""
     return [value for value in node.inputs if value is not None]
 
 
@@ -115,8 +115,9 @@ def is_float(value: ir.Value) -> bool:
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """The value's compile-time constant as a numpy array, or None.
 
-    A float initializer of rank ≥ 1 is a parameter, whether it trains or not, and never a constant; neither is state that
-    some update node replaces, nor an initializer that is also a graph input.
+    Never constant are: a float initializer of rank ≥ 1 (a parameter, trained or frozen), state that an update node replaces,
+    and
+    an initializer that is also a graph input.
     """
     if value is None:
         return None
@@ -134,14 +135,14 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
         is_parameter(value)
         or value.is_graph_input()
         or is_state(value)
-        or (value.name or "").startswith("graphc.")  # reserved scalars: written between steps, different on every rank
+        or (value.name or "").startswith("graphc.")  # reserved scalars change between steps and differ between ranks
     ):
         return None
     return np.asarray(tensor.numpy())
 
 
 def is_parameter(value: ir.Value) -> bool:
-    """Whether the value is a float initializer of rank ≥ 1: something that can train."""
+    """Whether the value is a float initializer of rank ≥ 1, and so can train."""
     return value.is_initializer() and value.dtype in FLOATS and value.shape is not None and len(value.shape) > 0
 
 
@@ -167,9 +168,9 @@ def state_updates(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, ir.Value
 
 
 def shape_of_result(value: ir.Value | None) -> ir.Shape | None:
-    """The shape that an int64 shape tensor stands for, as far as it is known.
+    """The shape held by an int64 shape tensor, with unknown sizes as None.
 
-    Follows constants, ``Shape`` nodes and ``Concat`` of those; None when not even the rank is known.
+    Follows constants, ``Shape`` nodes and ``Concat`` of those; None when even the rank is unknown.
     """
     found = _dims_in(value)
     return ir.Shape(found) if found is not None else None
@@ -206,7 +207,7 @@ def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
 
 
 def neighbourhood(node: ir.Node) -> str:
-    """The node with its producers and consumers, a line each, for error messages."""
+    """The node with its producers and consumers, one per line, for error messages."""
     lines = []
     for value in node.inputs:
         producer = value.producer() if value is not None else None

@@ -1,9 +1,9 @@
-"""Function bodies: the standard's own definition of a composite op, emitted through the builder.
+"""Emits the standard's function bodies: ONNX's own definitions of composite ops.
 
     MeanVarianceNormalization(x)   ─►   ReduceMean, Sub, Pow, ReduceMean, Sqrt, Div …
 
-ONNX defines many ops by a function of simpler ones. Autodiff differentiates an op without a rule through its body, and
-``legalize`` puts the body in place of an op that is newer than the opset of a legalised graph.
+Autodiff differentiates an op without a rule through its body, and ``legalize`` replaces an op that is newer than the opset
+of a legalised graph by its body.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from graphc.ir.toposort import silent_reader
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Where", "Clip"})
 _SUBGRAPHS_SINCE = 18
-"""A body with subgraphs is used from this opset on: inside them nothing is adapted, and nothing need be."""
+"""First opset whose bodies may hold subgraphs: the subgraphs are not adapted, and from here on need not be."""
 
 
 def schema_of(op_type: str, domain: str = "") -> Any:
-    """The schema of the legal opset, that of a newer one where the op is newer, or None for an unknown op.
+    """The schema in the legal opset, or in a newer one if the op is newer; None for an unknown op.
 
-    An ``onnx.defs.OpSchema``, whose published types leave out function bodies.
+    Returns an ``onnx.defs.OpSchema``; its published types leave out function bodies.
     """
     if onnx.defs.has(op_type, OPSET, domain):
         return onnx.defs.get_schema(op_type, OPSET, domain)
@@ -45,11 +45,11 @@ def has_body(op_type: str, domain: str = "") -> bool:
 
 
 def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
-    """Emit the body of ``node`` through ``op``; one value per output, or None when the node has none in the legal opset."""
+    """Emit the body of ``node`` through ``op``; one value per output, or None when no body is legal."""
     proto = _function(node)
     if proto is None:
         return None
-    del proto.output[len(node.outputs) :]  # a body does not make the optional outputs that the call leaves out
+    del proto.output[len(node.outputs) :]  # a body does not compute optional outputs that the call omits
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), OPSET)
     with silent_reader():
         function: ir.Function = ir.serde.deserialize_function(proto)
@@ -57,7 +57,7 @@ def emit_body(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...] | None:
         return None
     inputs = [*node.inputs, *[None] * len(function.inputs)]
     values: dict[ir.Value, ir.Value] = {f: v for f, v in zip(function.inputs, inputs, strict=False) if v is not None}
-    outer = {v.name: v for v in captured(node)}  # what a body that is an attribute of the call reads from around it
+    outer = {v.name: v for v in captured(node)}  # values that a body attribute of the call captures
     loose = {v for inner in function for v in inner.inputs if v is not None and v.producer() is None and v not in values}
     values.update((v, outer[v.name]) for v in loose if v.name in outer)
     for inner in function:
@@ -99,7 +99,7 @@ def _parsed(text: bytes) -> onnx.FunctionProto:
 
 
 def _newest(versions: Sequence[int]) -> int:
-    """The body for the newest opset that is legal, or for the oldest when all are newer."""
+    """The body for the newest legal opset, or the oldest body when all are newer."""
     legal = [v for v in versions if v <= OPSET]
     return max(legal) if legal else min(versions)
 
@@ -111,7 +111,7 @@ def _attributes(
     operands: Sequence[ir.Value | None],
     values: Mapping[ir.Value, ir.Value],
 ) -> dict[str, ir.Attr]:
-    """The attributes of a node of the body; those that refer to attributes of the call take their values."""
+    """The attributes of a node of the body, with references to the call's attributes resolved."""
     if any(True for _ in bodies(inner)):
         type_body_inputs(inner.op_type, operands, inner.attributes)
     found: dict[str, ir.Attr] = {}
@@ -141,7 +141,7 @@ def _given(node: ir.Node, name: str) -> ir.Attr | None:
 def _emit(
     op: Builder, inner: ir.Node, operands: Sequence[ir.Value | None], attributes: dict[str, ir.Attr], version: int
 ) -> Sequence[ir.Value]:
-    """One node of the body in the legal opset."""
+    """Emit one node of the body in the legal opset."""
     scratch = ir.Node(inner.domain, inner.op_type, operands, attributes.values(), num_outputs=len(inner.outputs))
     try:
         if inner.op_type == "Constant":
@@ -154,11 +154,11 @@ def _emit(
         agreed = _agreeing(op, inner.op_type, scratch.inputs)
         return op.emit(inner.op_type, agreed, scratch.attributes, domain=inner.domain, outputs=len(inner.outputs))
     finally:
-        scratch.resize_inputs(0)  # no longer counts as a user of its operands
+        scratch.resize_inputs(0)  # no longer a user of its operands
 
 
 def _agreeing(op: Builder, op_type: str, operands: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """The operands of arithmetic in one type: some bodies have float32 constants whatever the type of the call."""
+    """Bring arithmetic operands to one type: some bodies have float32 constants whatever the call's type."""
     values = [v for v in operands if v is not None and v.dtype in FLOATS]
     like = next((v for v in values if constant(v) is None), None)
     if op_type not in _ARITHMETIC or like is None or like.dtype is None:

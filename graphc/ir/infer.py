@@ -1,8 +1,8 @@
-"""Types and shapes of node outputs: ONNX's own inference per node, ``graphc`` declarations for ours, one cache for both.
+"""Infers types and shapes of node outputs: ONNX's inference, ``graphc`` declarations, one cache.
 
-Inference runs when a node is born (:mod:`graphc.ir.builder`) and over a whole graph after its input shapes changed
-(:func:`propagate`). Results depend only on the op, its attributes, the types of the inputs and small integer constants,
-so they are cached under that key: a model of 50 equal blocks pays for one.
+Inference runs when a node is created (:mod:`graphc.ir.builder`) and over a whole graph after its input shapes changed
+(:func:`propagate`). Results depend only on the op, its attributes, the input types and small integer constants. They are
+cached under that key, so a model of 50 equal blocks pays for one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from graphc.ir.symbolic_dims import follow, refine
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
 _CONSTANT_LIMIT = 4096
-"""Constants of more elements than this never steer a shape."""
+"""Constants with more elements than this are ignored by shape inference."""
 
 _cache: dict[Any, tuple[Inferred, ...]] = {}
 
@@ -41,7 +41,7 @@ def infer_outputs(
     version: int = OPSET,
     num_outputs: int,
 ) -> tuple[Inferred, ...]:
-    """Infer (type, shape) of each output; (None, None) where nothing can be said.
+    """Infer (type, shape) of each output; (None, None) where unknown.
 
     Raises:
         ModelError: the op rejects its inputs.
@@ -64,10 +64,10 @@ def infer_outputs(
 
 
 def version_of(node: ir.Node, opset: int = OPSET) -> int:
-    """The version of its domain that ``node`` is read by: what its graph imports, else the newest that is known.
+    """The version of the node's domain: what its graph imports, else the newest known.
 
     Args:
-        opset: that of the standard domain.
+        opset: version of the standard domain.
     """
     if node.domain == "":
         return opset
@@ -126,7 +126,7 @@ def _key(
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
             return None
         if attr.type == ir.AttributeType.TENSOR:
-            tensor = attr.value  # as_tensor() asks at length whether it is one
+            tensor = attr.value  # as_tensor() checks that slowly
             if tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
                 return None
             parts.append((name, int(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()))
@@ -136,7 +136,7 @@ def _key(
 
 
 def _number(dtype: ir.DataType | None) -> int:
-    """An element type as a number, which is hashed many times faster."""
+    """An element type as a number, which hashes much faster."""
     return -1 if dtype is None else int(dtype)
 
 
@@ -154,7 +154,7 @@ def _infer_standard(
     node = onnx.NodeProto(op_type=op_type, domain=domain, input=names, output=outputs)
     node.attribute.extend(_attribute_proto(attr) for attr in attributes.values())
     if op_type == "STFT" and "onesided" not in attributes:
-        node.attribute.append(onnx.helper.make_attribute("onesided", 1))  # the default, which ONNX's inference forgets
+        node.attribute.append(onnx.helper.make_attribute("onesided", 1))  # the default, which ONNX's inference ignores
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
     for name, value in zip(names, inputs, strict=True):
@@ -177,7 +177,7 @@ def _infer_standard(
 
 
 def _attribute_proto(attr: ir.Attr) -> onnx.AttributeProto:
-    """What ``ir.to_proto`` makes of it, without asking at length what it is."""
+    """The type proto, as ``ir.to_proto`` builds it but faster."""
     return ir.serde.serialize_reference_attribute(attr) if attr.is_ref() else ir.serde.serialize_attribute(attr)
 
 
@@ -215,11 +215,11 @@ def _from_proto(proto: onnx.TypeProto | None) -> Inferred:
 
 
 _LIKE_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
-"""The ops for which ONNX has no inference: their output is like their input."""
+"""Ops that ONNX cannot infer: their output has the type and shape of their input."""
 
 
 def infer_node(node: ir.Node, version: int = OPSET) -> tuple[Inferred, ...]:
-    """:func:`infer_outputs` of a node.
+    """Infer the outputs of a node; see :func:`infer_outputs`.
 
     Raises:
         ModelError: the op rejects its inputs, or inference fails.
@@ -233,7 +233,7 @@ def infer_node(node: ir.Node, version: int = OPSET) -> tuple[Inferred, ...]:
 
 
 def apply(node: ir.Node, *, version: int = OPSET) -> None:
-    """Infer the outputs of ``node`` from its inputs and store the types and shapes in its output values."""
+    """Infer the outputs of ``node`` from its inputs and store their types and shapes."""
     try:
         found = infer_node(node, version)
     except ModelError as error:
@@ -249,10 +249,10 @@ def apply(node: ir.Node, *, version: int = OPSET) -> None:
 
 
 def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
-    """Re-infer every value of ``graph`` in node order and evaluate small integer arithmetic on the way.
+    """Re-infer every value of ``graph`` in node order and fold small integer arithmetic.
 
     ``Shape`` of a static value, and integer or boolean ops on constants, get a ``const_value``, so that later shapes
-    (of ``Reshape``, ``Expand`` …) become static too. The graph's nodes stay as they are; ``simplify`` replaces them.
+    (of ``Reshape``, ``Expand`` …) become static too. The nodes stay as they are; ``simplify`` replaces them.
     """
     for node in graph:
         if node.op_type != "Constant":
@@ -263,7 +263,7 @@ def propagate(graph: ir.Graph, *, version: int = OPSET) -> None:
 
 
 def fold(node: ir.Node) -> bool:
-    """Give the output of ``node`` a constant value when it is small integer (or boolean) arithmetic on constants."""
+    """Store the constant output of ``node`` when it is small integer or boolean arithmetic on constants."""
     if node.domain != "" or len(node.outputs) != 1 or node.op_type == "Constant":
         return False
     out = node.outputs[0]
@@ -291,7 +291,7 @@ NOT_DETERMINED = frozenset(
 
 
 def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
-    """The value of a single-output standard node whose inputs are all constants of at most ``limit`` elements, else None."""
+    """Evaluate a single-output standard node whose inputs are constants of at most ``limit`` elements; else None."""
     if node.domain != "" or node.op_type in NOT_DETERMINED or len(node.outputs) != 1:
         return None
     feeds: dict[str, np.ndarray] = {}
@@ -331,4 +331,4 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
         outputs: Any = ReferenceEvaluator(model).run(None, feeds)
         return np.asarray(outputs[0])
     except Exception:
-        return None  # not evaluable here (an op the reference lacks): it simply stays in the graph
+        return None  # the reference evaluator lacks the op: keep the node

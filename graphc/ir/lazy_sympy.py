@@ -1,8 +1,7 @@
-"""Importing ``onnx_ir`` without SymPy, which it needs for sums and products of symbolic dimensions only.
+"""Imports ``onnx_ir`` without SymPy, which only its symbolic dimensions need.
 
-graphc computes with symbolic dimensions itself (:mod:`graphc.ir.symbolic_dims`), and importing SymPy takes as long as
-everything else that a start imports. While ``onnx_ir`` is imported here, something stands in for SymPy that imports it when
-it is used.
+graphc has its own arithmetic on symbolic dimensions (:mod:`graphc.ir.symbolic_dims`), and importing SymPy would double the
+start-up time. A stand-in replaces SymPy while ``onnx_ir`` is imported, and imports the real one on first use.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ NAME = "sympy"
 
 
 class _Deferred(ModuleType):
-    """Stands for SymPy in the modules that import it meanwhile."""
+    """Stand-in for SymPy that imports it on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if sys.modules.get(NAME) is self:  # tables that are filled on import hold functions
+        if sys.modules.get(NAME) is self:  # onnx_ir stores SymPy functions in tables at import
             return _called_later(name)
         return getattr(importlib.import_module(NAME), name)
 
@@ -35,14 +34,14 @@ def _called_later(name: str) -> Callable[..., Any]:
 
 
 def import_onnx_ir() -> None:
-    """Import ``onnx_ir``, unless it or SymPy has been imported."""
+    """Import ``onnx_ir`` without SymPy, unless either is imported already."""
     if "onnx_ir" in sys.modules or NAME in sys.modules:
         return
     stand_in = sys.modules[NAME] = _Deferred(NAME)
     try:
         importlib.import_module("onnx_ir")
     except ImportError:
-        pass  # a version that wants more of SymPy than a stand-in has: it is imported as usual, by whoever needs it
+        pass  # this version needs more of SymPy than the stand-in offers: import it as usual, later
     finally:
         if sys.modules.get(NAME) is stand_in:
             del sys.modules[NAME]

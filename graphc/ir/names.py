@@ -1,4 +1,4 @@
-"""Names that passes agree on: reserved state, metadata keys, and the selection of what trains."""
+"""Names shared by passes: reserved state, metadata keys; selects the parameters that train."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LEARNING_RATE = "graphc.lr"
 """float32 scalar initializer: the learning rate, which schedules write between steps."""
 
 SAMPLE_OFFSET = "graphc.sample_offset"
-"""int64 scalar initializer that differs between ranks: index of this rank's first sample in the global batch."""
+"""int64 scalar initializer, different on each rank: index of this rank's first sample in the global batch."""
 
 LIVE = "graphc.live"
-"""float32 scalar initializer that differs between ranks: 1, or 0 where this rank's share of the batch is empty."""
+"""float32 scalar initializer, different on each rank: 1, or 0 where this rank's share of the batch is empty."""
 
 BY_RANK = (SAMPLE_OFFSET, LIVE)
 """State that differs between ranks: neither broadcast nor compared."""
 
 LOSS_SCALE = "graphc.loss_scale"
-"""float32 scalar initializer: what the differentiated loss is multiplied by in float16 training."""
+"""float32 scalar initializer: factor on the differentiated loss in float16 training."""
 
 SKIPPED = "graphc.skipped"
-"""int64 scalar initializer: how many steps were skipped because of a NaN or an infinity."""
+"""int64 scalar initializer: number of steps skipped because of a NaN or an infinity."""
 
 GOOD_STEPS = "graphc.good_steps"
-"""int64 scalar initializer: how many steps in a row did not overflow."""
+"""int64 scalar initializer: number of consecutive steps without overflow."""
 
 RESERVED = (STEP, SEED, LEARNING_RATE, SAMPLE_OFFSET, LIVE, LOSS_SCALE, GOOD_STEPS, SKIPPED)
 
@@ -45,16 +45,16 @@ LOSS_TOTAL = "graphc.loss_total"
 """Metadata key on the value that autodiff differentiates: the sum over this rank's samples, before any division."""
 
 GRADIENT_OF = "graphc.gradient_of"
-"""Metadata key on a gradient: name of the value it is the gradient of."""
+"""Metadata key on a gradient: name of the value that it belongs to."""
 
 BUFFER = "graphc.buffer"
-"""Metadata key on the output of a ``Constant`` that holds a framework's buffer: never taken for a weight."""
+"""Metadata key on the output of a ``Constant`` that holds a framework's buffer: it never trains."""
 
 BATCHNORM = "graphc.batchnorm"
-"""Metadata key on a running mean: ``train`` or ``inference``, as the framework's module behaves while the rest of it trains."""
+"""Metadata key on a running mean: ``train`` or ``inference``, the mode of the framework's module during training."""
 
 BUCKET = "bucket"
-"""Attribute of update and AllReduce nodes: name of the flat buffer their operands live in."""
+"""Attribute of update and AllReduce nodes: name of the flat buffer that holds their operands."""
 
 CLIP_VALUE = "clip_value"
 """Attribute of optimizers' update nodes: limit of the gradient's elements, 0 for none."""
@@ -63,11 +63,11 @@ MESH = "graphc.mesh"
 """Metadata key of the model: the mesh as text, ``"data=2"``."""
 
 DETERMINISTIC = "graphc.deterministic"
-"""Metadata key of the model: ``run`` or ``any-world``, where two equal runs must have equal bits on every backend."""
+"""Metadata key of the model: ``run`` or ``any-world``, the scope in which two equal runs must have equal bits."""
 
 
 def find_value(graph: ir.Graph, name: str) -> ir.Value:
-    """The value called ``name``; UsageError with the nearest match when there is none."""
+    """The value called ``name``; UsageError with the nearest match when it does not exist."""
     known: dict[str, ir.Value] = {v.name: v for v in graph.inputs if v.name}
     known.update(graph.initializers)
     for node in graph:
@@ -82,8 +82,8 @@ def select_trainable(
 ) -> list[ir.Value]:
     """The parameters that train, in the order of the file.
 
-    By default every float initializer of rank ≥ 1 except running statistics; ``freeze`` takes away what its globs match
-    and ``train`` adds what its globs match (even against ``freeze``).
+    By default these are all float initializers of rank ≥ 1 except running statistics; ``freeze`` removes those that its globs
+    match and ``train`` adds those that its globs match (even against ``freeze``).
 
     Raises:
         UsageError: a pattern that matches nothing.
@@ -94,7 +94,7 @@ def select_trainable(
 def explain_trainable(
     graph: ir.Graph, *, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None
 ) -> list[tuple[ir.Value, str]]:
-    """Every initializer with ``"trains"`` or the reason why it does not."""
+    """Every initializer with ``"trains"`` or the reason why it does not train."""
     for pattern in [*(train or ()), *(freeze or ())]:
         if not fnmatch.filter(graph.initializers, pattern):
             raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, graph.initializers)}")

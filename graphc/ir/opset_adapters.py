@@ -1,11 +1,11 @@
-"""Adapters from older opsets to the one of a legalised graph.
+"""Adapts nodes of older opsets to the opset of a legalised graph.
 
     @until(13, "Squeeze", "Unsqueeze")
     def axes_become_an_input(op, node): ...
 
-An adapter runs on nodes of files whose opset is older than its number; adapters of one op run in the order of their
+An adapter runs on nodes of files whose opset is below its number; adapters of one op run in the order of their
 numbers. It edits the node in place and returns None, or returns new values for the node's outputs. The inputs of the
-node are typed already. Ops whose newer versions only allow more (element types, optional inputs) need no adapter.
+node are typed already. An op needs no adapter if newer versions only allow more (element types, optional inputs).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphc.ir.facts import describe, dims
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
 ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
-"""Op type → (opset from which the adapter is no longer needed, adapter), oldest first."""
+"""Op type → (opset that no longer needs the adapter, adapter), oldest first."""
 
 
 def until(opset: int, *op_types: str) -> Callable[[Adapter], Adapter]:
@@ -39,7 +39,7 @@ def until(opset: int, *op_types: str) -> Callable[[Adapter], Adapter]:
 
 
 def adapt(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
-    """Bring a standard node of opset ``version`` up to date; new output values when it had to be replaced."""
+    """Adapt a standard node of opset ``version``; returns new output values when it was replaced."""
     for opset, adapter in ADAPTERS.get(node.op_type, ()):
         if version < opset:
             replaced = adapter(op, node)
@@ -75,7 +75,7 @@ def _like(op: Builder, value: float, x: ir.Value | None) -> ir.Value:
 
 @until(7, "Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
 def broadcasting_6(op: Builder, node: ir.Node) -> None:
-    """Before opset 7 the second operand was aligned with the first one's dimensions from ``axis`` on."""
+    """Before opset 7 the second operand was aligned with dimensions of the first one from ``axis`` on."""
     axis = take(node, "axis")
     if not take(node, "broadcast", 0) or axis is None:
         return
@@ -88,7 +88,7 @@ def broadcasting_6(op: Builder, node: ir.Node) -> None:
 
 @until(7, "PRelu")
 def prelu_6(op: Builder, node: ir.Node) -> None:
-    """Before opset 7 a slope with one dimension was one number a channel."""
+    """Before opset 7 a one-dimensional slope held one number per channel."""
     x, slope = node.inputs
     if x is not None and slope is not None and x.shape is not None and dims(slope) not in (None, (1,)):
         _append_ones(op, node, 1, len(x.shape) - 2)
@@ -103,7 +103,7 @@ def _append_ones(op: Builder, node: ir.Node, index: int, count: int) -> None:
 
 @until(7, "BatchNormalization", "Dropout", "GRU", "Gemm", "LSTM", "RNN")
 def obsolete_6(op: Builder, node: ir.Node) -> None:
-    """Attributes that opset 7 dropped: the number of outputs says what they said."""
+    """Removes attributes that opset 7 dropped; the number of outputs replaced them."""
     for name in ("is_test", "broadcast", "output_sequence", "consumed_inputs"):
         take(node, name)
 
@@ -123,7 +123,7 @@ def batch_normalization_per_activation(op: Builder, node: ir.Node) -> None:
 
 @until(14, "BatchNormalization")
 def batch_normalization_mode(op: Builder, node: ir.Node) -> None:
-    """Before opset 14, training mode was told by the number of outputs: y, mean, var, saved mean, saved var."""
+    """Before opset 14 the number of outputs selected training mode: y, mean, var, saved mean, saved var."""
     wanted = [v for v in node.outputs[1:] if v.uses() or v.is_graph_output()]
     if any(v in node.outputs[3:] for v in wanted):
         raise ModelError(
@@ -187,7 +187,7 @@ def scatter_9(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 @until(12, "Dropout")
 def dropout_10(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """The ratio becomes an input; old Dropout was always the identity, and its mask was a float before opset 10."""
+    """The ratio becomes an input; old Dropout was always the identity, and its mask was float before opset 10."""
     ratio = take(node, "ratio", 0.5)
     set_input(node, 1, op.const(np.asarray(ratio, dtype=np.float32)))
     return None
@@ -204,7 +204,7 @@ def dropout_mask_7(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 
 @until(13, "Softmax", "LogSoftmax", "Hardmax")
 def softmax_11(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Before opset 13 the input was viewed as a matrix: dimensions from ``axis`` on were one row."""
+    """Before opset 13 the input was viewed as a matrix: dimensions from ``axis`` on formed one row."""
     axis = take(node, "axis", 1)
     x = node.inputs[0]
     found = dims(x) if x is not None else None
@@ -239,7 +239,7 @@ def split_11(op: Builder, node: ir.Node) -> None:
 
 @until(18, "Split")
 def split_13(op: Builder, node: ir.Node) -> None:
-    """Without sizes the input is cut into equal parts, whose number must be said since opset 18."""
+    """Without sizes the input is split into equal parts; opset 18 requires their number."""
     if len(node.inputs) < 2 or node.inputs[1] is None:
         node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
 
@@ -263,7 +263,7 @@ def dft_17(op: Builder, node: ir.Node) -> None:
 
 @until(21, "GroupNormalization")
 def group_normalization_18(op: Builder, node: ir.Node) -> None:
-    """Scale and bias were given per group; now they are given per channel."""
+    """Scale and bias were per group; now they are per channel."""
     x, groups = node.inputs[0], node.attributes["num_groups"].as_int()
     shape = dims(x) if x is not None else None
     channels = shape[1] if shape is not None else None

@@ -1,6 +1,6 @@
-"""Signatures of ops: how many inputs and which attributes an op takes, read once from its schema or declaration.
+"""Reads signatures of ops: their inputs, outputs and attributes, from schema or declaration.
 
-Each look at a schema of ``onnx`` copies it, so signatures are cached.
+Signatures are cached, because each access to a schema of ``onnx`` copies it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.ir.declare import REQUIRED, OpDeclaration
 
 ENDLESS = 1 << 30
-"""The largest number of inputs or outputs of a variadic op."""
+"""Stands for "no limit" on the inputs or outputs of a variadic op."""
 
 _KINDS: dict[type, ir.AttributeType] = {
     bool: ir.AttributeType.INT,
@@ -31,7 +31,7 @@ class Formal:
 
     Attributes:
         variable: the schema's type variable; None when the type is fixed or the items of a variadic may differ.
-        allowed: names of the types that it takes, ``tensor(float)`` say; None: any.
+        allowed: names of the accepted types, such as ``tensor(float)``; None: any.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Formal:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an op takes and returns.
+    """The inputs, outputs and attributes of an op.
 
     Attributes:
         arity: least and most inputs, least and most outputs.
-        default_outputs: number of outputs of a node unless more are asked for; -1: one per input.
+        default_outputs: number of outputs of a node by default; -1: one per input.
         attributes: name → kind; None: any kind.
         required: names of the attributes without a default.
     """
@@ -59,7 +59,7 @@ class Signature:
     required: tuple[str, ...]
 
     def input_error(self, op: str, count: int) -> str:
-        """The error for a node of ``op`` with ``count`` inputs; empty if it takes them."""
+        """Describe why ``op`` rejects ``count`` inputs; empty if it accepts them."""
         least, most = self.arity[:2]
         return "" if least <= count <= most else f"{op} takes {count_range(least, most, 'input')}, not {count}"
 
@@ -71,13 +71,13 @@ def count_range(least: int, most: int, what: str) -> str:
 
 
 def formal_of(formals: tuple[Formal, ...], index: int) -> Formal:
-    """The formal of operand ``index``; a variadic one stands for all further operands."""
+    """The formal of operand ``index``; a variadic formal covers all further operands."""
     return formals[min(index, len(formals) - 1)]
 
 
 @functools.cache
 def standard_signature(op_type: str, domain: str, version: int) -> Signature | None:
-    """The signature of an op in an opset of ``onnx``; None if it has no such op."""
+    """The signature of an op in an opset of ``onnx``; None if the opset lacks it."""
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
@@ -105,7 +105,7 @@ def standard_signature(op_type: str, domain: str, version: int) -> Signature | N
 
 @functools.cache
 def declared_signature(declaration: OpDeclaration) -> Signature:
-    """The signature of an op of ``graphc`` or of a plugin."""
+    """The signature of a ``graphc`` or plugin op."""
     inputs = tuple(Formal(f.name, not (f.optional or f.variadic)) for f in declaration.inputs)
     outputs = tuple(Formal(f.name, False) for f in declaration.outputs)
     endless_inputs, endless_outputs = (any(f.variadic for f in fs) for fs in (declaration.inputs, declaration.outputs))

@@ -1,4 +1,4 @@
-"""State initializers that passes share."""
+"""Creates state initializers that passes share, and checks tensors for NaN."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def scalar(graph: ir.Graph, name: str, default: float | int, dtype: type[np.gene
 
 
 _PIECE = 1 << 20
-"""Elements that are looked at together."""
+"""Number of elements checked at a time."""
 
 
 def pieces(tensor: ir.TensorProtocol) -> Iterator[np.ndarray[Any, Any]]:
-    """The elements of ``tensor`` in flat pieces; of one that repeats (``ConstantOfShape``), those that are stored."""
+    """The elements of ``tensor`` in flat pieces; of a repeating one (``ConstantOfShape``) only the stored ones."""
     array = np.asarray(tensor.numpy())
     array = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
     flat = array.reshape(-1)

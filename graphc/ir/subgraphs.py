@@ -1,7 +1,7 @@
-"""Subgraphs of ``If``, ``Loop``, ``Scan`` and ``SequenceMap``: what they capture, and copies of them.
+"""Handles subgraphs of ``If``, ``Loop``, ``Scan`` and ``SequenceMap``: captured values and copies.
 
 A body sees every value of the graphs around it. Such a **captured** value is an operand of the node that owns the body,
-although it stands in no input list.
+although no input list holds it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bodies(node: ir.Node) -> Sequence[ir.Graph]:
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
-    """The outer values that the bodies of ``node`` read, at any depth, each once, in the order of reading."""
+    """The outer values that the bodies of ``node`` read, at any depth, each once, in order of first use."""
     found: dict[ir.Value, None] = {}
     for body in bodies(node):
         own = {*body.inputs, *body.initializers.values(), *(v for inner in body for v in inner.outputs)}
@@ -44,7 +44,7 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 
 def body_initializers(graph: ir.Graph) -> list[tuple[ir.Graph, ir.Value, str]]:
-    """The initializers of bodies, at any depth, each with its body and the name it has as one of the whole graph."""
+    """The initializers of bodies, at any depth, each with its body and its name in the whole graph."""
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
     found = []
@@ -62,10 +62,10 @@ def body_initializers(graph: ir.Graph) -> list[tuple[ir.Graph, ir.Value, str]]:
 
 
 def inline(op: Builder, body: ir.Graph, known: Mapping[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Emit the nodes of ``body`` through ``op`` and return what stands for its outputs.
+    """Emit the nodes of ``body`` through ``op`` and return the new values of its outputs.
 
     Args:
-        known: what stands for each input of the body; captured values stay unless they are listed as well.
+        known: value for each input of the body; captured values stay unless listed too.
     """
     meant = dict(known)
     for value in body.initializers.values():
@@ -94,7 +94,7 @@ def _copied(op: Builder, attr: ir.Attr, known: Mapping[ir.Value, ir.Value]) -> i
 
 
 def copy_body(op: Builder, body: ir.Graph, known: Mapping[ir.Value, ir.Value]) -> ir.Graph:
-    """A copy of ``body`` with names of its own, for a node that ``op`` is about to emit."""
+    """Copy ``body`` under unique names, for a node that ``op`` will emit next."""
     graph, inner, inputs = new_body(op, [(v.name or "input", v.type, v.shape) for v in body.inputs], name=body.name)
     outputs = inline(inner, body, {**known, **dict(zip(body.inputs, inputs, strict=True))})
     finish_body(inner, outputs)
@@ -114,7 +114,7 @@ def new_body(
 
 
 def finish_body(op: Builder, outputs: Sequence[ir.Value]) -> None:
-    """Make ``outputs`` the outputs of the body; each becomes the result of a node of its own, as runtimes demand."""
+    """Make ``outputs`` the outputs of the body; a node of its own produces each, as runtimes require."""
     graph = op.graph
     taken: set[ir.Value] = set()
     for value in outputs:
@@ -127,7 +127,7 @@ def finish_body(op: Builder, outputs: Sequence[ir.Value]) -> None:
 
 
 def prune(graph: ir.Graph) -> None:
-    """Remove the nodes of a body that none of its outputs depends on."""
+    """Remove the nodes of a body that do not contribute to its outputs."""
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             graph.remove(node, safe=True)

@@ -1,11 +1,11 @@
-"""Arithmetic on symbolic sizes: what an integer tensor holds when some of its elements are only known by name.
+"""Computes with symbolic sizes: integer tensors whose elements are partly known by name only.
 
     shape = Shape(x: [batch, 16, 32])            holds (batch, 16, 32)
     Concat(Gather(shape, 0), [4, -1])            holds (batch, 4, -1)
     Reshape(y: [8*batch, 16, 4], …)              has shape [batch, 4, 128]
 
 ONNX's inference of a single node knows constants only, and its whole-graph inference gives every unknown size a new
-name. Here a size is a number, a product such as ``8*batch``, or None; a size that turns out a number folds to a constant.
+name. Here a size is a number, a product such as ``8*batch``, or None; a size that proves to be a number folds to a constant.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from graphc.ir.facts import HELD, Dim, constant, dims
 
 _LIMIT = 64
 _HUGE = 2**31 - 1
-"""Exporters write this or more for the end of a slice that has none."""
+"""Exporters write this value or a larger one for the end of an open slice."""
 
 _FACTOR = re.compile(r"\d+|[^\d\W][\w.\-]*")
 
 
 def held(value: ir.Value | None) -> tuple[Dim, ...] | None:
-    """The elements of an integer tensor as far as they are known; None when nothing is."""
+    """The elements of an integer tensor, unknown ones as None; None when all are unknown."""
     known = constant(value)
     if known is not None:
         return tuple(int(d) for d in known.reshape(-1)) if known.size <= _LIMIT and known.dtype.kind in "iub" else None
@@ -53,7 +53,7 @@ def product(sizes: Sequence[Dim]) -> Dim:
 
 
 def quotient(a: Dim, b: Dim) -> Dim:
-    """a / b where that is exact, else None."""
+    """a / b if exact, else None."""
     if a is None or b is None or b == 0:
         return None
     (number, names), (divisor, others) = _factors(a), _factors(b)
@@ -70,7 +70,7 @@ def _factors(size: int | str) -> tuple[int, list[str]]:
         return size, []
     parts = size.split("*")
     if not all(_FACTOR.fullmatch(p) for p in parts):
-        return 1, [size]  # a sum or the like: one opaque name
+        return 1, [size]  # a sum or similar: one opaque name
     return math.prod(int(p) for p in parts if p.isdigit()), [p for p in parts if not p.isdigit()]
 
 
@@ -81,7 +81,7 @@ def _text(number: int, names: Sequence[str]) -> Dim:
 
 
 def refine(node: ir.Node) -> None:
-    """Improve the shape of the output of ``node`` by what its shape operand holds."""
+    """Refine the output shape of ``node`` from the elements of its shape operand."""
     rule = _SHAPES.get(node.op_type)
     if rule is None or node.domain != "":
         return
@@ -96,7 +96,7 @@ def refine(node: ir.Node) -> None:
 
 
 def follow(node: ir.Node) -> np.ndarray | None:
-    """Remember what the integer output of ``node`` holds; its value as an array when every element is a number."""
+    """Store the known elements of the integer output of ``node``; returns an array when all are numbers."""
     rule = _CONTENTS.get(node.op_type)
     if rule is None or node.domain != "" or len(node.outputs) != 1:
         return None
@@ -157,7 +157,7 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     source, starts, ends = _dims_of(node.inputs[0]), held(node.inputs[1]), held(node.inputs[2])
     if source is None:
         return None
-    if starts is None or ends is None:  # of the sliced axes nothing is known, of the others everything
+    if starts is None or ends is None:  # the sliced axes are unknown, the others keep their size
         count = _most(node.inputs[1])
         starts = ends = (None,) * count if isinstance(count, int) else None
     if starts is None or ends is None:
@@ -177,7 +177,7 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
 
 
 def _most(starts: ir.Value | None) -> Dim:
-    """How many axes are sliced at most. Exporters cut an index out of a tensor by ``offsets[k : k + 1]``."""
+    """The largest possible number of sliced axes. Exporters cut an index out of a tensor by ``offsets[k : k + 1]``."""
     count = (_dims_of(starts) or (None,))[0]
     producer = starts.producer() if starts is not None else None
     if isinstance(count, int) or producer is None or producer.op_type != "Slice" or len(producer.inputs) != 3:
@@ -296,7 +296,7 @@ def _equal(a: Dim, b: Dim) -> Dim:
     if a is not None and a == b:
         return 1
     numbers = [d for d in (a, b) if isinstance(d, int)]
-    return 0 if numbers and numbers[0] < 0 and None not in (a, b) else None  # a size is never negative
+    return 0 if numbers and numbers[0] < 0 and None not in (a, b) else None  # sizes are never negative
 
 
 def _where(condition: Dim, a: Dim, b: Dim) -> Dim:

@@ -1,4 +1,4 @@
-"""The text form of a model: ONNX's own textual syntax, both ways, readable and exact.
+"""Prints and parses models in ONNX's textual syntax, readable and exact.
 
     <ir_version: 11, opset_import: ["" : 26, "graphc" : 1]>
     main (float[N,3] x) => (float[N,4] y)
@@ -8,14 +8,14 @@
        ["l1/Relu"] y = Relu (h)  #@ {"y": {"graphc.loss_total": "1"}}
     }
 
-A node without a label in front has the name of its first output. ``onnx.parser`` reads what is written here;
-``onnx.printer`` is not used, because it writes what the parser refuses (named tensors with quotes, an initializer twice)
-and leaves out metadata. What the syntax cannot hold goes into comments:
+A node without a label has the name of its first output. ``onnx.parser`` reads this form. ``onnx.printer`` is not used,
+because it prints text that the parser rejects (quoted names of tensors, repeated initializers) and drops metadata.
+Comments hold what the syntax cannot express:
 
 * ``#@ {json}`` after a line holds the ``graphc.*`` metadata of the line's values by name, and of the node under ``""``.
 * A tensor of more than 16 elements is written as ``{}`` unless weights are asked for; it is read as zeros.
 
-Element types float16 and narrower are written as the integers of their bits, which is how the syntax defines them.
+Element types float16 and narrower are written as the integers of their bits, as the syntax defines.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from graphc.ir.facts import dims
 from graphc.ir.infer import apply, fold, infer_node, version_of
 
 ELIDED_ABOVE = 16
-"""Tensors of more elements than this are written as ``{}`` unless weights are asked for."""
+"""Larger tensors are written as ``{}`` unless weights are asked for."""
 
 METADATA_PREFIX = "graphc."
-"""Metadata of values and nodes that belongs to the graph's meaning; exporters' notes do not."""
+"""Prefix of metadata that belongs to the graph's meaning, unlike exporters' notes."""
 
 _COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|#@[ \t]*([^\n]*)|#[^\n]*', flags=re.DOTALL)
-"""Strings (skipped, for they may hold anything), metadata, other comments."""
+"""Strings (skipped, because they may contain anything), metadata, other comments."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BITS = {2: np.int16, 1: np.int8}
@@ -64,7 +64,7 @@ def to_text(model: ir.Model, *, weights: bool = False) -> str:
 
 
 def node_text(node: ir.Node) -> str:
-    """One node as one line of text, without metadata; tensors are shortened."""
+    """Print one node as one line, without metadata; tensors are shortened."""
     return _Printer(weights=False).node(node)[0]
 
 
@@ -213,7 +213,7 @@ _RESERVED = frozenset({d.name.lower() for d in ir.DataType} | {"seq", "map", "op
 
 
 def _not_inferred(graph: ir.Graph) -> list[ir.Value]:
-    """Node outputs whose stored type is not what inference finds again when the text is read."""
+    """Node outputs whose stored type differs from what inference finds when the text is read."""
     version = graph.opset_imports.get("", OPSET)
     different = []
     for node in graph:
@@ -236,7 +236,7 @@ def _metadata_comment(values: Sequence[ir.Value], node: ir.Node | None = None) -
 
 
 def graph_metadata(properties: Mapping[str, str]) -> dict[str, str]:
-    """The entries of a value's or node's metadata that belong to the meaning of the graph."""
+    """The metadata of a value or node that belongs to the graph's meaning."""
     return {k: v for k, v in properties.items() if k.startswith(METADATA_PREFIX)}
 
 
@@ -300,7 +300,7 @@ def _filled(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _type_values(graph: ir.Graph, version: int) -> None:
-    """Infer every type in node order; what the text declares about a value stands."""
+    """Infer every type in node order; types declared in the text stay."""
     for node in graph:
         declared = [(v, v.type, v.shape) for v in node.outputs]
         apply(node, version=version_of(node, version))

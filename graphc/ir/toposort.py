@@ -1,4 +1,4 @@
-"""Is the graph a graph: every value has a source, and nodes come after what they read."""
+"""Checks that every value has a source, and sorts nodes topologically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphc.errors import ModelError
 
 @contextlib.contextmanager
 def silent_reader() -> Iterator[None]:
-    """Keep ``onnx_ir`` from warning of values without a source: whoever reads the graph checks them or supplies them."""
+    """Silence ``onnx_ir`` warnings about values without a source: the reader of the graph checks or supplies them."""
     logger = logging.getLogger("onnx_ir.serde")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -24,7 +24,7 @@ def silent_reader() -> Iterator[None]:
 
 
 def sort_and_link(graph: ir.Graph) -> None:
-    """Check that every value has a source, and put nodes in topological order.
+    """Check that every value has a source, and sort the nodes topologically.
 
     Raises:
         ModelError: a node reads a value that nothing produces, or the graph has a cycle.
@@ -49,7 +49,7 @@ def check_whole(graph: ir.Graph) -> None:
         for value in node.inputs:
             producer = value.producer() if value is not None else None
             if value is not None and producer is not None and producer.graph is graph and value not in made:
-                raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r} before it is made")
+                raise ModelError(f"node {node.name or node.op_type!r} reads {value.name!r} before it is produced")
         for value in node.outputs:
             if value.name and value.name in names:
                 raise ModelError(f"two values are called {value.name!r}")

@@ -1,4 +1,4 @@
-"""Checks the rules that every graph keeps between passes.
+"""Checks the invariants of the IR between passes.
 
 An error names the rule, the node with its neighbours, and the ten lines around it. Signatures and inference are cached, so a
 training graph of thousands of nodes takes a fraction of a second.
@@ -24,15 +24,15 @@ _CONTEXT_LINES = 5
 
 
 def verify_model(model: ir.Model, *, legal: bool = True) -> None:
-    """Check that a model keeps the rules of the IR.
+    """Check that a model keeps the invariants of the IR.
 
     Always: known ops and attributes, number of inputs and outputs, definition before use, unique names, element types as
-    the op's schema binds them, stored types that agree with inference, collectives with unique tags and properly paired
+    bound by the op's schema, stored types that agree with inference, collectives with unique tags and properly paired
     starts and waits, at most one update per state. With ``legal`` also what ``legalize`` establishes: the opset,
     no functions, named nodes, typed values, initializers that are not inputs.
 
     Raises:
-        ModelError: the first rule that is broken, with the place.
+        ModelError: the first broken rule, with its place.
     """
     graph = model.graph
     opset = graph.opset_imports.get("")
@@ -66,7 +66,7 @@ def _type_name(value: ir.Value) -> str | None:
 
 
 def refused_type(node: ir.Node, version: int) -> str | None:
-    """The first input type that the op does not take in opset ``version``, or None."""
+    """Describe the first input type that the op rejects in opset ``version``, or None."""
     signature = standard_signature(node.op_type, node.domain, version)
     if signature is None:
         return None
@@ -127,7 +127,7 @@ class _Checker:
                     defined.add(value)
         for value in graph.outputs:
             if value not in defined:
-                raise ModelError(f"graph output {value.name!r} is made by no node of the graph")
+                raise ModelError(f"no node of the graph produces the graph output {value.name!r}")
 
     def node(self, node: ir.Node, defined: set[ir.Value]) -> None:
         if not node.name:
@@ -155,7 +155,7 @@ class _Checker:
         self.types(node, signature)
 
     def body(self, graph: ir.Graph, defined: set[ir.Value]) -> None:
-        outside = dict(self.value_names)  # two branches may use the same names
+        outside = dict(self.value_names)  # two branches may share names
         for value in [*graph.inputs, *graph.initializers.values()]:
             self.name(value, None)
         self.nodes(graph, defined)
@@ -290,7 +290,7 @@ def _attribute_values(node: ir.Node) -> dict[str, Any]:
 
 
 def excerpt(node: ir.Node) -> str:
-    """The lines of the graph's text around ``node``, which is marked with ``>``."""
+    """The lines of the graph's text around ``node``, marked with ``>``."""
     graph: Any = node.graph
     order = list(graph) if graph is not None else [node]
     here = next(k for k, other in enumerate(order) if other is node)

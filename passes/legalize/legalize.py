@@ -56,7 +56,7 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
 
     Raises:
         ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
-        UnsupportedOpError: an operator of a domain that nobody declares.
+        UnsupportedOpError: an operator of a domain without declarations.
     """
     graph, version, before = model.graph, opset_of(model), len(model.graph)
     normalise_domains(model)

@@ -346,7 +346,7 @@ def test_a_graph_that_a_pass_has_broken_is_not_written(tmp_path: Path) -> None:
     dangling.graph[1].replace_input_with(0, ir.Value(name="ghost"))
     twice.graph[0].outputs[0].name = "y"
     early.graph[0].replace_input_with(0, early.graph[1].outputs[0])
-    for model, message in ((dangling, "reads 'ghost'"), (twice, "two values are called 'y'"), (early, "before it is made")):
+    for model, message in ((dangling, "reads 'ghost'"), (twice, "two values are called 'y'"), (early, "before it is produced")):
         with pytest.raises(ModelError, match=message):
             save(model, tmp_path / "broken.onnx")
     assert not list(tmp_path.iterdir())

@@ -196,9 +196,9 @@ def test_clipping_by_norm_and_saving_go_with_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"next_value": {0: 0}, "gradient": 0}, "is no state"),
-        ({"gradient": 1}, "is no state"),
-        ({"next_value": {0: 0}}, "must say what each of its states is for"),
+        ({"next_value": {0: 0}, "gradient": 0}, "needs states other than its gradient"),
+        ({"gradient": 1}, "needs states other than its gradient"),
+        ({"next_value": {0: 0}}, "must give each of its states a role"),
     ],
 )
 def test_a_declaration_that_says_too_little_is_refused(options: dict[str, Any], message: str) -> None:

@@ -1,1 +1,1 @@
-"""Declarations of the ``graphc`` domain, by family; each module is named by an entry point of group ``graphc.ops``."""
+"""Declares the ops of the ``graphc`` domain, one module per family (entry points of group ``graphc.ops``)."""

@@ -1,4 +1,4 @@
-"""Gradients of activations that a backend computes in one sweep over memory instead of several."""
+"""Gradients of activations as single ops, which a backend computes in one sweep over memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphc.ir.declare import declare, same_as
 
 @declare("ReluGrad", inputs="dy y", outputs="dx", infer=same_as(0))
 def relu_grad(op: Builder, dy: ir.Value, y: ir.Value) -> ir.Value:
-    """dx = dy where y > 0, else 0. ``y`` is Relu's output (its input serves as well)."""
+    """dx = dy where y > 0, else 0. ``y`` is Relu's output (or its input)."""
     zero = op.scalar(0, y)
     return op.Where(op.Greater(y, zero), dy, op.scalar(0, dy))  # type: ignore[no-any-return]
 

@@ -1,23 +1,23 @@
-"""Scaled dot-product attention as one op, with the order of the axes of each operand as an attribute.
+"""Scaled dot-product attention as one op; an attribute gives each operand's axis order.
 
     y, saved   = graphc.ScaledDotProductAttention(q, k, v, mask?, keep?; scale, causal, layout, saves, factor)
     gradients… = graphc.ScaledDotProductAttentionGrad(dy, q, k, v, mask, y, saved, keep?; the same attributes)
 
-``layout`` is written like an einsum, ``"bthd,bthd,bthd->bthd"``: batch b, heads h, length t (of k and v their own), size d of
-a head; a letter that is missing is an axis of size 1. A digit is an index: ``"tb0hd,tb1hd,tb2hd->tbhd"`` reads q, k and v
-from parts 0, 1 and 2 of axis 2 of one tensor, which is then given three times. So a kernel reads the product of a packed
-projection where it lies, and writes its gradient where the next product reads it, without a copy in between.
+``layout`` is written like an einsum, ``"bthd,bthd,bthd->bthd"``: batch b, heads h, length t (k and v have their own), head
+size d; a missing letter is an axis of size 1. A digit is an index: ``"tb0hd,tb1hd,tb2hd->tbhd"`` reads q, k and v from parts
+0, 1 and 2 of axis 2 of one tensor, which is then passed three times. So a kernel reads the product of a packed projection in
+place and writes its gradient in place for the next product, without copies.
 
-Each head of k and v serves as many consecutive heads of q as there are more of these (grouped queries). ``mask`` broadcasts to
-(b, h, t, length of k): numbers are added to the scores, booleans say what is seen. ``causal``: query i sees the keys 0 to i.
-A query that sees no key gets zeros. ``finite`` says that the mask is float32, is added and leaves no query without a key:
-what kernels can take as it is (the ``flash_attention`` pass makes it so).
+With grouped queries, each head of k and v serves an equal number of consecutive heads of q. ``mask`` broadcasts to
+(b, h, t, length of k): numbers are added to the scores, booleans mark visible keys. ``causal``: query i sees the keys 0 to i.
+A query that sees no key gets zeros. ``finite`` promises that the mask is float32 and additive and leaves every query a key:
+kernels can use it as it is (the ``flash_attention`` pass makes it so).
 
-A dropout multiplies the probabilities by ``factor`` · ``keep``, of the shape (b, h, t, length of k); what is saved is what they
-were before. With ``factor``, ``keep`` may be zeros and ones, which half precision does not round.
+A dropout multiplies the probabilities by ``factor`` · ``keep``, of shape (b, h, t, length of k); the probabilities before
+dropout are saved. With ``factor``, ``keep`` may hold zeros and ones, which half precision represents exactly.
 
-What the backward pass is told of the scores (``saves``): ``probabilities``, b × h × t × length of k, or ``logsumexp`` of each
-row, b × h × t, from which the probabilities are computed again (T. Dao et al., "FlashAttention", 2022).
+``saves`` selects what the backward pass gets of the scores: ``probabilities``, b × h × t × length of k, or the ``logsumexp``
+of each row, b × h × t, from which it recomputes the probabilities (T. Dao et al., "FlashAttention", 2022).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphc.ir.facts import Dim, dims
 from graphc.ir.ops.random import RANDOM_OPS
 
 HEADS = "bhtd"
-"""The order of axes in which the op is defined."""
+"""The axis order in which the op is defined."""
 
 STANDARD_LAYOUT = "bhtd,bhtd,bhtd->bhtd"
 
@@ -47,7 +47,7 @@ def operand_axes(layout: str) -> tuple[str, str, str, str]:
     """The axes of q, k, v and y.
 
     Raises:
-        ModelError: the text is no layout.
+        ModelError: the text is not a valid layout.
     """
     left, arrow, y = layout.partition("->")
     parts = (*left.split(","), y)
@@ -63,12 +63,12 @@ def _is_layout(axes: str) -> bool:
 
 
 def packed(axes: str) -> int | None:
-    """The axis of which an operand is one part, or None when it is a tensor of its own."""
+    """The axis that packs an operand with others, or None when it is a tensor of its own."""
     return next((k for k, c in enumerate(axes) if c.isdigit()), None)
 
 
 def written(layout: str) -> list[int]:
-    """Which operands (0 q, 1 k, 2 v) have a gradient output; a packed tensor has one, for the first of its parts."""
+    """Operands (0 q, 1 k, 2 v) with a gradient output; a packed tensor has one, at the first of its parts."""
     found, seen = [], False
     for index, axes in enumerate(operand_axes(layout)[:3]):
         if packed(axes) is None or not seen:
@@ -78,10 +78,10 @@ def written(layout: str) -> list[int]:
 
 
 def sizes(value: ir.Value, axes: str) -> dict[str, Dim]:
-    """The size of b, h, t and d of an operand, 1 where it lacks the axis.
+    """The sizes of b, h, t and d of an operand; 1 for a missing axis.
 
     Raises:
-        ModelError: the operand's rank is another.
+        ModelError: the rank of the operand does not fit.
     """
     found = dims(value) or [None] * len(axes)
     if len(found) != len(axes):
@@ -209,7 +209,7 @@ def scaled_dot_product_attention_grad(
 
 
 def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
-    """The node that draws the mask of a dropout, seen through reshapes."""
+    """The node that draws the dropout mask, found through reshapes."""
     node = keep.producer() if keep is not None else None
     while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -217,7 +217,7 @@ def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
 
 
 def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, attributes: Mapping[str, Any]) -> Any:
-    """The adjoint of the scores, and so of what is added to them: b × h × t × length of k."""
+    """The gradient of the scores, and so of the mask added to them: b × h × t × length of k."""
     q, k, v, mask, keep = (*node.inputs, None)[:5]
     assert q is not None
     assert k is not None
@@ -243,7 +243,7 @@ def to_heads(op: Builder, x: ir.Value, axes: str) -> Any:
 
 
 def from_heads(op: Builder, x: Any, axes: str) -> Any:
-    """(batch, heads, length, size) in the order ``axes``."""
+    """Transpose (batch, heads, length, size) to the order ``axes``."""
     missing = [k for k, letter in enumerate(HEADS) if letter not in axes]
     if missing:
         x = op.Squeeze(x, missing)
@@ -253,7 +253,7 @@ def from_heads(op: Builder, x: Any, axes: str) -> Any:
 
 
 def repeat_heads(op: Builder, x: Any, q: Any) -> Any:
-    """Repeat each head of keys or values for every query head that it serves."""
+    """Repeat each head of keys or values for every query head that uses it."""
     group = _group(x, q)
     if group == 1:
         return x
@@ -291,7 +291,7 @@ def _widen(op: Builder, x: Any) -> Any:
 
 
 def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, causal: int, finite: int) -> tuple[Any, Any]:
-    """The masked scores, and which rows are masked entirely (these are left unmasked); None when no row can be."""
+    """The masked scores, and the rows that are masked entirely (left unmasked); None when no row can be."""
     scores = _widen(op, op.MatMul(op.Mul(q, scale), _swap(op, repeat_heads(op, k, q))))
     low, zero = op.scalar(-math.inf, scores), op.scalar(0, scores)
     bias: Any = None

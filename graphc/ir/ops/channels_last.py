@@ -1,4 +1,4 @@
-"""Convolution and pooling of tensors whose channels are the last axis, which GPUs compute fastest; ONNX has none.
+"""Convolution and pooling with channels on the last axis, the fastest layout on GPUs; ONNX has none.
 
     y  = graphc.ChannelsLastConv(x, w, b?; attributes of Conv, activation)
     dx = graphc.ChannelsLastConvGradInput(dy, w, shape(x); attributes of Conv)
@@ -7,9 +7,8 @@
     y, tap = graphc.ChannelsLastMaxPoolTaps(x),  dx = graphc.ChannelsLastMaxPoolTapsGrad(dy, tap, shape(x))
     y  = graphc.ChannelsLastAveragePool(x),  dx = graphc.ChannelsLastAveragePoolGrad(dy, shape(x))
 
-Tensors are N × spatial axes × C, weights M × kernel × C/group: the order of axes is the only difference from the ops whose
-names stand behind ``ChannelsLast``, which the decompositions use between transposes. The ``channels_last`` pass makes these
-ops.
+Tensors are N × spatial axes × C, weights M × kernel × C/group. Otherwise each op equals the op named after
+``ChannelsLast``, which its decomposition wraps in transposes. The ``channels_last`` pass creates these ops.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ ACTIVATIONS = ("", "relu")
 
 
 def static_dims_of(shape: ir.Shape | None) -> tuple[int, ...]:
-    """The sizes of a shape that is static."""
+    """The sizes of a static shape."""
     assert shape is not None
     return shape.numpy()
 
 
 def last_order(count: int) -> list[int]:
-    """For each axis of N × C × spatial, its place when channels come last; as ``perm`` it brings channels to the front."""
+    """The position of each axis of N × C × spatial in channels-last order; as ``perm`` it moves channels to the front."""
     return [0, count - 1, *range(1, count - 1)]
 
 
 def to_last(count: int) -> list[int]:
-    """The ``perm`` that brings channels to the end."""
+    """The ``perm`` that moves channels to the end."""
     return [0, *range(2, count), 1]
 
 
 def first(op: Builder, x: ir.Value) -> ir.Value:
-    """``x`` with its channels behind the batch."""
+    """``x`` with its channels moved behind the batch axis."""
     return op.Transpose(x, perm=last_order(rank(x)))  # type: ignore[no-any-return]
 
 
 def last(op: Builder, x: ir.Value) -> ir.Value:
-    """``x`` with its channels at the end."""
+    """``x`` with its channels moved to the end."""
     return op.Transpose(x, perm=to_last(rank(x)))  # type: ignore[no-any-return]
 
 
@@ -65,7 +64,7 @@ def _shape_first(op: Builder, shape: ir.Value, count: int) -> ir.Value:
 
 
 def _as(base: str) -> InferFunction:
-    """Inference through the standard op ``base``: its result, with the channels moved to the end."""
+    """Inference through the standard op ``base``, with the channels of the result moved to the end."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
         turned: list[ir.Value | None] = []
@@ -98,14 +97,14 @@ def channels_last_conv(
 
 @declare("ChannelsLastConvGradInput", inputs="dy w shape", outputs="dx", infer=of_shape(0, 2), attributes=CONV)
 def channels_last_conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
-    """ConvGradInput; ``shape`` is that of x, channels last."""
+    """ConvGradInput; ``shape`` is the shape of x, channels last."""
     sizes = _shape_first(op, shape, rank(dy))
     return last(op, op.graphc.ConvGradInput(first(op, dy), first(op, w), sizes, **_given(attributes)))
 
 
 @declare("ChannelsLastConvGradWeight", inputs="x dy shape", outputs="dw", infer=of_shape(0, 2), attributes=CONV)
 def channels_last_conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
-    """ConvGradWeight; ``shape`` is that of w, channels last."""
+    """ConvGradWeight; ``shape`` is the shape of w, channels last."""
     sizes = _shape_first(op, shape, rank(dy))
     return last(op, op.graphc.ConvGradWeight(first(op, x), first(op, dy), sizes, **_given(attributes)))
 
@@ -129,9 +128,9 @@ def _pooled_and_taps(inputs: Sequence[ir.Value | None], attributes: Mapping[str,
 
 @declare("ChannelsLastMaxPoolTaps", inputs="x", outputs="y tap", infer=_pooled_and_taps, attributes=POOL)
 def channels_last_max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
-    """MaxPool, and the place of the maximum in its window, the first of equal ones, the last NaN: 1 and up in row-major order.
+    """MaxPool, and each maximum's position in its window (the first of ties, the last NaN): from 1, in row-major order.
 
-    Elementwise ops over slices of x, so that a backend which fuses them computes x where it needs it. Places go up to 255. x
+    Built from elementwise ops over slices of x, so that a fusing backend computes x on the fly. Positions go up to 255. x
     has a static shape, and windows have no dilations.
     """
     (_, pooled), _ = _pooled_and_taps([x], attributes)
@@ -157,7 +156,7 @@ def channels_last_max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> 
 
 @declare("ChannelsLastMaxPoolTapsGrad", inputs="dy tap shape", outputs="dx", infer=of_shape(0, 2), attributes=POOL)
 def channels_last_max_pool_taps_grad(op: Builder, dy: ir.Value, tap: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
-    """Σ dy over the windows whose maximum was this element: the gradient of ChannelsLastMaxPoolTaps."""
+    """Σ dy over the windows whose maximum is this element: the gradient of ChannelsLastMaxPoolTaps."""
     size = static_dims_of(shape_of_result(shape))[1:-1]
     window = Window.of(attributes, size)
     assert window.begin is not None
@@ -172,9 +171,9 @@ def channels_last_max_pool_taps_grad(op: Builder, dy: ir.Value, tap: ir.Value, s
 
 
 def spread(op: Builder, value: ir.Value, steps: Sequence[int]) -> ir.Value:
-    """``value``, N × spatial axes × C, with zeros behind each pixel: ``steps`` times as large along each spatial axis.
+    """``value`` (N × spatial axes × C) with zeros inserted behind each pixel: ``steps`` times as large along each spatial axis.
 
-    Index arithmetic where ops are fused, so that nobody writes or reads the zeros.
+    It is index arithmetic when fused, so the zeros never reach memory.
     """
     batch, *small, channels = static_dims_of(value.shape)
     apart = op.Reshape(value, [batch, *(n for few in small for n in (few, 1)), channels])
@@ -193,7 +192,7 @@ def channels_last_average_pool(op: Builder, x: ir.Value, **attributes: Any) -> i
 
 @declare("ChannelsLastAveragePoolGrad", inputs="dy shape", outputs="dx", infer=of_shape(0, 1), attributes=_AVERAGE)
 def channels_last_average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
-    """AveragePoolGrad; ``shape`` is that of x, channels last."""
+    """AveragePoolGrad; ``shape`` is the shape of x, channels last."""
     sizes = _shape_first(op, shape, rank(dy))
     return last(op, op.graphc.AveragePoolGrad(first(op, dy), sizes, **_given(attributes)))
 

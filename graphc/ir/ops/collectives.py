@@ -1,12 +1,12 @@
-"""Collectives: variadic, so that one node is one bucket. Ranks run them in the same order; none is merged or deleted.
+"""Collectives: variadic ops; one node is one bucket.
 
-Each may be split into ``…Start`` (returns at once; its outputs are in flight) and ``…Wait``. The operands of one node are one
-flat array in memory, their **bucket**, on which the collective works in place. On one rank every collective is the identity,
-which is its decomposition.
+Ranks run them in the same order, and passes neither merge nor delete them. Each may be split into ``…Start`` (returns at
+once; its outputs are in flight) and ``…Wait``. The operands of one node form one flat buffer in memory, their **bucket**, and
+the collective works on it in place. On one rank every collective is the identity, which is its decomposition.
 
-``ReduceScatter`` and ``AllGather`` divide that array among the ranks by ``owner``: ``even`` gives rank r the r-th of N equal
-parts, ``root`` gives all of it to rank 0. Their outputs have the types and shapes of their inputs; what differs is which
-elements hold the result. So the graph does not depend on the number of ranks.
+``ReduceScatter`` and ``AllGather`` divide the buffer among the ranks by ``owner``: ``even`` gives rank r the r-th of N equal
+parts, ``root`` gives all of it to rank 0. Their outputs have the types and shapes of their inputs and differ only in which
+elements hold the result, so the graph does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
 
 OWNERS = ("even", "root")
-"""How the elements of a flat array are divided among the ranks of a group."""
+"""How the elements of a flat buffer are divided among the ranks of a group."""
 
 Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
-"""A communicator's name of a collective."""
+"""The communicator's name of a collective."""
 
 COMMON: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "bucket": ""}
 
@@ -55,7 +55,7 @@ COLLECTIVES: Mapping[str, tuple[Kind, Mapping[str, Any], str]] = {
     ),
     "Broadcast": ("broadcast", {"root": 0}, "y_k is x_k of rank ``root``."),
 }
-"""Op → the communicator's name of it, its own attributes and what it computes."""
+"""Op → its name at the communicator, its own attributes and what it computes."""
 
 
 def collective_of(node: ir.Node) -> str | None:

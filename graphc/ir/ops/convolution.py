@@ -1,9 +1,9 @@
-"""Gradients of convolution as ops of their own: a backend has kernels for them, every other runtime decomposes.
+"""Gradients of convolution as single ops: a backend has kernels for them, other runtimes decompose them.
 
     dx = graphc.ConvGradInput(dy, w, shape(x); attributes of Conv)      ─►  ConvTranspose
     dw = graphc.ConvGradWeight(x, dy, shape(w); attributes of Conv)     ─►  a MatMul per tap, or a Conv of x with dy
 
-Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean what they mean in the forward op.
+Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean the same as in the forward op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphc.ir.declare import Spec, declare, spec_of
 from graphc.ir.facts import dims, shape_of_result
 
 Size: TypeAlias = "tuple[int | None, ...]"
-"""Spatial sizes; None where a size is a symbol or unknown."""
+"""Spatial sizes; None for a symbol or an unknown size."""
 
 CONV: Mapping[str, Any] = {
     "auto_pad": "NOTSET",
@@ -41,12 +41,12 @@ POOL: Mapping[str, Any] = {
 }
 
 FAR = np.iinfo(np.int64).max
-"""An ``ends`` of Slice that means "to the end"."""
+"""Value of ``ends`` in Slice that means "to the end"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The sliding window of a convolution or pooling, one entry a spatial axis.
+    """The sliding window of a convolution or pooling, one entry per spatial axis.
 
     Attributes:
         begin: padding before; ``begin`` and ``end`` are None when ``auto_pad`` asks for SAME and a size is unknown.
@@ -66,8 +66,8 @@ class Window:
         """Read the attributes of a Conv or pooling node.
 
         Args:
-            size: spatial sizes of what the window slides over.
-            kernel: spatial sizes of the weight, used when the attribute ``kernel_shape`` is not there.
+            size: spatial sizes of the window's input.
+            kernel: spatial sizes of the weight, used without the attribute ``kernel_shape``.
 
         Raises:
             UnsupportedOpError: the kernel's sizes are not static.
@@ -112,11 +112,11 @@ class Window:
 
     @property
     def pads(self) -> list[int] | None:
-        """Padding as ONNX writes it, or None where it depends on a size that is not known."""
+        """Padding as ONNX writes it, or None when it depends on an unknown size."""
         return None if self.begin is None or self.end is None else [*self.begin, *self.end]
 
     def attributes(self) -> dict[str, Any]:
-        """The window as explicit attributes; only for windows whose padding is known."""
+        """The window as explicit attributes; only for windows with known padding."""
         return {
             "kernel_shape": list(self.kernel),
             "strides": list(self.strides),
@@ -126,7 +126,7 @@ class Window:
 
 
 def spatial(shape: ir.Shape | None) -> Size:
-    """The sizes behind N and C."""
+    """The sizes after N and C."""
     if shape is None:
         raise UnsupportedOpError("the rank of a convolution's or pooling's input must be known")
     return tuple(d if isinstance(d, int) else None for d in shape.dims[2:])
@@ -153,7 +153,7 @@ def spatial_part(op: Builder, shape: ir.Value) -> ir.Value:
 
 
 def of_shape(like: int, shape: int) -> Any:
-    """Inference: the type of input ``like`` and the shape that input ``shape`` holds."""
+    """Inference: the type of input ``like`` with the shape held by input ``shape``."""
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
         dtype, known = spec_of(inputs[like])
@@ -164,9 +164,9 @@ def of_shape(like: int, shape: int) -> Any:
 
 
 def _grouped_transpose(op: Builder, dy: ir.Value, w: ir.Value, group: int, **attributes: Any) -> ir.Value:
-    """ConvTranspose; in float64 a grouped weight becomes a dense one, because onnx.reference mixes its groups up.
+    """Emit ConvTranspose; in float64 the grouped weight becomes dense, because onnx.reference mixes up its groups.
 
-    onnxruntime has no float64 ConvTranspose, so the detour costs nothing that could have been fast.
+    onnxruntime has no float64 ConvTranspose, so the detour slows no fast path.
     """
     if group == 1 or dy.dtype != ir.DataType.DOUBLE:
         return op.ConvTranspose(dy, w, group=group, **attributes)  # type: ignore[no-any-return]
@@ -184,8 +184,8 @@ def _grouped_transpose(op: Builder, dy: ir.Value, w: ir.Value, group: int, **att
 def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = Conv(x, w)`` with respect to x: dx[n,c,o·s + t·d - p] += Σₘ dy[n,m,o]·w[m,c,t].
 
-    ``dy``: N × M × out, ``w``: M × C/group × kernel, ``shape``: int64, the shape of x. It is a ConvTranspose; elements of x
-    behind the last window come from ``output_padding``.
+    ``dy``: N × M × out, ``w``: M × C/group × kernel, ``shape``: int64, the shape of x. Decomposes to a ConvTranspose;
+    ``output_padding`` supplies the elements of x behind the last window.
     """
     size = spatial(shape_of_result(shape))
     window = Window.of(attributes, size, spatial(w.shape))
@@ -197,7 +197,7 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
         left_over = [p % s for p, s in zip(padded, window.strides, strict=True)]
         return _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=left_over)
     tail = spatial_part(op, shape)
-    most = [s - 1 for s in window.strides]  # no size needs more; the excess is cut off
+    most = [s - 1 for s in window.strides]  # an upper bound for all sizes; the excess is cut off
     n = len(window.kernel)
     if window.begin is not None:
         full = _grouped_transpose(op, dy, w, group, **common, pads=window.pads, output_padding=most)
@@ -211,9 +211,10 @@ def conv_grad_input(op: Builder, dy: ir.Value, w: ir.Value, shape: ir.Value, **a
 def conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = Conv(x, w)`` with respect to w: dw[m,c,t] = Σₙ Σₒ dy[n,m,o]·x[n,c,o·s + t·d - p].
 
-    ``x``: N × C × in, ``dy``: N × M × out, ``shape``: int64, the shape of w. Where it pays, one matrix product per tap of
-    the kernel. Else a Conv in which channels are the batch, samples are the channels, dy is the kernel, and stride and
-    dilation change places; what the window never reached gives extra taps at the end, which are cut off.
+    ``x``: N × C × in, ``dy``: N × M × out, ``shape``: int64, the shape of w. Decomposes to one matrix product per tap of
+    the kernel where that is faster, else to a Conv in which channels are the batch, samples are the channels, dy is the kernel,
+    and stride and dilation change places; positions that the window never reached give extra taps at the end, which are cut
+    off.
     """
     window = Window.of(attributes, spatial(x.shape), spatial(shape_of_result(shape)))
     group, n = attributes["group"], len(window.kernel)
@@ -239,8 +240,9 @@ def conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape: ir.Value, **
 
 
 MOST_TAPS, LEAST_CHANNELS = 25, 8
-"""Limits of the matrix products per tap: within them onnxruntime needs 0.4 to 0.65 of the time of the Conv, whose kernel is
-as large as the image; a 7 × 7 stem on 3 channels is three times as slow (matrices too narrow)."""
+"""Limits for one matrix product per tap. Within them onnxruntime needs 0.4 to 0.65 of the time of the Conv, whose kernel is
+as large as the image; a 7 × 7 stem on 3 channels would be three times as slow (matrices too narrow).
+"""
 
 
 def _tap_by_tap(

@@ -1,7 +1,7 @@
 """Losses: the reported mean, softmax cross-entropy and negative log-likelihood over class indices.
 
-A loss over samples is two sums (docs/internals-graph.md, "Exact averaging"): the **total** and the **weight** it is divided
-by. Class indices outside the range give NaN here, never an access out of bounds; a trainer refuses them by name before the
+A loss over samples is two sums (docs/internals-graph.md, "Exact averaging"): the **total** and the **weight** that divides
+it. Class indices outside the range give NaN here, never an access out of bounds. A trainer rejects them by name before the
 step runs, with the limits that :func:`label_checks` reads from the graph.
 """
 
@@ -19,7 +19,7 @@ from graphc.ir.declare import Spec, declare, same_as, spec_of
 from graphc.ir.facts import FLOATS, dims
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
-"""Attributes of a loss over classes: the class axis, and the label that does not count (None: every label counts)."""
+"""Attributes of a loss over classes: the class axis and the ignored label (None: every label counts)."""
 
 SMOOTHED: Mapping[str, Any] = {**OVER_CLASSES, "label_smoothing": 0.0}
 
@@ -28,9 +28,9 @@ SMOOTHED: Mapping[str, Any] = {**OVER_CLASSES, "label_smoothing": 0.0}
     "Mean", inputs="total weight?", outputs="loss", attributes={"name": "loss"}, infer=same_as(0), reduces={0: "sum", 1: "sum"}
 )
 def mean(op: Builder, total: ir.Value, weight: ir.Value | None = None, *, name: str) -> ir.Value:
-    """loss = total / weight, or total when there is no weight (``reduction=sum``).
+    """loss = total / weight, or total without a weight (``reduction=sum``).
 
-    total and weight are rank-0 sums over this rank's samples; data-parallel training sums both over the ranks first, so
+    total and weight are rank-0 sums over this rank's samples. Data-parallel training sums both over the ranks first, so
     that the mean over the global batch is exact for uneven shares. 0/0 (every label ignored) is NaN, as in PyTorch.
     """
     return op.Identity(total) if weight is None else op.Div(total, weight)  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ def softmax_cross_entropy_grad(
     dense = op.Mul(op.Exp(log_prob), scale)
     if spread is not None:
         dense = op.Sub(dense, spread)
-    at_label = op.Sub(op.GatherElements(dense, at, axis=axis), hit)  # a scatter that adds is not there for every type
+    at_label = op.Sub(op.GatherElements(dense, at, axis=axis), hit)  # ScatterElements cannot add in every type
     return op.ScatterElements(dense, at, at_label, axis=axis)  # type: ignore[no-any-return]
 
 
@@ -133,7 +133,7 @@ def softmax_scale(
     ignore_index: int | None,
     label_smoothing: float,
 ) -> ir.Value:
-    """Σ_c r_c of each position (see ``SoftmaxCrossEntropyGrad``), with size 1 along ``axis``: how the softmax is scaled."""
+    """Σ_c r_c of each position (see ``SoftmaxCrossEntropyGrad``), size 1 along ``axis``: the factor on the softmax."""
     _, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
     if not label_smoothing:
         return counts
@@ -170,7 +170,7 @@ def negative_log_likelihood(
 def binary_cross_entropy_with_logits(op: Builder, logits: ir.Value, label: ir.Value) -> ir.Value:
     """losses = (1 − label)·logits + log(1 + exp(−logits)), elementwise and without overflow; one shape and type for all.
 
-    The logarithm is max(−x, 0) + log(1 + exp(−|x|)); its derivative at 0 needs the closed form, hence an op of its own.
+    The logarithm is max(−x, 0) + log(1 + exp(−|x|)). Its derivative at 0 needs the closed form, so this is an op of its own.
     """
     tail = op.Log(op.Add(op.Exp(op.Neg(op.Abs(logits))), 1.0))
     return op.Add(op.Mul(op.Sub(1.0, label), logits), op.Add(op.Relu(op.Neg(logits)), tail))  # type: ignore[no-any-return]
@@ -179,11 +179,11 @@ def binary_cross_entropy_with_logits(op: Builder, logits: ir.Value, label: ir.Va
 def picks(
     op: Builder, scores: ir.Value, label: ir.Value, class_weight: ir.Value | None, axis: int, ignore_index: int | None
 ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """What each label selects, everything with size 1 along ``axis``.
+    """What each label selects, all with size 1 along ``axis``.
 
     Returns:
-        at: int64 indices that are always inside the classes (0 where the label is outside).
-        counts: what each position counts, in the type of ``scores``: its class weight or 1, 0 where ignored, NaN where the
+        at: int64 indices, always inside the classes (0 where the label is outside).
+        counts: weight of each position, in the type of ``scores``: its class weight or 1, 0 where ignored, NaN where the
             label is outside the classes and not ignored.
         ignored: bool, or None when no label is ignored.
     """
@@ -242,7 +242,7 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
 
 
 def _behind_views(value: ir.Value | None) -> ir.Value | None:
-    """The value whose elements ``value`` holds, seen through casts and reshapes."""
+    """The value in front of casts and reshapes that holds the elements of ``value``."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
             break
@@ -253,7 +253,7 @@ def _behind_views(value: ir.Value | None) -> ir.Value | None:
 def _smoothed(
     op: Builder, log_prob: ir.Value, class_weight: ir.Value | None, axis: int, ignored: ir.Value | None, smoothing: float
 ) -> tuple[ir.Value, ir.Value]:
-    """(Σ_c s/C · class_weight_c, s/C · class_weight_c): what smoothing adds, 0 at ignored positions."""
+    """(Σ_c s/C · class_weight_c, s/C · class_weight_c): the terms of label smoothing, 0 at ignored positions."""
     share = op.Div(op.scalar(smoothing, log_prob), class_count(op, log_prob, axis))
     if class_weight is None:
         scale, spread = op.scalar(smoothing, log_prob), share
@@ -274,7 +274,7 @@ def _sum(op: Builder, value: ir.Value) -> ir.Value:
 
 
 def _along(op: Builder, vector: ir.Value, like: ir.Value, axis: int) -> ir.Value:
-    """A vector over classes with the rank of ``like``."""
+    """A vector over classes, reshaped to the rank of ``like``."""
     shape = np.ones(op.rank(like), dtype=np.int64)
     shape[axis] = -1
     return op.Reshape(vector, shape)  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
-"""Normalisation: batch statistics for training, and fused gradients.
+"""Normalisation ops: batch statistics for training, and fused gradients.
 
     y, mean, var, inv_std = graphc.BatchNormalizationTraining(x, scale, bias; epsilon)
     dx, dscale, dbias     = graphc.BatchNormalizationTrainingGrad(dy, x, scale, mean, inv_std)
     dx, dscale, dbias     = graphc.LayerNormalizationGrad(dy, x, scale, mean, inv_std; axis, epsilon)
     dx                    = graphc.LRNGrad(dy, x, y; alpha, beta, bias, size)
 
-The gradient of x̂ = (x - mean(x))·inv_std is dx = inv_std·(dx̂ - mean(dx̂) - x̂·mean(dx̂·x̂)); means are over the axes that
-are normalised.
+The gradient of x̂ = (x - mean(x))·inv_std is dx = inv_std·(dx̂ - mean(dx̂) - x̂·mean(dx̂·x̂)); means are over the
+normalised axes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EPSILON = 1e-5
 
 
 def per_channel(op: Builder, value: ir.Value, x: ir.Value) -> ir.Value:
-    """A vector of C entries, shaped to broadcast along axis 1 of ``x``."""
+    """A vector of C entries, reshaped to broadcast along axis 1 of ``x``."""
     behind = rank(x) - 2
     return op.Unsqueeze(value, np.arange(1, 1 + behind, dtype=np.int64)) if behind > 0 else value
 
 
 def all_but_channels(x: ir.Value) -> list[int]:
-    """The axes of batch and positions."""
+    """The batch axis and the position axes."""
     return [0, *range(2, rank(x))]
 
 
@@ -51,12 +51,12 @@ def batch_normalization_training(
 ) -> tuple[ir.Value, ...]:
     """y = scale·(x - mean)·inv_std + bias with the mean and the biased variance of this batch, inv_std = 1/√(var + ε).
 
-    ``x``: N × C × positions (none for rank 2), all others: C. Running statistics are no business of this op.
+    ``x``: N × C × positions (none for rank 2), all others: C. Other nodes update the running statistics.
     """
     axes = all_but_channels(x)
     first = op.Slice(x, [0] * len(axes), [1] * len(axes), axes)
     # Without momentum the "running" statistics are those of the batch. onnxruntime writes them over their inputs, which
-    # must therefore be two buffers that nobody else reads: no constants, and no equal expressions.
+    # must therefore be two buffers without other readers: no constants, and no equal expressions.
     zero = op.Mul(op.cast_like(op.Reshape(first, [-1]), scale), 0.0)
     y, mean, var = op.BatchNormalization(
         x, scale, bias, zero, op.Neg(zero), epsilon=epsilon, momentum=0.0, training_mode=1, _outputs=3
@@ -67,9 +67,9 @@ def batch_normalization_training(
 def batch_normalized(
     op: Builder, x: ir.Value, scale: ir.Value, bias: ir.Value, axis: int, epsilon: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """What :func:`batch_normalization_training` gives for channels along ``axis``, with statistics from one pass over x.
+    """:func:`batch_normalization_training` for channels along ``axis``, with statistics from one pass over x.
 
-    They are sums of x − K and (x − K)², taken in float32 at least, where K, the channel's first element, keeps both small.
+    Sums x − K and (x − K)² in at least float32; K, the channel's first element, keeps both small.
     """
     axes = [k for k in range(rank(x)) if k != axis]
     wide = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -115,7 +115,7 @@ def batch_normalization_training_grad(
 
 
 def elements_per_statistic(op: Builder, x: ir.Value, statistic: ir.Value) -> ir.Value:
-    """How many elements of ``x`` one entry of a mean or variance stands for, as a scalar of the statistic's type."""
+    """Number of elements of ``x`` behind one entry of a mean or variance, as a scalar of the statistic's type."""
     whole, entries = static_dims(x), static_dims(statistic)
     if whole is not None and entries is not None:
         return op.scalar(float(np.prod(whole)) / float(np.prod(entries)), statistic)
@@ -142,9 +142,9 @@ def layer_normalization_grad(
 ) -> tuple[ir.Value, ...]:
     """Gradient of LayerNormalization over axes ``axis`` to the last, with dx̂ = dy·scale:
 
-    dx = inv_std·(dx̂ - mean(dx̂) - x̂·mean(dx̂·x̂)),  dscale = Σ dy·x̂,  dbias = Σ dy
+        dx = inv_std·(dx̂ - mean(dx̂) - x̂·mean(dx̂·x̂)),  dscale = Σ dy·x̂,  dbias = Σ dy
 
-    ``mean`` and ``inv_std`` are the forward op's outputs (reduced axes kept, of size 1), so ``epsilon`` is in them
+    ``mean`` and ``inv_std`` are the forward op's outputs (reduced axes kept, of size 1) and include ``epsilon``
     already. ``scale`` broadcasts to x, and the bias has its shape.
     """
     first = axis % rank(x)
@@ -183,7 +183,7 @@ def lrn_grad(
 ) -> ir.Value:
     """Gradient of y = x·s^-β, s = bias + α/size · Σ x² over ``size`` neighbouring channels:
 
-    dx = dy·s^-β - 2αβ/size · x · Σ dy·y/s, the sum being over the channels whose window has this one in it
+    dx = dy·s^-β - 2αβ/size · x · Σ dy·y/s, summed over the channels whose window contains this one
     """
     before, after = (size - 1) // 2, size // 2
     s = op.Add(op.Mul(_mean_over_channels(op, op.Mul(x, x), size, before, after), alpha), bias)

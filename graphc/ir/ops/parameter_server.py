@@ -1,7 +1,7 @@
-"""Parameter servers: what workers read from them and send to them. Each is the identity where one process does everything.
+"""Parameter server ops: what workers read from servers and send to them; the identity in a single process.
 
 ``server`` is the index of the server that holds the operands, or -1: every server (``Pull`` then reads from the first).
-``staleness`` is how many steps a worker may be ahead of the slowest live one, or -1 without such a bound; 0 is synchronous.
+``staleness`` is how many steps a worker may run ahead of the slowest live one, or -1 for no bound; 0 is synchronous.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
 
 EVERY = -1
-"""The ``server`` of what every server holds or gets."""
+"""Value of ``server`` for operands of every server."""
 
 UNBOUNDED = -1
-"""The ``staleness`` without a bound."""
+"""Value of ``staleness`` without a bound."""
 
 COMMON: Mapping[str, Any] = {"tag": REQUIRED, "server": 0, "servers": 1, "staleness": UNBOUNDED}
 
@@ -63,14 +63,14 @@ declare_primitive(
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How many parameter servers a graph has, and the bound of the staleness (None: no bound)."""
+    """Number of parameter servers of a graph, and its staleness bound (None: no bound)."""
 
     servers: int
     staleness: int | None
 
 
 def server_options(graph: ir.Graph) -> ServerOptions | None:
-    """The options of the ``parameter_server`` pass that made ``graph``; None for a graph without servers."""
+    """The options of the ``parameter_server`` pass that built ``graph``; None for a graph without servers."""
     for node in exchanges(graph, "Push"):
         staleness = node.attributes["staleness"].as_int()
         return ServerOptions(node.attributes["servers"].as_int(), None if staleness == UNBOUNDED else staleness)

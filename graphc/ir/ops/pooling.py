@@ -1,10 +1,10 @@
-"""Gradients of pooling as ops of their own: a backend has kernels for them, every other runtime decomposes.
+"""Gradients of pooling as single ops: a backend has kernels for them, other runtimes decompose them.
 
     dx = graphc.MaxPoolGrad(dy, x, y; attributes of MaxPool)             ─►  MaxPool's indices, ScatterElements(add)
     dx = graphc.AveragePoolGrad(dy, shape(x); attributes of AveragePool)  ─►  a small matrix product per axis
     dx = graphc.LpPoolGrad(dy, x, y; attributes of LpPool)               ─►  the same, with powers of x and y
 
-Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean what they mean in the forward op.
+Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean the same as in the forward op.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @declare("MaxPoolGrad", inputs="dy x y", outputs="dx", infer=same_as(1), attributes=POOL)
 def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
-    """Gradient of ``y = MaxPool(x)``: each dy goes to the maximum of its window, and overlaps add.
+    """Gradient of ``y = MaxPool(x)``: adds each dy to the element that was the maximum of its window.
 
-    Of equal ones that is the first in row-major order; where y is NaN, the last NaN, as in PyTorch.
+    Among equal elements that is the first in row-major order; where y is NaN, the last NaN, as in PyTorch.
     """
     window = Window.of(attributes, spatial(x.shape))
     if window.pads is not None:
         attributes.update(window.attributes(), auto_pad=None)
     _, indices = op.MaxPool(x, **attributes, _outputs=2)
-    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in HALVES else dy  # onnxruntime scatters no half precision
+    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in HALVES else dy  # onnxruntime has no half-precision scatter
     flat = op.Expand(op.scalar(0, wide), op.Reshape(op.Size(x), [1]))
     dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(wide, [-1]), axis=0, reduction="add")
     return op.Reshape(op.cast_like(dx, dy), op.shape(x))  # type: ignore[no-any-return]
@@ -49,7 +49,7 @@ def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attribu
 def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = AveragePool(x)``; ``shape``: int64, the shape of x.
 
-    Averaging is linear and works on each spatial axis by itself: y = A₁·x·A₂ᵀ with small matrices A (out × in), so
+    Averaging is linear and separable by spatial axis: y = A₁·x·A₂ᵀ with small matrices A (out × in), so
     dx = A₁ᵀ·dy·A₂. That covers padding, dilation, ``ceil_mode`` and both ways to count.
     """
     window = Window.of(attributes, spatial(shape_of_result(shape)))
@@ -63,7 +63,7 @@ def average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, **attributes: 
 def lp_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attributes: Any) -> ir.Value:
     """Gradient of ``y = LpPool(x)``, y = (Σ|x|ᵖ)^(1/p) over a window: dx = sign(x)·|x|^(p-1) · Σ dy·y^(1-p) over x's windows.
 
-    It is zero where y is. The sum over windows is the transpose of one over taps, which works on each axis by itself.
+    dx is zero where y is. The sum over windows transposes a sum over taps, which is separable by axis.
     """
     shape, p = op.shape(x), attributes["p"]
     window = Window.of(attributes, spatial(x.shape))
@@ -132,7 +132,7 @@ def _averaging_matrix_at_run_time(
     pads: tuple[ir.Value, ir.Value] | None,
     like: ir.Value,
 ) -> ir.Value:
-    """Emit :func:`averaging_matrix` in ``like``'s type, for sizes (int64, one element) that are not known yet."""
+    """Emit :func:`averaging_matrix` in ``like``'s type, for sizes (int64, one element) unknown at compile time."""
     if window.begin is not None and window.end is not None:
         begin, end = op.const([window.begin[axis]]), op.const([window.end[axis]])
     else:

@@ -1,7 +1,7 @@
-"""Ops of mixed precision: the scaled loss, the test of the reduced gradients, and the dynamic loss scale.
+"""Mixed precision ops: the scaled loss, the overflow check of gradients, the dynamic loss scale.
 
-Half-precision gradients underflow: float16 ends at 6e-8. So the loss that is differentiated counts ``scale`` times, the
-divisor of every update takes the factor out again, and a step whose gradients overflow is skipped and halves the scale
+Half-precision gradients underflow: float16 ends at 6e-8. So the differentiated loss is multiplied by ``scale``, the
+divisor of every update removes the factor, and a step whose gradients overflow is skipped and halves the scale
 (P. Micikevicius et al., "Mixed precision training", ICLR 2018; the schedule is that of ``torch.amp.GradScaler``).
 """
 
@@ -18,7 +18,7 @@ from graphc.ir.declare import Role, Spec, declare, same_as, spec_of
 
 @declare("ScaleLoss", inputs="total scale", outputs="same_total", infer=same_as(0))
 def scale_loss(op: Builder, total: ir.Value, scale: ir.Value) -> ir.Value:
-    """The total itself, with a gradient ``scale`` times as large: the reported loss stays what it is."""
+    """y = total, with a gradient ``scale`` times as large: the reported loss does not change."""
     return op.Identity(total)  # type: ignore[no-any-return]
 
 
@@ -64,7 +64,7 @@ def loss_scale(
     minimum: float,
     maximum: float,
 ) -> tuple[ir.Value, ir.Value]:
-    """The next scale, and how many steps in a row have been good.
+    """The next scale, and the number of consecutive good steps.
 
     skipped step: scale' = max(scale · backoff, minimum), good' = 0;  otherwise good' = good + 1, and every
     ``growth_interval`` good steps scale' = min(scale · growth, maximum) and good' = 0.

@@ -1,4 +1,4 @@
-"""Counter-based random ops: what they draw depends on seed, step, tag and the element's global index, on nothing else.
+"""Counter-based random ops: draws depend only on seed, step, tag and the element's global index.
 
 The generator is Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw: "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011). Element ``i`` of a tensor is word ``i mod 4`` of the block with
@@ -63,7 +63,7 @@ def philox_words(start: int, count: int, *, seed: int, step: int, tag: str) -> W
 def philox_uniform(
     shape: Sequence[int], *, seed: int, step: int, sample_offset: int = 0, tag: str
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Uniform numbers in [0, 1), float64, of the given shape, whose first axis counts samples: the reference."""
+    """Reference: uniform float64 numbers in [0, 1) of the given shape, whose first axis counts samples."""
     count = int(np.prod(shape, dtype=np.int64))
     start = sample_offset * int(np.prod(shape[1:], dtype=np.int64))
     words = philox_words(start, count, seed=seed, step=step, tag=tag)
@@ -71,12 +71,12 @@ def philox_uniform(
 
 
 def dropout_threshold(ratio: float) -> int:
-    """A 32-bit word drops its element when it is below this."""
+    """Threshold: an element is dropped when its 32-bit word is below."""
     return min(max(round(ratio * 2.0**32), 0), 1 << 32)
 
 
 def dropout_scale(ratio: float) -> float:
-    """What kept elements are multiplied by; 0 when none is kept."""
+    """Factor on kept elements; 0 when none is kept."""
     return 1.0 / (1.0 - ratio) if ratio < 1.0 else 0.0
 
 
@@ -105,7 +105,7 @@ def dropout_mask(
     """mask = 0 with probability ``ratio``, else 1 / (1 - ratio); float of type ``dtype`` and the given int64 shape.
 
     ``seed``, ``step`` and ``sample_offset`` are int64 scalars. Element i is dropped when its Philox word is below
-    ratio · 2³². The first axis counts samples: rows of a rank's share start at row ``sample_offset`` of the whole.
+    ratio · 2³². The first axis counts samples: the rows of a rank's share start at row ``sample_offset`` of the global batch.
     """
     word, half = np.uint64(_WORD), np.uint64(32)
 
@@ -122,7 +122,7 @@ def dropout_mask(
     per_sample = op.ReduceProd(op.Slice(shape, [1], [np.iinfo(np.int64).max], [0]), keepdims=0)
     start = op.Mul(sample_offset, per_sample)
     first = op.Div(start, np.int64(4))
-    # Two blocks more than whole ones cover any alignment of the first element, and keep the number of blocks static.
+    # Two extra blocks cover any alignment of the first element and keep the number of blocks static.
     blocks = op.Add(op.Range(np.int64(0), op.Add(op.Div(count, np.int64(4)), np.int64(2)), np.int64(1)), first)
 
     index, moment = unsigned(blocks), unsigned(step)

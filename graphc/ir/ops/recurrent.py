@@ -1,9 +1,9 @@
-"""RNN, GRU and LSTM as a Scan of standard ops: every direction, activation, peephole and layout, ragged sequences too.
+"""RNN, GRU and LSTM as a Scan of standard ops, ragged sequences included.
 
     xₜ·Wᵀ + b for all t at once;  Scan over t: gates = xₜ·Wᵀ + b + hₜ₋₁·Rᵀ, activations, (hₜ, cₜ)
 
-The product with W leaves the Scan, so that both it and its gradient are one large matrix product each. Source of the
-formulas: the ONNX operator reference.
+Covers every direction, activation, peephole and layout. The product with W leaves the Scan, so that it and its gradient are
+one large matrix product each. Source of the formulas: the ONNX operator reference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARAMETERS: dict[str, tuple[float | None, float | None]] = {
     "tanh": (None, None),
     "thresholdedrelu": (1.0, None),
 }
-"""Activation → default alpha and beta; None where it takes no such parameter."""
+"""Activation → default alpha and beta; None for a parameter it lacks."""
 
 
 def _function(name: str, alpha: float, beta: float) -> Function:
@@ -61,7 +61,7 @@ def _function(name: str, alpha: float, beta: float) -> Function:
 
 
 def _activations(node: ir.Node, directions: int) -> list[list[Function]]:
-    """The activations of each direction; alpha and beta are consumed in order by those that take them."""
+    """The activations of each direction; those with parameters consume alpha and beta in order."""
     default = _DEFAULTS[node.op_type] * directions
     names = [name.lower() for name in node.attributes.get_strings("activations", None) or default]
     unknown = [name for name in names if name not in _PARAMETERS]
@@ -84,7 +84,7 @@ def _parameters(name: str, alphas: Iterator[float], betas: Iterator[float]) -> t
 
 @dataclass
 class _Direction:
-    """One direction of a layer: its weights without their leading axis, all gates in one, and how time runs."""
+    """One direction of a layer: its weights (all gates in one, without the direction axis) and its time order."""
 
     node: ir.Node
     w: Any
@@ -98,10 +98,10 @@ class _Direction:
 
 
 def recurrence(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
-    """Emit what computes the outputs of an RNN, GRU or LSTM node: Y, Y_h and, of an LSTM, Y_c.
+    """Emit the outputs of an RNN, GRU or LSTM node: Y, Y_h and, for an LSTM, Y_c.
 
     Raises:
-        UnsupportedOpError: an activation without formula, or a hidden size that is not known.
+        UnsupportedOpError: an activation without a formula, or an unknown hidden size.
     """
     x, w, r, b, lengths, initial_h, initial_c, peepholes = [*node.inputs, *[None] * 8][:8]
     assert x is not None
@@ -146,7 +146,7 @@ def recurrence(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
 
 
 def _by_direction(op: Builder, value: ir.Value | None, count: int) -> list[Any]:
-    """A weight for each direction, without the leading axis that numbers them."""
+    """Split a weight by direction, without the direction axis."""
     if value is None:
         return [None] * count
     pieces = op.Split(value, axis=0, num_outputs=count, _outputs=count) if count > 1 else [value]
@@ -154,7 +154,7 @@ def _by_direction(op: Builder, value: ir.Value | None, count: int) -> list[Any]:
 
 
 def _initial(op: Builder, value: ir.Value | None, x: Any, count: int, hidden: int, batch_first: bool) -> list[Any]:
-    """The initial state of each direction: (batch, hidden), zero when none is given."""
+    """The initial state of each direction: (batch, hidden), zero by default."""
     if value is not None:
         return _by_direction(op, op.Transpose(value, perm=[1, 0, 2]) if batch_first else value, count)
     batch = (dims(x) or (None,) * 3)[1]
@@ -163,7 +163,7 @@ def _initial(op: Builder, value: ir.Value | None, x: Any, count: int, hidden: in
 
 
 def _biases(op: Builder, node: ir.Node, bias: Any) -> tuple[Any, Any]:
-    """What is added to x·Wᵀ, and what to h·Rᵀ: only a GRU that resets after the product needs the latter by itself."""
+    """The biases of x·Wᵀ and of h·Rᵀ: only a GRU that resets after the product needs the latter separately."""
     if bias is None:
         return None, None
     of_input, of_hidden = op.Split(bias, axis=0, num_outputs=2, _outputs=2)
@@ -173,7 +173,7 @@ def _biases(op: Builder, node: ir.Node, bias: Any) -> tuple[Any, Any]:
 
 
 def _run(op: Builder, way: _Direction, x: Any, lengths: ir.Value | None, states: list[Any]) -> list[Any]:
-    """One direction: the hidden states of all times (time, batch, hidden), then the final state or states."""
+    """Emit one direction: the hidden states of all times (time, batch, hidden), then the final state or states."""
     flip = way.backward and lengths is not None
     if flip:
         x = op.ReverseSequence(x, op.Cast(lengths, to=7), batch_axis=1, time_axis=0)
@@ -211,7 +211,7 @@ def _pick(value: ir.Value, *axes: int) -> list[Any]:
 
 
 def _mask(op: Builder, x: Any, lengths: ir.Value | None) -> Any:
-    """(time, batch, 1): whether a time lies inside its sequence."""
+    """(time, batch, 1): whether a time step lies inside its sequence."""
     if lengths is None:
         return None
     time = (dims(x) or (None,))[0]
@@ -273,7 +273,7 @@ def _lstm(op: Builder, way: _Direction, x: Any, r: Any, before: list[Any]) -> li
 
 
 def expand_recurrent(graph: ir.Graph) -> bool:
-    """Replace every RNN, GRU and LSTM of ``graph``, and of the bodies in it, by its Scan; outputs keep their names."""
+    """Replace every RNN, GRU and LSTM of ``graph`` and its bodies by its Scan; outputs keep their names."""
     return _expand(Builder(graph), graph)
 
 

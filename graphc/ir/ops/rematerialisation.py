@@ -1,4 +1,4 @@
-"""The op in front of a recomputed region (see the ``recompute`` pass)."""
+"""Op in front of a recomputed region (see the ``recompute`` pass)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def _same(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> S
 
 @declare("Recompute", inputs="*saved", outputs="*again", attributes={"tag": REQUIRED}, infer=_same)
 def recompute(op: Builder, *saved: ir.Value, tag: str) -> tuple[ir.Value, ...]:
-    """The saved values themselves, under names of their own, from which a region of the forward pass is computed again.
+    """The saved values under new names, from which a region of the forward pass is recomputed.
 
-    ``tag`` is unique in the graph: what follows is never merged with the first computation. A plan copies nothing here,
-    it begins a new segment. In a file of standard ops it is the identity, and the recomputation is merged away.
+    ``tag`` is unique in the graph, so that the region is never merged with the first computation. A plan copies nothing
+    here; it
+    begins a new segment. In a file of standard ops it is the identity, and the recomputation is merged away.
     """
     return saved

@@ -1,9 +1,9 @@
-"""The gradient of Resize as an op of its own, so that it can wait for sizes that are symbols until a plan knows them.
+"""Gradient of Resize as a single op, which can wait until a plan knows symbolic sizes.
 
     dx = graphc.ResizeGrad(dy, shape(x), roi, scales, sizes; attributes of Resize)   ─►   a small matrix product per axis
 
-Resize is linear and works on each axis by itself: y = M₁·x·M₂ᵀ with matrices M (out × in), so dx = M₁ᵀ·dy·M₂. With static
-sizes M is a constant, made by ONNX's own definition; else it is what Resize makes of the identity at run time.
+Resize is linear and separable by axis: y = M₁·x·M₂ᵀ with matrices M (out × in), so dx = M₁ᵀ·dy·M₂. With static
+sizes M is a constant, built by ONNX's own definition; else Resize of the identity computes it at run time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ROUNDED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True, slots=True)
 class ResizedAxis:
-    """One axis of a Resize: its sizes before and after, the scale (not always their ratio), and the part that is cropped."""
+    """One axis of a Resize: sizes before and after, scale (not always their ratio), and cropped region."""
 
     before: int
     after: int
@@ -56,7 +56,7 @@ def interpolation_matrix(axis: ResizedAxis, attributes: Mapping[str, Any], dtype
 
     Args:
         attributes: all of :data:`RESIZE`.
-        dtype: of the arithmetic on coordinates, on which the choice of the nearest neighbour hangs.
+        dtype: type of coordinate arithmetic, which decides the choice of the nearest neighbour.
     """
     x, outside = _source(axis, attributes["coordinate_transformation_mode"], dtype)
     if attributes["mode"] == "nearest":
@@ -76,10 +76,10 @@ def interpolation_matrix(axis: ResizedAxis, attributes: Mapping[str, Any], dtype
 
 
 def _source(axis: ResizedAxis, mode: str, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The coordinate in x of each element of y, and whether it lies outside (only ``tf_crop_and_resize`` asks)."""
+    """The coordinate in x of each element of y, and whether it lies outside (used by ``tf_crop_and_resize`` only)."""
     y = np.arange(axis.after).astype(dtype)
     scale, last = dtype(axis.scale), dtype(axis.before - 1)
-    length = dtype(axis.scale * axis.before)  # as the definition has it: not always whole
+    length = dtype(axis.scale * axis.before)  # as in the definition: not always whole
     inside = np.zeros(axis.after, dtype=bool)
     if mode == "align_corners":
         return (np.zeros_like(y) if length == 1 else y * last / (length - 1)), inside
@@ -99,7 +99,7 @@ def _source(axis: ResizedAxis, mode: str, dtype: Any) -> tuple[np.ndarray, np.nd
 
 
 def _kernel(x: np.ndarray, scale: float, attributes: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The neighbours of each coordinate and their weights; antialiasing stretches the kernel of a smaller image."""
+    """The neighbours of each coordinate and their weights; antialiasing widens the kernel when the image shrinks."""
     narrow = min(scale, 1.0) if attributes["antialias"] else 1.0
     reach = 1 if attributes["mode"] == "linear" else 2
     width = int(np.ceil(reach / narrow))
@@ -160,7 +160,7 @@ def _static_axes(
     axes: list[int],
     attributes: Mapping[str, Any],
 ) -> list[ResizedAxis] | None:
-    """What is known of each resized axis; None unless everything is."""
+    """The known facts of each resized axis; None unless all are known."""
     policy, count = attributes["keep_aspect_ratio_policy"], len(axes)
     before_all, after_all = shape_of_result(shape), dims(dy)
     before = [d for d in (before_all[a] for a in axes) if isinstance(d, int)] if before_all is not None else []
@@ -200,7 +200,7 @@ def _matrix_at_run_time(
 
 
 def _sum_blocks(op: Builder, value: Any, axis: int, before: int, repeats: int) -> Any:
-    """Each element of x was repeated: add up what comes back."""
+    """Gradient of repetition: sums dy over the copies of each element of x."""
     lead, tail = op.Shape(value, start=0, end=axis), op.Shape(value, start=axis + 1)
     blocks = op.Reshape(value, op.Concat(lead, op.const([before, repeats]), tail, axis=0))
     return op.ReduceSum(blocks, [axis + 1], keepdims=0)

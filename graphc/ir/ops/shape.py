@@ -1,4 +1,4 @@
-"""Shape helpers that symbolic dimensions make necessary; with static shapes they decompose to one or two ONNX ops."""
+"""Shape helpers for symbolic dimensions; static shapes decompose them to one or two ONNX ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _reduce_sum_to(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
 
 @declare("ReduceSumTo", inputs="x shape", outputs="y", infer=_reduce_sum_to)
 def reduce_sum_to(op: Builder, x: ir.Value, shape: ir.Value) -> ir.Value:
-    """y = x summed over the axes along which a tensor of ``shape`` would be broadcast to the shape of x."""
+    """y = x summed over the axes along which a tensor of ``shape`` broadcasts to the shape of x."""
     want = constant(shape)
     have = static_dims(x)
     if want is not None and have is not None:

@@ -1,4 +1,4 @@
-"""BatchNormalization over the batch of all workers: the parts between which ``sync_batchnorm`` puts its AllReduces.
+"""BatchNormalization over the global batch, split where ``sync_batchnorm`` inserts AllReduces.
 
     count, total, squares = graphc.BatchMoments(x, live)                    ── AllReduce(sum) ──►
     mean, var, inv_std    = graphc.BatchStatistics(count, total, squares; epsilon)
@@ -7,10 +7,10 @@
                                                                             ── AllReduce(sum) of product, slope ──►
     dx                    = graphc.SharedNormalizationGrad(dy, x, scale, mean, inv_std, count, product, slope, live)
 
-Sums cross between workers in float64. Merging (n, mean, M2) of two parts, as Chan, Golub and LeVeque do ("Updating formulae
-and a pairwise algorithm for computing sample variances", 1979), is adding n, n·mean and M2 + n·mean²: a float32 element and
-its square are exact in float64, so that nothing is lost by subtracting at the end, and the result depends on how the batch is
-divided by no more than the rounding of float64.
+Sums are reduced over workers in float64. Merging (n, mean, M2) of two parts, as Chan, Golub and LeVeque do ("Updating formulae
+and a pairwise algorithm for computing sample variances", 1979), means adding n, n·mean and M2 + n·mean². A float32 element
+and its square are exact in float64, so the final subtraction loses nothing, and the division of the batch changes the result
+by no more than float64 rounding.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def shared_normalization(
     tag: str,
     group: str,
 ) -> ir.Value:
-    """y = scale·(x − mean)·inv_std + bias, where mean and inv_std are those of the batch of all ranks of ``group``.
+    """y = scale·(x − mean)·inv_std + bias with mean and inv_std of the batch of all ranks of ``group``.
 
-    Its gradient includes the way through the statistics; ``count``, ``live`` and ``tag`` serve that gradient.
+    Its gradient includes the path through the statistics; ``count``, ``live`` and ``tag`` serve that gradient.
     """
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     centred = op.Sub(op.cast_like(x, mean), per_channel(op, mean, x))

@@ -1,4 +1,4 @@
-"""Ops between gradients and their updates: the norm of all of them, what travels in place of them."""
+"""Ops between gradients and their updates: the global norm, rounding, compression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphc.ir.facts import describe_value, static_dims
 from graphc.ir.ops.updates import like_parameter
 
 DEPENDENT = 1e-10
-"""A column whose square falls below this part of what it was depends on those before it (1e-5 is what float32 leaves of it)."""
+"""A column whose square shrinks below this fraction depends on earlier ones (float32 rounding leaves about 1e-5)."""
 
 
 def _double_scalar(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -23,7 +23,7 @@ def _double_scalar(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
 
 @declare("SumOfSquares", inputs="*x", outputs="total", infer=_double_scalar, combine="sum")
 def sum_of_squares(op: Builder, *x: ir.Value) -> ir.Value:
-    """Σ x² over all elements of all x, as float64: float32 ends where a norm reaches 1.8e19."""
+    """Σ x² over all elements of all x, as float64: float32 overflows at a norm of 1.8e19."""
     return op.Sum(*[op.ReduceSumSquare(op.Cast(v, to=int(ir.DataType.DOUBLE)), keepdims=0) for v in x])  # type: ignore[no-any-return]
 
 
@@ -39,13 +39,13 @@ def round_to(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
 
 @declare("Widen", inputs="*x", outputs="*y", attributes={"to": int(ir.DataType.FLOAT)}, infer=_of_type, passes_through=True)
 def widen(op: Builder, *x: ir.Value, to: int) -> tuple[ir.Value, ...]:
-    """y_k is x_k in the type ``to``; where x_k comes of a ``RoundTo``, y_k may take the memory of what was narrowed."""
+    """y_k is x_k in the type ``to``; if x_k comes from a ``RoundTo``, y_k may reuse the memory of the unrounded value."""
     return tuple(op.Cast(v, to=to) for v in x)
 
 
 @declare("KeepLargest", inputs="x", outputs="kept rest", attributes={"count": REQUIRED}, infer=same_as(0, 0))
 def keep_largest(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, ir.Value]:
-    """kept: the ``count`` elements of x of largest magnitude (the first where some are equal), else 0;  rest = x − kept"""
+    """kept: the ``count`` elements of x of largest magnitude (the first among equal ones), else 0;  rest = x − kept"""
     flat = op.Reshape(x, [-1])
     _, places = op.TopK(op.Abs(flat), [count], _outputs=2)
     kept = op.ScatterElements(op.zeros_like(flat), places, op.Gather(flat, places, axis=0))
@@ -55,7 +55,7 @@ def keep_largest(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, ir.Val
 
 @declare("Orthogonalize", inputs="x", outputs="y", infer=same_as(0))
 def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
-    """The columns of the matrix x made orthonormal, from left to right (modified Gram–Schmidt).
+    """Orthonormalise the columns of the matrix x from left to right (modified Gram–Schmidt).
 
     A column that depends on those before it, up to rounding, becomes zero, so that y·yᵀ is a projection in every case.
     """
@@ -69,7 +69,7 @@ def orthogonalize(op: Builder, x: ir.Value) -> ir.Value:
         for other in columns:
             column = op.Sub(column, op.Mul(other, op.ReduceSum(op.Mul(other, column), keepdims=1)))
         square = op.ReduceSumSquare(column, keepdims=1)
-        dependent = op.LessOrEqual(square, op.Mul(before, DEPENDENT))  # not of NaN, which must be seen
+        dependent = op.LessOrEqual(square, op.Mul(before, DEPENDENT))  # NaN must stay visible
         columns.append(op.Where(dependent, op.zeros_like(column), op.Div(column, op.Sqrt(square))))
     return op.Concat(*columns, axis=1)  # type: ignore[no-any-return]
 
@@ -101,5 +101,5 @@ def assign(op: Builder, state: ir.Value, value: ir.Value, skip: ir.Value | None 
     elementwise=True,
 )
 def residual(op: Builder, residual: ir.Value, unsent: ir.Value, skip: ir.Value | None = None) -> ir.Value:
-    """residual' = unsent: what this rank's gradient holds and compression left out, for the next step (error feedback)."""
+    """residual' = unsent: the part of this rank's gradient that compression left out, for the next step (error feedback)."""
     return unsent if skip is None else op.Where(skip, residual, unsent)

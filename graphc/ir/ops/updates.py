@@ -1,12 +1,12 @@
-"""Update nodes: what replaces state at the end of a step. Optimizers by PyTorch's definitions, elementwise over parameters.
+"""Update ops, which replace state at the end of a step; optimizers follow PyTorch's definitions.
 
-Common to all optimizers: ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is grad / divisor;
-``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters, gradients and
-state have one shape, which may be that of a flat buffer of several parameters (attribute ``bucket`` names it); the gradient
-of a float32 parameter may have half precision.
+Common to all optimizers: formulas are elementwise; ``grad`` and ``divisor`` are summed over the ranks, and the gradient used is
+grad / divisor; ``lr`` is a rank-0 float; ``step`` is the rank-0 int64 number of this update, 1 for the first; parameters,
+gradients and state have one shape, possibly that of a flat buffer of several parameters (named by the attribute ``bucket``);
+the gradient of a float32 parameter may have half precision.
 Scalars that depend on the step are computed in float64, as PyTorch does in Python. With ``clip_value`` above 0 each element
-of grad / divisor is limited to ±clip_value before anything else (``torch.nn.utils.clip_grad_value_``). Where the rank-0 bool
-``skip`` is given and true, parameters and state stay as they are.
+of grad / divisor is first limited to ±clip_value (``torch.nn.utils.clip_grad_value_``). If the rank-0 bool ``skip`` is given
+and true, parameters and state stay as they are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from graphc.ir.declare import Decomposition, InferFunction, Role, Spec, declare,
 from graphc.ir.facts import static_dims
 
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-"""Types that the gradient of a float32 parameter may have; it counts as float32 in the update."""
+"""Gradient types allowed for a float32 parameter; the update converts them to float32."""
 
 
 def like_parameter(outputs: int, *same: int, low: tuple[int, ...] = ()) -> InferFunction:
-    """Inference of an update: ``outputs`` tensors like input 0; the inputs ``same``, where given, must be like it too.
+    """Inference of an update: ``outputs`` tensors like input 0; the inputs ``same``, if given, must match it too.
 
-    Those of ``low`` may have half precision instead.
+    The inputs ``low`` may have half precision.
     """
 
     def infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -59,9 +59,9 @@ def _optimizer(
 ) -> Callable[[Decomposition], Decomposition]:
     """Declare an optimizer whose formula is the decorated function ``(op, param, g, *states, step?, lr, **attributes)``.
 
-    ``g`` is the gradient with divisor, limit and weight decay applied, except that a ``decoupled`` formula gets
-    ``weight_decay`` itself. The function returns the next parameter and the next value of every state. ``when`` names the
-    attribute on which an optional state depends.
+    ``g`` is the gradient after divisor, limit and weight decay; a ``decoupled`` formula instead receives ``weight_decay``
+    itself. The function returns the next parameter and the next value of every state. ``when`` names the attribute that
+    enables an optional state.
     """
     kept = states.split()
     like = like_parameter(1 + len(kept), *range(1, 2 + len(kept)), low=(1,))
@@ -263,7 +263,7 @@ def running_average(
 ) -> ir.Value:
     """running' = momentum·running + (1 − momentum)·batch/count: ONNX's meaning of ``momentum`` (PyTorch's is one minus it).
 
-    ``batch`` is a statistic times the number of samples it is of, ``count`` (a scalar) that number: both are summed over the
+    ``batch`` is a statistic times its number of samples, and ``count`` (a scalar) is that number. Both are summed over the
     ranks, so that each sample weighs the same however the batch is divided.
     """
     share = op.Div(op.scalar(1.0 - momentum, running), op.cast_like(count, running))
@@ -287,7 +287,7 @@ def _infer_narrow(inputs: Sequence[ir.Value | None], attributes: Mapping[str, An
     elementwise=True,
 )
 def narrow(op: Builder, copy: ir.Value, wide: ir.Value, skip: ir.Value | None = None) -> ir.Value:
-    """copy' = the new parameter, rounded to the type of ``copy``: what the next step's products read.
+    """copy' = the new parameter rounded to the type of ``copy``, for the products of the next step.
 
     In a skipped step the parameter is the old one, and so is the copy.
     """
@@ -319,7 +319,7 @@ def _gradient(
 
 
 def _unless(op: Builder, skip: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
-    """The new state, or the old one in a step that is skipped."""
+    """The new state, or the old one in a skipped step."""
     return new if skip is None else op.Where(skip, old, new)
 
 

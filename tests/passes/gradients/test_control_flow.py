@@ -294,7 +294,7 @@ def test_a_missing_rule_inside_a_body_is_named() -> None:
 
 
 def _unknown(op: Builder, x: ir.Value) -> ir.Value:
-    """The output of a node of a domain that nobody declares."""
+    """The output of a node of a domain without declarations."""
     node = ir.Node("nowhere", "AllGatherThing", [x], name="strange")
     (y,) = node.outputs
     y.name, y.type, y.shape = "strange_y", x.type, x.shape

@@ -228,7 +228,7 @@ def data_of_another_shape(m):
         (updated_twice, "'w' is updated twice, first by 'next'"),
         (updated_no_state, "'dw' is updated but is no initializer"),
         (old_opset, "the graph is in opset 17, not 26; run 'legalize' first"),
-        (output_from_nowhere, "graph output 'nowhere' is made by no node"),
+        (output_from_nowhere, "no node of the graph produces the graph output 'nowhere'"),
         (data_of_another_shape, "initializer w:float[2,3] does not have the type of its data"),
     ],
     ids=lambda p: getattr(p, "__name__", ""),
