@@ -12,9 +12,9 @@ import onnx_ir as ir
 from graphc.device import ALIGNMENT, Array
 from graphc.distributed.rma_windows import CELL
 from graphc.errors import UsageError, WorldError, counted
-from graphc.ir.facts import state_updates, static_dims
+from graphc.ir.facts import inputs_of, state_updates
 from graphc.ir.ops.parameter_server import ServerOptions, server_options
-from graphc.parameter_server.split import nbytes, pulled, pushes, server_part
+from graphc.parameter_server.split import pulled, pushes, server_part, static_spec
 
 # Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
 # FAILED and ENDED hold the length of the text that says more.
@@ -55,9 +55,7 @@ class ServerRegion:
         self.nbytes += -(-max(count, 1) // ALIGNMENT) * ALIGNMENT
 
     def add_value(self, key: Any, value: ir.Value) -> None:
-        assert value.dtype is not None
-        nbytes(value)  # refuses a value without a static shape
-        self.add(key, static_dims(value) or (), value.dtype.numpy())
+        self.add(key, *static_spec(value))
 
 
 class ServerLayout:
@@ -92,8 +90,7 @@ class ServerLayout:
         region = ServerRegion()
         region.add("::samples", (1,), np.int64)
         for node in pushes(self.parts[server].graph, server):
-            for k, value in enumerate(node.inputs):
-                assert value is not None
+            for k, value in enumerate(inputs_of(node)):
                 region.add_value((node.name, k), value)
         return region
 

@@ -10,6 +10,7 @@ Each is a graph of its own, with a plan of its own. A worker's results (the loss
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,7 @@ import onnx_ir as ir
 from graphc.backend import Capabilities
 from graphc.errors import ModelError
 from graphc.ir.declare import is_update
-from graphc.ir.facts import describe, static_dims
+from graphc.ir.facts import inputs_of, static_dims
 from graphc.ir.ops.parameter_server import EVERY, exchanges, server_options
 from graphc.ir.subgraphs import captured
 from graphc.ir.updates import state_of
@@ -36,7 +37,7 @@ def pushes(graph: ir.Graph, server: int) -> list[ir.Node]:
 def pulled(graph: ir.Graph, server: int) -> list[ir.Value]:
     """The state that workers read from ``server``, in order."""
     nodes = [n for n in exchanges(graph, "Pull") if _server(n) == server or (_server(n) == EVERY and server == 0)]
-    return [value for node in nodes for value in node.inputs if value is not None]
+    return [value for node in nodes for value in inputs_of(node)]
 
 
 def worker_part(model: ir.Model) -> ir.Model:
@@ -44,13 +45,11 @@ def worker_part(model: ir.Model) -> ir.Model:
     part = model.clone()
     graph = part.graph
     for node in list(exchanges(graph, "Pull")):
-        for value, old in zip(node.inputs, node.outputs, strict=True):
-            assert value is not None
+        for value, old in zip(inputs_of(node), node.outputs, strict=True):
             old.replace_all_uses_with(value)
         graph.remove(node, safe=True)
     for node in exchanges(graph, "Push"):
-        for value, old in zip(node.inputs, node.outputs, strict=True):
-            assert value is not None
+        for value, old in zip(inputs_of(node), node.outputs, strict=True):
             old.replace_all_uses_with(value, replace_graph_outputs=True)
     _keep(graph, list(exchanges(graph, "Push")), list(graph.outputs))
     PASSES["simplify"].function(part, Context())
@@ -67,12 +66,9 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
     own = set(graph.inputs)
     graph.inputs.clear()
     for node in arrived:
-        for index, value in enumerate(node.inputs):
-            assert value is not None
-            shape, type_ = static_dims(value), value.type
-            if shape is None:
-                raise ModelError(f"what is pushed must have a static shape: {describe(node)}")
-            entry = ir.Value(name=f"{PUSHED}{value.name}", type=type_, shape=ir.Shape(list(shape)))
+        for index, value in enumerate(inputs_of(node)):
+            shape, _ = static_spec(value)
+            entry = ir.Value(name=f"{PUSHED}{value.name}", type=value.type, shape=ir.Shape(list(shape)))
             graph.inputs.append(entry)
             node.replace_input_with(index, entry)
     if server != 0:
@@ -110,17 +106,21 @@ def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Ca
     options = server_options(model.graph)
     for server in range(options.servers if options is not None else 0):
         part = server_part(model, server)
-        arrived = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
+        arrived = {v.name or "": static_spec(v)[0] for v in part.graph.inputs}
         found[f"server {server}"] = make_plan(part, arrived, own, world_size=2)
     return found
 
 
-def nbytes(value: ir.Value) -> int:
-    """Bytes of a value of static shape."""
+def static_spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The shape and type of a value that servers and workers exchange.
+
+    Raises:
+        ModelError: its shape is not static.
+    """
     shape = static_dims(value)
     if shape is None or value.dtype is None:
-        raise ModelError(f"{value.name!r} has no static shape")
-    return int(np.prod(shape, dtype=np.int64)) * int(value.dtype.itemsize)
+        raise ModelError(f"servers and workers exchange values of static shape, {value.name!r} has none")
+    return tuple(shape), value.dtype.numpy()
 
 
 def _server(node: ir.Node) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 
-class Strategy(Protocol):
+class Strategy:
     """How the ranks of a world divide the training among them; :class:`~graphc.training.trainer.Trainer` owns one.
 
     What is defined here is for ranks that all hold the state and call the same methods.
@@ -28,8 +28,7 @@ class Strategy(Protocol):
         steps_per_batch: steps for one global batch.
     """
 
-    trainer: Trainer
-    steps_per_batch: int = 1
+    steps_per_batch = 1
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -43,10 +42,11 @@ class Strategy(Protocol):
 
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
         """See :meth:`Trainer.step`."""
-        ...
+        raise NotImplementedError
 
     def fit(self, batches: Batches, epochs: int, progress: EpochProgress) -> None:
         """See :meth:`Trainer.fit`; ``progress`` then holds the means of the last epoch."""
+        raise NotImplementedError
 
     def serve(self, batches: object, progress: EpochProgress) -> None:
         """See :meth:`Trainer.serve`."""

@@ -92,7 +92,9 @@ class Trainer:
         self.rank, self.size = self.comm.rank, self.comm.size
         options = server_options(graph)
         self.servers = options.servers if options is not None else 0
-        strategy = _parameter_server() if self.servers else Replica
+        strategy: type[Strategy] = Replica
+        if self.servers:  # their room builds on this one, and costs nothing where a program has none
+            strategy = importlib.import_module("graphc.parameter_server.strategy").ParameterServer
         try:
             strategy.check_world(program, self.size)
         except GraphcError:
@@ -177,8 +179,7 @@ class Trainer:
             FeedError: a feed with a wrong name, shape, dtype or label; nothing was changed.
             NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
                 counts in :attr:`skipped_steps` instead.
-            UsageError: a schedule that gives no learning rate, another thread is in a step of this trainer, or this rank is
-                a parameter server.
+            UsageError: a schedule without a learning rate, another thread in this trainer, or this rank is a server.
             WorldError: a parameter server is gone, or the workers behind do not come within the deadline.
         """
         with self._exclusive_use():
@@ -245,8 +246,8 @@ class Trainer:
     def evaluate(self, batches: Batches) -> dict[str, float]:
         """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once.
 
-        With parameter servers every rank evaluates alone, with the parameters that it holds: while workers train, these are
-        current on rank 0 in callbacks; after :meth:`fit`, on rank 0 and on workers.
+        With parameter servers every rank evaluates alone, with the parameters it holds: in callbacks those of rank 0 are
+        current, after :meth:`fit` also those of workers.
 
         Raises:
             FeedError: a wrong feed, or no sample that counts: none at all, or labels that are all ignored.
@@ -299,8 +300,7 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: all state, by name, independent of the number of workers.
 
-        Rank 0 writes it, atomically; all ranks call this and return when it is there. While workers of parameter servers
-        train, rank 0 may call it alone, in a callback of :meth:`fit`.
+        Rank 0 writes it, atomically; all ranks call this. Rank 0 of parameter servers may call it alone in a callback of fit.
         """
         self.strategy.collect()
         own = self.state.shards or self.state.local or self.state.apart()
@@ -318,8 +318,7 @@ class Trainer:
 
         Raises:
             CheckpointError: there is none, or it is damaged.
-            UsageError: it is not one of this program's: another model, optimizer or choice of parameters that train; or
-                parameter servers have begun to train.
+            UsageError: it is another program's (model, optimizer, choice of parameters), or parameter servers have begun.
         """
         self.strategy.check_restore()
         arrays: dict[str, Array] = {}
@@ -402,9 +401,3 @@ class Trainer:
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
         return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
-
-
-def _parameter_server() -> type[Strategy]:
-    """The strategy of parameter servers; their room builds on this one, so it is imported by name when a program has them."""
-    found: type[Strategy] = importlib.import_module("graphc.parameter_server.strategy").ParameterServer
-    return found
