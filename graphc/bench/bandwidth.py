@@ -22,10 +22,11 @@ import numpy as np
 
 from graphc.backend import make_backend
 from graphc.device import Memory, Run
-from graphc.distributed.choose import for_memory, open_communicator
+from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.nccl.calls import plan_calls
 from graphc.distributed.nccl.communicator import NcclCommunicator
+from graphc.distributed.nccl.device_transport import for_memory
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 DEVICE_SIZES = (*SIZES, 128, 256)

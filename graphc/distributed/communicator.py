@@ -207,7 +207,7 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CollectiveRequest:
     """A checked collective: its array, and all options with their defaults; see :class:`CommunicatorOptions`."""
 
     array: Array
@@ -242,14 +242,14 @@ class Request:
         return Handle(action, self.kind, self.reduction, self.tag, self.array.nbytes, overlap=self.overlap)
 
 
-def check_collective(array: Array, size: int, op: str, tag: str, options: CommunicatorOptions) -> Request:
+def check_collective(array: Array, size: int, op: str, tag: str, options: CommunicatorOptions) -> CollectiveRequest:
     """Raise UsageError unless the arguments of :meth:`Communicator.prepare` fit together; the array's layout is not checked."""
     kind, parts, root = options.get("kind", "allreduce"), options.get("parts"), options.get("root", 0)
     if kind not in KINDS:
         raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
     divided = kind in ("reduce_scatter", "all_gather")
     parts = even_parts(array.size, size) if parts is None or not divided else parts
-    request = Request(array, kind, op, tag, parts, root, options.get("lengths"), options.get("overlap", True))
+    request = CollectiveRequest(array, kind, op, tag, parts, root, options.get("lengths"), options.get("overlap", True))
     if request.reduction:
         _check_reduction(array, op, request.lengths)
     if kind == "broadcast" and not 0 <= root < size:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 
 from graphc.distributed.communicator import (
+    CollectiveRequest,
     Communicator,
     CommunicatorOptions,
     Handle,
-    Request,
     check_collective,
     check_layout,
 )
@@ -63,21 +63,21 @@ class QueuedCommunicator(Communicator):
 
     # The work of a transport; all of it blocks and works in place. -----------------------------------------------------
 
-    def _allreduce(self, request: Request) -> None:
+    def _allreduce(self, request: CollectiveRequest) -> None:
         """Reduce the array."""
         self._reduce_scatter(request)
         self._all_gather(request)
 
     @abstractmethod
-    def _reduce_scatter(self, request: Request) -> None:
+    def _reduce_scatter(self, request: CollectiveRequest) -> None:
         """Reduce this rank's part."""
 
     @abstractmethod
-    def _all_gather(self, request: Request) -> None:
+    def _all_gather(self, request: CollectiveRequest) -> None:
         """Receive the parts of the other ranks."""
 
     @abstractmethod
-    def _broadcast(self, request: Request) -> None:
+    def _broadcast(self, request: CollectiveRequest) -> None:
         """Receive the array of the root."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class QueuedCommunicator(Communicator):
         """Sum a small array over all ranks, in rank order."""
         sums[...] = sum(self._gather(sums))
 
-    def _action(self, request: Request) -> Callable[[], None]:
+    def _action(self, request: CollectiveRequest) -> Callable[[], None]:
         """What runs a collective."""
         run = {
             "allreduce": self._allreduce,
@@ -224,7 +224,7 @@ class NullCommunicator(QueuedCommunicator):
         return [item]
 
 
-def reduce_part(request: Request, rank: int, rows: Sequence[Array], add_up: Callable[[Array], None]) -> None:
+def reduce_part(request: CollectiveRequest, rank: int, rows: Sequence[Array], add_up: Callable[[Array], None]) -> None:
     """Reduce ``rows``, the part of ``rank`` in every rank's array, into its place in the array of ``rank``.
 
     Args:

@@ -16,7 +16,14 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 
 from graphc.device import Memory, Run
-from graphc.distributed.communicator import Communicator, CommunicatorOptions, Handle, Request, check_collective, check_layout
+from graphc.distributed.communicator import (
+    CollectiveRequest,
+    Communicator,
+    CommunicatorOptions,
+    Handle,
+    check_collective,
+    check_layout,
+)
 from graphc.distributed.reductions import Array, Parts
 from graphc.distributed.rma_windows import Windows
 
@@ -145,7 +152,7 @@ def lies_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray)
 
 
-def transfers(request: Request, rank: int) -> tuple[Ranges, Ranges]:
+def transfers(request: CollectiveRequest, rank: int) -> tuple[Ranges, Ranges]:
     """The ranges of elements that ``rank`` sends in a collective, and those that it receives."""
     parts, whole, mine = request.parts, [(0, request.array.size)], [request.parts[rank]]
     given, received = {

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.distributed.communicator import Handle, Request
+from graphc.distributed.communicator import CollectiveRequest, Handle
 from graphc.distributed.health.deadline import find_deadline
 from graphc.distributed.health.watchdog import KEEP_GOING, join_launcher, watch_peers
 from graphc.distributed.host_queue import ProcessCommunicator
@@ -132,7 +132,7 @@ class MpiCommunicator(ProcessCommunicator):
     def open_windows(self, nbytes: int) -> Windows:
         return MpiWindows(self._mpi, self._comm, nbytes)
 
-    def _action(self, request: Request) -> Callable[[], None]:
+    def _action(self, request: CollectiveRequest) -> Callable[[], None]:
         array, operation = request.array, self._operation(request)
         if request.kind != "allreduce" or operation is None or request.op == "mean" or array.nbytes > WHOLE:
             return super()._action(request)
@@ -147,11 +147,11 @@ class MpiCommunicator(ProcessCommunicator):
 
         return run
 
-    def _operation(self, request: Request) -> Any:
+    def _operation(self, request: CollectiveRequest) -> Any:
         """MPI's operation for a reduction; None where MPI has none, or would accumulate in low precision."""
         return None if request.array.dtype in LOW else self._operations.get(request.op)
 
-    def _allreduce(self, request: Request) -> None:
+    def _allreduce(self, request: CollectiveRequest) -> None:
         array, operation = request.array, self._operation(request)
         if operation is None:
             super()._allreduce(request)
@@ -164,7 +164,7 @@ class MpiCommunicator(ProcessCommunicator):
                 if request.op == "mean":
                     np.divide(part, self.size, out=part)
 
-    def _reduce_scatter(self, request: Request) -> None:
+    def _reduce_scatter(self, request: CollectiveRequest) -> None:
         """Every rank collects its part of all arrays, slice by slice, and reduces it: half the bytes of an AllReduce."""
         array, parts = request.array, request.parts
         begin, end = parts[self.rank]
@@ -207,7 +207,7 @@ class MpiCommunicator(ProcessCommunicator):
         adasum_rows(rows, cuts, tensors, lambda sums: self._comm.Allreduce(self._mpi.IN_PLACE, sums, self._mpi.SUM))
         out[...] = rows[0]
 
-    def _all_gather(self, request: Request) -> None:
+    def _all_gather(self, request: CollectiveRequest) -> None:
         array, parts = request.array, request.parts
         owners = [rank for rank, (start, stop) in enumerate(parts) if start < stop]
         if len(owners) == 1:
@@ -221,7 +221,7 @@ class MpiCommunicator(ProcessCommunicator):
                 counts = [min(place + step, stop) - place for place, (_, stop) in zip(places, parts, strict=True)]
                 self._comm.Allgatherv(self._mpi.IN_PLACE, [data, counts, places, unit])
 
-    def _broadcast(self, request: Request) -> None:
+    def _broadcast(self, request: CollectiveRequest) -> None:
         data = request.array.view(np.uint8)
         with self._failures(request):
             for start in range(0, data.size, SLICE):
@@ -235,13 +235,13 @@ class MpiCommunicator(ProcessCommunicator):
         return memory[:size]
 
     @contextlib.contextmanager
-    def _failures(self, request: Request) -> Iterator[None]:
+    def _failures(self, request: CollectiveRequest) -> Iterator[None]:
         try:
             yield
         except self._mpi.Exception as error:
             raise self._failed(request, error) from error
 
-    def _failed(self, request: Request, error: BaseException) -> WorldError:
+    def _failed(self, request: CollectiveRequest, error: BaseException) -> WorldError:
         return WorldError(f"{request.what} failed on rank {self.rank}: {error}")
 
     def _gather(self, item: Any) -> list[Any]:

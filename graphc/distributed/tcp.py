@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.distributed.communicator import Request
+from graphc.distributed.communicator import CollectiveRequest
 from graphc.distributed.health.watchdog import watch_peers
 from graphc.distributed.host_queue import ProcessCommunicator, reduce_part
 from graphc.distributed.reductions import Array
@@ -73,18 +73,18 @@ class TcpCommunicator(ProcessCommunicator):
     def _exchange(self, what: str, pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
         return self.store.exchange(f"{self._name}/{next(self._exchanges)}", what, pieces, self.deadline)
 
-    def _reduce_scatter(self, request: Request) -> None:
+    def _reduce_scatter(self, request: CollectiveRequest) -> None:
         received = self._exchange(request.shown, [_bytes(request.array[start:stop]) for start, stop in request.parts])
         reduce_part(request, self.rank, [np.frombuffer(row, request.array.dtype) for row in received], self._add_up)
 
-    def _all_gather(self, request: Request) -> None:
+    def _all_gather(self, request: CollectiveRequest) -> None:
         array = request.array
         received = self._exchange(request.shown, [_bytes(array[slice(*request.parts[self.rank])])])
         for rank, (start, stop) in enumerate(request.parts):
             if rank != self.rank:
                 array[start:stop] = np.frombuffer(received[rank], array.dtype)
 
-    def _broadcast(self, request: Request) -> None:
+    def _broadcast(self, request: CollectiveRequest) -> None:
         array, root = request.array, request.root
         received = self._exchange(request.shown, [_bytes(array) if self.rank == root else b""])
         if self.rank != root:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from graphc.distributed.communicator import Request
+from graphc.distributed.communicator import CollectiveRequest
 from graphc.distributed.health.deadline import check_deadline, find_deadline
 from graphc.distributed.health.flight_recorder import dump
 from graphc.distributed.health.hang_report import explain_timeout
@@ -147,21 +147,21 @@ class ThreadCommunicator(QueuedCommunicator):
     def open_windows(self, nbytes: int) -> Windows:
         return ThreadWindows(nbytes, lambda own: self.group.meet(self.rank, "windows", own))
 
-    def _reduce_scatter(self, request: Request) -> None:
+    def _reduce_scatter(self, request: CollectiveRequest) -> None:
         arrays: list[Array] = self.group.meet(self.rank, request.shown, request.array)
         # Each rank reduces one part, into its own array: nobody else reads or writes that part.
         part = slice(*request.parts[self.rank])
         reduce_part(request, self.rank, [other[part].copy() for other in arrays], self._add_up)
         self.group.meet(self.rank, request.shown, None)
 
-    def _all_gather(self, request: Request) -> None:
+    def _all_gather(self, request: CollectiveRequest) -> None:
         arrays = self.group.meet(self.rank, request.shown, request.array)
         for rank, (start, stop) in enumerate(request.parts):
             if rank != self.rank:
                 request.array[start:stop] = arrays[rank][start:stop]
         self.group.meet(self.rank, request.shown, None)
 
-    def _broadcast(self, request: Request) -> None:
+    def _broadcast(self, request: CollectiveRequest) -> None:
         arrays = self.group.meet(self.rank, request.shown, request.array)
         if self.rank != request.root:
             request.array[:] = arrays[request.root]

@@ -26,7 +26,7 @@ _KINDS: dict[type, ir.AttributeType] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Formal:
+class SchemaFormal:
     """A formal input or output.
 
     Attributes:
@@ -51,8 +51,8 @@ class Signature:
         required: names of the attributes without a default.
     """
 
-    inputs: tuple[Formal, ...]
-    outputs: tuple[Formal, ...]
+    inputs: tuple[SchemaFormal, ...]
+    outputs: tuple[SchemaFormal, ...]
     arity: tuple[int, int, int, int]
     default_outputs: int
     attributes: Mapping[str, ir.AttributeType | None]
@@ -70,7 +70,7 @@ def count_range(least: int, most: int, what: str) -> str:
     return f"{number} {what}{'' if number.endswith(' 1') or number == '1' else 's'}"
 
 
-def formal_of(formals: tuple[Formal, ...], index: int) -> Formal:
+def formal_of(formals: tuple[SchemaFormal, ...], index: int) -> SchemaFormal:
     """The formal of operand ``index``; a variadic formal covers all further operands."""
     return formals[min(index, len(formals) - 1)]
 
@@ -85,9 +85,9 @@ def standard_signature(op_type: str, domain: str, version: int) -> Signature | N
     constraints = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     single = onnx.defs.OpSchema.FormalParameterOption.Single
 
-    def formals(parameters: Sequence[onnx.defs.OpSchema.FormalParameter]) -> tuple[Formal, ...]:
+    def formals(parameters: Sequence[onnx.defs.OpSchema.FormalParameter]) -> tuple[SchemaFormal, ...]:
         return tuple(
-            Formal(
+            SchemaFormal(
                 p.name,
                 p.option == single,
                 p.type_str if p.type_str in constraints and p.is_homogeneous else None,
@@ -106,8 +106,8 @@ def standard_signature(op_type: str, domain: str, version: int) -> Signature | N
 @functools.cache
 def declared_signature(declaration: OpDeclaration) -> Signature:
     """The signature of a ``graphc`` or plugin op."""
-    inputs = tuple(Formal(f.name, not (f.optional or f.variadic)) for f in declaration.inputs)
-    outputs = tuple(Formal(f.name, False) for f in declaration.outputs)
+    inputs = tuple(SchemaFormal(f.name, not (f.optional or f.variadic)) for f in declaration.inputs)
+    outputs = tuple(SchemaFormal(f.name, False) for f in declaration.outputs)
     endless_inputs, endless_outputs = (any(f.variadic for f in fs) for fs in (declaration.inputs, declaration.outputs))
     least = sum(f.required for f in inputs)
     arity = (least, ENDLESS if endless_inputs else len(inputs), 0, ENDLESS if endless_outputs else len(outputs))

@@ -60,7 +60,7 @@ def launch(
     Args:
         argv: what one would give to ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
         transport: ``"threads"``: all in this process; else a process a worker, started by ``mpiexec``, which finds
-            ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.distributed.choose`).
+            ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.distributed.nccl.device_transport`).
         env: variables set for the workers on top of this process's environment (``mpi`` only).
         keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
         deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.

@@ -20,9 +20,10 @@ from graphc.backend import make_backend
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array
-from graphc.distributed.choose import for_memory, open_communicator
+from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.health.deadline import check_deadline
+from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import GraphcError, UsageError, describe_error
 from graphc.ir.facts import is_float

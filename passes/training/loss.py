@@ -21,7 +21,7 @@ from graphc.ir.names import LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
 from graphc.passes.training.loss_model import inline_model
-from graphc.passes.training.loss_request import Request, Sums, check_same_shape, hits, over_elements, producer_behind_views
+from graphc.passes.training.loss_request import LossRequest, Sums, check_same_shape, hits, over_elements, producer_behind_views
 from graphc.pipeline import Context, graph_pass
 
 ELEMENTWISE = ("prediction", "label", "sample_weight")
@@ -100,7 +100,7 @@ def loss(
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction={reduction!r}{nearest(reduction, ('mean', 'sum'))}; it is mean or sum")
     op = Builder(model.graph, scope="loss")
-    sums = _where_live(model.graph, op, _KINDS[kind](Request(model.graph, ctx, op, kind, options, metrics)))
+    sums = _where_live(model.graph, op, _KINDS[kind](LossRequest(model.graph, ctx, op, kind, options, metrics)))
     _finish(model.graph, ctx, op, sums, reduction, keep_outputs)
     ctx.note(f"loss: {kind} ({reduction})")
     return True
@@ -146,7 +146,7 @@ def _free(graph: ir.Graph, ctx: Context, op: Builder, name: str) -> None:
                 ctx.note(f"loss: the model's own {name!r} is now called {value.name!r}")
 
 
-def _bce_with_logits(request: Request) -> Sums:
+def _bce_with_logits(request: LossRequest) -> Sums:
     op, value = request.op, request.scored("logits")
     sigmoid = producer_behind_views(value, ("Sigmoid",))
     if sigmoid is not None and sigmoid.inputs[0] is not None:
@@ -161,10 +161,10 @@ def _bce_with_logits(request: Request) -> Sums:
     return Sums(sums.total, sums.weight, hits(request, hit), op.Cast(sums.weight, to=int(ir.DataType.FLOAT)))
 
 
-def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[Request], Sums]:
+def _elementwise(formula: Callable[[LossRequest, ir.Value], ir.Value]) -> Callable[[LossRequest], Sums]:
     """Build a loss that is Σ formula(prediction − label) divided by the number of elements."""
 
-    def build(request: Request) -> Sums:
+    def build(request: LossRequest) -> Sums:
         value = request.scored("prediction")
         difference = request.op.Sub(value, _regression_label(request, value, "prediction"))
         return over_elements(request, formula(request, difference))
@@ -172,7 +172,7 @@ def _elementwise(formula: Callable[[Request, ir.Value], ir.Value]) -> Callable[[
     return build
 
 
-def _huber(request: Request, difference: ir.Value) -> ir.Value:
+def _huber(request: LossRequest, difference: ir.Value) -> ir.Value:
     """c·(|d| − c/2) with c = min(|d|, δ): d²/2 inside, δ·(|d| − δ/2) outside"""
     op, delta = request.op, float(request.options.get("delta", 1.0))
     if not delta > 0:
@@ -182,7 +182,7 @@ def _huber(request: Request, difference: ir.Value) -> ir.Value:
     return op.Mul(clipped, op.Sub(size, op.Mul(clipped, 0.5)))  # type: ignore[no-any-return]
 
 
-def _regression_label(request: Request, value: ir.Value, option: str) -> ir.Value:
+def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.Value:
     label = request.existing_label()
     if label is None:
         assert value.dtype is not None and value.shape is not None  # noqa: PT018
@@ -201,17 +201,17 @@ def _scalar_sums(op: Builder, value: ir.Value) -> Sums:
     return Sums(total, op.scalar(1.0, total))
 
 
-def _output(request: Request) -> Sums:
+def _output(request: LossRequest) -> Sums:
     return _scalar_sums(request.op, request.scored("name"))
 
 
-def _model(request: Request) -> Sums:
+def _model(request: LossRequest) -> Sums:
     if "path" not in request.options:
         raise UsageError("loss 'model' needs path=FILE.onnx")
     return _scalar_sums(request.op, inline_model(request.graph, request.ctx, request.op, request.options["path"]))
 
 
-_KINDS: Mapping[str, Callable[[Request], Sums]] = {
+_KINDS: Mapping[str, Callable[[LossRequest], Sums]] = {
     "softmax_cross_entropy": softmax_cross_entropy,
     "nll": negative_log_likelihood,
     "bce_with_logits": _bce_with_logits,

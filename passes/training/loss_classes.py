@@ -12,7 +12,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import describe_value, dims, is_float, rank
 from graphc.ir.ops.losses import class_count
 from graphc.passes.training.loss_request import (
-    Request,
+    LossRequest,
     Sums,
     check_same_shape,
     hits,
@@ -22,7 +22,7 @@ from graphc.passes.training.loss_request import (
 )
 
 
-def softmax_cross_entropy(request: Request) -> Sums:
+def softmax_cross_entropy(request: LossRequest) -> Sums:
     op, options = request.op, request.options
     smoothing = float(options.get("label_smoothing", 0.0))
     if not 0 <= smoothing <= 1:
@@ -47,7 +47,7 @@ def softmax_cross_entropy(request: Request) -> Sums:
     return Sums(total, weight, *_accuracy(request, logits, label, axis))
 
 
-def negative_log_likelihood(request: Request) -> Sums:
+def negative_log_likelihood(request: LossRequest) -> Sums:
     value = request.scored("logits")
     if producer_behind_views(value, ("Softmax",)) is not None:
         raise UsageError(
@@ -69,7 +69,7 @@ def negative_log_likelihood(request: Request) -> Sums:
 
 
 def _weighted(
-    request: Request, log_prob: ir.Value, label: ir.Value, class_weight: ir.Value | None, axis: int, smoothing: float
+    request: LossRequest, log_prob: ir.Value, label: ir.Value, class_weight: ir.Value | None, axis: int, smoothing: float
 ) -> tuple[ir.Value, ir.Value]:
     """Total and weight of class indices with a weight per sample; definitions as in ``graphc.SoftmaxCrossEntropy``."""
     op, ignore_index = request.op, request.options.get("ignore_index")
@@ -100,7 +100,7 @@ def _along(op: Builder, class_weight: ir.Value, axis: int, count: int) -> ir.Val
     return op.Reshape(class_weight, shape)  # type: ignore[no-any-return]
 
 
-def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, axis: int, smoothing: float) -> Sums:
+def _probabilities(request: LossRequest, logits: ir.Value, label: ir.Value | None, axis: int, smoothing: float) -> Sums:
     """Cross-entropy with soft labels: −Σ_c class_weight_c · q_c · log softmax(logits)_c over the number of positions, as in
     PyTorch.
     """
@@ -130,7 +130,7 @@ def _probabilities(request: Request, logits: ir.Value, label: ir.Value | None, a
     return Sums(total, positions, hits(request, op.Equal(*best)), op.Cast(positions, to=int(ir.DataType.FLOAT)))
 
 
-def _without_softmax(request: Request, value: ir.Value, kinds: Sequence[str]) -> tuple[ir.Value, int]:
+def _without_softmax(request: LossRequest, value: ir.Value, kinds: Sequence[str]) -> tuple[ir.Value, int]:
     """Return the input of a trailing Softmax and its class axis; without one, ``value`` and the requested axis."""
     axis = request.options.get("axis")
     if axis is not None:
@@ -172,7 +172,7 @@ def _without_trailing_ones(op: Builder, scores: ir.Value, axis: int) -> ir.Value
     return op.Squeeze(scores, extra)  # type: ignore[no-any-return]
 
 
-def _match_labels(request: Request, scores: ir.Value, label: ir.Value | None, axis: int) -> tuple[ir.Value, ir.Value]:
+def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None, axis: int) -> tuple[ir.Value, ir.Value]:
     """Reshape scores and class indices until their shapes differ by the class axis only."""
     op = request.op
     if label is None:
@@ -197,7 +197,9 @@ def _match_labels(request: Request, scores: ir.Value, label: ir.Value | None, ax
     return scores, label
 
 
-def _accuracy(request: Request, scores: ir.Value, label: ir.Value, axis: int) -> tuple[ir.Value, ir.Value] | tuple[None, None]:
+def _accuracy(
+    request: LossRequest, scores: ir.Value, label: ir.Value, axis: int
+) -> tuple[ir.Value, ir.Value] | tuple[None, None]:
     """(number of positions where the best score is the label, number of positions that count), both float32."""
     if not request.metrics:
         return None, None
@@ -211,7 +213,7 @@ def _accuracy(request: Request, scores: ir.Value, label: ir.Value, axis: int) ->
     return hits(request, op.And(hit, counts)), hits(request, counts)
 
 
-def _class_weight(request: Request, scores: ir.Value, axis: int) -> ir.Value | None:
+def _class_weight(request: LossRequest, scores: ir.Value, axis: int) -> ir.Value | None:
     """The class weights as a constant of the scores' type; a named initializer is copied, so that it does not train."""
     given = request.options.get("class_weight")
     if given is None:

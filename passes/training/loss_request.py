@@ -27,7 +27,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LossRequest:
     """A loss to build: the graph, the builder, and the options that were given."""
 
     graph: ir.Graph
@@ -106,7 +106,7 @@ def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
         raise UsageError(f"label {describe_value(label)} and {option} {describe_value(value)} must have one shape")
 
 
-def hits(request: Request, flags: ir.Value) -> ir.Value:
+def hits(request: LossRequest, flags: ir.Value) -> ir.Value:
     """Count true flags as float32, each weighted by its sample."""
     op = request.op
     found = op.Cast(flags, to=int(ir.DataType.FLOAT))
@@ -114,7 +114,7 @@ def hits(request: Request, flags: ir.Value) -> ir.Value:
     return op.ReduceSum(found if weight is None else op.Mul(found, weight), keepdims=0)  # type: ignore[no-any-return]
 
 
-def over_elements(request: Request, losses: ir.Value) -> Sums:
+def over_elements(request: LossRequest, losses: ir.Value) -> Sums:
     """Σ of a loss per element, and the number of elements; weighted where samples are."""
     op, weight = request.op, request.sample_weight(losses)
     if weight is None:
@@ -122,7 +122,7 @@ def over_elements(request: Request, losses: ir.Value) -> Sums:
     return Sums(op.ReduceSum(op.Mul(losses, weight), keepdims=0), op.ReduceSum(weight, keepdims=0))
 
 
-def positions_of(request: Request, index: ir.Value) -> ir.Value:
+def positions_of(request: LossRequest, index: ir.Value) -> ir.Value:
     """Count the positions of ``index`` as float32, each weighted by its sample."""
     op = request.op
     weight = request.sample_weight(op.Cast(index, to=int(ir.DataType.FLOAT)))

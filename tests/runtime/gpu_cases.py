@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from graphc.distributed.choose import for_memory
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.nccl.communicator import NcclCommunicator
+from graphc.distributed.nccl.device_transport import for_memory
 from tests.runtime.collective_cases import everything
 from tests.runtime.on_device import OnDevice
 

@@ -73,7 +73,8 @@ def test_a_gpu_each(start: Any) -> None:
 FAULT = """
 import os, sys, time
 from graphc.backends.cupy.device.cuda_device import CudaDevice
-from graphc.distributed.choose import for_memory, open_communicator
+from graphc.distributed.choose import open_communicator
+from graphc.distributed.nccl.device_transport import for_memory
 import numpy as np
 comm, memory = open_communicator(), CudaDevice()
 gpu = for_memory(comm, memory, transport="nccl")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from graphc.device import HostMemory
-from graphc.distributed.choose import Offer, choose, for_memory
 from graphc.distributed.communicator import Handle
 from graphc.distributed.health.flight_recorder import FlightRecorder
 from graphc.distributed.health.hang_report import explain_timeout
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.nccl.bindings import NcclComm, NcclLibrary
 from graphc.distributed.nccl.calls import DATATYPES, OPERATIONS, plan_calls, supports
+from graphc.distributed.nccl.device_transport import Offer, choose, for_memory
 from graphc.distributed.nccl.progress import SHIFT, NcclProgress
 from graphc.distributed.reductions import even_parts
 from graphc.distributed.threads import ThreadCommunicator, run_threads
@@ -198,7 +198,7 @@ NO_GPU = [Offer(None, False)] * 3
         ("tcp", OWN, "tcp", "staged"),
         ("threads", OWN, "auto", "staged: they are threads of one process, and it wants a process for each GPU"),
         ("threads", OWN, "threads", "staged"),
-        ("mpi", SHARED, "auto", r"staged: ranks 0, 2 share a GPU, .*start at most 2 workers on these 2 GPU\(s\)"),
+        ("mpi", SHARED, "auto", r"staged: ranks 0, 2 share a GPU, .*start at most 2 workers on 2 GPUs"),
         ("mpi", SHARED, "mpi", "staged"),
         ("mpi", LACKING, "auto", r"staged: rank 1 cannot load NCCL; run: pip install 'graphc\[gpu\]'"),
         ("mpi", NO_GPU, "auto", "staged: the arrays of ranks 0, 1, 2 are not on an NVIDIA GPU"),

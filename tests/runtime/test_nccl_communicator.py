@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from graphc.bench import bandwidth
-from graphc.distributed.choose import device_name
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.nccl import communicator
 from graphc.distributed.nccl.communicator import NcclCommunicator, on_gpu
+from graphc.distributed.nccl.device_transport import device_name
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from graphc.errors import UsageError, WorldError
 from tests.backends.strict import StrictMemory, host_of

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.large,
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.nccl.device_transport.StagedWarning"),
 ]
 
 WORLDS = [(DEVICE, "onnxruntime"), ("onnxruntime", DEVICE)]

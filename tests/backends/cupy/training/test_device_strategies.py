@@ -34,7 +34,7 @@ from tests.training import small
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.nccl.device_transport.StagedWarning"),
     pytest.mark.filterwarnings("ignore:invalid value|overflow:RuntimeWarning"),  # where the pretended device meets a NaN
 ]
 

@@ -19,7 +19,7 @@ from tests.backends.cupy.training import strategy_cases as strategies
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning"),
+    pytest.mark.filterwarnings("ignore::graphc.distributed.nccl.device_transport.StagedWarning"),
 ]
 
 OPTIMIZERS = {"mlp": "sgd:lr=0.05,momentum=0.9", "lenet": "sgd:lr=0.05,momentum=0.9", "transformer-small": "adamw:lr=1e-3"}

@@ -166,7 +166,7 @@ def test_a_skipped_step_leaves_the_copies_alone() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::graphc.distributed.choose.StagedWarning")
+@pytest.mark.filterwarnings("ignore::graphc.distributed.nccl.device_transport.StagedWarning")
 @pytest.mark.parametrize("strategy", ["mirrored", "local_sgd:every=2", "zero:stage=1", "adasum"])
 def test_two_workers_train_alike_with_copies_and_without(strategy: str) -> None:
     """Where workers go their own ways between two averages, or a strategy keeps copies of its own, none are added."""
