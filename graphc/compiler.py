@@ -1,4 +1,4 @@
-"""``graphc.compile``: from a model to a training program; ``graphc.grad``: from a model to a model with gradients."""
+"""Compiles a model to a training program (``graphc.compile``) or adds gradients to it (``graphc.grad``)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
 
 IMPORT_PASSES = ("legalize", "rebatch", "initialize")
-"""Passes that prepare the model itself; what follows them makes it a training graph."""
+"""Passes that prepare the model itself; the passes after them build the training graph."""
 
 
 class Evaluation:
-    """The evaluation graph, simplified when somebody asks for it first: a run that only trains never does."""
+    """The evaluation graph, simplified on first use: a run that only trains never needs it."""
 
     def __init__(self, model: ir.Model, ctx: Context) -> None:
         self._model, self._ctx = model, ctx
@@ -56,7 +56,7 @@ class Evaluation:
         return self._model
 
     def __getstate__(self) -> ir.Model:
-        return self.model  # a lock cannot be copied, nor sent to another process
+        return self.model  # a lock cannot be copied or pickled
 
     def __setstate__(self, model: ir.Model) -> None:
         self.__init__(model, Context())  # type: ignore[misc]
@@ -65,7 +65,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileArguments(CompileOptions):
-    """All that :func:`compile` takes besides the model.
+    """All arguments of :func:`compile` besides the model.
 
     Attributes:
         loss: one of :mod:`graphc.losses`.
@@ -73,7 +73,7 @@ class CompileArguments(CompileOptions):
         mesh: ``Mesh(data=N)``; None takes the world's size when the trainer starts.
         backend: ``"auto"``, or a name that ``graphc backends`` lists, with options of the backend: ``"cupy:tf32=true"``.
         passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
-        example_inputs: what the ``torch.nn.Module`` is called with to export it.
+        example_inputs: inputs with which the ``torch.nn.Module`` is exported.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
     """
@@ -94,12 +94,12 @@ class Program:
 
     Attributes:
         model: the whole training graph: forward, loss, backward, AllReduces, updates.
-        evaluation: what makes :attr:`inference`.
-        original: the model as it was given, into which trained weights are written back.
-        arguments: what it was compiled with, less what serves one call only.
-        pipeline: the passes that made ``model``, as text.
-        log: what the passes reported.
-        imports: the first of those passes, which prepared the model itself.
+        evaluation: builds :attr:`inference`.
+        original: the model as given; trained weights are written back into it.
+        arguments: the arguments of ``compile``, except those that serve one call only.
+        pipeline: the passes that built ``model``, as text.
+        log: lines that the passes reported.
+        imports: the leading passes, which prepared the model itself.
     """
 
     model: ir.Model
@@ -112,7 +112,7 @@ class Program:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The axes of workers, or None: as many on the data axis as the world has."""
+        """The mesh axes, or None: the data axis takes the size of the world."""
         return self.arguments.mesh
 
     @property
@@ -155,14 +155,14 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
         PassCall("attention"),  # one op, which a backend may compute in cache
         *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         PassCall("autodiff", {"train": options.train, "freeze": freeze}),  # the backward subgraph of Σ loss
-        *([PassCall("recompute", again)] if again else []),  # fewer activations wait for the backward pass
+        *([PassCall("recompute", again)] if again else []),  # drop activations and recompute them in the backward pass
         optimizer.step(),  # one update node a parameter
-        *(parallel.master_steps(options) if low else []),  # float32 parameters for updates alone, low copies for products
+        *(parallel.master_steps(options) if low else []),  # float32 parameters for updates, low copies for products
         PassCall("allreduce"),  # between every gradient and its update
         *([PassCall("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
         *parallel.gradient_steps(options),  # micro-batches, clipping, compression, skipping
         PassCall("bucket", {"mb": options.bucket_mb}),  # flat buffers, one AllReduce and one update each
-        *parallel.strategy_steps(options),  # who holds and updates what
+        *parallel.strategy_steps(options),  # shards of state and updates
         PassCall("schedule"),  # start early, wait late
         PassCall("simplify"),
         PassCall("verify"),
@@ -170,7 +170,7 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
 
 
 def precision_options(text: str | None) -> dict[str, Any]:
-    """``"bf16:deny=Conv"`` as options of ``mixed_precision``; nothing for None and ``fp32``.
+    """Parse ``"bf16:deny=Conv"`` to options of ``mixed_precision``; none for None and ``fp32``.
 
     Raises:
         UsageError: an unknown precision or option.
@@ -184,7 +184,7 @@ def precision_options(text: str | None) -> dict[str, Any]:
 
 
 def recompute_options(text: str | None) -> dict[str, Any]:
-    """``"all"`` or ``"budget_mb=64,batch=32"`` as options of ``recompute``; nothing for None and ``none``.
+    """Parse ``"all"`` or ``"budget_mb=64,batch=32"`` to options of ``recompute``; none for None and ``none``.
 
     Raises:
         UsageError: an unknown mode or option.
@@ -200,7 +200,7 @@ def recompute_options(text: str | None) -> dict[str, Any]:
 def collection_paused() -> Iterator[None]:
     """Pause Python's cycle collector while graphs are built; may be nested.
 
-    The collector would walk over all their nodes again and again.
+    The collector would otherwise traverse all their nodes repeatedly.
     """
     was = gc.isenabled()
     gc.disable()
@@ -217,7 +217,7 @@ P = ParamSpec("P")
 def _with_keywords_of(
     make: Callable[P, CompileArguments],
 ) -> Callable[[Callable[[ModelSource, CompileArguments], Program]], Callable[Concatenate[ModelSource, P], Program]]:
-    """Let a function take the fields of its second argument as keywords of its own."""
+    """Let a function take the fields of its second argument as keywords."""
 
     def decorate(
         function: Callable[[ModelSource, CompileArguments], Program],
@@ -301,7 +301,7 @@ def _check_inputs(graph: ir.Graph) -> None:
 
 
 def check_untrained(model: ir.Model) -> None:
-    """Refuse a training graph where a model is wanted, and names that a training graph keeps for itself.
+    """Reject training graphs given as models, and values with reserved names.
 
     Raises:
         UsageError: the model holds updates, or a value with a reserved name.
@@ -322,7 +322,7 @@ def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> Evaluatio
     run(model, [PassCall("inference_mode"), loss.step()], inner)
     for node in list(model.graph):
         if node.op_type == "Mean" and node.domain == "graphc":
-            # Evaluation adds sums over batches and divides once, so a short last batch weighs what it should.
+            # Evaluation sums over batches and divides once, so that a short last batch has its due weight.
             for value, part in zip(node.inputs, ("total", "weight"), strict=False):
                 if value is not None:
                     op = Builder(model.graph)
@@ -338,13 +338,13 @@ def grad(
     example_inputs: Sequence[Any] | None = None,
     standard: bool = True,
 ) -> ir.Model:
-    """A model that also returns gradients.
+    """Add gradients to a model as outputs.
 
     Args:
         model: as for :func:`compile`.
-        of: the value to differentiate (a scalar, or summed when it is not), or several.
+        of: the value to differentiate (a scalar, otherwise summed), or several.
         wrt: a value or several (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or
-            ``"<name>::grad.1"`` where that name is taken: by an earlier gradient in a model that this function made.
+            ``"<name>::grad.1"`` if an earlier gradient in a model returned by this function has that name.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
     """
     copy = frontends.load(model, example_inputs=example_inputs).clone()
@@ -363,7 +363,7 @@ def grad(
 
 
 def nodes_by_kind(model: ir.Model) -> Mapping[str, int]:
-    """How many nodes of a training graph are compute, collectives and updates."""
+    """Count the compute, collective and update nodes of a training graph."""
     counts = {"compute": 0, "collectives": 0, "updates": 0}
     for node in model.graph:
         if is_update(node):

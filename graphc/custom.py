@@ -52,16 +52,16 @@ def custom_op(
     """Declare an op whose decomposition is the decorated function ``(op, *inputs, **attributes)``.
 
     Args:
-        name: ``"domain::Op"``, as the model file has it.
-        inputs: names of the inputs in order: ``"x bias?"``; ``name?`` may be left out, ``*name`` stands for any number.
+        name: ``"domain::Op"``, as in the model file.
+        inputs: names of the inputs in order: ``"x bias?"``; ``name?`` is optional, ``*name`` stands for any number.
         outputs: names of the outputs; the function returns one value for each.
-        infer: ``(inputs, attributes) -> [(type, shape), …]``; by default what the decomposition's own ops infer.
+        infer: ``(inputs, attributes) -> [(type, shape), …]``; by default inferred from the decomposition.
         override: replace a declaration of another module.
         options: ``attributes``, name → default (``graphc.ir.declare.REQUIRED`` for one without), and for the update of an
             optimizer ``next_value``, ``gradient`` and the like; see :class:`graphc.ir.declare.OpDeclaration`.
 
     Raises:
-        UsageError: a name that is no ``domain::Op``, or one that another module has declared.
+        UsageError: a name that is not ``domain::Op``, or that another module has declared.
     """
 
     def register(function: Decomposition) -> Decomposition:
@@ -94,9 +94,9 @@ def custom_primitive(
     override: bool = False,
     **options: Unpack[OpOptions],
 ) -> OpDeclaration:
-    """Declare an op that has no decomposition: only a backend with a kernel for it runs it.
+    """Declare an op without a decomposition: only a backend with a kernel for it runs it.
 
-    Args and errors are those of :func:`custom_op`.
+    Arguments and errors are those of :func:`custom_op`.
     """
     frame = inspect.currentframe()
     caller = frame.f_back if frame else None
@@ -135,7 +135,7 @@ def _through_decomposition(name: str, function: Decomposition) -> InferFunction:
 
 
 def _copy(name: str, value: ir.Value) -> ir.Value:
-    """A value of the same type and, where it is known, the same constant, since shapes may depend on it."""
+    """A value of the same type and with the same known constant, because shapes may depend on it."""
     shape = ir.Shape(value.shape.dims) if value.shape is not None else None
     copy = ir.Value(name=name, type=value.type, shape=shape)
     producer = value.producer()

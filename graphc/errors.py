@@ -1,4 +1,4 @@
-"""The errors graphc raises on purpose; each carries the exit code the command line ends with."""
+"""Defines the errors that graphc raises on purpose, each with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InternalError(GraphcError):
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:
-    """Message and exit code of an error; an error that graphc did not raise on purpose is shown with its type."""
+    """Message and exit code of an error; unexpected errors are shown with their type."""
     if isinstance(error, GraphcError):
         return str(error), error.exit_code
     return f"{type(error).__name__}: {error}", 1
@@ -34,7 +34,7 @@ class ModelError(GraphcError):
 
 
 class DataDependentShapeError(ModelError):
-    """A value whose shape depends on data, so that no buffer can be planned for it."""
+    """A value whose shape depends on data, so no buffer can be planned for it."""
 
 
 class UnsupportedOpError(GraphcError):
@@ -44,7 +44,7 @@ class UnsupportedOpError(GraphcError):
 
 
 class NewerOpsetError(UnsupportedOpError):
-    """An operator, or a form of one, that the opset of a legalised graph does not have."""
+    """An operator, or a form of one, that the opset of a legalised graph lacks."""
 
 
 class FeedError(GraphcError, ValueError):
@@ -56,7 +56,7 @@ class DataError(GraphcError):
 
     Attributes:
         epoch, batch: zero-based.
-        sample: index of the sample in the dataset or stream, where it is known.
+        sample: index of the sample in the dataset or stream, if known.
     """
 
     def __init__(self, message: str, *, epoch: int = 0, batch: int = 0, sample: int | None = None) -> None:
@@ -71,7 +71,7 @@ class NonFiniteError(GraphcError, ArithmeticError):
 
     Attributes:
         step: the zero-based step in which it appeared.
-        tensor: name of the first non-finite value in graph order, or None when it did not appear again on replay.
+        tensor: name of the first non-finite value in graph order, or None if the replay did not reproduce it.
     """
 
     def __init__(self, message: str, *, step: int, tensor: str | None) -> None:
@@ -81,21 +81,21 @@ class NonFiniteError(GraphcError, ArithmeticError):
 
 
 class WorldError(GraphcError):
-    """Workers disagree, or one of them is gone."""
+    """Workers disagree, or one of them has died."""
 
 
 class DeviceError(GraphcError):
-    """A GPU reported an error, or is gone; the message says what it means and what to do.
+    """A GPU reported an error or disappeared; the message explains it and what to do.
 
     Attributes:
-        during: what was under way, in words; an error is often reported later than it happens.
+        during: the operation in progress, in words; a GPU often reports an error later than it happens.
     """
 
     during = ""
 
 
 class DeviceMemoryError(DeviceError):
-    """Memory of a GPU that could not be had.
+    """An allocation of GPU memory failed.
 
     Attributes:
         wanted: bytes of the allocation that failed.
@@ -108,7 +108,7 @@ class DeviceMemoryError(DeviceError):
 
 
 class MissingExtraError(GraphcError, ImportError):
-    """A feature needs a package that is not installed; the message names the extra that brings it."""
+    """A feature needs a package that is not installed; the message names the extra that installs it."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
@@ -118,5 +118,5 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:
-    """``1 node``, ``2 nodes``; ``plural`` where the noun takes another ending than ``s``."""
+    """``1 node``, ``2 nodes``; ``plural`` for nouns that do not end in ``s``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"

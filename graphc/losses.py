@@ -1,4 +1,4 @@
-"""The losses by their public names: ``graphc.losses.SoftmaxCrossEntropy(logits="logits", label="label")``.
+"""Defines the losses under their public names: ``graphc.losses.SoftmaxCrossEntropy(logits="logits", label="label")``.
 
 Each is one call of the ``loss`` pass. On the command line the same loss is
 ``softmax_cross_entropy:logits=logits,label=label``; :func:`parse` reads that form.
@@ -19,9 +19,9 @@ class Loss:
     """Base of the losses.
 
     Attributes:
-        reduction: ``mean`` over what counts, exact over uneven shares of the workers, or ``sum``.
+        reduction: ``mean`` over all counted elements, exact for uneven shares of the workers, or ``sum``.
         keep_outputs: keep the model's own outputs beside the loss.
-        sample_weight: value of the graph, or name of a new float32 input (N,), by which each sample's loss is multiplied; a
+        sample_weight: value of the graph, or name of a new float32 input (N,), that multiplies each sample's loss; a
             mean divides by the sum of the weights, and metrics are weighted too. None: every sample weighs 1.
     """
 
@@ -31,7 +31,7 @@ class Loss:
     sample_weight: str | None = None
 
     def step(self) -> PassCall:
-        """The step of the pipeline that puts this loss on a model."""
+        """The pipeline step that appends this loss to a model."""
         options: dict[str, Any] = {"kind": self.kind}
         options.update({f.name: getattr(self, f.name) for f in fields(self)})
         return PassCall("loss", {key: value for key, value in options.items() if value is not None})
@@ -121,10 +121,10 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class Output(Loss):
-    """A scalar that the model computes itself; over several workers, its mean over them.
+    """A scalar that the model computes itself; several workers take its mean.
 
     Attributes:
-        name: of the scalar; None: the model's only output.
+        name: name of the scalar; None: the model's only output.
     """
 
     kind: ClassVar[str] = "output"
@@ -133,10 +133,11 @@ class Output(Loss):
 
 @dataclass(frozen=True)
 class Model(Loss):
-    """The scalar output of another ONNX file; over several workers, its mean over them.
+    """The scalar output of another ONNX file; several workers take its mean.
 
     Attributes:
-        path: of the file. Its inputs are values of the model where names agree, else new inputs; its weights are constant.
+        path: path of the file. Its inputs are values of the model if their names match, else new inputs; its weights are
+        constant.
     """
 
     kind: ClassVar[str] = "model"
@@ -150,7 +151,7 @@ LOSSES: Mapping[str, type[Loss]] = {
 
 
 def parse(text: str) -> Loss:
-    """Read ``kind`` or ``kind:option=value,…``, as in ``softmax_cross_entropy:logits=L,label=Y,ignore_index=-100``.
+    """Parse ``kind`` or ``kind:option=value,…``, as in ``softmax_cross_entropy:logits=L,label=Y,ignore_index=-100``.
 
     Several class weights are separated by ``|``.
 

@@ -1,4 +1,4 @@
-"""The mesh: named axes over the workers. A collective's ``group`` is the name of an axis."""
+"""Defines the mesh: named axes over the workers. A collective's ``group`` is the name of an axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphc.errors import UsageError, counted, nearest
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How many workers lie along each axis; ``Mesh(data=2)`` is two replicas that average their gradients.
+    """The number of workers along each axis; ``Mesh(data=2)`` is two replicas that average their gradients.
 
     Attributes:
         data: replicas, each with its own share of the batch.
@@ -17,7 +17,7 @@ class Mesh:
         tensor: shards of one layer; only 1 is supported.
 
     Raises:
-        UsageError: an axis that is no positive whole number, or one other than ``data`` above 1.
+        UsageError: an axis that is not a positive integer, or one other than ``data`` above 1.
     """
 
     data: int = 1
@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name → extent, in the order in which ranks are laid out (the last axis varies fastest)."""
+        """Axis name → extent, in rank order (the last axis varies fastest)."""
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     @property
@@ -42,7 +42,7 @@ class Mesh:
         return self.data * self.pipe * self.tensor
 
     def check(self, workers: int) -> None:
-        """Raise UsageError unless the mesh is made for exactly ``workers`` workers."""
+        """Raise UsageError unless the mesh has exactly ``workers`` workers."""
         if self.size != workers:
             raise UsageError(
                 f"the mesh {self} needs {counted(self.size, 'worker')}, and the world has {workers}; "
@@ -51,10 +51,10 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read the text form, ``"data=2"`` or ``"data=2,pipe=1"``.
+        """Parse the text form, ``"data=2"`` or ``"data=2,pipe=1"``.
 
         Raises:
-            UsageError: unknown axis, an axis given twice, or an extent that is no whole number.
+            UsageError: unknown axis, an axis given twice, or an extent that is not an integer.
         """
         known = [axis.name for axis in fields(cls)]
         extents: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""The optimizers, as a user names them: ``graphc.optim.Adam(lr=1e-3)``. Definitions, names and defaults are PyTorch's.
+"""Defines the optimizers; names, definitions and defaults follow PyTorch: ``graphc.optim.Adam(lr=1e-3)``.
 
-Each is one step of the pipeline (the ``optimizer`` pass does the work). On the command line the same optimizer is
-``adam:lr=1e-3``; :func:`parse` reads that form. A package adds its own with :func:`register`; ``docs/writing-a-pass.md`` shows
-one. It is found everywhere when the package names the module in an entry point of group ``graphc.optimizers``.
+Each is one call of the ``optimizer`` pass. On the command line the same optimizer is ``adam:lr=1e-3``; :func:`parse` reads
+that form. A package adds its own with :func:`register` (``docs/writing-a-pass.md`` shows one) and names the module in an
+entry point of group ``graphc.optimizers``, so that graphc finds it everywhere.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Optimizer:
     Fields with the name of an attribute of the update op become that attribute.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         op: the update op: of the ``graphc`` domain, or ``domain::Op``. Its declaration says which input is the gradient and
             which are states.
-        initial: what its states begin with.
+        initial: initial values of its states.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class Optimizer:
 
     @property
     def update_op(self) -> str:
-        """The op that these options need; :attr:`op` by default."""
+        """The update op for these options; :attr:`op` by default."""
         return self.op
 
     def keeps(self, state: str) -> bool:
@@ -53,10 +53,10 @@ class Optimizer:
         return True
 
     def check(self) -> None:
-        """Refuse options out of range: by default negative numbers, and what is not finite.
+        """Reject options out of range: by default negative and non-finite numbers.
 
         Raises:
-            UsageError: the option, and what it must be.
+            UsageError: the option, and its allowed values.
         """
         for key, value in self.options().items():
             below_one = key in ("beta1", "beta2")
@@ -69,7 +69,7 @@ class Optimizer:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def step(self) -> PassCall:
-        """The step of the pipeline that puts this optimizer behind the gradients."""
+        """The pipeline step that adds this optimizer's updates."""
         return PassCall("optimizer", {"name": self.name, **self.options()})
 
 
@@ -77,7 +77,7 @@ T = TypeVar("T", bound=type[Optimizer])
 
 
 def register(optimizer: T) -> T:
-    """Let ``graphc.optim.parse`` and the command line find a subclass of :class:`Optimizer` by its ``name``."""
+    """Register a subclass of :class:`Optimizer` under its ``name`` for ``graphc.optim.parse`` and the command line."""
     OPTIMIZERS.register(optimizer.name, optimizer, origin=optimizer.__module__)
     return optimizer
 
@@ -167,7 +167,7 @@ class RMSprop(Optimizer):
 
 
 def make(name: str, options: Mapping[str, Any]) -> Optimizer:
-    """The optimizer ``name`` with ``options``, of which those in text are converted.
+    """Create the optimizer ``name`` with ``options``; options given as text are converted.
 
     Raises:
         UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
@@ -185,7 +185,7 @@ def make(name: str, options: Mapping[str, Any]) -> Optimizer:
 
 
 def parse(text: str) -> Optimizer:
-    """Read ``name`` or ``name:option=value,…``, as in ``sgd:lr=0.1,momentum=0.9,nesterov``.
+    """Parse ``name`` or ``name:option=value,…``, as in ``sgd:lr=0.1,momentum=0.9,nesterov``.
 
     Raises:
         UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
@@ -195,16 +195,16 @@ def parse(text: str) -> Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each step: linear scaling, linear warm-up, decay; ``graphc.Trainer(schedule=…)`` takes it.
+    """Learning rate schedule: linear scaling, linear warm-up, decay; ``graphc.Trainer(schedule=…)`` takes it.
 
-    The rule of large batches (Goyal et al. 2017, https://arxiv.org/abs/1706.02677): a global batch k times as large takes a
+    The linear scaling rule (Goyal et al. 2017, https://arxiv.org/abs/1706.02677): a global batch k times as large uses a
     rate k times as large, reached from the original one over the first steps.
 
     Attributes:
-        lr: of a global batch of ``base_batch`` samples.
+        lr: rate for a global batch of ``base_batch`` samples.
         global_batch, base_batch: the peak rate is lr × global_batch ÷ base_batch; None: the peak is lr.
-        warmup_steps: steps of a straight line up to the peak, which the last of them reaches. It rises from ``lr`` where the
-            peak is larger, and from 0 where it is not.
+        warmup_steps: steps of a linear rise to the peak, which the last of them reaches. It starts at ``lr`` if the
+            peak is larger, else at 0.
         decay: after the warm-up: ``constant``; ``cosine``, to 0 at ``total_steps``; ``step``, times ``gamma`` every
             ``decay_steps``.
     """
@@ -234,7 +234,7 @@ class Schedule:
         return self.lr * self.global_batch / self.base_batch if self.global_batch and self.base_batch else self.lr
 
     def __call__(self, step: int) -> float:
-        """The rate of the step after ``step`` finished ones."""
+        """The rate of the next step after ``step`` finished ones."""
         if step < self.warmup_steps:
             start = self.lr if self.peak > self.lr else 0.0
             return start + (self.peak - start) * (step + 1) / self.warmup_steps
@@ -248,7 +248,7 @@ class Schedule:
 
 
 def checked_rate(value: Any) -> float:
-    """Check a learning rate: a NaN would reach every parameter with the next step.
+    """Check a learning rate: a NaN would spread to every parameter in the next step.
 
     Raises:
         UsageError: not a number, not finite, or negative.

@@ -1,8 +1,8 @@
-"""How data-parallel workers divide the work: the options of ``compile`` that become passes of the pipeline.
+"""Turns the distribution options of ``compile`` into passes of the pipeline.
 
     strategy="zero:stage=2", accumulate=4, clip_norm=1.0     →     accumulate{steps=4},…,clip{norm=1.0},…,zero{stage=2}
 
-A strategy is one pass over the graph in which every gradient has its AllReduce; ``mirrored`` leaves it as it is.
+A strategy is one pass over the graph in which every gradient has its AllReduce; ``mirrored`` leaves that graph unchanged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from graphc.options import CompileOptions, key_values
 from graphc.pipeline import PASSES, PassCall
 
 STRATEGIES = ("mirrored", "zero", "central_storage", "parameter_server", "local_sgd", "adasum")
-"""Each but the first is the name of a pass too, which makes the strategy of the mirrored graph."""
+"""Strategies; each except the first is also the name of the pass that rewrites the mirrored graph."""
 
 DETERMINISM = ("run", "any-world")
-"""``run``: equal bits for equal runs, which holds anyway on the host; ``any-world``: for any number of workers too."""
+"""``run``: equal runs give equal bits (always true on the host); ``any-world``: also for any number of workers."""
 
 
 NONFINITE = ("stop", "skip")
-"""``stop``: the run ends with the state of the last good step; ``skip``: the step changes nothing, and the next one follows."""
+"""``stop``: the run ends with the last good state; ``skip``: the step changes nothing and training continues."""
 
 
 def forward_steps(options: CompileOptions) -> list[PassCall]:
@@ -39,9 +39,9 @@ def forward_steps(options: CompileOptions) -> list[PassCall]:
 
 
 def master_steps(options: CompileOptions) -> list[PassCall]:
-    """With mixed precision, the pass between the optimizer and ``allreduce`` that keeps float32 masters apart.
+    """The pass between the optimizer and ``allreduce`` that separates float32 masters under mixed precision.
 
-    What adds up or transforms gradients on the way takes them in float32.
+    Passes that sum or transform gradients need them in float32.
     """
     if options.strategy.partition(":")[0] not in ("zero", "central_storage"):
         return []
@@ -92,12 +92,12 @@ def strategy_steps(options: CompileOptions) -> list[PassCall]:
 
 
 def servers(options: CompileOptions) -> int:
-    """Processes beside the workers: parameter servers."""
+    """Processes besides the workers: parameter servers."""
     return sum(step.options.get("servers", 1) for step in strategy_steps(options) if step.name == "parameter_server")
 
 
 def _shards(options: CompileOptions) -> dict[str, Any]:
-    """Options of ``deterministic_shards``; empty unless results may not depend on the number of workers."""
+    """Options of ``deterministic_shards``; empty unless results must be the same for any number of workers."""
     if options.deterministic is None:
         return {}
     name, _, rest = options.deterministic.partition(":")

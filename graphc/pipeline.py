@@ -29,12 +29,12 @@ PASSES: Registry[Pass] = Registry("pass", "graphc.passes")
 
 @dataclass(slots=True)
 class Context:
-    """State that a pipeline passes from pass to pass besides the model.
+    """State that a pipeline passes from pass to pass, besides the model.
 
     Attributes:
-        log: lines for the user about what passes did (``"allreduce: 10 gradients"``).
-        done: names of the passes that ran, for ``requires``.
-        values: results that are not part of the graph (``"check"`` reports, say); never needed to understand the model.
+        log: lines for the user about the work of passes (``"allreduce: 10 gradients"``).
+        done: names of the finished passes, for ``requires``.
+        values: results outside the graph (such as ``"check"`` reports); never needed to understand the model.
     """
 
     log: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Pass:
 
     Attributes:
         options: keyword arguments by name.
-        open: whether it takes other options too, which it checks itself.
+        open: whether it accepts options beyond those and checks them itself.
         aliases: former names.
     """
 
@@ -87,9 +87,9 @@ class Pass:
 def graph_pass(
     name: str, *, requires: Sequence[str] = (), aliases: Sequence[str] = ()
 ) -> Callable[[PassFunction], PassFunction]:
-    """Register the decorated function as pass ``name``; ``requires`` names passes that must have run before.
+    """Register the decorated function as pass ``name``; ``requires`` names passes that must run before.
 
-    ``aliases`` are former names, by which pipelines still find it.
+    ``aliases`` are former names, which pipelines still accept.
     """
 
     def register(function: PassFunction) -> PassFunction:
@@ -156,10 +156,10 @@ def parse(text: str) -> list[PassCall]:
 
 
 def convert(owner: str, key: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``: a text is read as the option ``key`` of ``owner``, anything else must fit.
+    """Convert ``value`` to ``kind``: text is parsed as the option ``key`` of ``owner``, other values must have that type.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the value does not fit.
     """
     if not isinstance(value, str):
         if value is not None and not any(_fits(value, candidate) for candidate in _alternatives(kind)):
@@ -174,7 +174,7 @@ def convert(owner: str, key: str, value: Any, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` may stand where ``kind`` is declared; only what the text form knows is checked."""
+    """Whether ``value`` fits the declared type ``kind``; only types of the text form are checked."""
     if kind is bool:
         return isinstance(value, bool)
     if kind is int:

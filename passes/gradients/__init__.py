@@ -1,1 +1,1 @@
-"""Gradient rules by family of ops; each module registers its rules through :func:`graphc.gradient.gradient`."""
+"""Gradient rules, one module per family of ops, registered through :func:`graphc.gradient.gradient`."""

@@ -77,7 +77,7 @@ def attention(
     mode = attributes.get_int("qk_matmul_output_mode", 0)
 
     def at_stage(stage: int, found: Any) -> Any:
-        """``found`` and, if the fourth output shows this stage, its adjoint; None when there is neither."""
+        """``found`` and the adjoint of the fourth output if it shows this stage; None without either."""
         here = dqk if mode == stage else None
         return found if here is None else here if found is None else op.Add(found, here)
 
@@ -137,7 +137,7 @@ def attention(
 
 
 def by_parts(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """The outputs of an Attention by simpler ops. Unlike ONNX's body of it, a row that is hidden as a whole makes no NaN."""
+    """Compute Attention by simpler ops. Unlike ONNX's function body, a fully masked row gives no NaN."""
     attributes = node.attributes
     query, key, value = operands(node, 3)
     _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
@@ -166,7 +166,7 @@ def _with_past(op: Builder, past: ir.Value | None, new: Any) -> Any:
 
 
 def _first_keys(op: Builder, flow: Any, mask: ir.Value) -> Any:
-    """The part of the scores' gradient that a mask for the first keys only sees."""
+    """The scores' gradient for a mask over the first keys only."""
     short, full = (dims(mask) or (None,))[-1], (dims(flow) or (None,))[-1]
     if short is not None and short in (full, 1):
         return flow
@@ -183,7 +183,7 @@ def _merge(op: Builder, x: Any, like: Any) -> Any:
 
 
 def _group(node: ir.Node, q_heads: int, kv_heads: int) -> int:
-    """How many query heads share one key head."""
+    """The number of query heads per key head."""
     query, key = operands(node, 2)
     if rank(query) == 4:
         counts = (dims(query) or ())[1], (dims(key) or ())[1]
@@ -220,7 +220,7 @@ def _default_scale(op: Builder, q: Any) -> Any:
 
 
 def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: ir.Value | None) -> Any:
-    """Softmax of the masked scores; a row that is masked as a whole is zero."""
+    """Softmax of the masked scores; a fully masked row is zero."""
     bias, partial = _bias(op, node, scores, mask, past)
     low = op.scalar(-math.inf, scores)
     hidden = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), low) if partial else None
@@ -234,10 +234,10 @@ def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | Non
 
 
 def _bias(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: ir.Value | None) -> tuple[Any, bool]:
-    """What is added to the scores, or None, and whether it may hide a whole row.
+    """The bias to add to the scores, or None, and whether it may mask a whole row.
 
-    Query i stands at the position i + offset among the keys: behind the cached ones, or with the last queries on the last
-    valid keys when ``nonpad_kv_seqlen`` counts those, else at i.
+    Query i is at position i + offset among the keys: after the cached ones, or, when ``nonpad_kv_seqlen`` counts valid keys,
+    aligned so that the last queries meet the last valid keys; else offset is 0.
     """
     bias: Any = None
     if mask is not None:
@@ -253,7 +253,7 @@ def _bias(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: 
             offset = op.Sub(op.Unsqueeze(op.Cast(valid, to=7), [1, 2, 3]), lengths(op, (scores, 2)))
         else:
             offset = lengths(op, (past, 2)) if past is not None else op.const([0])
-        ahead = op.Sub(keys, op.Add(queries, offset))  # how far a key lies behind the place of its query
+        ahead = op.Sub(keys, op.Add(queries, offset))  # distance of a key from its query's position
         tests += [op.LessOrEqual(ahead, [0])] if node.attributes.get_int("is_causal", 0) else []
         tests += [op.GreaterOrEqual(ahead, [-left])] if left >= 0 else []
         tests += [op.LessOrEqual(ahead, [right])] if right >= 0 else []
@@ -266,7 +266,7 @@ def _bias(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: 
 
 
 def _for_all_keys(op: Builder, bias: Any, scores: Any) -> Any:
-    """A mask for the first keys only hides the others."""
+    """Extend a mask over the first keys; it hides the others."""
     short, full = (dims(bias) or (None,))[-1], (dims(scores) or (None,))[-1]
     if isinstance(short, int) and isinstance(full, int) and short < full:
         pads = op.const([0, full - short])

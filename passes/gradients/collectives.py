@@ -1,4 +1,4 @@
-"""Gradients of collectives: what is summed on the way forward is summed on the way back."""
+"""Gradients of collectives: a sum in the forward pass is a sum in the backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def all_reduce(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
 
 
 def fresh_tag(graph: ir.Graph, tag: str) -> str:
-    """``tag``, or the first of ``tag.1``, ``tag.2`` … that no collective of the graph has."""
+    """``tag``, or the first of ``tag.1``, ``tag.2`` … that no collective of the graph uses."""
     taken = {n.attributes["tag"].as_string() for n in graph if n.domain == "graphc" and "tag" in n.attributes}
     k = 1
     fresh = tag

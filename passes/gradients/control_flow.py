@@ -1,11 +1,11 @@
-"""Gradients of If, Loop and Scan: the bodies are differentiated, weights that they capture included.
+"""Gradients of If, Loop and Scan: differentiates the bodies, captured weights included.
 
-    If      an If of the same condition, whose branches compute the branch anew and differentiate it
-    Scan    a Scan that runs the other way, over the states that each iteration began with
-    Loop    a Loop that counts down and picks those states by its index
+    If      an If with the same condition, whose branches recompute the branch and differentiate it
+    Scan    a reversed Scan over the states at the beginning of each iteration
+    Loop    a Loop that counts down and selects those states by its index
 
-The states that the iterations of a loop began with are further scan outputs of the forward node; everything else that
-the backward body needs it computes anew. Adjoints of carried values and of captured values are carried backwards.
+The forward node returns those states as further scan outputs. The backward body recomputes everything else that it needs.
+Adjoints of carried and captured values are carried backwards.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def _in_order(values: Sequence[ir.Value], found: dict[ir.Value, ir.Value]) -> li
     return [found.get(v) for v in values]
 
 
-# What Loop and Scan share ----------------------------------------------------------------------------------------------
+# Shared by Loop and Scan ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Loop:
-    """A loop node, taken apart.
+    """The parts of a loop node.
 
     Attributes:
         states: (input of the node, input of the body, output of the body, output of the node) of each carried value.
         fed: the other inputs of the body.
-        scanned: (output of the body, adjoint of the node's output) of the scan outputs that matter.
-        outer: captured values; ``weights`` are those among them whose gradient is wanted.
+        scanned: (output of the body, adjoint of the node's output) of the scan outputs with an adjoint.
+        outer: captured values; ``weights`` are those whose gradient is wanted.
         live: the inputs of the body that a wanted gradient depends on.
     """
 
@@ -94,7 +94,7 @@ class _Loop:
 
 
 def _take_apart(node: ir.Node, dys: Sequence[Adjoint], needs: set[ir.Value], first: int, count: int, skip: int) -> _Loop:
-    """Describe a loop whose states begin at input ``first`` of node and body, and at output ``skip`` of the body."""
+    """Describe a loop whose states start at input ``first`` of node and body, and at output ``skip`` of the body."""
     body = node.attributes["body"].as_graph()
     formal = body.inputs[first : first + count]
     states = [
@@ -129,7 +129,7 @@ def _step_back(
     dscanned: Sequence[ir.Value],
     sums: Sequence[ir.Value],
 ) -> tuple[list[ir.Value], dict[ir.Value, ir.Value]]:
-    """One iteration backwards: what the body carries on (adjoints of states, then sums), and the gradients it found."""
+    """Emit one backward iteration: the carried values (adjoints of states, then sums) and the other gradients."""
     before = set(inner.graph)
     outputs = dict(zip(loop.body.outputs, inline(inner, loop.body, known), strict=True))
     seeds = [(outputs[c], dy) for (_, (_, _, c, _)), dy in zip(loop.carried, dstates, strict=True)]
@@ -146,7 +146,7 @@ def _step_back(
 
 
 def _initial(op: Builder, loop: _Loop, dys: Sequence[Adjoint]) -> list[ir.Value]:
-    """The adjoints with which the backward loop begins: those of the final states, and zeros to sum up in."""
+    """Initial adjoints of the backward loop: those of the final states, and zeros for sums."""
     adjoints = []
     for k, (_, _, _, final) in loop.carried:
         dy = dys[k] if k < len(dys) else None
@@ -162,7 +162,7 @@ def _typed(label: str, value: ir.Value, *, without: int | None = None) -> Typed:
 
 
 def _saved(op: Builder, loop: _Loop, value: ir.Value, first: int) -> ir.Value:
-    """The node's scan output that collects what ``value``, an input of the body, was in each iteration.
+    """The node's scan output that collects ``value``, an input of the body, over the iterations.
 
     ``first`` is the first scan output of the body.
     """
@@ -235,7 +235,7 @@ def scan(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> Any
     moving = [v for v in loop.fed if v in loop.live and fed[v] in found]
     finish_body(inner, [*carried, *(found[fed[v]] for v in moving)])
 
-    operands: list[tuple[ir.Value, ir.Value, int, int]] = []  # input of the body, what it reads, along which axis, which way
+    operands: list[tuple[ir.Value, ir.Value, int, int]] = []  # input of the body, its source, axis, direction
     for _, b, _, _ in loop.states:
         if states[b].uses():
             operands.append((states[b], _saved(op, loop, b, count), 0, 1))
@@ -265,7 +265,7 @@ def scan(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> Any
 
 
 def _results(loop: _Loop, made: Sequence[ir.Value], skip: int, others: dict[int, ir.Value]) -> tuple[Adjoint, ...]:
-    """The rule's answer: states, then the node's other inputs, then captured values."""
+    """Return the rule's gradients: states, then the node's other inputs, then captured values."""
     by_input: list[Adjoint] = [None] * len(loop.node.inputs)
     states = {id(state[1]): value for (_, state), value in zip(loop.carried, made, strict=False)}
     offset = 0 if "num_scan_inputs" in loop.node.attributes else 2
@@ -324,11 +324,11 @@ def _length(op: Builder, loop: _Loop, count: int) -> ir.Value:
 
 
 def _pick(op: Builder, inner: Builder, loop: _Loop, value: ir.Value, index: ir.Value, count: int) -> ir.Value:
-    """What ``value`` was in iteration ``index``."""
+    """``value`` at iteration ``index``."""
     saved = _saved(op, loop, value, count + 1)
     most = max_trip_count(loop.node.inputs)
     if trip_count(loop.node.inputs, loop.body) is None and isinstance(most, int):
-        # A loop that may end early: what it saved is put into a tensor of the largest size, which a plan can hold.
+        # The loop may end early: saved states go into a tensor of the largest size, which a plan can allocate.
         before, op.before = op.before, _after(loop.node)
         where = op.Unsqueeze(op.Range(np.int64(0), op.Squeeze(op.Shape(saved, end=1), [0]), np.int64(1)), [1])
         size = op.Concat([most], op.Shape(saved, start=1), axis=0)
@@ -344,7 +344,7 @@ def _pick(op: Builder, inner: Builder, loop: _Loop, value: ir.Value, index: ir.V
 
 
 def _after(node: ir.Node) -> ir.Node | None:
-    """The node that follows ``node`` in its graph."""
+    """The next node after ``node`` in its graph."""
     assert isinstance(node.graph, ir.Graph)
     order = list(node.graph)
     place = order.index(node) + 1

@@ -15,18 +15,18 @@ from graphc.ir.ops.convolution import CONV, POOL, Window, spatial
 
 
 def _operands(node: ir.Node, count: int) -> list[ir.Value]:
-    """The first ``count`` inputs, which the op requires."""
+    """The first ``count`` inputs, all required by the op."""
     return [v for v in node.inputs[:count] if v is not None]
 
 
 def _attributes(node: ir.Node, names: Any) -> dict[str, Any]:
-    """The node's attributes of those names, as Python values."""
+    """The node's attributes with those names, as Python values."""
     found = {name: node.attributes[name].value for name in names if name in node.attributes}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def canonical_attributes(node: ir.Node, names: Any, kernel: ir.Value | None = None) -> dict[str, Any]:
-    """Those attributes with kernel, strides, dilations and padding spelled out, where the padding is known by now."""
+    """Those attributes with explicit kernel, strides, dilations and, if known, padding."""
     found = _attributes(node, names)
     (x,) = _operands(node, 1)
     try:
@@ -40,7 +40,7 @@ def canonical_attributes(node: ir.Node, names: Any, kernel: ir.Value | None = No
 
 
 def sum_per_channel(op: Builder, dy: ir.Value) -> ir.Value:
-    """Σ over every axis but the channels'."""
+    """Σ over every axis except the channels'."""
     return op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)  # type: ignore[no-any-return]
 
 
@@ -85,7 +85,7 @@ def conv_transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 
 def _as_convolution(node: ir.Node) -> dict[str, Any]:
-    """Attributes of the Conv that leads from y to x."""
+    """Attributes of the Conv that maps y to x."""
     x, w = _operands(node, 2)
     names = ("dilations", "group", "kernel_shape", "strides", "auto_pad", "pads", "output_padding", "output_shape")
     found = _attributes(node, names)
@@ -108,7 +108,7 @@ def _chosen_padding(
 ) -> list[int]:
     """The padding that ConvTranspose derives from ``output_shape``, or from ``auto_pad`` (output = input · stride).
 
-    Where the output is larger than what the windows reach, ``extra`` (the output padding) grows by the difference.
+    ``extra`` (the output padding) grows by the part of the output that no window reaches.
     """
     begin, end = [], []
     for axis, (span, s, e) in enumerate(zip(window.span, window.strides, extra, strict=True)):

@@ -157,9 +157,10 @@ def cast(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 @gradient("Dropout")
 def dropout(op: Builder, node: ir.Node, dz: ir.Value, dmask: None = None) -> Any:
-    """Outside training z = x;  ∂x = dz. In training z = x·mask/(1 - ratio), with the mask that the node itself draws.
+    """Outside training z = x;  ∂x = dz. In training z = x·mask/(1 - ratio), with the mask drawn by the node itself.
 
-    The ``train_mode`` pass makes of a Dropout one whose mask is the same on every replay; this is for graphs without it.
+    The ``train_mode`` pass replaces such a Dropout by one whose mask is the same on every replay; this rule is for graphs
+    without it.
     """
     training = node.inputs[2] if len(node.inputs) > 2 else None
     if training is None:
@@ -181,7 +182,7 @@ def dropout(op: Builder, node: ir.Node, dz: ir.Value, dmask: None = None) -> Any
 
 
 def unary(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a formula ``(op, dy, x, y, **attributes)``; the default of a keyword is that of the ONNX attribute."""
+    """Register a formula ``(op, dy, x, y, **attributes)``; keyword defaults are those of the ONNX attributes."""
 
     def register(formula: Callable[..., Any]) -> Callable[..., Any]:
         defaults = formula.__kwdefaults__ or {}

@@ -1,4 +1,4 @@
-"""Gradients of gathers and scatters. What several indices name is added up."""
+"""Gradients of gathers and scatters; contributions of repeated indices are summed."""
 
 from __future__ import annotations
 

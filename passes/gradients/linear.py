@@ -1,7 +1,7 @@
 """Gradients of matrix products.
 
-Two-dimensional products go through ``Gemm``, whose transposes are free, and a batch of rows times a matrix is flattened
-to two dimensions first: that is the form for which onnxruntime calls one large BLAS product.
+Two-dimensional products use ``Gemm``, whose transposes are free. A batch of rows times a matrix is first flattened to two
+dimensions, because onnxruntime runs that form as one large BLAS product.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def einsum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
 
 
 def _onto_diagonal(op: Builder, value: Any, own: str, term: str, like: ir.Value) -> Any:
-    """``value``, whose axes are the labels ``own``, where all axes of ``term`` with the same label agree, else 0."""
+    """``value`` (axes ``own``) where all axes of ``term`` with the same label agree, else 0."""
     first = [term.index(c) for c in own]
     spread = op.Unsqueeze(value, [i for i in range(len(term)) if i not in first])
     mask: Any = None
@@ -118,7 +118,7 @@ def _positions(op: Builder, like: ir.Value, axis: int, width: int) -> Any:
 
 
 def _einsum_terms(node: ir.Node, inputs: list[ir.Value]) -> tuple[list[str], str]:
-    """Index letters of each operand and of the result, with the ellipsis and the implicit result written out."""
+    """Index letters of each operand and of the result, with ellipsis and implicit result expanded."""
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     left, arrow, result = equation.partition("->")
     terms = left.split(",")

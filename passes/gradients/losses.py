@@ -1,4 +1,4 @@
-"""Gradients of the loss ops. Labels and class weights are data: nothing flows back to them."""
+"""Gradients of the loss ops. Labels and class weights are data and get no gradient."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _reduction(node: ir.Node) -> str:
 
 
 def _picks(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """The label of each position, the class weight with which it counts, and where it is ignored; see :func:`picks`."""
+    """The label of each position, its class weight, and whether it is ignored; see :func:`picks`."""
     scores, label, *_ = node.inputs
     assert scores is not None
     assert label is not None

@@ -98,7 +98,7 @@ def _axis(node: ir.Node, axis: ir.Value | None, width: int) -> int:
 
 
 def _fit(op: Builder, value: Any, axis: int, of: tuple[Any, int], points: Any, *, to_x: bool = False) -> Any:
-    """``value`` along an axis, cut or filled with zeros: to ``points``, or (``to_x``) from there to the size of ``of``."""
+    """Crop or zero-pad ``value`` along an axis: to ``points``, or (``to_x``) from there to the size of ``of``."""
     size = lengths(op, of)
     have, want = (points, size) if to_x else (size, points)
     missing = op.Sub(want, have)
@@ -107,7 +107,7 @@ def _fit(op: Builder, value: Any, axis: int, of: tuple[Any, int], points: Any, *
         return value
     if known is not None and int(known[0]) < 0:
         return op.Slice(value, [0], want, [axis])
-    return op.Pad(value, op.Concat(op.const([0]), missing, axis=0), None, op.const([axis]))  # a negative margin cuts
+    return op.Pad(value, op.Concat(op.const([0]), missing, axis=0), None, op.const([axis]))  # a negative pad crops
 
 
 def _real_part(op: Builder, value: Any, x: ir.Value) -> Any:

@@ -20,7 +20,7 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def _operands(node: ir.Node, count: int) -> list[ir.Value]:
-    """The first ``count`` inputs, which the op requires."""
+    """The first ``count`` inputs, all required by the op."""
     return [v for v in node.inputs[:count] if v is not None]
 
 
@@ -29,7 +29,7 @@ def _attribute(node: ir.Node, name: str, default: Any) -> Any:
 
 
 def _widen(op: Builder, value: ir.Value) -> ir.Value:
-    """Half precision as float32: sums over many elements need it (``stash_type`` in ONNX)."""
+    """Convert half precision to float32: sums over many elements need it (``stash_type`` in ONNX)."""
     return op.Cast(value, to=int(ir.DataType.FLOAT)) if value.dtype in HALVES else value
 
 
@@ -42,7 +42,7 @@ def _through_statistics(
     dvar: ir.Value | None,
     dinv_std: ir.Value | None,
 ) -> ir.Value | None:
-    """What adjoints of statistics over n elements (shaped to broadcast to x) add to ∂x, None when there are none.
+    """Contribution to ∂x of the adjoints of statistics over n elements (broadcast to x); None without such adjoints.
 
     (∂mean + (x - mean)·(2·∂var - inv_std³·∂inv_std))/n. It appears in gradients of gradients, which use the statistics.
     """
@@ -64,7 +64,7 @@ def _through_statistics(
 
 
 def _sum(op: Builder, *terms: ir.Value | None) -> ir.Value | None:
-    """The sum of those that are there."""
+    """The sum of the values that are not None."""
     present = [t for t in terms if t is not None]
     return op.Add(*present) if len(present) == 2 else present[0] if present else None
 
@@ -111,9 +111,9 @@ def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value | None, *statis
 def _batch_statistics_gradient(
     op: Builder, node: ir.Node, dy: ir.Value | None, dmean: ir.Value | None, dvar: ir.Value | None
 ) -> Any:
-    """A BatchNormalization that was exported in training mode keeps no statistics of its batch: they are computed again.
+    """Gradient of a BatchNormalization exported in training mode; recomputes the batch statistics, which it does not save.
 
-    The running ones, m·before + (1 - m)·those of the batch, pass dmean and dvar on to both.
+    The running statistics, m·before + (1 - m)·batch, pass dmean and dvar on to both terms.
     """
     x, scale, *_ = _operands(node, 5)
     momentum = _attribute(node, "momentum", 0.9)
@@ -177,9 +177,9 @@ def batch_normalization_training(
 
 @gradient("graphc::SharedNormalization")
 def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """As BatchNormalizationTraining, with both sums over all ranks; ∂scale and ∂bias are this rank's part of theirs.
+    """As BatchNormalizationTraining, with both sums over all ranks; ∂scale and ∂bias are this rank's part.
 
-    The way through the statistics is in ∂x, so nothing flows back to them.
+    ∂x includes the path through the statistics, so nothing flows back to them.
     """
     x, scale, _, mean, inv_std, count, live = _operands(node, 7)
 
@@ -196,7 +196,7 @@ def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return dx, lambda: sums()[0], lambda: sums()[1]
 
 
-refuse_gradient(  # the rule of SharedNormalization leaves out what a second derivative would need
+refuse_gradient(  # the rule of SharedNormalization omits terms that a second derivative needs
     "graphc::SharedNormalizationSums",
     "graphc::SharedNormalizationGrad",
     "graphc::BatchStatistics",
@@ -240,9 +240,9 @@ def layer_normalization(
 
 
 def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
-    """Mean and InvStdDev: outputs of the forward node, which gets them if it has them not.
+    """Mean and InvStdDev: outputs of the forward node, added if absent.
 
-    In float64 they are computed again, because ONNX hands them out in float32 only.
+    In float64 they are recomputed, because ONNX returns them in float32 only.
     """
     if x.dtype == ir.DataType.DOUBLE:
         axes = list(range(axis % rank(x), rank(x)))

@@ -1,4 +1,4 @@
-"""Gradients of the ops of mixed precision."""
+"""Gradients of the mixed precision ops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ zero_gradient("graphc::AnyNonFinite", origin=__name__)
 
 @gradient("graphc::ScaleLoss")
 def scale_loss(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = total, as far as the loss is reported;  ∂total = scale·dy"""
+    """y = total (the reported loss);  ∂total = scale·dy"""
     _, scale = operands(node, 2)
     return lambda: op.Mul(dy, op.cast_like(scale, dy)), None

@@ -1,7 +1,7 @@
-"""Quantisation by straight-through: rounding counts as the identity, saturation as a constant.
+"""Straight-through gradients of quantisation: rounding counts as identity, saturation as constant.
 
 The adjoint of a quantised tensor is a float tensor of its shape. So a gradient flows from a ``DequantizeLinear`` through
-whatever only moves the numbers (``Reshape``, ``Transpose`` …) to the ``QuantizeLinear`` in front; together the two rules
+ops that only move numbers (``Reshape``, ``Transpose`` …) to the ``QuantizeLinear`` in front; together the two rules
 give the gradient of the scale of "Learned Step Size Quantization" (S. Esser et al., ICLR 2020).
 """
 
@@ -87,7 +87,7 @@ def _along(node: ir.Node, x: ir.Value) -> int:
 
 
 def _spread(op: Builder, node: ir.Node, value: ir.Value, x: ir.Value) -> Any:
-    """A scale or zero point, brought to a shape that broadcasts against x: of one number, one per slice or one per block."""
+    """Reshape a scale or zero point (one number, one per slice or one per block) to broadcast against x."""
     if _block(node):
         axis, size = _along(node, x), _block(node)
         wide = op.Unsqueeze(value, [axis + 1])

@@ -1,4 +1,4 @@
-"""Gradients of random ops: what they draw does not depend on any value."""
+"""Gradients of random ops: draws depend on no differentiable value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of reductions, of ops that normalise along an axis, and of running sums."""
+"""Gradients of reductions, of normalisations along an axis such as Softmax, and of running sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ zero_gradient("ArgMax", "ArgMin", "Hardmax", origin=__name__)
 
 
 def _axes(node: ir.Node) -> ir.Value | None:
-    """The operand that names the reduced axes, or None when all are reduced."""
+    """The axes operand, or None when all axes are reduced."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     known = constant(axes)
     if known is not None and known.size == 0:
@@ -29,7 +29,7 @@ def _untouched(node: ir.Node) -> bool:
 
 
 def _kept(op: Builder, node: ir.Node, value: ir.Value) -> Any:
-    """``value`` of the shape of the node's output, with the reduced axes kept with size one."""
+    """Reshape ``value`` from the node's output shape so that reduced axes have size one."""
     axes = _axes(node)
     if node.attributes.get_int("keepdims", 1) or axes is None:
         return value  # a scalar broadcasts against anything
@@ -37,7 +37,7 @@ def _kept(op: Builder, node: ir.Node, value: ir.Value) -> Any:
 
 
 def _reduce(op: Builder, node: ir.Node, value: ir.Value) -> Any:
-    """``value`` summed over the axes that the node reduces, keeping them with size one."""
+    """``value`` summed over the node's reduced axes, which stay with size one."""
     return op.ReduceSum(value, _axes(node), keepdims=1)
 
 

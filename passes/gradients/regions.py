@@ -32,14 +32,14 @@ def max_roi_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
             cell = op.And(op.Unsqueeze(inside[0][i], [1, 3]), op.Unsqueeze(inside[1][j], [1, 2]))
             best, share = (op.Slice(value, [i, j], [i + 1, j + 1], [2, 3]) for value in (y, dy))
             hits = op.cast_like(op.And(cell, op.Equal(whole, best)), dy)
-            ties = op.Max(op.ReduceSum(hits, [2, 3], keepdims=1), op.scalar(1, dy))  # a cell outside of the image is empty
+            ties = op.Max(op.ReduceSum(hits, [2, 3], keepdims=1), op.scalar(1, dy))  # a cell outside the image is empty
             part = op.Mul(hits, op.Div(share, ties))
             total = part if total is None else op.Add(total, part)
     return lambda: op.ScatterND(op.zeros_like(x), image, total, reduction="add")
 
 
 def _inside(op: Builder, x: ir.Value, axis: int, first: Any, last: Any, count: int) -> list[Any]:
-    """Which places along an axis lie in cell 0, 1 … of each region: region × place, bool."""
+    """Membership of positions along an axis in cell 0, 1 … of each region: region × position, bool."""
     size = op.Div(op.Max(op.Add(op.Sub(last, first), 1.0), op.scalar(1, first)), float(count))
     places = op.Range(np.int64(0), op.Squeeze(lengths(op, (x, axis)), [0]), np.int64(1))
     places = op.Unsqueeze(op.cast_like(places, first), [0])

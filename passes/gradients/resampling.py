@@ -1,4 +1,4 @@
-"""Gradients of ops that read an image at computed places: Resize, GridSample, AffineGrid."""
+"""Gradients of ops that read an image at computed positions: Resize, GridSample, AffineGrid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resize(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 
 def _size(value: ir.Value) -> int | None:
-    """How many elements a constant has; an empty one stands for an operand that is left out."""
+    """Number of elements of a constant; 0 stands for an absent operand."""
     known = constant(value)
     return known.size if known is not None else None
 
@@ -74,7 +74,7 @@ def _grid_sample(op: Builder, node: ir.Node) -> Any:
 
 
 def _bring_inside(op: Builder, c: Any, size: Any, padding: str, corners: bool) -> Any:
-    """Coordinates beyond the border, which is half an element outside unless corners are aligned, moved as padding says."""
+    """Move coordinates beyond the border (half an element outside, unless corners are aligned) as padding requires."""
     if padding == "zeros":
         return c
     last = op.Sub(size, 1.0)

@@ -1,10 +1,10 @@
-"""The engine of reverse-mode differentiation, which the rules and the ``autodiff`` pass share.
+"""Engine of reverse-mode differentiation, shared by the rules and the ``autodiff`` pass.
 
     before   x ─► MatMul(W) ─► y
     after    x ─► MatMul(W) ─► y        dy ─► MatMul(xᵀ, ·) ─► dW
 
-Rules (:mod:`graphc.gradient`) are formulas; this engine decides what needs a gradient, seeds, accumulates contributions, and
-sums broadcast gradients back to the shape of their input. A ``graphc`` op without a rule is differentiated through its
+Rules (:mod:`graphc.gradient`) are formulas. This engine decides which values need a gradient, seeds, accumulates contributions,
+and sums broadcast gradients back to the shape of their input. It differentiates a ``graphc`` op without a rule through its
 decomposition.
 """
 
@@ -29,7 +29,7 @@ def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequenc
     """Append the backward subgraph; returns source → gradient for every source that ``targets`` depend on.
 
     Raises:
-        UnsupportedOpError: an op on a path from a source to a target has no gradient rule; all of them are named.
+        UnsupportedOpError: ops on a path from a source to a target have no gradient rule; the message names all of them.
     """
     op = Builder(graph, scope="grad/seed")
     nodes = list(graph)
@@ -39,7 +39,7 @@ def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequenc
 def backpropagate(
     op: Builder, nodes: Sequence[ir.Node], seeds: Sequence[tuple[ir.Value, ir.Value]], sources: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Push ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
+    """Propagate ``seeds``, pairs of a value and its adjoint, back through ``nodes``, which are in topological order."""
     needs = descendants(nodes, sources)
     needed_by_target = ancestors(nodes, [value for value, _ in seeds])
     order = [n for n in nodes if any(o in needs for o in n.outputs) and any(o in needed_by_target for o in n.outputs)]
@@ -67,7 +67,7 @@ def backpropagate(
 
 
 def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]) -> Sequence[Any]:
-    """What the node's rule returns, one entry per input."""
+    """Call the node's rule; returns one entry per input."""
     rule = GRADIENTS.get(key_of(node.domain, node.op_type))
     if rule is None:
         return _through_decomposition(op, node, dys, needs)
@@ -80,7 +80,7 @@ def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], need
 def _through_decomposition(
     op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
 ) -> Sequence[ir.Value | None]:
-    """Differentiate an op without a rule through its decomposition or its ONNX function body; second orders mostly come so."""
+    """Differentiate an op without a rule through its decomposition or ONNX function body; serves most second derivatives."""
 
     def same() -> Sequence[ir.Value | None]:
         found = decompose_node(op, node) if declaration_of(node) is not None else emit_body(op, node)
@@ -98,9 +98,9 @@ def through(
     needs: set[ir.Value],
     same: Callable[[], Sequence[ir.Value | None]],
 ) -> Sequence[ir.Value | None]:
-    """The gradients of ``node`` by way of ``same``, which emits other nodes that compute the same outputs.
+    """The gradients of ``node`` through ``same``, which emits other nodes that compute the same outputs.
 
-    The node itself stays, so that a backend still finds its kernel; of the others only what the backward pass reads stays.
+    The node itself stays, so that a backend can use its kernel; of the other nodes only those read by the backward pass stay.
     """
     graph = op.graph
     last = graph[-1] if len(graph) else None
@@ -120,7 +120,7 @@ def through(
 def _take(
     op: Builder, adjoints: dict[ir.Value, ir.Value], contributions: dict[ir.Value, list[ir.Value]], value: ir.Value
 ) -> ir.Value | None:
-    """The finished adjoint of ``value``: its contributions summed in the order they were made."""
+    """The finished adjoint of ``value``: its contributions summed in order of creation."""
     if value in adjoints:
         return adjoints[value]
     parts = contributions.get(value)
@@ -156,9 +156,9 @@ def _filled(op: Builder, value: ir.Value, number: float) -> ir.Value:
 
 
 def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
-    """Sum ``gradient`` over the axes along which ``like`` was broadcast; nothing is emitted when shapes agree."""
+    """Sum ``gradient`` over the axes along which ``like`` was broadcast; emits nothing when shapes agree."""
     if not isinstance(like.type, ir.TensorType):
-        return gradient  # sequences are not broadcast
+        return gradient  # sequences do not broadcast
     have, want = dims(gradient), dims(like)
     if same_dims(have, want):
         return gradient
@@ -184,13 +184,13 @@ def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str
 
 
 def _operands(node: ir.Node) -> Iterator[ir.Value]:
-    """The values that a node reads, those captured by its subgraphs included."""
+    """The inputs of a node, including values captured by its subgraphs."""
     yield from (v for v in node.inputs if v is not None)
     yield from captured(node)
 
 
 def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
-    """Float values that depend on ``sources`` through ops that are not marked as having zero gradient."""
+    """Float values that depend on ``sources``, except through ops with zero gradient."""
     needs = set(sources)
     for node in nodes:
         declaration = declaration_of(node)
@@ -209,7 +209,7 @@ _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "
 
 
 def _is_quantised(node: ir.Node, out: ir.Value, needs: set[ir.Value]) -> bool:
-    """Whether a tensor of another type stands for a float one: quantised, and at most moved since. Its adjoint is a float."""
+    """Whether a non-float tensor stands for a float one: quantised, then at most moved. Its adjoint is a float."""
     if node.domain or out.dtype in (ir.DataType.INT64, ir.DataType.BOOL):
         return False
     if node.op_type in _QUANTISES:
@@ -218,7 +218,7 @@ def _is_quantised(node: ir.Node, out: ir.Value, needs: set[ir.Value]) -> bool:
 
 
 def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.Value]:
-    """Values from which ``targets`` are computed, the targets included."""
+    """Values that contribute to ``targets``, the targets included."""
     wanted = set(targets)
     for node in reversed(list(nodes)):
         if any(out in wanted for out in node.outputs):
@@ -227,7 +227,7 @@ def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.V
 
 
 def has_no_gradient(node: ir.Node) -> bool:
-    """Whether the node has neither a rule nor a decomposition or body through which it could be differentiated."""
+    """Whether the node has no rule, decomposition or function body to differentiate."""
     if key_of(node.domain, node.op_type) in GRADIENTS:
         return False
     declaration = declaration_of(node)
@@ -256,7 +256,7 @@ def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], source
 
 
 def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]) -> list[str]:
-    """The names of one chain of nodes from a source to ``node``, with the middle of a long one left out."""
+    """Names of one chain of nodes from a source to ``node``; a long chain is abbreviated in the middle."""
     path = [node.name or node.op_type]
     current: ir.Node | None = node
     while current is not None:

@@ -1,8 +1,8 @@
-"""Reading images between their elements: the formula behind GridSample, DeformConv and RoiAlign.
+"""Samples images between their elements: the formula behind GridSample, DeformConv and RoiAlign.
 
     y[b, q, c] = Σₖ w[b, q, k] · x[image of b, c, k-th tap of place (b, q)]
 
-Taps and weights come from one coordinate per axis. Autodiff goes through the nodes emitted here.
+Taps and weights come from one coordinate per axis. Autodiff differentiates the nodes emitted here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Interpolation:
 
 
 KERNELS: Mapping[str, Interpolation] = {
-    "nearest": Interpolation((0,), ((1.0,),)),  # of coordinates that are rounded already
+    "nearest": Interpolation((0,), ((1.0,),)),  # for coordinates that are rounded already
     "linear": Interpolation((0, 1), ((1.0, 0.0), (-1.0, 1.0))),
     "cubic": Interpolation(  # Keys, Cubic convolution interpolation (1981), with a = -3/4
         (-1, 0, 1, 2), ((0.0, 1.0, 0.0, 0.0), (-0.75, 0.0, 0.75, 0.0), (1.5, -2.25, 1.5, -0.75), (-0.75, 1.25, -1.25, 0.75))
@@ -51,8 +51,8 @@ def interpolate(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any
     """B × Q × C: the image x (N × C × spatial) at places given by one B × Q tensor per axis, in units of elements.
 
     Args:
-        images: int64 of length B, the sample of x that each row of places reads.
-        padding: what a tap outside the image reads: ``zeros``, ``border``, ``reflection`` or ``reflection at corners``.
+        images: int64 of length B, the sample of x for each row of places.
+        padding: value of taps outside the image: ``zeros``, ``border``, ``reflection`` or ``reflection at corners``.
     """
     rows, weights = taps(op, x, images, coordinates, kernel, padding)
     return op.Squeeze(op.MatMul(op.Unsqueeze(weights, [2]), rows), [2])
@@ -61,7 +61,7 @@ def interpolate(op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any
 def taps(
     op: Builder, x: ir.Value, images: Any, coordinates: Sequence[Any], kernel: Interpolation, padding: str
 ) -> tuple[Any, Any]:
-    """What the taps read (B × Q × K × C) and their weights (B × Q × K)."""
+    """Values of the taps (B × Q × K × C) and their weights (B × Q × K)."""
     index: Any = op.Unsqueeze(images, [1])
     weights: Any = None
     for axis, c in enumerate(coordinates):
@@ -76,7 +76,7 @@ def taps(
 
 
 def _one_axis(op: Builder, c: Any, size: Any, kernel: Interpolation, padding: str) -> tuple[Any, Any]:
-    """Positions inside the image and weights of the taps along one axis, which is a new last one."""
+    """Positions inside the image and weights of the taps along one axis; taps are a new last axis."""
     floor = op.Floor(c)
     r = op.Unsqueeze(op.Sub(c, floor), [-1])
     weight: Any = op.ones_like(r)

@@ -1,6 +1,6 @@
-"""Gradients of ops on sequences and optionals. The adjoint of a sequence is a sequence; that of an optional is its content's.
+"""Gradients of ops on sequences and optionals. The adjoint of a sequence is a sequence, of an optional its content's adjoint.
 
-Where positions are known before the model runs, ``legalize`` has turned sequences into plain tensors already.
+``legalize`` has already replaced sequences by plain tensors where positions are known at compile time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sequence_erase(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 
 def _from_front(op: Builder, s: ir.Value, position: ir.Value) -> ir.Value:
-    """A position that counts from the front, where a negative one counts from the end of ``s``."""
+    """Convert a position to one counted from the front; negative ones count from the end of ``s``."""
     place = op.Cast(position, to=int(ir.DataType.INT64))
     return op.Where(op.Less(place, np.int64(0)), op.Add(place, op.SequenceLength(s)), place)  # type: ignore[no-any-return]
 

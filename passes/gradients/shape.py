@@ -19,7 +19,7 @@ _END = np.iinfo(np.int64).max
 
 
 def lengths(op: Builder, *parts: int | tuple[ir.Value, int]) -> Any:
-    """A shape made of numbers and of dimensions ``(value, axis)``: a constant as far as they are static."""
+    """A shape from numbers and dimensions ``(value, axis)``: constant as far as they are static."""
     known: list[int] = []
     pieces: list[Any] = []
     for part in parts:
@@ -36,7 +36,7 @@ def lengths(op: Builder, *parts: int | tuple[ir.Value, int]) -> Any:
 
 
 def scatter_back(op: Builder, x: ir.Value, dy: ir.Value, pick: Callable[[Any], Any]) -> Any:
-    """Gradient of any op ``pick`` that only copies elements of x: it is run on their positions, to which dy is added."""
+    """Gradient of an op ``pick`` that only copies elements of x: runs it on their positions and adds dy there."""
     positions = op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x))
     flat = op.Reshape(pick(positions), [-1])
     zeros = op.Expand(op.scalar(0, x), op.Reshape(op.Size(x), [1]))
@@ -134,7 +134,7 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 
 def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], starts: Sequence[int]) -> Any:
-    """Zeros of the shape of x with dy in them, beginning at ``starts``, whose negative numbers count from the end."""
+    """Zeros of the shape of x with dy in them, from ``starts`` on; negative starts count from the end."""
     befores: list[Any] = []
     afters: list[Any] = []
     for axis, start in zip(axes, starts, strict=True):
@@ -159,7 +159,7 @@ def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], start
 
 
 def pad_to(op: Builder, x: ir.Value, dy: ir.Value, pads: Any, axes: Sequence[int]) -> Any:
-    """dy amid zeros, of the shape of x; with symbolic sizes the inference of ``Pad`` would not know that shape."""
+    """dy surrounded by zeros, in the shape of x; for symbolic sizes, whose shape inference of ``Pad`` could not find."""
     padded = op.Pad(dy, pads, None, op.const(list(axes)))
     padded.shape = ir.Shape(x.shape.dims) if x.shape is not None else None
     return padded

@@ -1,4 +1,4 @@
-"""Gradients of pooling by a norm, of unpooling, of Col2Im, and of convolution and pooling at computed places."""
+"""Gradients of LpPool, unpooling, Col2Im, and of convolution and pooling at computed positions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     dilations = node.attributes.get_ints("dilations", None) or [1] * n
     columns: Any = op.Pad(dy, [0, 0, *pads[:n], 0, 0, *pads[n:]]) if any(pads) else dy
     for axis in range(n):
-        where = 2 + 2 * axis  # each axis of the image has become two: taps and blocks
+        where = 2 + 2 * axis  # each image axis is split into taps and blocks
         last = op.Sub(lengths(op, (columns, where)), [dilations[axis] * (kernel[axis] - 1) + 1])
         blocks = op.Add(op.Div(last, [strides[axis]]), [1])
         starts = op.Mul(op.Range(np.int64(0), op.Squeeze(blocks, [0]), np.int64(1)), [strides[axis]])
@@ -127,7 +127,7 @@ def roi_align(op: Builder, node: ir.Node, dy: ir.Value, needs: set[ir.Value]) ->
 
 
 def _roi_align(op: Builder, node: ir.Node) -> Any:
-    """The maximum is that of the weighted taps, not of the interpolated values: so ONNX and its runtimes have it."""
+    """Takes the maximum of the weighted taps, not of the interpolated values, as ONNX and its runtimes do."""
     x, rois, batch = operands(node, 3)
     attributes = node.attributes
     half = attributes.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
@@ -158,14 +158,14 @@ def _roi_align(op: Builder, node: ir.Node) -> Any:
         lowest = op.scalar(float(np.finfo(x.dtype.numpy()).min), x)
         terms = op.Where(op.Unsqueeze(used, [2, 3]), op.Mul(op.Unsqueeze(weights, [3]), read), lowest)
         y = op.ReduceMax(op.Reshape(op.ReduceMax(terms, [2], keepdims=0), each), [2, 4], keepdims=0)
-        y = op.Where(op.Equal(y, lowest), op.scalar(0, x), y)  # a region without extent has no samples
+        y = op.Where(op.Equal(y, lowest), op.scalar(0, x), y)  # a region of zero extent has no samples
     return op.Transpose(y, perm=[0, 3, 1, 2])
 
 
 def _bins(op: Builder, x: ir.Value, axis: int, start: Any, extent: Any, bins: int, ratio: int) -> tuple[Any, Any, Any, Any]:
-    """Along one axis: the places of the samples (regions × bins × samples), which of them hit x, which count, and how many.
+    """Along one axis: sample positions (regions × bins × samples), which of them hit x, which count, and how many.
 
-    ``start``, ``extent``: regions × 1. Without a ``ratio`` a region has as many samples a bin as the bin is long.
+    ``start``, ``extent``: regions × 1. Without a ``ratio`` a region has as many samples per bin as the bin is long.
     """
     width = op.Div(extent, float(bins))
     if ratio > 0:
