@@ -49,7 +49,7 @@ class CupyBackend(Backend):
         device: the machine; None: the GPU of this worker, by its local rank.
         cache: segments that earlier processes compiled for such a device; None: each is compiled.
         choose: which epilogues of products are taken; a GPU that is made here measures that.
-        tf32, deterministic, loose_gelu: see :class:`.device.CudaOptions`; of the GPU that is made here.
+        tf32, deterministic, loose_gelu: see :class:`.protocol.CudaOptions`; of the GPU that is made here.
     """
 
     name = "cupy"

@@ -46,7 +46,7 @@ SMALL = {
     ir.DataType.FLOAT8E4M3FN: "e4m3fn", ir.DataType.FLOAT8E4M3FNUZ: "e4m3fnuz", ir.DataType.FLOAT8E5M2: "e5m2",
     ir.DataType.FLOAT8E5M2FNUZ: "e5m2fnuz", ir.DataType.FLOAT8E8M0: "e8m0", ir.DataType.FLOAT4E2M1: "e2m1",
 }  # fmt: skip
-"""Floats of a byte or less, which are computed with in float (:mod:`.functions`)."""
+"""Floats of a byte or less, which are computed with in float (``codegen/device_functions``)."""
 
 BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataType.UINT2: 2}
 """Whole numbers of less than a byte, each in a byte of its own, as numpy holds them."""

@@ -68,7 +68,7 @@ CUPY = {
     **NUMPY,
     "test_attention_4d_causal_fp16": _HALF,
     "test_attention_4d_gqa_with_past_and_present_fp16_expanded": _HALF,
-    "test_dft_inverse(_opset19)?": _NOISE,
+    "test_dft(_axis)?|test_dft_inverse(_opset19)?": _NOISE,
     "test_training_dropout(_default)?(_mask)?": _RANDOM,
 }
 

@@ -1,6 +1,6 @@
-"""The GPU through CuPy: memory, NVRTC with a cache on disk, launches, and nodes by library or, at last, on the host.
+"""The GPU through CuPy: memory, kernels compiled by NVRTC with a cache on disk, launches, calls of libraries and of the host.
 
-CuPy's own library calls refuse a capturing stream, so products go through cuBLASLt's bindings (:mod:`.cublaslt`).
+It holds one object for each library that is used, and knows none of them. CuPy's own library calls refuse a capturing stream.
 """
 
 from __future__ import annotations

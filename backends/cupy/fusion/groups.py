@@ -29,7 +29,7 @@ class FusedKernel:
     """A fused kernel in the making.
 
     Attributes:
-        again: values in memory that are computed again from others in place of being read.
+        recomputed: values in memory that the kernel computes again from others instead of reading them.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class FusedKernel:
     reductions: list[ir.Node] = field(default_factory=list)
     stores: list[ir.Value] = field(default_factory=list)
     reads: set[ir.Value] = field(default_factory=set)
-    again: set[ir.Value] = field(default_factory=set)
+    recomputed: set[ir.Value] = field(default_factory=set)
 
     @property
     def spec(self) -> KernelSpec:
@@ -90,7 +90,7 @@ class Launches:
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
-            if value in own or value in kernel.again:
+            if value in own or value in kernel.recomputed:
                 return False
             made = self.made.get(value)
             return made < at if made is not None else value.producer() is None or is_constant(value.producer())
@@ -149,14 +149,14 @@ class Launches:
         again = [values for values, _ in found]
         if not all(again) or sum(nbytes for _, nbytes in found) >= (1 + len(readers)) * nbytes_of(value):
             return
-        before = [frozenset(kernel.again) for _, kernel in readers]
+        before = [frozenset(kernel.recomputed) for _, kernel in readers]
         reads = []
         for (k, kernel), values in zip(readers, again, strict=True):
-            kernel.again |= values
+            kernel.recomputed |= values
             reads.append(self.reads_of(kernel, k))
         if any(r is None or len(r) + len(n.stores) > OPERANDS for r, (_, n) in zip(reads, readers, strict=True)):
             for (_, kernel), values in zip(readers, before, strict=True):
-                kernel.again = set(values)
+                kernel.recomputed = set(values)
             return
         for (_, kernel), found_reads in zip(readers, reads, strict=True):
             kernel.reads = found_reads or set()
@@ -194,10 +194,10 @@ class Launches:
         again, nbytes = self._without_reading(value, kernel, 1)
         if not again or nbytes * 4 > nbytes_of(value):
             return
-        kernel.again.add(value)
+        kernel.recomputed.add(value)
         reads = self.reads_of(kernel, at)
         if reads is None or len(reads) + len(kernel.stores) > OPERANDS:
-            kernel.again.discard(value)
+            kernel.recomputed.discard(value)
         else:
             kernel.reads = reads
 

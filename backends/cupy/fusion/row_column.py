@@ -115,7 +115,7 @@ def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[Kern
 
 def _in_memory(kernels: Sequence[FusedKernel], memory: set[ir.Value]) -> InMemory:
     own = {v for kernel in kernels for v in (*kernel.stores, *(out for node in kernel.reductions for out in node.outputs))}
-    again = {v for kernel in kernels for v in kernel.again}
+    again = {v for kernel in kernels for v in kernel.recomputed}
 
     def found(value: ir.Value) -> bool:
         producer = value.producer()

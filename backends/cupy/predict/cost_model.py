@@ -35,7 +35,7 @@ from graphc.backends.cupy.predict.hardware import (
     WIDE_GEMM,
     WIDE_GEMM_SIZE,
 )
-from graphc.backends.cupy.segment.bind import _offsets
+from graphc.backends.cupy.segment.bind import scratch_layout
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall, Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, launches_of, name_of
@@ -83,7 +83,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
 
 def scratch_of(segment: Segment) -> int:
     """Bytes of the values that calls of a segment hand to each other."""
-    return _offsets(segment, {*segment.graph.inputs, *segment.graph.outputs})[2]
+    return scratch_layout(segment, {*segment.graph.inputs, *segment.graph.outputs})[2]
 
 
 def _calls(segment: Segment) -> Iterator[KernelCall | NodeCall]:

@@ -19,7 +19,7 @@ from graphc.backends.cupy.libraries.registry import operands, results
 from graphc.backends.cupy.segment.control_flow import bind
 from graphc.backends.cupy.segment.host_fallbacks import HostNode
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment, reads, writes
-from graphc.backends.cupy.segment.scratch_reuse import Idle
+from graphc.backends.cupy.segment.scratch_reuse import OutputScratch
 from graphc.backends.fusion.expressions import compute_type
 from graphc.device import Array, Run
 from graphc.errors import GraphcError
@@ -94,13 +94,15 @@ class BoundSegment:
         self._device, self._scratch = device, scratch
         self._arrays: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in segment.graph.inputs}
         self._arrays.update((v, outputs[v.name or ""]) for v in segment.graph.outputs)
-        self._reusable, self._lodged = reusable_buffers, dict[ir.Value, tuple[int, int]]()
-        places = _offsets(segment, set(self._arrays))
+        self._reusable, self._in_outputs = reusable_buffers, dict[ir.Value, tuple[int, int]]()
+        places = scratch_layout(segment, set(self._arrays))
         if reusable_buffers:
-            lodged: dict[ir.Value, tuple[int, int]] = {}
-            other = _offsets(segment, set(self._arrays), _idle(segment, reusable_buffers, inputs, outputs), lodged)
+            in_outputs: dict[ir.Value, tuple[int, int]] = {}
+            other = scratch_layout(
+                segment, set(self._arrays), _output_scratch(segment, reusable_buffers, inputs, outputs), in_outputs
+            )
             if other[2] <= places[2]:
-                places, self._lodged = other, lodged
+                places, self._in_outputs = other, in_outputs
         self._offsets, self._partials, nbytes = places
         self._constants = {} if constants is None else constants
         self._runs: list[Run] = []
@@ -158,16 +160,16 @@ class BoundSegment:
                 found = self._array(base).reshape(shape_of(value))
             elif value in self._offsets:
                 found = _part(self._memory, self._offsets[value], value)
-            elif value in self._lodged:
-                room, offset = self._lodged[value]
-                found = _part(self._reusable[room], offset, value)
+            elif value in self._in_outputs:
+                buffer, offset = self._in_outputs[value]
+                found = _part(self._reusable[buffer], offset, value)
             elif not size_of(value):
                 found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
             else:
                 known = constant(value)
                 if known is None and value.const_value is not None:
                     known = value.const_value.numpy()
-                assert known is not None, f"{value.name} has no place"
+                assert known is not None, f"{value.name} has no memory"
                 if value not in self._constants:
                     self._constants[value] = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
                 found = self._constants[value]
@@ -199,17 +201,17 @@ def _bind_body(
     return BoundSegment(segment, device, scratch, inputs, outputs, constants=constants)
 
 
-def _idle(
+def _output_scratch(
     segment: Segment, reusable_buffers: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
-) -> Idle:
-    """The places of results that lie in ``reusable_buffers`` until they are written."""
+) -> OutputScratch:
+    """The outputs in ``reusable_buffers`` as scratch until they are written."""
     base = _bases(segment)
     written: dict[ir.Value, int] = {}
     for k, call in enumerate(segment.calls):
         for value in map(base, writes(call)):
             written.setdefault(value, k)
     results = [(outputs[v.name or ""], written[v]) for v in dict.fromkeys(segment.graph.outputs) if v in written]
-    return Idle(reusable_buffers, results, inputs.values())
+    return OutputScratch(reusable_buffers, results, inputs.values())
 
 
 def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:
@@ -223,29 +225,29 @@ def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:
     return base
 
 
-def _offsets(
+def scratch_layout(
     segment: Segment,
     placed: set[ir.Value],
-    idle: Idle | None = None,
-    lodged: dict[ir.Value, tuple[int, int]] | None = None,
+    outputs: OutputScratch | None = None,
+    in_outputs: dict[ir.Value, tuple[int, int]] | None = None,
 ) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
     """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together.
 
     Args:
         placed: the values that have memory already.
-        idle: where values go first; ``lodged`` then tells (room, offset) of each.
+        outputs: where values go first; ``in_outputs`` then tells (buffer, offset) of each.
     """
     base = _bases(segment)
     last = {base(v): k for k, call in enumerate(segment.calls) for v in (*reads(call), *writes(call))}
     arena = Arena(ALIGNMENT)
     offsets: dict[ir.Value, int] = {}
     partials: dict[int, tuple[int, ...]] = {}
-    found: dict[ir.Value, tuple[int, int]] = {} if lodged is None else lodged
+    found: dict[ir.Value, tuple[int, int]] = {} if in_outputs is None else in_outputs
     for k, call in enumerate(segment.calls):
         for value in map(base, writes(call)):
             if value in placed or value in offsets or value in found:
                 continue
-            place = None if idle is None else idle.take(_nbytes(value), k, last[value])
+            place = None if outputs is None else outputs.take(_nbytes(value), k, last[value])
             if place is None:
                 offsets[value] = arena.take(_nbytes(value), last[value])
             else:

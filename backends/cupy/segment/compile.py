@@ -47,7 +47,7 @@ def compile_segment(
     Args:
         device: write CUDA C; otherwise C++ for the host.
         splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
-        choose, loose_gelu: what becomes the epilogue of a product (:func:`.epilogues.join_products`).
+        choose, loose_gelu: what becomes the epilogue of a product (:func:`.gemm_epilogues.join_products`).
     """
     graph = ir.from_proto(model).graph
     graph.initializers.clear()  # they keep their values: in a segment they are constants, of whatever type and rank
@@ -116,7 +116,7 @@ def _kernel_calls(
 
     def in_memory(value: ir.Value) -> bool:
         producer = value.producer()
-        if value in own or value in kernel.again:
+        if value in own or value in kernel.recomputed:
             return False
         return value in memory or producer is None or producer.op_type == "Constant"
 
@@ -126,8 +126,8 @@ def _kernel_calls(
     generator = Generator(spec, in_memory, form)
     parts = 1
     if kernel.axes and generator.divides():
-        asked = splits(spec.rows, spec.columns, not form.strided) if splits else vectorize.wanted_splits(spec, form)
-        parts = max(1, min(asked, spec.columns // (1 if form.strided else form.vector)))
+        wanted = splits(spec.rows, spec.columns, not form.strided) if splits else vectorize.wanted_splits(spec, form)
+        parts = max(1, min(wanted, spec.columns // (1 if form.strided else form.vector)))
     if parts == 1:
         return [_call(generator.source(), vectorize.shape_of_form(spec, form), device)]
     first, second = generator.halves()

@@ -27,7 +27,7 @@ from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
 
 BindBody: TypeAlias = "Callable[..., Run]"
-"""What binds a segment to arrays by name: the constructor of :class:`.bound.BoundSegment`, with scratch memory of its own."""
+"""What binds a segment to arrays by name: the constructor of :class:`.bind.BoundSegment`, with scratch memory of its own."""
 
 
 def body_models(node: ir.Node) -> list[onnx.ModelProto] | None:

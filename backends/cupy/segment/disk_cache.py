@@ -5,7 +5,7 @@
 So nothing that is found is out of date. A file begins with a digest of the rest: one that is damaged is as good as none, and
 one that cannot be written is not missed. Segments with bodies, and those that a plugin has a hand in, are compiled every time.
 
-What comes back is what :class:`.bound.BoundSegment` and :mod:`.cost` need: of the graph, only the nodes that libraries run.
+What comes back is what :class:`.bind.BoundSegment` and ``predict/cost_model`` need: of the graph, only the nodes of libraries.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def overwrite(
     """``calls`` and ``aliases`` (value → the value whose memory it is) with results in the memory of operands.
 
     Args:
-        device: see :func:`.launch.render`.
+        device: see :func:`.launch_shape.render`.
     """
     found, known = list(calls), dict(aliases)
     fixed = {*graph.inputs, *graph.outputs}
@@ -48,7 +48,7 @@ def overwrite(
             target = base(result)
             if isinstance(call, KernelCall) and target is result and not {target} & (fixed | made):
                 given = next((v for v in reads(call) if base(v) in free and _same_places(call, v, result)), None)
-                if given is not None and _alike(base(given), result):
+                if given is not None and _same_size(base(given), result):
                     free.discard(base(given))
                     last[base(given)] = last[result]
                     known[result] = base(given)
@@ -57,14 +57,14 @@ def overwrite(
     return found, known
 
 
-def _alike(one: ir.Value, other: ir.Value) -> bool:
+def _same_size(one: ir.Value, other: ir.Value) -> bool:
     return dtype_of(one) == dtype_of(other) and size_of(one) == size_of(other)
 
 
 def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
     """Whether the thread that writes an element of ``result`` is the only one that reads this element of ``operand``."""
     source = call.source
-    if not _alike(operand, result) or (source.form.strided and source.rows % call.shape.span):
+    if not _same_size(operand, result) or (source.form.strided and source.rows % call.shape.span):
         return False  # threads beyond the last of strided rows do its work again
     read = [access for access in source.traffic if access.value is operand]
     written = [access for access in source.traffic if access.value is result]

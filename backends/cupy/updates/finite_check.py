@@ -24,12 +24,12 @@ AT_ONCE = 16
 """Bytes that a thread reads at once."""
 
 
-def _alike(node: ir.Node) -> bool:
+def _one_type(node: ir.Node) -> bool:
     """Whether all operands are of one type."""
     return len({v.dtype for v in node.inputs if v is not None}) == 1
 
 
-@library("graphc::AnyNonFinite", dtypes=FLOATS, when=_alike, launches_kernels=True)
+@library("graphc::AnyNonFinite", dtypes=FLOATS, when=_one_type, launches_kernels=True)
 def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """The flag is cleared, and set by every block that meets a NaN or an infinity."""
     clear = "KERNEL $name(unsigned char* out) { if (THREAD == 0) out[0] = 0; }"
@@ -40,7 +40,7 @@ def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None]
     )  # fmt: skip
 
 
-@library("graphc::SumOfSquares", dtypes=FLOATS, when=_alike, launches_kernels=True)
+@library("graphc::SumOfSquares", dtypes=FLOATS, when=_one_type, launches_kernels=True)
 def sum_of_squares(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """Parts of blocks, then their sum."""
     count = blocks_of(_rows(inputs))

@@ -14,7 +14,7 @@ import pytest
 import graphc
 from graphc.backends.cupy.segment import scratch_reuse
 from graphc.backends.cupy.segment.bind import BoundSegment
-from graphc.backends.cupy.segment.scratch_reuse import Idle
+from graphc.backends.cupy.segment.scratch_reuse import OutputScratch
 from graphc.bench.specs import SPECS
 from graphc.data import share
 from graphc.distributed.threads import run_threads
@@ -24,8 +24,8 @@ from tests.tiers import params
 
 
 def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_reuse, "LEAST", 1)
-    rng, lodged = random.Random(0), 0
+    monkeypatch.setattr(scratch_reuse, "MIN_BYTES", 1)
+    rng, in_outputs = random.Random(0), 0
     for _ in range(40):
         memory = np.zeros(1 << 16, np.uint8)
         room = memory[-memory.ctypes.data % 256 :]
@@ -35,7 +35,7 @@ def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_writ
             results.append((room[at : at + size], rng.randrange(100)))
             at += size + rng.choice([0, 0, 0, 64])
         read = room[12_000:12_100]
-        places = Idle([room], results, [read])
+        places = OutputScratch([room], results, [read])
         owner = np.full((100, room.nbytes), -1)  # call, byte → what lies there
         owner[:, 12_000:12_100] = -2
         for array, written in results:
@@ -45,13 +45,13 @@ def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_writ
             nbytes, until = rng.randrange(1, 9000), min(99, now + rng.randrange(30))
             found = places.take(nbytes, now, until)
             if found is not None:
-                lodged += 1
+                in_outputs += 1
                 _, start = found
                 region = owner[now : until + 1, start : start + nbytes]
                 assert (region == -1).all()
                 assert (room.ctypes.data + start) % 256 == 0
                 region[:] = now
-    assert lodged > 200
+    assert in_outputs > 200
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -75,11 +75,11 @@ def test_training_gives_the_same_bits_from_less_memory(
     register_backend: Callable[..., None],
 ) -> None:
     register_backend("pretended", lambda **_: cupy_on(HostDevice()))
-    lodged, bind = [], BoundSegment.bind
+    in_outputs, bind = [], BoundSegment.bind
 
     def noting(segment: BoundSegment, *arguments: Any) -> None:
         bind(segment, *arguments)
-        lodged.append(len(segment._lodged))
+        in_outputs.append(len(segment._in_outputs))
 
     monkeypatch.setattr(BoundSegment, "bind", noting)
     program = graphc.compile(
@@ -100,11 +100,11 @@ def test_training_gives_the_same_bits_from_less_memory(
 
     found = []
     for least in (1, 1 << 40):
-        monkeypatch.setattr(scratch_reuse, "LEAST", least)
+        monkeypatch.setattr(scratch_reuse, "MIN_BYTES", least)
         scratch = memory_of(program.model, feed_shapes(program.model, 4), backend="cupy", world_size=workers).scratch
-        lodged.clear()
+        in_outputs.clear()
         found.append((scratch, trained(None) if workers == 1 else run_threads(2, trained)[0]))
-        assert bool(sum(lodged)) == (least == 1)
+        assert bool(sum(in_outputs)) == (least == 1)
     (less, (losses, state)), (more, (expected, wanted)) = found
     assert less <= more
     assert losses == expected
