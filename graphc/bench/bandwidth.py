@@ -1,4 +1,6 @@
-"""AllReduce through graphc beside MPI's own: ``graphc launch -n 2 -m graphc.bench.bandwidth`` prints a JSON line a worker.
+"""Measures AllReduces of graphc against MPI's own.
+
+``graphc launch -n 2 -m graphc.bench.bandwidth`` prints one JSON line for each worker.
 
 Both reduce the same float32 buffer in place, in turn, in one run: graphc as a training step does it that has nothing to
 compute meanwhile (``begin``, then ``wait``), MPI by one ``MPI_Allreduce(MPI_IN_PLACE)`` over the whole buffer.
@@ -106,7 +108,7 @@ def _launches(comm: Communicator, memory: Memory, handle: Handle, launches: int)
 
 
 def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
-    """NCCL's own calls."""
+    """A closure that reduces ``buffer`` by NCCL calls alone, :data:`LAUNCHES` times."""
     stream = comm.gpu.communication
     calls = plan_calls("allreduce", "sum", buffer.dtype, buffer.size, (), 0, comm.rank)
     reduce = comm.nccl.bind(calls, int(buffer.data.ptr), int(stream.ptr))
@@ -120,7 +122,7 @@ def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
 
 
 def _in_turn(calls: Sequence[Callable[[], None]], seconds: float, comm: Communicator) -> list[tuple[float, float]]:
-    """Median and least seconds of each call, begun by all workers together; how often is settled by worker 0."""
+    """Median and minimum seconds of each call. All workers start together; worker 0 decides the number of rounds."""
     for call in (*calls, *calls, *calls):
         call()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``make gpu-bench``: training steps on a GPU beside PyTorch's, in one run; writes one JSON file.
+"""``make gpu-bench`` compares training steps on a GPU with PyTorch's; it writes one JSON file.
 
     python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--kernels 12] [--dry]
 
@@ -14,7 +14,6 @@ run's time. With ``--dry`` all of it runs at tiny sizes on the host, in place of
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -28,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from graphc.bench.gpu_processes import BenchProcess, Clock, export_all, once
-from graphc.bench.gpu_specs import JOBS
+from graphc.bench.gpu_specs import JOBS, check_jobs, write_json
 from graphc.bench.kernel_table import markdown
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError
 
 SMALL = {"gpt2": (2, 1), "bert": (2, 4), "resnet50": (0, 8), "mlp-wide": (0, 64)}
 """Layers (0: all) and batch of the copies that are compared step by step."""
@@ -50,7 +49,7 @@ WORKER = ("-m", "graphc.bench.gpu_worker")
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for; without a GPU, say so and succeed. 1: a part of a job failed."""
+    """Run the benchmark; returns 1 where a part of a job failed, and 0 without a GPU, after saying so."""
     parser = argparse.ArgumentParser(description="Training steps on a GPU beside PyTorch's.")
     parser.add_argument("--output", type=Path, default=Path("build/gpu_bench.json"))
     parser.add_argument("--only", "--models", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
@@ -65,15 +64,16 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the host: tries out the benchmark, measures nothing")
     arguments = parser.parse_args(given)
     models = [model for model in arguments.only.split(",") if model]
-    for model in models:
-        if model not in JOBS:
-            print(UsageError(f"there is no job {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}"), file=sys.stderr)
-            return 2
+    try:
+        check_jobs(models)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
     arguments.backend = arguments.backend or ("auto" if arguments.dry else "cupy")
     arguments.modes = arguments.modes or ("eager" if arguments.dry else "eager,compile,compile+graphs")
     reason = "" if arguments.dry else missing(arguments.backend)
     if reason:
-        write(arguments.output, {"skipped": reason})
+        write_json(arguments.output, {"skipped": reason})
         print(f"gpu-bench is skipped: {reason}")
         return 0
     result = run(models, arguments)
@@ -81,7 +81,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def missing(backend: str) -> str:
-    """Why nothing can be measured here; empty: all is there. Asked in a process of its own, whose context ends with it."""
+    """Why nothing can be measured here, or an empty string; asked in a child process, which takes its CUDA context with it."""
     code = f"""
 import json
 from graphc.backend import make_backend
@@ -104,16 +104,8 @@ print(json.dumps({{"reason": reason}}))
         return str(error)
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """The result so far, in place of the one before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
-
-
 def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The whole result; a job that fails is reported and the others go on."""
+    """Run all jobs and return the result; a failed job is reported and does not stop the others."""
     clock = Clock(arguments.budget)
     result: dict[str, Any] = {"machine": machine(), "dry": arguments.dry, "jobs": {}}
     with tempfile.TemporaryDirectory(prefix="graphc-gpu-bench-") as name:
@@ -126,7 +118,7 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
             result["seconds"] = arguments.budget - clock.left()
 
             def save() -> None:
-                write(arguments.output, result)
+                write_json(arguments.output, result)
 
             job = JobRun(model, arguments, clock, files, _caches(folder / f"cache-{model}"), found, save)
             job.run()
@@ -134,7 +126,7 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
             if found.get("kernels"):
                 print(markdown(found["kernels"], arguments.kernels), flush=True)
     result["seconds"] = arguments.budget - clock.left()
-    write(arguments.output, result)
+    write_json(arguments.output, result)
     return result
 
 
@@ -169,7 +161,7 @@ class JobRun:
     rounds: list[dict[str, float]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Every part, whatever becomes of the others."""
+        """Run every part; a failed part does not stop the others."""
         self.found["goal_ms"] = JOBS[self.model].goal_ms
         with ExitStack() as stack:
             uncached = self._part(
@@ -217,7 +209,7 @@ class JobRun:
         return worker
 
     def _keep(self, told: dict[str, Any] | None, when: str) -> None:
-        """What a side told of its set-up."""
+        """Store what one side reported about its set-up."""
         if told is None:
             return
         first = self.found.setdefault("first_step_s", {})
@@ -263,18 +255,8 @@ class JobRun:
         own = ["--file", self._file(layers), "--backend"]
         steps = "5" if self.arguments.dry else "20"
         gentle = ["--optimizer", GENTLE[self.model]] if self.model in GENTLE else []
-        size = [
-            self.model,
-            *self._common(),
-            *gentle,
-            "--steps",
-            steps,
-            "--layers",
-            str(layers),
-            "--batch",
-            str(batch),
-            "--precision",
-        ]
+        numbers = ["--steps", steps, "--layers", str(layers), "--batch", str(batch)]
+        size = [self.model, *self._common(), *gentle, *numbers, "--precision"]
         runs = {
             "graphc fp32": ["losses-graphc", *size, "fp32", *own, self.arguments.backend],
             "reference fp32": ["losses-graphc", *size, "fp32", *own, "numpy" if self.arguments.dry else "auto"],
@@ -296,7 +278,7 @@ class JobRun:
 
 
 def best_of(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The least of every mode over the rounds, and graphc beside the fastest of PyTorch's."""
+    """The minimum time of every mode, and the ratio of PyTorch's fastest mode to graphc."""
     best = {mode: min(r[mode] for r in rounds if mode in r) for mode in dict.fromkeys(m for r in rounds for m in r)}
     ours = best.pop("graphc", None)
     fastest = min(best, key=lambda mode: best[mode], default="")
@@ -324,7 +306,7 @@ def summary(model: str, found: dict[str, Any]) -> str:
 
 
 def _layers(model: str, arguments: argparse.Namespace) -> int:
-    """Layers of the copy that is compared."""
+    """Layers of the smaller copy whose losses are compared."""
     return 0 if arguments.dry else SMALL[model][0]
 
 

@@ -1,4 +1,4 @@
-"""The processes of ``make gpu-bench``: workers that answer in lines of JSON, each within a time, and exports of models."""
+"""Child processes of ``make gpu-bench``: workers that answer in lines of JSON, and exports of models."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 TAIL = 1500
 """Characters of what a process wrote on its error stream that its failure is told with."""
 
 
 class Clock:
-    """The seconds that are left of a run."""
+    """Counts down the seconds of a run."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self, most: float = float("inf")) -> float:
-        """What is left, at most ``most``; never below zero."""
+        """The seconds left, between 0 and ``most``."""
         return max(0.0, min(most, self._end - time.monotonic()))
 
 
@@ -48,6 +48,7 @@ class BenchProcess:
             stderr=self._errors,
             text=True,
         )
+        self._input = cast("IO[str]", self._process.stdin)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -58,7 +59,7 @@ class BenchProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, whatever it is at."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -96,18 +97,16 @@ class BenchProcess:
         Raises:
             RuntimeError: as for :meth:`read`.
         """
-        stream = self._process.stdin
-        assert stream is not None
         try:
-            stream.write(f"{what}\n")
-            stream.flush()
+            self._input.write(f"{what}\n")
+            self._input.flush()
         except OSError:
             pass  # it has ended; reading tells how
         return self.read()
 
 
 def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, seconds: float = float("inf")) -> dict[str, Any]:
-    """What a process says first, within ``seconds``."""
+    """Start a process, return its first result within ``seconds``, and end it."""
     with BenchProcess(command, environment, clock) as worker:
         return worker.read(seconds)
 
@@ -115,7 +114,7 @@ def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, s
 def export_all(
     models: Sequence[tuple[str, int]], folder: Path, *, tiny: bool, clock: Clock
 ) -> dict[tuple[str, int], Path | str]:
-    """The ONNX file of every (job, layers), several exported at once; where that failed, why."""
+    """Export every (job, layers) in parallel; returns its file, or the reason why the export failed."""
 
     def export(wanted: tuple[str, int]) -> Path | str:
         model, layers = wanted

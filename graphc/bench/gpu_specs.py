@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphc import losses, optim
+from graphc.atomic_files import whole_file
+from graphc.errors import UsageError, nearest
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[Any]]"]
 
@@ -62,7 +66,7 @@ class BenchJob:
         return replace(self, layers=layers or self.layers, batch=batch or self.batch)
 
     def tiny(self) -> BenchJob:
-        """The same kind of job at a size that any machine runs in a moment, to try out what surrounds it."""
+        """The same kind of job at a tiny size, which tests the benchmark itself on any machine."""
         if self.tokens:
             return replace(self, batch=2, inputs=(16,), classes=48, tokens=48, layers=1, width=32, heads=2)
         if len(self.inputs) == 3:
@@ -81,3 +85,17 @@ JOBS: Mapping[str, BenchJob] = {
 }
 """GPT-2 124M (vocabulary 50,257 padded to 50,304), BERT-base with a head over the vocabulary (30,522 padded to 30,528) at every
 position, ResNet-50 and an MLP 784-4096-4096-10."""
+
+
+def check_jobs(names: Iterable[str]) -> None:
+    """Raise UsageError for a name that is none of the jobs."""
+    for name in names:
+        if name not in JOBS:
+            raise UsageError(f"there is no job {name!r}{nearest(name, JOBS)}; jobs are {', '.join(JOBS)}")
+
+
+def write_json(path: Path, result: Any) -> None:
+    """Write a result, whole or not at all, in place of an earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(f"{json.dumps(result, indent=1)}\n".encode())

@@ -19,6 +19,7 @@ from typing import Any
 
 from graphc.bench.gpu_specs import JOBS, Arrays, BenchJob
 from graphc.bench.kernel_table import Row, rows
+from graphc.options import key_values
 from graphc.report.step_time import TIMERS
 
 Step = Callable[[], Any]
@@ -67,7 +68,7 @@ def say(result: dict[str, Any]) -> None:
 
 
 def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: float, answers: Answers | None = None) -> None:
-    """Report the set-up, then answer every line that comes in: with the milliseconds of a step in every mode, as a rule."""
+    """Report the set-up, then answer every line of standard input, mostly with the milliseconds of a step in every mode."""
     say(found)
     for line in sys.stdin:
         answer = (answers or {}).get(line.strip())
@@ -108,7 +109,7 @@ def _program(job: BenchJob, path: str, backend: str, precision: str) -> Any:
 
 
 def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
-    """A trainer that has taken its first steps; the first run measures, the second is captured.
+    """Make a trainer and take its first steps: one measures kernels, the next is captured as a CUDA graph.
 
     Feeds lie on the device, as PyTorch's do.
     """
@@ -154,7 +155,7 @@ def kernels(trainer: Any, feeds: dict[str, Any]) -> list[Row]:
 
 
 def free_bytes() -> int | None:
-    """Bytes free on the GPU, for which its context is made; None where there is none."""
+    """Bytes free on the GPU, or None without one; makes a CUDA context."""
     try:
         from cupy.cuda import runtime
 
@@ -174,7 +175,7 @@ def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def graphc_losses(job: BenchJob, path: str, backend: str, precision: str, steps: int) -> list[float]:
-    """The losses of the first steps, each on a batch of its own: on one batch they would soon be nought."""
+    """The losses of the first steps, each on a new batch: repeated on one batch, they would soon vanish."""
     import graphc
 
     with graphc.Trainer(_program(job, path, backend, precision)) as trainer:
@@ -228,7 +229,7 @@ def _torch_optimizer(job: BenchJob, module: Any, device: str) -> Any:
     import torch
 
     kind, _, rest = job.optimizer.partition(":")
-    options: dict[str, Any] = {key: float(value) for key, _, value in (item.partition("=") for item in rest.split(","))}
+    options: dict[str, Any] = {key: float(value) for key, value in key_values(rest).items()}
     fused = device == "cuda"
     if kind == "sgd":
         return torch.optim.SGD(module.parameters(), **options, fused=fused)
@@ -237,7 +238,7 @@ def _torch_optimizer(job: BenchJob, module: Any, device: str) -> Any:
 
 
 def _torch_device(precision: str) -> str:
-    """The device, with what PyTorch may do in float32 set as ``precision`` says."""
+    """Set PyTorch's float32 precision to ``precision`` and return the device."""
     import torch
 
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -248,7 +249,7 @@ def _torch_device(precision: str) -> str:
 def torch_side(
     name: str, job: BenchJob, precision: str, modes: Sequence[str] = MODES
 ) -> tuple[dict[str, Any], dict[str, Step], Step]:
-    """Every mode, compiled and warm; each has its own copy of the module."""
+    """Compile and warm up every mode, each with its own copy of the module."""
     import torch
 
     device = _torch_device(precision)
@@ -277,7 +278,7 @@ def torch_side(
 
 
 def torch_losses(name: str, job: BenchJob, precision: str, steps: int) -> list[float]:
-    """The losses of the same steps by PyTorch eager."""
+    """The losses of the same steps in eager PyTorch."""
     feeds: dict[str, Any] = {}
     step = _torch_step(name, job, precision, "eager", _torch_device(precision), feeds)
     losses = []

@@ -1,4 +1,4 @@
-"""Measured calls of a step beside what the cost model says: equal calls as one row, those that lose most first."""
+"""Compares the measured calls of a step with the cost model: one row for equal calls, the largest loss first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows(calls: Sequence[Timed]) -> list[Row]:
 
 
 def centres(table: Sequence[Row]) -> list[Row]:
-    """The sums of :func:`rows` by cost centre, the dearest first."""
+    """The sums of :func:`rows` by cost centre, the most expensive first."""
     found: dict[str, list[Row]] = {}
     for row in table:
         found.setdefault(row["centre"], []).append(row)

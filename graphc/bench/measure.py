@@ -115,7 +115,7 @@ def _share(model: str, rank: int, size: int) -> tuple[np.ndarray[Any, Any], np.n
 
 
 def _measure(step: Callable[[], Any], seconds: float) -> float:
-    """Median milliseconds of a step; the number of steps is fixed from the first few, so that all workers agree on it."""
+    """Median milliseconds of a step; the first few steps decide their number, on which all workers agree."""
     for _ in range(3):
         step()
     start = time.perf_counter()
@@ -131,7 +131,7 @@ def _measure(step: Callable[[], Any], seconds: float) -> float:
 
 
 def _agreed(count: int) -> int:
-    """The same number of steps on all workers; a worker that stops early would leave the others waiting."""
+    """Rank 0's number of steps on all workers: one that stopped early would leave the others waiting."""
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""``graphc bench --predict``: what a step of the GPU jobs, or of any training graph, should take on a GPU that is not there."""
+"""``graphc bench --predict`` predicts the step time of a GPU job or a training graph, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphc.report.step_time import PREDICTIONS, Prediction
 
 
 def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJob | None = None) -> Prediction:
-    """The prediction of a job by name, whose file PyTorch exports, or of a file that ``graphc compile`` wrote.
+    """Predict a job by name, which PyTorch exports first, or a file that ``graphc compile`` wrote.
 
     Args:
         batch: size of every symbolic dimension of a file.

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,6 @@ def run_suite(
     if zoo:
         rows += _zoo_compile(say)
     return rows
-
-
-def write(rows: Sequence[BenchRow], path: Path) -> None:
-    """Write the rows as a JSON list, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report) -> list[BenchRow]:

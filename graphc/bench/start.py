@@ -1,11 +1,11 @@
-"""What the host works until the first step of the GPU jobs, on a GPU that is not there:
+"""Measures the host's work up to the first step of the GPU jobs, without a GPU:
 
     graphc bench --start [gpt2 resnet50 …]
 
 Each job is exported, then started twice in processes of its own, with an empty cache folder and with what the first start
-left in it. Counted is processor time: the interpreter, imports, reading the file, compiling, state, the plan, binding it, and
-the first call of ``step``. What a driver and its libraries do (context, loading kernels, copies, plans of cuDNN) is not, nor
-are the imports of CuPy, nvmath and cuDNN.
+left in it. The figure is processor time: the interpreter, imports, reading the file, compiling, state, the plan, binding it,
+and the first call of ``step``. It does not include the driver and its libraries (context, loading kernels, copies, plans of
+cuDNN), nor the imports of CuPy, nvmath and cuDNN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Seconds = dict[str, float]
 
 
 def starts(models: Sequence[str], *, tiny: bool = False) -> Iterator[tuple[str, Seconds, Seconds]]:
-    """(job, first start, second start) of each.
+    """Yield (job, seconds of the first start, seconds of the second start) for each job.
 
     Raises:
         RuntimeError: a model cannot be exported, or a start failed.
@@ -63,12 +63,12 @@ def main() -> None:
 
 
 def measured(job: Any, path: str, kept: Path) -> Seconds:
-    """The parts of a start, of which the first is all that this process has done so far."""
+    """Processor seconds by part of a start; the part ``import`` is all that the process has done before."""
     import graphc
-    from graphc.backend import BACKENDS, PLANNERS
+    from graphc.backend import BACKENDS, PLANNERS, backend_of
     from graphc.bench.gpu_worker import on_device
 
-    assert BACKENDS["cupy"] is not None  # imports this backend alone, as a trainer does
+    backend_of("cupy")  # imports this backend alone, as a trainer does
     planner = PLANNERS["cupy"]
     made: Callable[..., Any] = lambda threads, spin, **_: planner(cache=kept)  # noqa: E731
     BACKENDS.register("planned", made, origin=__name__)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from graphc.data.files import open_arrays
 from graphc.device import Array
 from graphc.errors import FeedError, nearest
-from graphc.ir.facts import describe_value, dims
+from graphc.ir.facts import describe_value, dims, dtype_of
 from graphc.ir.ops.losses import label_checks
 
 
@@ -63,8 +63,7 @@ def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note:
         )
     found: dict[str, Array] = {}
     for name, value in wanted.items():
-        assert value.dtype is not None
-        array = convert(arrays[name], np.dtype(value.dtype.numpy()), name, where, note)
+        array = convert(arrays[name], np.dtype(dtype_of(value).numpy()), name, where, note)
         _check_shape(array, value, where)
         found[name] = array
     check_labels(graph, found, where)

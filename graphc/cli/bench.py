@@ -15,7 +15,9 @@ from graphc.cli.output import Format
 def command(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]…", help="Which models; all by default.")] = None,
     destination: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows as JSON to this file.")] = None,
-    rounds: Annotated[int, typer.Option(help="graphc and PyTorch are measured in turn this often; the median counts.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(help="Number of times that graphc and PyTorch are measured in turn; the median counts.")
+    ] = 3,
     seconds: Annotated[float, typer.Option(help="Time of one measurement.")] = 3.0,
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
@@ -23,13 +25,13 @@ def command(
         bool,
         typer.Option(
             "--predict",
-            help="No measurement: what steps should take on an H200, for jobs of 'make gpu-bench' or training graphs.",
+            help="Predict step times on an H200, without measuring, for jobs of 'make gpu-bench' or training graphs.",
         ),
     ] = False,
     start: Annotated[
         bool,
         typer.Option(
-            "--start", help="What the host works until the first step of the jobs of 'make gpu-bench', without a GPU."
+            "--start", help="Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU."
         ),
     ] = False,
     batch: Annotated[int, typer.Option(help="With --predict: size of every symbolic dimension of a file.", min=1)] = 1,
@@ -42,7 +44,8 @@ def command(
     if start:
         _start(models, form)
         return
-    from graphc.bench.run import run_suite, write
+    from graphc.bench.gpu_specs import write_json
+    from graphc.bench.run import run_suite
     from graphc.bench.specs import TIMED
     from graphc.errors import UsageError, nearest
 
@@ -51,7 +54,7 @@ def command(
             raise UsageError(f"there is no benchmark model {model!r}{nearest(model, TIMED)}; there are {', '.join(TIMED)}")
     rows = run_suite(models or TIMED, workers=workers, zoo=zoo, rounds=rounds, seconds=seconds, say=output.note)
     if destination is not None:
-        write(rows, destination)
+        write_json(destination, [asdict(row) for row in rows])
     if form is Format.json:
         output.document([asdict(row) for row in rows])
         return
@@ -74,13 +77,10 @@ def command(
 
 def _start(models: list[str] | None, form: Format) -> None:
     """Processor seconds of both starts of each job."""
-    from graphc.bench.gpu_specs import JOBS
+    from graphc.bench.gpu_specs import JOBS, check_jobs
     from graphc.bench.start import starts
-    from graphc.errors import UsageError, nearest
 
-    for model in models or ():
-        if model not in JOBS:
-            raise UsageError(f"there is no job {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")
+    check_jobs(models or ())
     found = {model: {"first": first, "second": second} for model, first, second in starts(models or list(JOBS))}
     if form is Format.json:
         output.document(found)

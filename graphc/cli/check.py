@@ -113,7 +113,7 @@ _UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, o
 
 
 def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
-    """Of what an exporter's optimisation has made of weights: inference is the same with them, training is not."""
+    """Warnings about weights that an exporter folded or merged, which changes training but not inference."""
     from graphc.ir.state import repeats_one_value
 
     warnings = []
@@ -137,7 +137,7 @@ def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
 
 
 def _folded_normalization(graph: ir.Graph) -> list[str]:
-    """A hint where every one of several convolutions has a bias and nothing is normalised: folded in evaluation mode?"""
+    """A warning where BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
     convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
     with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
     normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())

@@ -1,4 +1,4 @@
-"""What there is to train on NVIDIA GPUs: the driver, the devices, the packages, and backends that start."""
+"""Finds what training on NVIDIA GPUs needs: driver, devices, packages and backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHEELS = {"nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-c
 
 
 def findings() -> Iterator[Finding]:
-    """Driver, devices, packages and the backends that use them, each with the command that brings what is missing."""
+    """One finding for the driver, each device, package and library, with the command that installs what is missing."""
     version = driver_version()
     yield from _driver(version)
     if version is not None:
@@ -32,7 +32,7 @@ def findings() -> Iterator[Finding]:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs, asked of the driver itself; None: there is none."""
+    """The newest CUDA version that the driver runs; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -72,7 +72,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
-    """The packages of the extra ``gpu``, and whether CuPy and the driver speak of the same CUDA."""
+    """The packages of the extra ``gpu``, and whether the driver runs the CUDA version of CuPy."""
     from graphc.device import LEAST_DRIVER  # NumPy comes with it, which --help does without
 
     installed: dict[str, str] = {}
@@ -110,7 +110,7 @@ def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    """What CuPy and the bindings call, each loaded once: what is there for one program need not be found by another."""
+    """Load each library once, as CuPy and the bindings do: an installed library is not always found."""
     for name, ask in LIBRARIES.items():
         try:
             yield Finding(name, "ok", str(ask()))
@@ -148,7 +148,7 @@ LIBRARIES = {"NVRTC": _nvrtc, "cuBLASLt": _cublaslt, "cuDNN": _cudnn, "NCCL": _n
 
 
 def _onnxruntime() -> Iterator[Finding]:
-    """The two packages of onnxruntime, which fill one folder."""
+    """Whether one of the two packages of onnxruntime is installed, and not both: they share a folder."""
     found = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         try:

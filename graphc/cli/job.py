@@ -157,7 +157,7 @@ def fixed_batch(model: ir.Model) -> int | None:
 
 
 def _check_places(job: Job) -> None:
-    """Find out before training, not after it, that a result has no place to go or would replace what is read."""
+    """Fail before training where a result cannot be written, or would replace a file that is read."""
     for what, name in (("MODEL", job.model), ("--data", job.data), ("--eval-data", job.eval_data), ("--resume", job.resume)):
         check_named(what, name)
     data = {"the data": job.data, "the data of --eval-data": job.eval_data}
@@ -180,7 +180,7 @@ def _check_weights(job: Job, model: ir.Model) -> None:
 
 
 def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int) -> Shards:
-    """The shares of an evaluation: every sample once, in the order of the file."""
+    """This rank's shares of the evaluation data: every sample once, in the order of the file."""
     return shard(arrays, global_batch=job.batch_size, rank=rank, size=size, shuffle=False)
 
 

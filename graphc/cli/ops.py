@@ -22,17 +22,7 @@ def command(form: options.Format = Format.text) -> None:
     output.say()
     output.table(
         ("standard op", "since", "gradient", "second order", "native kernels", "on a GPU"),
-        [
-            (
-                row.name if row.domain == "ai.onnx" else f"{row.domain}.{row.name}",
-                str(row.since),
-                f"none: {row.reason}" if row.gradient == "none" else row.gradient,
-                "yes" if row.second_order else "",
-                ", ".join(row.kernels),
-                row.gpu,
-            )
-            for row in rows
-        ],
+        [row.cells for row in rows],
     )
     output.say(
         f"{counts['operators']} operators: {counts['covered']} of {counts['differentiable']} differentiable ones covered "

@@ -58,7 +58,7 @@ Backend = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What ``graphc train`` takes beside the options of the compilation."""
+    """The options of ``graphc train`` that do not belong to compilation."""
 
     model: Model
     data: Annotated[
@@ -138,7 +138,7 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _parameters(group: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a dataclass as keyword parameters, with what typer wants to know of each."""
+    """The fields of a dataclass as keyword parameters with typer's annotations."""
     hints = get_type_hints(group, include_extras=True)
     for field in dataclasses.fields(group):
         hint, default = hints[field.name], field.default

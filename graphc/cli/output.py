@@ -31,7 +31,7 @@ class Format(enum.StrEnum):
 
 
 def open_standard_streams() -> None:
-    """Open those of the three standard streams that the caller has closed, so that no file of ours gets their number.
+    """Open the standard streams that the caller has closed, so that no file of ours gets their number.
 
     A library that writes to its standard error would write into such a file.
     """
@@ -104,7 +104,7 @@ def error(text: str) -> None:
 
 
 def unexpected(problem: Exception) -> str:
-    """One line for an exception that is nobody's message."""
+    """One line for an exception that graphc did not raise on purpose."""
     text = " ".join(str(problem).split()) or "no message"
     where = "".join(f" {note}" for note in getattr(problem, "__notes__", ()))
     return f"unexpected {type(problem).__name__}{where}: {text} (run with {DEBUG}=1 for the traceback)"
@@ -121,7 +121,7 @@ def event(value: Mapping[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null in place of NaN and infinities, for which JSON has no words."""
+    """``value`` with None in place of NaN and infinities, which JSON cannot write."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

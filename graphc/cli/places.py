@@ -1,4 +1,4 @@
-"""Where results go, looked at before the work begins: a place that cannot be written to, or that holds what is read."""
+"""Checks, before the work begins, that results can be written and replace no input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphc.errors import ModelError, UsageError
 
 
 def check_place(option: str, place: str | None, reads: Mapping[str, str | None]) -> None:
-    """Find out before a run, not after it, that a result has no place to go.
+    """Check before a run that its result can be written.
 
     Args:
         option: of the command line, for messages.
@@ -40,7 +40,7 @@ def check_place(option: str, place: str | None, reads: Mapping[str, str | None])
 
 
 def check_checkpoint(option: str, place: str) -> None:
-    """The same for a folder of checkpoints, which need not exist yet.
+    """Check that checkpoints can be written to a folder, which need not exist yet.
 
     Raises:
         UsageError: no name.

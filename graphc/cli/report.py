@@ -1,4 +1,4 @@
-"""Telling how a training run goes: JSON events, or a table of epochs and a progress bar."""
+"""Prints the progress of a training run: JSON events, or a table of epochs and a progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JSON_LOG_EVERY = 10
 
 
 class Reporter:
-    """Prints events on rank 0. Where nobody can read them any more, the run goes on without: its results are files.
+    """Prints events on rank 0. A closed standard output does not end the run: its results are files.
 
     Args:
         form: ``json`` for a line an event, ``text`` for people.

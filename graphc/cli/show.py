@@ -44,7 +44,7 @@ def plan(
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
 ) -> None:
-    """Show what the workers execute for a training graph that 'compile' wrote: what overlaps, steps and buffers in order."""
+    """Show what the workers execute for a training graph that 'compile' wrote: overlap, steps and buffers in order."""
     from graphc import frontends
     from graphc.cli.inspect import is_training_graph
     from graphc.errors import UsageError
@@ -94,15 +94,17 @@ def plan(
 
 
 def _engine(backend: str) -> Backend:
-    """The backend, or, where it needs a device, what plans for it without one."""
-    from graphc.backend import BACKENDS, PLANNERS, make_backend
+    """The backend, or its planner where it needs a device."""
+    from graphc.backend import BACKENDS, PLANNERS, check_backend, make_backend, name_of
 
     BACKENDS.load()
-    return PLANNERS[backend]() if backend in PLANNERS else make_backend(backend, threads=1)
+    check_backend(backend)
+    name = name_of(backend)
+    return PLANNERS[name]() if name in PLANNERS else make_backend(backend, threads=1)
 
 
 def _on_host(found: Plan, engine: Backend) -> list[Fallback] | None:
-    """What the host runs in the middle of segments on a device; None for a backend of the host."""
+    """The nodes that the host runs in the middle of device segments; None for a backend of the host."""
     from graphc.backend import PLANNERS
     from graphc.plan.segment_model import segment_model
 

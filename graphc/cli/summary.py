@@ -1,4 +1,4 @@
-"""What a training graph consists of, for people and as JSON."""
+"""Summarises a training graph as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ import onnx_ir as ir
 
 from graphc.cli import output
 from graphc.gradient import key_of
-from graphc.ir.facts import describe_value, state_updates, static_dims
+from graphc.ir.facts import describe_value, known_nbytes, state_updates, static_dims
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.updates import state_of, trains
-
-
-def nbytes(value: ir.Value) -> int:
-    """Bytes of a value of static shape; 0 where the shape is not known."""
-    shape = static_dims(value)
-    if shape is None or value.dtype is None:
-        return 0
-    return int(np.prod(shape, dtype=np.int64)) * int(np.ceil(value.dtype.itemsize))
 
 
 def elements(value: ir.Value) -> int:
@@ -48,7 +40,7 @@ def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
         }
         values = [v for v in node.inputs if v is not None]
         every = {"every": every} if (every := node.attributes.get_int("every", 1)) > 1 else {}
-        rows.append({"op": node.op_type, **text, **every, "tensors": len(values), "bytes": sum(map(nbytes, values))})
+        rows.append({"op": node.op_type, **text, **every, "tensors": len(values), "bytes": sum(map(known_nbytes, values))})
     return rows
 
 
@@ -87,7 +79,7 @@ def is_trained(node: ir.Node, state: ir.Value) -> bool:
 
 
 def print_training_graph(found: dict[str, Any], *, to_stderr: bool = False) -> None:
-    """The counts as a few lines."""
+    """Print the counts as a few lines."""
     lines = {
         "nodes": f"{found['nodes']:,}: {found['compute']:,} compute, {found['collectives']:,} collectives, "
         f"{found['updates']:,} updates",

@@ -65,7 +65,7 @@ def command(
 
 
 def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | None:
-    """The text of ``--recompute``, with what a batch is on one worker unless it says so itself."""
+    """The text of ``--recompute``, with the batch of one worker added unless it names a batch."""
     if recompute in (None, "none") or "batch=" in recompute:
         return recompute
     return f"{recompute},batch={max(1, -(-batch_size // workers))}"
@@ -101,7 +101,7 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
 
 
 def _on_disk(job: Job, folder: Path) -> Job:
-    """Standard input is read once, here; the workers get a file."""
+    """Save a model from standard input as a file that every worker can read."""
     if job.model != "-":
         return job
     target = folder / "model.onnx"

@@ -1,4 +1,4 @@
-"""The versions of packages that graphc declares to need, beside those that are installed."""
+"""Compares installed packages with the versions that graphc declares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wanted(name: str, version: str) -> str:
 
 
 def installed(name: str, version: str, remedy: str) -> Finding:
-    """What to say of a package that is there."""
+    """The finding about an installed package."""
     try:
         asked = wanted(name, version)
     except InvalidVersion:
@@ -40,7 +40,7 @@ def installed(name: str, version: str, remedy: str) -> Finding:
 
 
 def pinned(name: str) -> str:
-    """What to ask pip for: the name with the versions that graphc asks for."""
+    """The requirement for pip: the name with the versions that graphc asks for."""
     requirement = declared().get(canonical(name))
     return f"{name}{requirement.specifier}" if requirement is not None else name
 

@@ -203,7 +203,7 @@ def _with_dynamo(
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
     variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
-    program = torch.onnx.export(
+    program: Any = torch.onnx.export(
         module,
         tuple(tensors),
         dynamo=True,
@@ -212,8 +212,8 @@ def _with_dynamo(
         verbose=False,
         dynamic_shapes=((shapes,) if variadic else shapes) if batched else None,
     )
-    assert program is not None
-    return program.model
+    model: ir.Model = program.model
+    return model
 
 
 def _with_torchscript(

@@ -17,7 +17,7 @@ from graphc.errors import ModelError, UnsupportedOpError
 from graphc.frontends.writing import atomic_write, write_standard_output
 from graphc.ir.builder import Builder, used_names
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import dims, state_updates, static_dims
+from graphc.ir.facts import array_of, dims, dtype_of, state_updates, static_dims
 from graphc.ir.names import RESERVED
 from graphc.pipeline import PASSES, Context, PassCall, run
 
@@ -131,9 +131,8 @@ def _write_initialization(info: onnx.TrainingInfoProto, states: set[str], graph:
     target = info.initialization
     target.name = f"{info.algorithm.name}.initialization"
     for name in sorted(states):
-        tensor = graph.initializers[name].const_value
-        assert tensor is not None
-        array = tensor.numpy()
+        initializer = graph.initializers[name]
+        array = array_of(initializer)
         if array.size == 0 or (array != array.flat[0]).any():
             continue  # its initializer holds the first value
         out = f"{name}::first"
@@ -141,7 +140,7 @@ def _write_initialization(info: onnx.TrainingInfoProto, states: set[str], graph:
         fill = onnx.numpy_helper.from_array(array.reshape(-1)[:1])
         target.node.append(onnx.helper.make_node("Constant", [], [f"{out}.shape"], name=f"{out}.shape", value=shape))
         target.node.append(onnx.helper.make_node("ConstantOfShape", [f"{out}.shape"], [out], name=out, value=fill))
-        target.output.append(onnx.helper.make_tensor_value_info(out, int(tensor.dtype), list(array.shape)))
+        target.output.append(onnx.helper.make_tensor_value_info(out, int(dtype_of(initializer)), list(array.shape)))
         info.initialization_binding.add(key=name, value=out)
 
 

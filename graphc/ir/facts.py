@@ -73,6 +73,11 @@ def nbytes_of(value: ir.Value) -> int:
     return size_of(value) * int(dtype_of(value).itemsize)
 
 
+def known_nbytes(value: ir.Value) -> int:
+    """Bytes of a value; 0 where its shape is not static, or its element type not known."""
+    return nbytes_of(value) if static_dims(value) is not None and value.dtype is not None else 0
+
+
 def array_of(value: ir.Value) -> np.ndarray:
     """The tensor of an initializer; InternalError when it has none."""
     if value.const_value is None:

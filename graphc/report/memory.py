@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Unpack
 
-import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend, make_backend, name_of
@@ -21,7 +20,7 @@ from graphc.errors import UsageError
 from graphc.ir import DOMAIN
 from graphc.ir.declare import Role, is_update, required_declaration
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import dims, is_parameter, state_updates, static_dims
+from graphc.ir.facts import dims, is_parameter, known_nbytes, state_updates
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.updates import role_of, state_of, trains
 from graphc.pipeline import PASSES, Context
@@ -179,10 +178,10 @@ def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> Mem
     updated = _updated(plan.model.graph)
     for name, value in plan.model.graph.initializers.items():
         if name not in updated:
-            sizes["parameters" if is_parameter(value) else "other_state"] += _nbytes(value)
+            sizes["parameters" if is_parameter(value) else "other_state"] += known_nbytes(value)
     rest = {name: size for name, size in plan.buffers.items() if name not in counted}
     arena = rest.pop(ARENA, 0) + rest.pop(RESULTS, 0)
-    feeds = sum(_nbytes(v) for v in plan.model.graph.inputs)
+    feeds = sum(known_nbytes(v) for v in plan.model.graph.inputs)
     copies = _copies_for_evaluation(plan, on_device=result is DeviceSide)
     return result(**sizes, feeds=feeds, activations=arena, collectives=sum(rest.values()), evaluation=copies)
 
@@ -193,7 +192,7 @@ def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
     for group in plan.groups:
         main = group.declaration.main
         if trains(group.nodes[0]) and (main in group.scattered or group.buffer(main) in offloaded):
-            found += sum(_nbytes(state_of(node)) for node in group.nodes)
+            found += sum(known_nbytes(state_of(node)) for node in group.nodes)
     return found
 
 
@@ -242,10 +241,3 @@ def without_recomputation(model: ir.Model) -> ir.Model:
 
 def _updated(graph: ir.Graph) -> set[str]:
     return {state.name or "" for _, state, _ in state_updates(graph)}
-
-
-def _nbytes(value: ir.Value) -> int:
-    shape = static_dims(value)
-    if shape is None or value.dtype is None:
-        return 0
-    return int(np.prod(shape, dtype=np.int64) * value.dtype.itemsize)

@@ -1,6 +1,6 @@
-"""A plan that does not fit into the memory of a device: how much it needs, and what would make it fit.
+"""Explains why a plan does not fit into a device's memory, and what would make it fit.
 
-Everything is allocated when a plan is bound, so a lack of memory shows before anything has run. What helps is found by planning
+Everything is allocated when a plan is bound, so a lack of memory shows before anything has run. Advice is found by planning
 the same graph for other shapes, or transformed, with no device (:func:`graphc.report.memory.predicted`).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphc.compiler import Program
 
 NAMES = {"scratch": "values inside segments", "workspace": "libraries", "bound": "constants and temporaries"}
-"""What the kinds of memory are called that do not say it themselves."""
+"""Kind of memory → its name in messages, where the field's name is not clear."""
 
 TRIES = 8
 """Batches that are tried at most: to plan one takes seconds."""
@@ -34,7 +34,7 @@ TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What did not fit.
+    """A plan that did not fit.
 
     Attributes:
         model: the graph: of training, or of evaluation.
@@ -80,7 +80,7 @@ class Case:
 
 
 def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> DeviceMemoryError:
-    """``error`` with what the plan needs and what helps."""
+    """Add to ``error`` how much the plan needs and what helps."""
     make = PLANNERS.get(backend)
     if make is None:
         least = memory_of_plan(plan, DeviceSide).total
@@ -152,12 +152,12 @@ def _offload(case: Case, make: Callable[[], Planner]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, and exactly."""
+    """Bytes in a readable unit, and exactly."""
     return f"{nbytes / 2**30:.2f} GiB ({nbytes:,} bytes)" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB ({nbytes:,} bytes)"
 
 
 Hints = Iterator[tuple[str, bool]]
-"""What might help with the bytes that it needs, and whether these are there."""
+"""(advice with the bytes that it needs, whether these are available)"""
 
 
 def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
@@ -184,7 +184,7 @@ def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
 
 
 def _largest(case: Case, found: dict[int, int], make: Callable[[], Planner]) -> int | None:
-    """The largest batch that fits, of a line through those that are known, tried and corrected; 0: none. ``found`` grows.
+    """The largest batch that fits, by repeated linear interpolation; 0 where none does. Adds what it tries to ``found``.
 
     None: the graph is for one batch only.
     """

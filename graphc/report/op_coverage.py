@@ -1,4 +1,4 @@
-"""What graphc knows of every ONNX operator: how it is differentiated, to which order, and who runs it natively.
+"""Lists every ONNX operator: how it is differentiated, to which order, and which backends run it natively.
 
 The table of ``graphc ops`` and of ``docs/ops.md``. It is read from the registries, so it cannot promise what is not there:
 
@@ -65,6 +65,14 @@ class Coverage:
     def second_order(self) -> bool:
         """Whether the gradient can be differentiated again: the tests of the rules check what they emit."""
         return self.gradient in ("direct", "through body")
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table: operator, since, gradient, second order, native kernels, on a GPU."""
+        name = self.name if self.domain == "ai.onnx" else f"{self.domain}.{self.name}"
+        gradient = f"none: {self.reason}" if self.gradient == "none" else self.gradient
+        twice = "yes" if self.second_order else ""
+        return name, str(self.since), gradient, twice, ", ".join(self.kernels), self.gpu
 
     def row(self) -> dict[str, Any]:
         return {**asdict(self), "second_order": self.second_order, "kernels": list(self.kernels)}
@@ -193,11 +201,7 @@ def page() -> str:
         "| operator | since | gradient | second order | native kernels | on a GPU |",
         "|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        name = row.name if row.domain == "ai.onnx" else f"{row.domain}.{row.name}"
-        gradient = f"none: {row.reason}" if row.gradient == "none" else row.gradient
-        twice, kernels = "yes" if row.second_order else "", ", ".join(row.kernels)
-        lines.append(f"| {name} | {row.since} | {gradient} | {twice} | {kernels} | {row.gpu} |")
+    lines += [f"| {' | '.join(row.cells)} |" for row in rows]
     lines += ["", "## Operators of the `graphc` domain", ""]
     lines += ["| operator | kind | gradient | native kernels | on a GPU | what it is |", "|---|---|---|---|---|---|"]
     for entry in own():

@@ -1,4 +1,4 @@
-"""Predicted step times: what a backend's plan would take on a machine that is not there.
+"""Predicts the time of a step on a machine that is not at hand.
 
 A prediction is a sum over the calls of a plan of what their bytes and operations take at rates that were measured once. It
 finds what a plan does twice or not at all well; it is no measurement.
@@ -59,7 +59,7 @@ class Prediction:
         return sum(cost.seconds for cost in self.costs)
 
     def centres(self) -> list[Cost]:
-        """Sums by cost centre, the dearest first; ``name`` is the number of calls."""
+        """Sums by cost centre, the most expensive first; ``name`` is the number of calls."""
         found: dict[str, list[Cost]] = {}
         for cost in self.costs:
             found.setdefault(cost.centre, []).append(cost)

@@ -32,7 +32,7 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Something that ran from ``start`` to ``stop``, in seconds of a rank's clock.
+    """An interval in which something ran, from ``start`` to ``stop``, in seconds of a rank's clock.
 
     ``kind`` is that of a plan step, ``step`` or ``collective``; ``nbytes`` is what a collective works on.
     """
@@ -166,7 +166,7 @@ class Trace:
 
 
 def summarise(lanes: Sequence[Lanes]) -> Summary:
-    """The summary of what all ranks recorded."""
+    """Summarise the recordings of all ranks."""
     steps = sum(s.kind == "step" for s in lanes[0].computing)
     in_flight = waited = hidden = 0.0
     for rank in lanes:
@@ -234,7 +234,7 @@ def _clock_shift(comm: Communicator) -> float:
 
 
 def _machine() -> str:
-    """What is equal for processes that share a monotonic clock."""
+    """A name that is equal for processes that share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -70,7 +70,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         gpu, "export_all", lambda models, *_, **__: {m: "no exporter" if m[0] == "gpt2" else Path("m") for m in models}
     )
     written: list[Any] = []
-    monkeypatch.setattr(gpu, "write", lambda path, result: written.append(json.loads(json.dumps(result))))
+    monkeypatch.setattr(gpu, "write_json", lambda path, result: written.append(json.loads(json.dumps(result))))
     return written
 
 

@@ -97,7 +97,8 @@ def test_the_plan_of_a_backend_is_that_of_the_state_it_keeps(tmp_path: Path, cap
         assert main(["show", "plan", training, "-n", "1", "--backend", backend, "--format", "json"]) == 0
         return json.loads(capfd.readouterr().out)["steps"]  # type: ignore[no-any-return]
 
-    steps = {backend: shown(backend) for backend in ("numpy", "cupy")}
+    steps = {backend: shown(backend) for backend in ("numpy", "cupy", "cupy:tf32=true")}
+    assert steps["cupy:tf32=true"] == steps["cupy"]
     narrow = {backend: [s for s in found if str(s["name"]).startswith("Narrow")] for backend, found in steps.items()}
     assert not narrow["numpy"]
     assert narrow["cupy"]
