@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.declare import OPS, declared
-from graphc.ir.facts import FLOATS, neighbourhood, rank, same_dims, static_dims
+from graphc.ir.facts import FLOATS, dtype_of, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
 from graphc.ir.signatures import declared_signature, standard_signature
 from graphc.ir.subgraphs import bodies
@@ -238,8 +238,7 @@ class Builder:
 
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
         """A rank-0 constant of ``like``'s element type."""
-        assert like.dtype is not None
-        return self.const(np.asarray(number, dtype=like.dtype.numpy()))
+        return self.const(np.asarray(number, dtype=dtype_of(like).numpy()))
 
     def zeros_like(self, value: ir.Value) -> ir.Value:
         """Zeros of the type and shape of ``value``."""
@@ -253,8 +252,7 @@ class Builder:
         """``value`` in the element type of ``like``."""
         if value.dtype == like.dtype:
             return value
-        assert like.dtype is not None
-        return self.Cast(value, to=int(like.dtype))  # type: ignore[no-any-return]
+        return self.Cast(value, to=int(dtype_of(like)))  # type: ignore[no-any-return]
 
     def rank(self, value: ir.Value) -> int:
         return rank(value)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import InternalError, ModelError
 from graphc.ir.declare import declaration_of
+
+T = TypeVar("T")
 
 Dim: TypeAlias = "int | str | None"
 """A dimension: a static size, a symbol's name, or None when nothing is known."""
@@ -91,6 +93,13 @@ def producer_of(value: ir.Value) -> ir.Node:
     if producer is None:
         raise InternalError(f"no node computes {value.name!r}")
     return producer
+
+
+def required(value: T | None) -> T:
+    """What is there by the rules of the graph; InternalError where it is not."""
+    if value is None:
+        raise InternalError("an operand or attribute that the op needs is left out")
+    return value
 
 
 def input_of(node: ir.Node, index: int = 0) -> ir.Value:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import type_body_inputs
-from graphc.ir.facts import FLOATS, constant
+from graphc.ir.facts import FLOATS, constant, required
 from graphc.ir.opset_adapters import adapt
 from graphc.ir.subgraphs import bodies, captured, copy_body
 from graphc.ir.toposort import silent_reader
@@ -145,8 +145,7 @@ def _emit(
     scratch = ir.Node(inner.domain, inner.op_type, operands, attributes.values(), num_outputs=len(inner.outputs))
     try:
         if inner.op_type == "Constant":
-            tensor = ir.convenience.get_const_tensor(scratch.outputs[0])
-            assert tensor is not None
+            tensor = required(ir.convenience.get_const_tensor(scratch.outputs[0]))
             return [op.const(tensor.numpy())]
         replaced = adapt(op, scratch, version) if version < OPSET else None
         if replaced is not None:

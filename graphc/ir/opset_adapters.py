@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims
+from graphc.ir.facts import describe, dims, input_of
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -197,9 +197,9 @@ def dropout_10(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 def dropout_mask_7(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     if len(node.outputs) < 2 or not (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         return None
-    assert node.inputs[0] is not None
-    y, mask = op.Dropout(node.inputs[0], np.float32(take(node, "ratio", 0.5)), _outputs=2)
-    return [y, op.cast_like(mask, node.inputs[0])]
+    x = input_of(node)
+    y, mask = op.Dropout(x, np.float32(take(node, "ratio", 0.5)), _outputs=2)
+    return [y, op.cast_like(mask, x)]
 
 
 @until(13, "Softmax", "LogSoftmax", "Hardmax")

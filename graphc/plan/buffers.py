@@ -125,8 +125,7 @@ def _place_transfer(
     step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
 ) -> None:
     """Place the operands of a collective in one contiguous range: a buffer of their group, or a block of the arena."""
-    transfer = step.transfer
-    assert transfer is not None
+    transfer = step.collective
     transfer.dtype = _dtype(step.inputs[0])
     home = _home(step, wait, homes)
     if home is None:
@@ -192,8 +191,7 @@ def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] |
 
 
 def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, blocks: _Blocks) -> None:
-    transfer = step.transfer
-    assert transfer is not None
+    transfer = step.collective
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
         raise ModelError(f"the operands of {transfer} differ in type")
     alike = _offsets_of_rounded(wait, homes)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.declare import OpDeclaration, required_declaration
-from graphc.ir.facts import dtype_of, input_of
+from graphc.ir.facts import dtype_of, input_of, required
 from graphc.ir.ops.collectives import Kind
 
 
@@ -103,6 +103,11 @@ class PlanStep:
     transfer: Transfer | None = None
     group: UpdateGroup | None = None
     once: bool = False
+
+    @property
+    def collective(self) -> Transfer:
+        """The transfer of a ``start`` or ``wait`` step; InternalError for other steps."""
+        return required(self.transfer)
 
     @property
     def tag(self) -> str:

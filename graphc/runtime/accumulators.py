@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import Array, Choice, Run, in_order
+from graphc.ir.facts import input_of
 from graphc.plan.buffers import ARENA, RESULTS
 from graphc.plan.segment_model import bind_op
 from graphc.runtime.buffers import BufferMap
@@ -59,8 +60,7 @@ def bind_sums(nodes: Sequence[ir.Node], places: BufferMap, backend: Backend, tur
 
 
 def _sum_of(node: ir.Node, places: BufferMap, tree: bool) -> _Sum:
-    (value,), result = node.inputs, node.outputs[0]
-    assert value is not None
+    value, result = input_of(node), node.outputs[0]
     y = places.array(result)
     steps = node.attributes["steps"].as_int() // (places.plan.world_size if tree else 1)
     levels = max(1, steps.bit_length() - 1) if tree else 1

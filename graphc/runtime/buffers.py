@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from graphc.device import Array, HostSync, Memory, Run
 from graphc.errors import ModelError
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.plan.buffers import ARENA, RESULTS
 from graphc.plan.partition import Plan
 from graphc.plan.steps import Slice, UpdateGroup
@@ -100,5 +100,4 @@ class BufferMap:
 
 
 def _spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
-    assert value.dtype is not None
-    return static_dims(value) or (), np.dtype(value.dtype.numpy())
+    return static_dims(value) or (), np.dtype(dtype_of(value).numpy())

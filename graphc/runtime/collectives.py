@@ -11,6 +11,7 @@ from graphc.device import Array, Choice, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
 from graphc.errors import ModelError
 from graphc.ir.declare import operand
+from graphc.ir.facts import required
 from graphc.ir.names import STEP
 from graphc.ir.updates import state_of
 from graphc.plan.steps import PlanStep, Transfer, UpdateGroup
@@ -32,8 +33,7 @@ class Transfers:
 
     def bind(self, step: PlanStep, index: int) -> Run:
         """``step`` is step ``index`` of the plan."""
-        transfer, plan, memory = step.transfer, self._places.plan, self._places.memory
-        assert transfer is not None
+        transfer, plan, memory = step.collective, self._places.plan, self._places.memory
         if self._comm is None:
             raise ModelError(f"the plan has the collective {transfer.tag!r}, but there is no communicator")
         start, nbytes = transfer.offset, transfer.nbytes
@@ -50,8 +50,7 @@ class Transfers:
         return self._bind_start(step, index, flat, before)
 
     def _bind_wait(self, transfer: Transfer, index: int, after: list[Run]) -> Run:
-        handles, comm, tag, prepared = self._handles, self._comm, transfer.tag, self._prepared[transfer.tag]
-        assert comm is not None
+        handles, comm, tag, prepared = self._handles, required(self._comm), transfer.tag, self._prepared[transfer.tag]
         if tag in self._ahead:
             return self._queued(transfer, index, after, [functools.partial(comm.wait, prepared), *after])
 
@@ -65,9 +64,7 @@ class Transfers:
         return HostSync(wait)
 
     def _bind_start(self, step: PlanStep, index: int, flat: Array, before: list[Run]) -> Run:
-        transfer, handles, comm = step.transfer, self._handles, self._comm
-        assert transfer is not None
-        assert comm is not None
+        transfer, handles, comm = step.collective, self._handles, required(self._comm)
         tag, overlap = transfer.tag, self._overlaps(step, index)
         if transfer.kind == "allreduce":
             lengths = transfer.lengths if transfer.reduce == "adasum" else None
@@ -107,8 +104,7 @@ class Transfers:
         return any(s.transfer is None for s in rest[:end])
 
     def _bind_sparse(self, step: PlanStep, index: int, flat: Array) -> Run:
-        transfer, handles, plan = step.transfer, self._handles, self._places.plan
-        assert transfer is not None
+        transfer, handles, plan = step.collective, self._handles, self._places.plan
         tag = transfer.tag
         exchange = SparseSum(flat, transfer.nonzero, plan.rank, plan.world_size, self._places.memory)
         handle = exchange.prepare(self._comm, tag, overlap=self._overlaps(step, index))

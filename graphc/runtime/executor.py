@@ -19,6 +19,7 @@ from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.errors import DeviceError
 from graphc.ir.declare import SHARD
+from graphc.ir.facts import required
 from graphc.ir.names import LOSS_SCALE
 from graphc.plan.buffers import RESULTS
 from graphc.plan.partition import Plan
@@ -166,8 +167,7 @@ class Executor:
             inputs = [None if v is None else array(v) for v in node.inputs]
             return self._backend.bind_kernel(node, inputs, [array(v) for v in node.outputs], {})
         if step.kind == "update":
-            assert step.group is not None
-            return self._updates.bind(step.group)
+            return self._updates.bind(required(step.group))
         if step.kind == "accumulate":
             return bind_sums(step.nodes, self.places, self._backend, self._turn)
         return self._check.bind() if self._check is not None else None

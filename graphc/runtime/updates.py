@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import HOST, Array, HostSync, Memory, Run, in_order
-from graphc.ir.facts import inputs_of
+from graphc.ir.facts import inputs_of, required
 from graphc.plan.segment_model import bind_op
 from graphc.plan.steps import UpdateGroup
 from graphc.runtime.buffers import BufferMap
@@ -64,7 +64,6 @@ class Updates:
 
         A mirror of parameters is read once: after that the update itself keeps it equal to the device's.
         """
-        assert self._host is not None
         memory, state = self._places.memory, self._places.state
         following = group.declaration.next_value
         kept = {following[output] for output in range(len(group.nodes[0].outputs))}
@@ -84,7 +83,7 @@ class Updates:
                 mirror = memory.pinned(array.nbytes).view(array.dtype).reshape(array.shape)
                 fetched.append((mirror, array))
             held.append(mirror)
-        run = self._bind(group, held, self._host, HOST)
+        run = self._bind(group, held, required(self._host), HOST)
 
         def update() -> None:
             for buffer in parameters:

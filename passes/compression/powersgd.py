@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import input_of, static_dims
 from graphc.ir.names import BUCKET, STEP
 from graphc.ir.state import add_initializer, scalar
 
@@ -108,8 +108,7 @@ def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, start: int,
         residuals.append(add_initializer(graph, f"{name}::{RESIDUAL}", np.zeros((n, m), np.float32)))
         rng = np.random.default_rng([zlib.crc32(name.encode()), r])
         factors.append(add_initializer(graph, f"{name}::{FACTOR}", rng.standard_normal((m, r)).astype(np.float32)))
-        gradient = reduction.inputs[0]
-        assert gradient is not None
+        gradient = input_of(reduction, 0)
         producer = gradient.producer()
         op.scope, op.before = f"compress/{name}", reduction if producer is None else following[producer]
         matrices.append(op.Add(op.Reshape(gradient, [n, m]), residuals[-1]))

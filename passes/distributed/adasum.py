@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from graphc.errors import counted
 from graphc.ir.builder import Builder
+from graphc.ir.facts import dtype_of, inputs_of
 from graphc.passes.distributed.reductions import gradient_reductions, operand_of, reduced_weight
 from graphc.pipeline import Context, graph_pass
 
@@ -49,15 +50,13 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
     position, following = {n: k for k, n in enumerate(order)}, dict(itertools.pairwise(order))
     op = Builder(graph, scope="mean")
     for node in reductions:
-        for index, gradient in enumerate(node.inputs):
-            assert gradient is not None
+        for index, gradient in enumerate(inputs_of(node)):
             op.before = _after(node, (gradient, own), position, following)
             count = op.cast_like(own, gradient)
             # a rank without samples has a gradient of zero
             divisor = op.Where(op.Equal(count, 0.0), op.ones_like(count), count)
             node.replace_input_with(index, op.Div(gradient, divisor))
-    assert total.dtype is not None
-    one = op.const(np.ones((), dtype=total.dtype.numpy()))
+    one = op.const(np.ones((), dtype=dtype_of(total).numpy()))
     for user, index in list(total.uses()):
         if user.op_type != "Mean":
             user.replace_input_with(index, one)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
+from graphc.ir.facts import dtype_of, input_of
 from graphc.ir.names import BUCKET, LIVE
 from graphc.ir.state import scalar
 from graphc.passes.optimize.simplify import replace
@@ -44,10 +45,7 @@ def sync_batchnorm(model: ir.Model, ctx: Context, *, group: str = "data") -> boo
 
 
 def _share(graph: ir.Graph, op: Builder, node: ir.Node, group: str) -> None:
-    x, scale, bias = node.inputs
-    assert x is not None
-    assert scale is not None
-    assert scale.dtype is not None
+    x, scale, bias = (input_of(node, index) for index in range(3))
     op.before, op.scope = node, node.name or node.op_type
     tag = f"{group}/{op.scope}"
     live = scalar(graph, LIVE, 1, np.float32)
@@ -55,7 +53,7 @@ def _share(graph: ir.Graph, op: Builder, node: ir.Node, group: str) -> None:
     attributes = {"tag": tag, "group": group, "reduce": "sum", BUCKET: op.scope}
     count, total, squares = op.emit("AllReduce", moments, attributes, domain=DOMAIN)
     epsilon = node.attributes.get_float("epsilon")
-    mean, var, inv_std = op.graphc.BatchStatistics(count, total, squares, epsilon=epsilon, dtype=int(scale.dtype))
+    mean, var, inv_std = op.graphc.BatchStatistics(count, total, squares, epsilon=epsilon, dtype=int(dtype_of(scale)))
     y = op.graphc.SharedNormalization(x, scale, bias, mean, inv_std, count, live, tag=tag, group=group)
     for old, new in zip(node.outputs, (y, mean, var, inv_std), strict=True):
         replace(graph, op, old, new)

@@ -14,7 +14,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, decompose_node
-from graphc.ir.facts import describe, dims, rank
+from graphc.ir.facts import describe, dims, rank, required
 from graphc.ir.ops.attention import mask_gradient, written
 from graphc.passes.gradients.linear import transpose
 from graphc.passes.gradients.reverse_mode import through
@@ -123,8 +123,7 @@ def attention(
         return found if found is None else _merge(op, found, value)
 
     def dmask() -> Any:
-        assert mask is not None
-        return None if dbiased() is None else _first_keys(op, dbiased(), mask)
+        return None if dbiased() is None else _first_keys(op, dbiased(), required(mask))
 
     return (
         dq,

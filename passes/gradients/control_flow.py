@@ -21,7 +21,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import int_list, max_trip_count, static_trip_count, trip_count
-from graphc.ir.facts import Dim, describe, describe_value, dims, is_float
+from graphc.ir.facts import Dim, describe, describe_value, dims, input_of, is_float
 from graphc.ir.infer import apply
 from graphc.ir.subgraphs import captured, finish_body, inline, new_body
 from graphc.passes.gradients.reverse_mode import backpropagate, descendants, zeros
@@ -240,9 +240,7 @@ def scan(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> Any
         if states[b].uses():
             operands.append((states[b], _saved(op, loop, b, count), 0, 1))
     for k, v in enumerate(loop.fed):
-        source = node.inputs[count + k]
-        assert source is not None
-        operands.append((fed[v], source, axes[k], 1 - ways[k]))
+        operands.append((fed[v], input_of(node, count + k), axes[k], 1 - ways[k]))
     for (k, _, dy), value in zip(loop.scanned, dscanned, strict=True):
         operands.append((value, dy, out_axes[k - count], 1 - out_ways[k - count]))
     used = [entry for entry in operands if entry[0].uses()] or operands[:1]

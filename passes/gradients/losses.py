@@ -9,14 +9,13 @@ import onnx_ir as ir
 
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declaration_of
+from graphc.ir.declare import required_declaration
+from graphc.ir.facts import input_of
 from graphc.ir.ops.losses import picks, softmax_scale
 
 
 def _attributes(node: ir.Node) -> dict[str, Any]:
-    declaration = declaration_of(node)
-    assert declaration is not None
-    return declaration.attribute_values(node)
+    return required_declaration(node).attribute_values(node)
 
 
 def _optional(node: ir.Node, index: int) -> ir.Value | None:
@@ -101,8 +100,7 @@ def binary_cross_entropy_with_logits(op: Builder, node: ir.Node, dy: ir.Value) -
 @gradient("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy_loss(op: Builder, node: ir.Node, dloss: ir.Value | None, dlog_prob: ir.Value | None = None) -> Any:
     """ONNX's loss: ∂scores = d·weight_label·(softmax − onehot) + dlog_prob − softmax·Σ_c dlog_prob, d = dloss a position"""
-    scores = node.inputs[0]
-    assert scores is not None
+    scores = input_of(node, 0)
 
     def dscores() -> ir.Value:
         softmax, parts = op.Softmax(scores, axis=1), []
@@ -121,8 +119,7 @@ def softmax_cross_entropy_loss(op: Builder, node: ir.Node, dloss: ir.Value | Non
 @gradient("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(op: Builder, node: ir.Node, dloss: ir.Value) -> Any:
     """ONNX's loss: ∂log_prob = −d·weight_label at each label, 0 elsewhere, d = dloss a position"""
-    log_prob = node.inputs[0]
-    assert log_prob is not None
+    log_prob = input_of(node, 0)
 
     def dlog_prob() -> ir.Value:
         at, amount = _each_position(op, node, dloss)
@@ -137,9 +134,7 @@ def _reduction(node: ir.Node) -> str:
 
 def _picks(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value | None]:
     """The label of each position, its class weight, and whether it is ignored; see :func:`picks`."""
-    scores, label, *_ = node.inputs
-    assert scores is not None
-    assert label is not None
+    scores, label = input_of(node, 0), input_of(node, 1)
     ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
     return picks(op, scores, label, _optional(node, 2), 1, ignore)
 

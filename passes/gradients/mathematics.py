@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dims, rank
+from graphc.ir.facts import constant, describe, dims, input_of, rank
 from graphc.passes.gradients.shape import lengths
 
 zero_gradient("BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", origin=__name__)
@@ -127,9 +127,8 @@ def _mirror_weights(op: Builder, points: Any, axis: int, x: ir.Value) -> Any:
 @gradient("STFT")
 def stft(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y_f = F·(w·x_f) of overlapping frames x_f;  ∂w = Σ Re(Fᴴ·dy_f)·x_f,  ∂x = w·Fᴴ·dy_f, added where the frames lay"""
-    signal, step, window, length = (*node.inputs, None, None)[:4]
-    assert signal is not None
-    assert step is not None
+    signal, step = input_of(node, 0), input_of(node, 1)
+    window, length = (*node.inputs, None, None)[2:4]
     onesided = bool(node.attributes.get_int("onesided", 1))
     if window is not None:
         size = lengths(op, (window, 0))

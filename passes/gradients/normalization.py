@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.gradient import gradient, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import dims, rank, same_dims
+from graphc.ir.facts import dims, rank, required, same_dims
 from graphc.ir.infer import apply
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
@@ -233,8 +233,7 @@ def layer_normalization(
         return _sum(op, gradients()[0], _through_statistics(op, x, mean, inv_std, adjoints[0], None, adjoints[1]))
 
     def dbias() -> ir.Value | None:
-        assert bias is not None
-        return gradients()[2] if same_dims(dims(bias), dims(scale)) else dy  # the engine sums dy to the bias's shape
+        return gradients()[2] if same_dims(dims(required(bias)), dims(scale)) else dy  # the engine sums dy to the bias's shape
 
     return dx, lambda: gradients()[1], dbias
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, rank
+from graphc.ir.facts import describe, dims, dtype_of, rank
 from graphc.passes.gradients.shape import lengths
 
 
@@ -64,8 +64,7 @@ def quantize_linear(op: Builder, node: ir.Node, dq: ir.Value) -> Any:
 
 def _range(node: ir.Node) -> tuple[float, float]:
     """The smallest and the largest number of the quantised type."""
-    dtype = node.outputs[0].dtype
-    assert dtype is not None
+    dtype = dtype_of(node.outputs[0])
     known = {ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15), ir.DataType.INT2: (-2, 1), ir.DataType.UINT2: (0, 3)}
     if dtype in known:
         return known[dtype]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, rank
+from graphc.ir.facts import constant, dims, input_of, rank, required
 
 zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", origin=__name__)
 
@@ -122,8 +122,8 @@ def split(op: Builder, node: ir.Node, *dys: ir.Value | None) -> Any:
 @gradient("Slice")
 def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x[start:end:step];  ∂x = dy amid zeros"""
-    x, starts, ends, axes, steps = (*node.inputs, None, None)[:5]
-    assert x is not None
+    x = input_of(node)
+    starts, ends, axes, steps = (*node.inputs, None, None)[1:5]
     first, named, strides = constant(starts), constant(axes), constant(steps)
     plain = first is not None and (axes is None or named is not None)
     plain &= steps is None or (strides is not None and bool(np.all(strides == 1)))
@@ -168,9 +168,8 @@ def pad_to(op: Builder, x: ir.Value, dy: ir.Value, pads: Any, axes: Sequence[int
 @gradient("Pad")
 def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with a margin;  ∂x = dy without it; a reflected or repeated margin is added where it was copied from"""
-    x, pads, fill, axes = (*node.inputs, None, None)[:4]
-    assert x is not None
-    assert pads is not None
+    x, pads = input_of(node, 0), input_of(node, 1)
+    fill, axes = (*node.inputs, None, None)[2:4]
     mode = node.attributes.get_string("mode", "constant")
     if mode != "constant":
         return scatter_back(op, x, dy, lambda positions: op.Pad(positions, pads, None, axes, mode=mode))
@@ -184,8 +183,7 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return op.Slice(dy, before, np.where(after > 0, -after, _END), axes)
 
     def filled() -> Any:
-        assert fill is not None
-        return op.Reshape(op.Sub(op.ReduceSum(dy, keepdims=0), op.ReduceSum(inner(), keepdims=0)), op.shape(fill))
+        return op.Reshape(op.Sub(op.ReduceSum(dy, keepdims=0), op.ReduceSum(inner(), keepdims=0)), op.shape(required(fill)))
 
     return inner, None, filled
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dims, rank
+from graphc.ir.facts import constant, describe, dims, dtype_of, rank
 from graphc.ir.ops.convolution import POOL, Window, spatial
 from graphc.ir.ops.pooling import norm_flow, norm_slope
 from graphc.passes.gradients.convolution import canonical_attributes
@@ -154,8 +154,7 @@ def _roi_align(op: Builder, node: ir.Node) -> Any:
         total = op.ReduceSum(op.Reshape(op.MatMul(op.Unsqueeze(weights, [2]), read), each), [2, 4], keepdims=0)
         y = op.Div(total, op.Unsqueeze(op.Max(op.Mul(count_y, count_x), 1.0), [2, 3]))
     else:
-        assert x.dtype is not None
-        lowest = op.scalar(float(np.finfo(x.dtype.numpy()).min), x)
+        lowest = op.scalar(float(np.finfo(dtype_of(x).numpy()).min), x)
         terms = op.Where(op.Unsqueeze(used, [2, 3]), op.Mul(op.Unsqueeze(weights, [3]), read), lowest)
         y = op.ReduceMax(op.Reshape(op.ReduceMax(terms, [2], keepdims=0), each), [2, 4], keepdims=0)
         y = op.Where(op.Equal(y, lowest), op.scalar(0, x), y)  # a region of zero extent has no samples

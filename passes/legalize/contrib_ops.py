@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, static_dims
+from graphc.ir.facts import describe, dims, inputs_of, static_dims
 from graphc.ir.opset_adapters import Adapter, take
 
 
@@ -63,8 +63,7 @@ def _fused_matmul(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     if take(node, "transBatchA", 0) or take(node, "transBatchB", 0):
         return None
     operands: list[ir.Value] = []
-    for value, name in zip(node.inputs, ("transA", "transB"), strict=False):
-        assert value is not None
+    for value, name in zip(inputs_of(node), ("transA", "transB"), strict=False):
         if take(node, name, 0):
             order = list(range(op.rank(value)))
             value = op.Transpose(value, perm=[*order[:-2], order[-1], order[-2]])

@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.declare import Role
-from graphc.ir.facts import is_parameter, static_dims
+from graphc.ir.facts import dtype_of, is_parameter, static_dims
 from graphc.ir.updates import role_of, source_of
 from graphc.pipeline import Context, graph_pass
 
@@ -110,9 +110,8 @@ def initialize(
         if not overwrite and not untrained and not constant.get(name, False):
             continue
         value = model.graph.initializers[name]
-        assert value.dtype is not None
         array = _draw(value, role, method, seed)
-        value.const_value = ir.tensor(array.astype(value.dtype.numpy(), copy=False), dtype=value.dtype, name=name)
+        value.const_value = ir.tensor(array.astype(dtype_of(value).numpy(), copy=False), dtype=value.dtype, name=name)
         counts[role] += 1
     shown = ", ".join(f"{n} {role}" for role, n in sorted(counts.items())) or "nothing"
     ctx.note(f"initialize: {method}, seed {seed}: {shown} of {len(roles)} parameters")

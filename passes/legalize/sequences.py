@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import static_trip_count
-from graphc.ir.facts import constant, dims, static_dims
+from graphc.ir.facts import constant, dims, producer_of, required, static_dims
 from graphc.ir.infer import apply, propagate
 from graphc.ir.subgraphs import CONTROL, bodies, inline, prune
 
@@ -294,14 +294,12 @@ def _appended(node: ir.Node, k: int) -> ir.Value | None:
 
 def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.Node:
     """Rebuild the Loop without carried value ``k``; its elements become the last scan output."""
-    body, appended = node.attributes["body"].as_graph(), _appended(node, k)
-    assert appended is not None
+    body, appended = node.attributes["body"].as_graph(), required(_appended(node, k))
     op.before = node
-    insert = body.outputs[1 + k].producer()
+    insert = producer_of(body.outputs[1 + k])
     final, inputs = node.outputs[k], [v for j, v in enumerate(node.inputs) if j != 2 + k]
     kept = [v for v in node.outputs if v is not final]
     del body.outputs[1 + k]
-    assert insert is not None
     body.remove(insert, safe=True)
     del body.inputs[2 + k]
     inner = op.inside(body)
@@ -317,9 +315,7 @@ def _without_state(op: Builder, graph: ir.Graph, node: ir.Node, k: int) -> ir.No
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         new.name = name
     graph.remove(node, safe=True)
-    loop = made[0].producer()
-    assert loop is not None
-    return loop
+    return producer_of(made[0])
 
 
 def _joined(op: Builder, stacked: ir.Value, join: ir.Node) -> Any:

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dims, is_float, rank
+from graphc.ir.facts import constant, describe, dims, input_of, is_float, rank
 from graphc.ir.infer import evaluate
 from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
 from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
@@ -175,8 +175,7 @@ class _Search:
         self.keep: View | None = None
 
     def run(self) -> Found | None:
-        scores = self.softmax.inputs[0]
-        assert scores is not None
+        scores = input_of(self.softmax, 0)
         width = rank(scores)
         axis = self.softmax.attributes.get_int("axis", -1) % width
         if axis < width - 2 or any(d is None for d in dims(scores) or (None,)):
@@ -298,8 +297,7 @@ class _Search:
         if self._asked(mask, "added", _adds_causal):
             self.causal = True
         elif choice is not None and choice.op_type == "Where" and _is_choice(*choice.inputs[1:]):
-            assert choice.inputs[0] is not None
-            self.seen.append((choice.inputs[0], False))
+            self.seen.append((input_of(choice), False))
         else:
             self.added.append(mask)
 

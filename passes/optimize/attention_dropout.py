@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
-from graphc.ir.facts import dims
+from graphc.ir.facts import dims, producer_of
 from graphc.passes.gradients.shape import lengths
 from graphc.passes.optimize.axis_order import View, only_user
 
@@ -38,8 +38,7 @@ def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Va
     Args:
         q, k: each with the axes of its value.
     """
-    drawn = mask.value.producer()
-    assert drawn is not None
+    drawn = producer_of(mask.value)
     if _shape_of(mask.value) is None:
         return mask.emit(op)
     places = {"s": (k[0], k[1].find("t")), **{c: (q[0], q[1].find(c)) for c in "bht"}}

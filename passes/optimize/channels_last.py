@@ -21,7 +21,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.errors import counted
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import input_of, required, static_dims
 from graphc.ir.ops.channels_last import last_order, spread
 from graphc.ir.ops.convolution import Window
 from graphc.passes.optimize import channels_last_rules
@@ -80,9 +80,7 @@ def _order(value: ir.Value) -> tuple[int, ...]:
 
 
 def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
-    x, w = node.inputs[:2]
-    assert x is not None
-    assert w is not None
+    x, w = input_of(node, 0), input_of(node, 1)
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     attributes = _window(node, x, w)
     blocks = Blocks.of(x, node.outputs[0], attributes)
@@ -112,9 +110,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 
 def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
-    dy, w = node.inputs[:2]
-    assert dy is not None
-    assert w is not None
+    dy, w = input_of(node, 0), input_of(node, 1)
     dx = node.outputs[0]
     size, attributes = _last_shape(dx), _window(node, dx, w)
     met, steps = _pixels_met(attributes, _last_shape(dy), size), attributes["strides"]
@@ -136,9 +132,7 @@ def _pixels_met(attributes: Mapping[str, Any], out: Sequence[int], size: Sequenc
 
 
 def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
-    x, dy = node.inputs[:2]
-    assert x is not None
-    assert dy is not None
+    x, dy = input_of(node, 0), input_of(node, 1)
     op, dw = walk.op, node.outputs[0]
     attributes = _window(node, x, dw)
     blocks = Blocks.of(x, dy, attributes)
@@ -160,9 +154,7 @@ def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
 
 def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     """Rewrite a ConvTranspose as the input gradient of the Conv that maps its result to its operand."""
-    x, w = node.inputs[:2]
-    assert x is not None
-    assert w is not None
+    x, w = input_of(node, 0), input_of(node, 1)
     y, op = node.outputs[0], walk.op
     attributes = transposed_window(node)
     if attributes is None:
@@ -177,15 +169,12 @@ def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> boo
 
 def transposed_window(node: ir.Node) -> dict[str, object] | None:
     """The attributes of the Conv whose gradient a ConvTranspose with static shapes is; None where there is none."""
-    x, w = node.inputs[:2]
-    assert x is not None
-    assert w is not None
+    x, w = input_of(node, 0), input_of(node, 1)
     size, out = (static_dims(x) or ())[2:], (static_dims(node.outputs[0]) or ())[2:]
     attributes = {name: attr.value for name, attr in node.attributes.items()}
     mode = attributes.get("auto_pad", "NOTSET")
     plain = Window.of({**attributes, "auto_pad": "NOTSET"}, size, (static_dims(w) or ())[2:])
-    assert plain.begin is not None
-    begin = list(plain.begin)
+    begin = list(required(plain.begin))
     if mode.startswith("SAME") or "output_shape" in attributes:
         left = attributes.get("output_padding") or [0] * len(out)
         for k, (i, o) in enumerate(zip(size, out, strict=True)):

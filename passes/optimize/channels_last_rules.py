@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.gradient import key_of
-from graphc.ir.facts import constant, rank, static_dims
+from graphc.ir.facts import constant, input_of, rank, static_dims
 from graphc.ir.ops.channels_last import PREFIX, last_order
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.normalization import EPSILON, batch_normalized
@@ -238,8 +238,7 @@ def _expand(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("Transpose")
 def _transpose(walk: Arrangement, node: ir.Node) -> Results:
-    x, out = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, out = input_of(node), node.outputs[0]
     axes = node.attributes["perm"].as_ints() if "perm" in node.attributes else list(reversed(range(rank(out))))
     held = walk.held(x)
     if held is None:
@@ -252,9 +251,8 @@ def _transpose(walk: Arrangement, node: ir.Node) -> Results:
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def _reshape(walk: Arrangement, node: ir.Node) -> Results:
     """Reshape in place: axes are split and merged where they lie; axes to merge that lie apart are brought together first."""
-    x = node.inputs[0]
+    x = input_of(node)
     held = walk.held(x)
-    assert x is not None
     before, after = static_dims(x) or (), static_dims(node.outputs[0]) or ()
     groups = _groups(before, after)
     if held is None or groups is None:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, input_of, producer_of, static_dims
 from graphc.passes.optimize.simplify import FOLD_LIMIT, replace
 
 Order: TypeAlias = "tuple[int, ...]"
@@ -126,8 +126,7 @@ class Arrangement:
         if held is None and in_order(sizes, axes):
             return op.Reshape(value, target)  # type: ignore[no-any-return]
         if self.flexible(value):
-            producer = value.producer()
-            assert producer is not None
+            producer = producer_of(value)
             if producer.op_type == "Expand":
                 return op.Expand(self.fitted(producer.inputs[0], order), target)  # type: ignore[no-any-return]
             if producer.op_type == "Split":
@@ -139,8 +138,7 @@ class Arrangement:
         return op.Transpose(tensor, perm=[has[axis] for axis in axes])  # type: ignore[no-any-return]
 
     def _split(self, node: ir.Node, value: ir.Value, order: Order) -> ir.Value:
-        whole, axis = node.inputs[0], node.attributes.get_int("axis", 0) % len(order)
-        assert whole is not None
+        whole, axis = input_of(node), node.attributes.get_int("axis", 0) % len(order)
         attributes = {**{name: attr.value for name, attr in node.attributes.items()}, "axis": order[axis]}
         operands = [self.arranged(whole, order), *node.inputs[1:]]
         parts = self.op.emit("Split", operands, attributes, outputs=len(node.outputs))

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, input_of, inputs_of, static_dims
 from graphc.ir.infer import apply
 from graphc.ir.ops.attention import drawn_mask, from_heads, operand_axes
 from graphc.ir.ops.random import dropout_scale
@@ -82,8 +82,7 @@ def _draw_bits(op: Builder, node: ir.Node) -> bool:
     drawn = drawn_mask(keep)
     if keep is None or drawn is None:
         return False
-    q = node.inputs[1 if node.op_type == BACKWARD else 0]
-    assert q is not None
+    q = input_of(node, 1 if node.op_type == BACKWARD else 0)
     op.before, op.scope = node, f"{node.name or node.op_type}/keep"
     values = OPS[drawn.op_type].attribute_values(drawn)
     mask = op.emit(drawn.op_type, drawn.inputs, values, domain="graphc", outputs=1)[0]
@@ -99,8 +98,7 @@ def _lengths(node: ir.Node) -> list[int]:
     shift = 1 if node.op_type == BACKWARD else 0
     axes = operand_axes(OPS[node.op_type].attribute_values(node)["layout"])
     found = []
-    for value, order in zip(node.inputs[shift : shift + 2], axes, strict=False):
-        assert value is not None
+    for value, order in zip(inputs_of(node)[shift : shift + 2], axes, strict=False):
         found.append((static_dims(value) or ())[order.index("t")] if "t" in order else 1)
     return found
 

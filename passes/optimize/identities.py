@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, same_dims, static_dims
+from graphc.ir.facts import constant, dims, input_of, same_dims, static_dims
 
 Rewrite: TypeAlias = "Callable[[Builder, ir.Node], ir.Value | None]"
 
@@ -239,8 +239,7 @@ def cast_to_own_type(op: Builder, node: ir.Node) -> ir.Value | None:
 @rule("Expand")
 def expand_to_own_shape(op: Builder, node: ir.Node) -> ir.Value | None:
     """Expand to the shape it has → x;   Expand(Expand(x, a), b) → Expand(x, b)"""
-    x, out = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, out = input_of(node), node.outputs[0]
     if same_shape(x, out):
         return x
     inner, target = _producer(x, "Expand"), static_dims(out)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
+from graphc.ir.facts import inputs_of
 from graphc.passes.precision.update_graph import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
 from graphc.plan.accumulation import is_accumulation
@@ -56,8 +57,7 @@ def sum_micro_batches(graph: ir.Graph, steps: int, *, tree: bool = False) -> tup
     op = Builder(graph)
     sums: dict[ir.Value, ir.Value] = {}
     for reduction in reductions:
-        for index, value in enumerate(reduction.inputs):
-            assert value is not None
+        for index, value in enumerate(inputs_of(reduction)):
             if value not in sums:
                 producer = value.producer()
                 op.before = following[producer] if producer is not None else nodes[0]

@@ -25,6 +25,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, counted, nearest
 from graphc.ir import DOMAIN, OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.facts import producer_of
 from graphc.ir.infer import apply
 from graphc.ir.names import LOSS_SCALE, LOSS_TOTAL
 from graphc.ir.state import scalar
@@ -280,8 +281,7 @@ def _scale_loss(graph: ir.Graph, start: float) -> None:
         raise UsageError("no loss to scale: run the 'loss' pass first, or use bf16, which needs no scale")
     scale = scalar(graph, LOSS_SCALE, start, np.float32)
     for total in totals:
-        users, producer = list(total.uses()), total.producer()
-        assert producer is not None
+        users, producer = list(total.uses()), producer_of(total)
         op = Builder(graph, before=_next(graph, producer), scope="loss/scale")
         scaled = op.graphc.ScaleLoss(total, scale)
         scaled.metadata_props[LOSS_TOTAL] = total.metadata_props.pop(LOSS_TOTAL)

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe_value, is_float, static_dims
+from graphc.ir.facts import constant, describe_value, dtype_of, is_float, required, static_dims
 from graphc.ir.names import LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
@@ -185,8 +185,7 @@ def _huber(request: LossRequest, difference: ir.Value) -> ir.Value:
 def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.Value:
     label = request.existing_label()
     if label is None:
-        assert value.dtype is not None and value.shape is not None  # noqa: PT018
-        return request.new_label(value.dtype, value.shape.dims)
+        return request.new_label(dtype_of(value), required(value.shape).dims)
     check_same_shape(label, value, option)
     return request.op.cast_like(label, value)
 

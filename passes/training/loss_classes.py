@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe_value, dims, is_float, rank
+from graphc.ir.facts import array_of, describe_value, dims, dtype_of, input_of, is_float, rank, required
 from graphc.ir.ops.losses import class_count
 from graphc.passes.training.loss_request import (
     LossRequest,
@@ -78,8 +78,7 @@ def _weighted(
     if counts is not None:
         index = op.Where(counts, index, op.const(np.array(0, dtype=np.int64)))
     picked = op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(index, [axis]), axis=axis), [axis])
-    sample = request.sample_weight(picked)
-    assert sample is not None
+    sample = required(request.sample_weight(picked))
     if counts is not None:
         sample = op.Mul(sample, op.cast_like(counts, sample))
     position = sample if class_weight is None else op.Mul(sample, op.Gather(class_weight, index))
@@ -109,8 +108,7 @@ def _probabilities(request: LossRequest, logits: ir.Value, label: ir.Value | Non
         raise UsageError("ignore_index needs class indices as labels, not probabilities")
     if label is None:
         logits = _without_trailing_ones(op, logits, axis)
-        assert logits.dtype is not None and logits.shape is not None  # noqa: PT018
-        label = request.new_label(logits.dtype, logits.shape.dims)
+        label = request.new_label(dtype_of(logits), required(logits.shape).dims)
     elif rank(label) < rank(logits):
         logits = _without_trailing_ones(op, logits, axis)
     check_same_shape(label, logits, "logits")
@@ -140,8 +138,7 @@ def _without_softmax(request: LossRequest, value: ir.Value, kinds: Sequence[str]
     softmax = producer_behind_views(value, kinds)
     if softmax is None:
         return value, min(1, rank(value) - 1) if axis is None else axis
-    (scores,) = softmax.inputs
-    assert scores is not None
+    scores = input_of(softmax)
     own = softmax.attributes["axis"].as_int() if "axis" in softmax.attributes else -1
     own %= rank(scores)
     if not _same_but_ones(value, scores):
@@ -177,8 +174,7 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
     op = request.op
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
-        assert scores.shape is not None
-        return scores, request.new_label(ir.DataType.INT64, [d for k, d in enumerate(scores.shape.dims) if k != axis])
+        return scores, request.new_label(ir.DataType.INT64, [d for k, d in enumerate(required(scores.shape).dims) if k != axis])
     if is_float(label):
         raise UsageError(f"label {describe_value(label)} is floating point: give class indices, or label_kind=probabilities")
     if rank(label) < rank(scores) - 1:
@@ -221,11 +217,8 @@ def _class_weight(request: LossRequest, scores: ir.Value, axis: int) -> ir.Value
     if isinstance(given, str):
         if given not in request.graph.initializers:
             raise UsageError(f"class_weight={given!r} is no initializer{nearest(given, request.graph.initializers)}")
-        tensor = request.graph.initializers[given].const_value
-        assert tensor is not None
-        given = tensor.numpy()
-    assert scores.dtype is not None
-    weights = np.asarray(given).astype(scores.dtype.numpy())
+        given = array_of(request.graph.initializers[given])
+    weights = np.asarray(given).astype(dtype_of(scores).numpy())
     classes = (dims(scores) or ())[axis]
     if weights.ndim != 1 or (isinstance(classes, int) and len(weights) != classes):
         raise UsageError(f"class_weight has shape {list(weights.shape)}, but there are {classes} classes")

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError, UnsupportedOpError, UsageError
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, describe_value, rank
+from graphc.ir.facts import array_of, describe, describe_value, rank
 from graphc.ir.names import find_value
 from graphc.pipeline import PASSES, Context
 
@@ -36,8 +36,7 @@ def inline_model(graph: ir.Graph, ctx: Context, op: Builder, path: str) -> ir.Va
     known: dict[ir.Value, ir.Value] = {value: _matched(graph, value, path) for value in source.inputs}
     for value in source.initializers.values():
         if value not in known:
-            assert value.const_value is not None
-            known[value] = op.const(value.const_value.numpy())
+            known[value] = op.const(array_of(value))
     for node in source:
         if any(attr.type in _SUBGRAPHS for attr in node.attributes.values()):
             raise UnsupportedOpError(f"{path}: control flow in a loss model: {describe(node)}")

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from graphc.ir.declare import has_effect
-from graphc.ir.facts import constant, dims
+from graphc.ir.facts import constant, dims, producer_of
 from graphc.ir.infer import NOT_DETERMINED
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.subgraphs import bodies, captured
@@ -226,8 +226,7 @@ class Joint:
                 value = stack.pop()
                 if value in kept or value in again:
                     continue
-                maker = value.producer()
-                assert maker is not None
+                maker = producer_of(value)
                 fresh = {v for v in maker.outputs if v in self.made and v not in kept}
                 again |= fresh
                 values |= fresh

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, is_parameter
+from graphc.ir.facts import constant, dims, input_of, is_parameter
 from graphc.ir.names import BATCHNORM, LIVE, SAMPLE_OFFSET, SEED, STEP
 from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies
@@ -232,8 +232,7 @@ def _dropout_training(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
 
 
 def _without_dropout(graph: ir.Graph, op: Builder, node: ir.Node) -> None:
-    x = node.inputs[0]
-    assert x is not None
+    x = input_of(node, 0)
     replace(graph, op, node.outputs[0], x)
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         replace(graph, op, node.outputs[1], op.Expand(np.bool_(True), op.shape(x)))

@@ -32,7 +32,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
-from graphc.ir.facts import Dim, dims
+from graphc.ir.facts import Dim, dims, input_of
 from graphc.ir.ops.random import RANDOM_OPS
 
 HEADS = "bhtd"
@@ -218,10 +218,8 @@ def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
 
 def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, attributes: Mapping[str, Any]) -> Any:
     """The gradient of the scores, and so of the mask added to them: b × h × t × length of k."""
-    q, k, v, mask, keep = (*node.inputs, None)[:5]
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v = (input_of(node, index) for index in range(3))
+    mask, keep = (*node.inputs, None)[3:5]
     axes = operand_axes(attributes["layout"])
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     options = attributes["scale"], attributes["causal"], attributes["saves"], attributes["finite"]

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import InferFunction, Spec, declare, same_as
-from graphc.ir.facts import rank, shape_of_result
+from graphc.ir.facts import rank, required, shape_of_result
 from graphc.ir.infer import infer_outputs
 from graphc.ir.ops.convolution import CONV, POOL, Window, of_shape
 
@@ -35,8 +35,7 @@ ACTIVATIONS = ("", "relu")
 
 def static_dims_of(shape: ir.Shape | None) -> tuple[int, ...]:
     """The sizes of a static shape."""
-    assert shape is not None
-    return shape.numpy()
+    return required(shape).numpy()
 
 
 def last_order(count: int) -> list[int]:
@@ -78,8 +77,7 @@ def _as(base: str) -> InferFunction:
         attrs = {attr.name: attr for attr in ir.convenience.convert_attributes(known)}
         ((type_, shape),) = infer_outputs(base, "", turned, attrs, num_outputs=1)
         dtype = type_.dtype if type_ is not None else inputs[0].dtype if inputs[0] is not None else None
-        assert dtype is not None
-        return [(dtype, None if shape is None else ir.Shape([shape[axis] for axis in to_last(len(shape))]))]
+        return [(required(dtype), None if shape is None else ir.Shape([shape[axis] for axis in to_last(len(shape))]))]
 
     return infer
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declare, same_as
-from graphc.ir.facts import shape_of_result
+from graphc.ir.facts import dtype_of, required, shape_of_result
 from graphc.ir.ops.convolution import POOL, Window, of_shape, same_padding, spatial, spatial_part
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -136,15 +136,13 @@ def _averaging_matrix_at_run_time(
     if window.begin is not None and window.end is not None:
         begin, end = op.const([window.begin[axis]]), op.const([window.end[axis]])
     else:
-        assert pads is not None
-        begin, end = pads
+        begin, end = required(pads)
     zero, one, scalar = np.array(0, dtype=np.int64), np.array(1, dtype=np.int64), np.array([], dtype=np.int64)
     windows = op.Range(op.const(zero), op.Reshape(output_size, scalar), op.const(one))
     positions = op.Range(op.const(zero), op.Reshape(input_size, scalar), op.const(one))
     starts = op.Unsqueeze(op.Sub(op.Mul(windows, window.strides[axis] * one), begin), [1])
     covered = op.Add(starts, np.arange(window.kernel[axis], dtype=np.int64)[None, :] * window.dilations[axis])
-    assert like.dtype is not None
-    to = int(like.dtype)
+    to = int(dtype_of(like))
     hits = op.Cast(op.Equal(op.Unsqueeze(covered, [2]), positions), to=to)
     matrix = op.ReduceSum(hits, [1], keepdims=0)
     if include_pad:

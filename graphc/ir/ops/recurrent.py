@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims
+from graphc.ir.facts import describe, dims, input_of
 from graphc.ir.subgraphs import bodies, finish_body, new_body
 
 RECURRENT = frozenset({"RNN", "GRU", "LSTM"})
@@ -103,9 +103,8 @@ def recurrence(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
     Raises:
         UnsupportedOpError: an activation without a formula, or an unknown hidden size.
     """
-    x, w, r, b, lengths, initial_h, initial_c, peepholes = [*node.inputs, *[None] * 8][:8]
-    assert x is not None
-    assert r is not None
+    x, w, r = (input_of(node, index) for index in range(3))
+    b, lengths, initial_h, initial_c, peepholes = [*node.inputs, *[None] * 8][3:8]
     direction = node.attributes.get_string("direction", "forward")
     count = 2 if direction == "bidirectional" else 1
     hidden = node.attributes.get_int("hidden_size", 0) or (dims(r) or (None,))[-1]
