@@ -224,7 +224,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     ):
         rank = 0 if trainer.servers else trainer.rank
         batches = _training_batches(job, program, prepared.arrays, rank, prepared.weight)
-        trainer.track(batches)
+        trainer.attach(batches)
         if job.resume is not None:
             trainer.restore(job.resume)
             if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position

@@ -83,7 +83,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
 
 
 class Exchanging:
-    """The abilities of ``backend``, and that of running one side of an exchange as a kernel."""
+    """The capabilities of ``backend``, and that of running one side of an exchange as a kernel."""
 
     def __init__(self, backend: Capabilities) -> None:
         self._abilities = backend

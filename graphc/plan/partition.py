@@ -126,7 +126,7 @@ def _show(declared: Sequence[Any]) -> str:
 def prepare(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
-    abilities: Capabilities = STANDARD,
+    capabilities: Capabilities = STANDARD,
     *,
     world_size: int = 1,
     regions: bool = False,
@@ -134,7 +134,7 @@ def prepare(
     """Specialise, decompose ops for which the backend has no kernel, and simplify.
 
     Args:
-        abilities: the backend's; ops that it does not compute in half precision run in float32
+        capabilities: the backend's; ops that it does not compute in half precision run in float32
             (:mod:`graphc.plan.half_precision`).
         regions: keep the nodes that only matter to a plan: the marks before recomputed regions, without which the regions would
             be merged away, and the sums over micro-batches.
@@ -143,27 +143,27 @@ def prepare(
     ctx = Context()
     simplify = PASSES["simplify"].function
     simplify(copy, ctx)
-    emulated = emulate_halves(copy.graph, abilities.computes_halves)
+    emulated = emulate_halves(copy.graph, capabilities.computes_halves)
 
     def keep(node: ir.Node) -> bool:
         if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
             return True
         declaration = declaration_of(node)
         if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
-            return world_size > 1 or (not declaration.effect and abilities.prefers_native(node))
-        return abilities.prefers_native(node) or abilities.holds(node)
+            return world_size > 1 or (not declaration.effect and capabilities.prefers_native(node))
+        return capabilities.prefers_native(node) or capabilities.holds(node)
 
     def decompose() -> bool:
         found = False
         while not is_decomposed(copy.graph, keep):
             decompose_graph(copy.graph, keep)
-            found |= emulate_halves(copy.graph, abilities.computes_halves)
+            found |= emulate_halves(copy.graph, capabilities.computes_halves)
             simplify(copy, ctx)
         return found
 
     emulated |= decompose()
-    if abilities.rewrites:
-        for step in parse(abilities.rewrites):
+    if capabilities.rewrites:
+        for step in parse(capabilities.rewrites):
             PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
         simplify(copy, ctx)
         emulated |= decompose()
@@ -179,7 +179,7 @@ def prepare(
 def make_plan(
     model: ir.Model,
     shapes: Mapping[str, Sequence[int]],
-    abilities: Capabilities = STANDARD,
+    capabilities: Capabilities = STANDARD,
     *,
     world_size: int = 1,
     rank: int = 0,
@@ -190,23 +190,23 @@ def make_plan(
     Args:
         model: a training (or inference) graph as the pipeline leaves it.
         shapes: concrete shape of every graph input.
-        abilities: those of the backend that will run it.
+        capabilities: those of the backend that will run it.
         world_size: ranks on the data axis; on one rank there are no collectives.
         rank: whose plan it is; plans differ in the parts of sharded state that a rank owns.
         guarded: the check for NaN skips the updates by a flag on the device (:mod:`graphc.plan.skip_flag`).
     """
-    ready = prepare(model, shapes, abilities, world_size=world_size, regions=True)
+    ready = prepare(model, shapes, capabilities, world_size=world_size, regions=True)
     _privatise(ready.graph)
     stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
     groups = update_groups(ready.graph, world_size, rank)
-    steps = list(_steps(ready.graph, abilities.prefers_native, groups))
+    steps = list(_steps(ready.graph, capabilities.prefers_native, groups))
     _dissolve_regions(ready.graph)
     _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)
-    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size, abilities.alignment)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size, capabilities.alignment)
     return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes, stop)
 
 

@@ -14,13 +14,13 @@ from graphc.ir.declare import is_update
 from graphc.pipeline import PASSES, Context, parse
 
 
-def adapted(model: ir.Model, abilities: Capabilities) -> ir.Model:
+def adapted(model: ir.Model, capabilities: Capabilities) -> ir.Model:
     """Rewrite ``model`` for the backend: returns a changed copy, or ``model`` itself where nothing changes.
 
     Checkpoints and results of training are the same for both.
     """
-    if not abilities.state_rewrites or not any(is_update(node) for node in model.graph):
+    if not capabilities.state_rewrites or not any(is_update(node) for node in model.graph):
         return model
     copy, ctx = model.clone(), Context()
-    changed = [PASSES[s.name].function(copy, ctx, **PASSES[s.name].bind(s.options)) for s in parse(abilities.state_rewrites)]
+    changed = [PASSES[s.name].function(copy, ctx, **PASSES[s.name].bind(s.options)) for s in parse(capabilities.state_rewrites)]
     return copy if any(changed) else model

@@ -213,7 +213,7 @@ class Trainer:
         """
         progress = EpochProgress(callbacks, log_every)
         if isinstance(batches, Shards):
-            self.track(batches)
+            self.attach(batches)
         self.strategy.fit(batches, epochs, progress)
         return progress.means
 
@@ -285,7 +285,7 @@ class Trainer:
         """
         return self.strategy.state_sha256()
 
-    def track(self, shards: Shards) -> None:
+    def attach(self, shards: Shards) -> None:
         """Let checkpoints hold the position of ``shards``; after a restore, move them to the position that it found.
 
         :meth:`fit` does this with what it trains on; a loop of one's own calls it before the first batch.
@@ -333,7 +333,7 @@ class Trainer:
         self.steps_done, self._restored_position = self.comm.allgather_object(place)[0]
         self.last_checkpoint = Path(folder), self.steps_done
         if self._tracked is not None:
-            self.track(self._tracked)
+            self.attach(self._tracked)
 
     def trained_values(self) -> dict[str, Array]:
         """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""

@@ -39,7 +39,7 @@ def steps(comm: Any, trained: graphc.Program, *, count: int | None, load: Path |
     """Losses of ``count`` steps, or of the rest of two epochs."""
     with graphc.Trainer(trained, comm=comm, threads=1) as trainer:
         shards = data(comm, prefetch=comm.rank)
-        trainer.track(shards)
+        trainer.attach(shards)
         if load is not None:
             trainer.restore(load)
         losses = []
