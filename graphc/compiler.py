@@ -288,14 +288,14 @@ def _check_parts(loss: Any, optimizer: Any) -> None:
         ("optimizer", optimizer, Optimizer, "graphc.optim.Adam(lr=1e-3), or graphc.optim.parse('adam:lr=1e-3')"),
     ):
         if not isinstance(given, kind):
-            raise UsageError(f"{what}={given!r} is none of graphc's; give an object such as {example}")
+            raise UsageError(f"{what}={given!r} is not a graphc object; pass one such as {example}")
 
 
 def _check_inputs(graph: ir.Graph) -> None:
     for value in graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
             raise UnsupportedOpError(
-                f"training cannot feed the input {describe_value(value)}: it is no tensor of numbers;"
+                f"training cannot feed the input {describe_value(value)}: it is not a numeric tensor;"
                 " cut the model behind what reads it (onnx.utils.extract_model), or make it a constant"
             )
 
@@ -312,7 +312,7 @@ def check_untrained(model: ir.Model) -> None:
     values = [*model.graph.inputs, *model.graph.initializers.values(), *(v for node in model.graph for v in node.outputs)]
     taken = sorted({value.name for value in values if value.name in RESERVED})
     if taken:
-        raise UsageError(f"graphc keeps the name {taken[0]!r} for itself: rename it, or, if this is a training graph, {again}")
+        raise UsageError(f"the name {taken[0]!r} is reserved: rename it, or, if this is a training graph, {again}")
 
 
 def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> Evaluation:

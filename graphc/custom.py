@@ -111,7 +111,7 @@ def custom_primitive(
 def _register(name: str, declaration: OpDeclaration, override: bool) -> OpDeclaration:
     found = re.fullmatch(r"([\w.-]+)::(\w+)", name)
     if found is None or found[1] in ("ai.onnx", DOMAIN):
-        raise UsageError(f"{name!r} is no name of a custom op: give it as 'my.domain::Op', with a domain of your own")
+        raise UsageError(f"{name!r} is not a custom op name; write 'my.domain::Op', with a domain of your own")
     CUSTOM.register(name, declaration, origin=declaration.origin, override=override)
     return declaration
 

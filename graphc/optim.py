@@ -258,7 +258,7 @@ def checked_rate(value: Any) -> float:
     except (TypeError, ValueError):
         rate = math.nan
     if not (math.isfinite(rate) and rate >= 0):
-        raise UsageError(f"a learning rate is a finite number of at least 0, not {value!r}; look at the schedule that gave it")
+        raise UsageError(f"a learning rate must be a finite number of at least 0, not {value!r}; check the schedule")
     return rate
 
 

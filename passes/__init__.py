@@ -1,1 +1,1 @@
-"""The passes of graphc, one file each; gradient rules by family of ops in :mod:`graphc.passes.gradients`."""
+"""The passes of graphc, one file each; gradient rules are in :mod:`graphc.passes.gradients`, by family of ops."""

@@ -270,7 +270,7 @@ class _Checker:
                 if state is None or output >= len(node.outputs):
                     continue
                 if not state.is_initializer():
-                    self.fail(node, f"{state.name!r} is updated but is no initializer")
+                    self.fail(node, f"{state.name!r} is updated but is not an initializer")
                 if updated.setdefault(state, node) is not node:
                     self.fail(node, f"{state.name!r} is updated twice, first by {updated[state].name!r}")
                 following = node.outputs[output]

@@ -5,14 +5,12 @@
     topk     dW + residual ─► KeepLargest ─► AllReduce(nonzero=k) ─► Adam(W, ·);  Residual(…)
     powersgd dW, residual ─► AllReduce of two thin factors ─► their product ─► Adam(W, ·);  Residual(…)
 
-Low types halve the bytes. Sums over the ranks are made in float32 and rounded once; gradients here are sums over samples, not
-means, so large batches can overflow float16 (65504), which the finite check sees; bfloat16 does not overflow.
+Low types halve the bytes. Sums over the ranks are computed in float32 and rounded once. Gradients here are sums over samples,
+not means, so large batches can overflow float16 (65504), which the finite check reports; bfloat16 does not overflow.
 PowerSGD (:mod:`graphc.passes.compression.powersgd`) sends r·(n + m) numbers for a gradient of n × m; vectors, and matrices for
-which that saves nothing, are sent whole.
+which that saves nothing, are sent whole. Top-k (:mod:`graphc.passes.compression.topk`) sends the largest elements.
 
-Top-k (:mod:`graphc.passes.compression.topk`) sends the largest elements.
-
-It runs after ``allreduce`` (and ``accumulate``: micro-batches are summed in float32) and before ``bucket``.
+The pass runs after ``allreduce`` (and ``accumulate``: micro-batches are summed in float32) and before ``bucket``.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ def compress(
 
     Args:
         method: ``fp16`` or ``bf16``: float32 gradients travel in that type; ``powersgd``; ``topk``.
-        rank: of powersgd: columns of the factors (default 2).
-        start: of powersgd: number of steps at the beginning in which gradients travel in full.
-        ratio: of topk: the part of a gradient's elements that each rank sends (default 0.01).
-        mb: of powersgd: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
+        rank: powersgd: columns of the factors (default 2).
+        start: powersgd: number of initial steps with uncompressed gradients.
+        ratio: topk: the part of a gradient's elements that each rank sends (default 0.01).
+        mb: powersgd: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
 
     Raises:
-        UsageError: an unknown method, or an option that the method does not have.
+        UsageError: an unknown method, or an option that the method lacks.
     """
     if method not in METHODS:
         raise UsageError(f"compress: unknown method {method!r}{nearest(method, METHODS)}; it is {', '.join(METHODS)}")
@@ -81,7 +79,7 @@ def compress(
 
 
 def _parameters(graph: ir.Graph, nodes: Sequence[ir.Node]) -> list[str]:
-    """The parameter whose gradient each AllReduce sums."""
+    """The parameter of each AllReduce's gradient."""
     owner = {gradient: state_of(n) for n in graph if (gradient := gradient_of(n)) is not None}
     return [owner[node.outputs[0]].name or "" for node in nodes]
 

@@ -1,5 +1,4 @@
-"""PowerSGD: a gradient matrix travels as two thin factors (T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical
-Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithms 1 and 2).
+"""PowerSGD: sends a gradient matrix as two thin factors.
 
     M = dW + residual                      n × m, this rank's
     P = AllReduce(M·Q)                     n × r
@@ -7,9 +6,10 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algor
     S = AllReduce(Mᵀ·P̂)                    m × r
     the update takes P̂·Sᵀ, and Q' = S (warm start), residual' = M − P̂·(Mᵀ·P̂)ᵀ (error feedback)
 
-All is summed where the paper takes means: the divisor of the update makes the mean. The residual is what this rank's own
-projection leaves; the paper's code takes M − P̂·Sᵀ/ranks. The sum over the ranks, which is all that later steps depend on, is
-the same, and ours cannot grow without bound where ranks see different data.
+Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019, algorithms 1 and 2. This code sums where the paper averages; the divisor of the update makes the
+mean. The residual is the error of this rank's own projection; the paper's code takes M − P̂·Sᵀ/ranks. The sum over the ranks,
+which is all that later steps depend on, is the same, and ours cannot grow without bound when ranks see different data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FACTOR, RESIDUAL = "powersgd", "residual"
 
 
 class _Matrix(NamedTuple):
-    """A gradient that is compressed: its AllReduce, its parameter, and n, m, r."""
+    """A compressed gradient: its AllReduce, its parameter, and n, m, r."""
 
     reduction: ir.Node
     name: str
@@ -44,13 +44,13 @@ class _Matrix(NamedTuple):
 def low_rank(
     graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str], rank: int, start: int, mb: float
 ) -> tuple[int, float]:
-    """Replace the AllReduces of matrices for which it pays; returns their number and the part of all elements that travels.
+    """Replace the AllReduces of matrices where it saves bytes; returns their number and the part of all elements sent.
 
     Args:
         reductions: AllReduces of single gradients, in node order.
-        names: of the parameters they belong to.
-        rank: r, at most; a matrix has no more than the smaller of its sides.
-        start: number of steps at the beginning in which gradients travel in full.
+        names: names of their parameters.
+        rank: r, at most; never more than the smaller side of a matrix.
+        start: number of initial steps with uncompressed gradients.
         mb: megabytes of gradients (10⁶ bytes, uncompressed) whose factors travel together.
     """
     chosen: list[_Matrix] = []
@@ -73,7 +73,7 @@ def low_rank(
 
 
 def matrix_shape(value: ir.Value) -> tuple[int, int]:
-    """(n, m) of the matrix that a gradient is: one row an output channel of a convolution's weight, one row below rank 2."""
+    """(n, m) of a gradient as a matrix: one row per output channel of a convolution's weight, one row below rank 2."""
     shape = static_dims(value) or (1,)
     count = int(np.prod(shape, dtype=np.int64))
     return (shape[0], count // max(shape[0], 1)) if len(shape) > 1 else (1, count)
@@ -94,7 +94,7 @@ def _portions(chosen: Sequence[_Matrix], mb: float) -> Iterator[list[_Matrix]]:
 
 
 def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, start: int, following: Mapping[ir.Node, ir.Node]) -> None:
-    """One portion: its P travel together, begun during the backward pass, then its S."""
+    """Compress one portion: its P travel together, starting during the backward pass, then its S."""
     op = Builder(graph)
     group = part[0].reduction.attributes.get_string("group", "data")
 
@@ -129,7 +129,7 @@ def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, start: int,
         op.scope, result = f"compress/{matrix.name}", matrix.reduction.outputs[0]
         own, both = (op.MatMul(bases[k], op.Transpose(factor, perm=[1, 0])) for factor in (wide[k], sums[k]))
         result.replace_all_uses_with(_choose(op, early, full[k], op.reshape_like(both, result)))
-        # A column that is zero would stay so for ever: the old one, which this step had no use for, may serve later ones.
+        # A zero column would stay zero for ever. Keep the old column, unused in this step: it may serve later ones.
         unused = op.Equal(op.ReduceSumSquare(sums[k], [0], keepdims=1), 0.0)
         unused = unused if early is None else op.Or(unused, early)
         _update(op, "Residual", residuals[k], _choose(op, early, residuals[k], op.Sub(matrices[k], own)))
@@ -137,7 +137,7 @@ def _compress(graph: ir.Graph, part: Sequence[_Matrix], number: int, start: int,
 
 
 def _choose(op: Builder, early: ir.Value | None, first: ir.Value | None, later: ir.Value) -> ir.Value:
-    """``first`` in the steps in which gradients travel in full, else ``later``."""
+    """``first`` in the steps with uncompressed gradients, else ``later``."""
     return later if early is None or first is None else op.Where(early, first, later)
 
 

@@ -1,13 +1,13 @@
-"""Top-k: each rank sends the elements of largest magnitude of its gradient and keeps the others for later (Y. Lin et al.,
-"Deep Gradient Compression", ICLR 2018; S. U. Stich et al., "Sparsified SGD with Memory", NeurIPS 2018).
+"""Top-k: each rank sends its gradient elements of largest magnitude and keeps the others for later.
 
     corrected = dW + residual
     kept, rest = KeepLargest(corrected)               k elements of each tensor, zero elsewhere; the others
     the update takes AllReduce(kept, nonzero=k);      residual' = rest
 
-The largest are taken tensor by tensor, as in both papers: over a whole bucket, layers with large gradients would starve the
-others. What is reduced is dense in the graph, so that its meaning does not depend on the number of ranks; ``nonzero`` lets the
-runtime send places and values instead (:mod:`graphc.runtime.sparse_allreduce`), where that is less.
+Sources: Y. Lin et al., "Deep Gradient Compression", ICLR 2018; S. U. Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
+As in both papers, each tensor has its own largest elements: over a whole bucket, layers with large gradients would starve the
+others. The reduced value is dense in the graph, so its meaning does not depend on the number of ranks; ``nonzero`` lets the
+runtime send indices and values instead (:mod:`graphc.runtime.sparse_allreduce`) when that is less.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from graphc.passes.compression.powersgd import RESIDUAL
 
 
 def keep_largest(graph: ir.Graph, reductions: Sequence[ir.Node], names: Sequence[str], ratio: float) -> int:
-    """Let a ``ratio`` of the elements travel, of gradients of rank 2 and more; returns of how many gradients.
+    """Send a ``ratio`` of the elements of gradients of rank 2 and more; returns the number of such gradients.
 
     Args:
         reductions: AllReduces of single gradients.
-        names: of the parameters they belong to.
+        names: names of their parameters.
     """
     op = Builder(graph)
     following = dict(itertools.pairwise(list(graph)))

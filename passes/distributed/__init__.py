@@ -1,1 +1,1 @@
-"""Reductions over ranks, buckets, schedules, sharding."""
+"""Passes for several workers: reductions over ranks, buckets, schedules, sharding."""

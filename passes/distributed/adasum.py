@@ -1,12 +1,12 @@
-"""adasum: combine the gradients of the ranks by adaptive summation in place of the mean.
+"""adasum: combine the gradients of the ranks by adaptive summation instead of the mean.
 
     before   dW ─► AllReduce(sum) ─► Adam(W, ·, divisor=Σ weight)
     after    dW/weight ─► AllReduce(adasum) ─► Adam(W, ·, divisor=1)
 
-Each rank divides by its own weight, so that what is combined are mean gradients over the ranks' shares; the reported loss
+Each rank divides by its own weight, so that the combined values are mean gradients over the ranks' shares; the reported loss
 stays the mean over the global batch. Per tensor, orthogonal gradients are added and parallel ones averaged (S. Maleki et al.,
-"Scaling Distributed Training with Adaptive Summation", MLSys 2021): so the result depends on the number of workers, and on one
-it is the mean gradient. It runs after ``bucket``.
+"Scaling Distributed Training with Adaptive Summation", MLSys 2021). The result therefore depends on the number of workers; on
+one worker it is the mean gradient. The pass runs after ``bucket``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def adasum(model: ir.Model, ctx: Context) -> bool:
     """Reduce every gradient by adasum.
 
     Raises:
-        UsageError: a gradient that is not reduced as it stands, but compressed.
+        UsageError: a gradient that is compressed before its reduction.
     """
     graph = model.graph
     reductions = gradient_reductions(graph, "adasum")
@@ -53,7 +53,7 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
         for index, gradient in enumerate(inputs_of(node)):
             op.before = _after(node, (gradient, own), position, following)
             count = op.cast_like(own, gradient)
-            # a rank without samples has a gradient of zero
+            # a rank without samples has a zero gradient
             divisor = op.Where(op.Equal(count, 0.0), op.ones_like(count), count)
             node.replace_input_with(index, op.Div(gradient, divisor))
     one = op.const(np.ones((), dtype=dtype_of(total).numpy()))
@@ -66,6 +66,6 @@ def divide_by_own_weight(graph: ir.Graph, reductions: list[ir.Node]) -> bool:
 def _after(
     node: ir.Node, values: tuple[ir.Value, ...], position: Mapping[ir.Node, int], following: Mapping[ir.Node, ir.Node]
 ) -> ir.Node:
-    """The first node before which all ``values`` exist; ``node`` where no node computes them."""
+    """The first node before which all ``values`` exist; ``node`` if no node computes them."""
     producers = [p for p in (v.producer() for v in values) if p is not None and p in position]
     return following.get(max(producers, key=lambda p: position[p]), node) if producers else node

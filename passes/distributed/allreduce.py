@@ -3,7 +3,7 @@
     before   dW ─► Adam(W, ·)
     after    dW ─► AllReduce(sum, group=data) ─► Adam(W, ·)
 
-What is reduced, and how, is declared with each op (``reduces`` in :mod:`graphc.ir.declare`): gradients and loss weights
+Each op declares its reduced inputs (``reduces`` in :mod:`graphc.ir.declare`): gradients and loss weights
 by sum, batch statistics by mean. The graph does not depend on the number of workers; on one, the plan drops collectives.
 """
 
@@ -25,7 +25,7 @@ def allreduce(model: ir.Model, ctx: Context, *, group: str = "data") -> bool:
     """Insert one AllReduce per (value, reduction) that an update or a reported mean consumes.
 
     Args:
-        group: the mesh axis over which to reduce.
+        group: the mesh axis of the reduction.
     """
     graph = model.graph
     op = Builder(graph, scope="allreduce")
@@ -73,7 +73,7 @@ def _add_first(graph: ir.Graph, op: Builder) -> int:
 
 
 def _is_linear(node: ir.Node) -> bool:
-    """Whether an AllReduce has one operand, no bucket, one reader, and a sum whose order does not matter."""
+    """Whether an AllReduce has one operand, no bucket, one reader, and an order-independent reduction."""
     return (
         node.op_type == "AllReduce"
         and node.domain == DOMAIN
@@ -86,7 +86,7 @@ def _is_linear(node: ir.Node) -> bool:
 
 
 def _alike(first: ir.Node, second: ir.Node) -> bool:
-    """Whether both reduce in the same way values of the same shape: the sum must not broadcast."""
+    """Whether both have the same reduction and the same shape: the sum must not broadcast."""
     settings = [[n.attributes.get_string(k, d) for k, d in (("group", "data"), ("reduce", "sum"))] for n in (first, second)]
     shapes = [dims(n.outputs[0]) for n in (first, second)]
     return settings[0] == settings[1] and same_dims(*shapes)

@@ -64,19 +64,19 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
 
 
 def _reduction_of(node: ir.Node) -> ir.Node | None:
-    """The AllReduce of what an update takes, which may have travelled in a low type."""
+    """The AllReduce of an update's gradient, which may travel in a low type."""
     producers = (value.producer() for value in on_its_way(source_of(node)))
     return next((p for p in producers if p is not None and collective_of(p) == "AllReduce"), None)
 
 
 def _produced(node: ir.Node, position: dict[ir.Node, int]) -> int:
-    """Where the gradient of an update is computed, before it is reduced."""
+    """The node that computes an update's gradient, before the reduction."""
     *_, value = on_its_way(source_of(node))
     return _position(value, position)
 
 
 def _position(value: ir.Value | None, position: dict[ir.Node, int]) -> int:
-    """Position of the node that computes the value; −1 where none does."""
+    """Position of the node that computes the value; −1 without one."""
     producer = value.producer() if value is not None else None
     return position.get(producer, -1) if producer is not None else -1
 

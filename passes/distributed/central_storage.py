@@ -1,9 +1,9 @@
-"""central_storage: one rank keeps the optimizer's state and updates the parameters; every rank computes.
+"""central_storage: rank 0 keeps the optimizer's state and updates the parameters; every rank computes.
 
     before   dW ─► AllReduce ─► Adam(W, …)
     after    dW ─► ReduceScatter(owner=root) ─► Adam(W, …, shard=root) ─► W::next ─► AllGather(owner=root)
 
-Gradients are reduced to rank 0, in the host's memory, and only rank 0 updates; the new parameters are broadcast.
+Gradients are reduced to rank 0, in host memory, and only rank 0 updates; the new parameters are broadcast.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     before   dW ─► AllReduce(sum) ─► Adam(W, ·)
     after    dW ─► Accumulate(steps=4, tree) ─► AllReduce(tree) ─► Adam(W, ·)
 
-The global batch is cut into a fixed number of shards, whoever computes them. A worker runs its shards one by one, so that every
-kernel sees the same shapes on any number of workers; sums over shards are made by one binary tree, whose lower levels are
-inside a worker and whose upper ones are the reduction over the workers. BatchNormalization normalises each shard by itself.
+The global batch is split into a fixed number of shards, independent of the workers. A worker runs its shards one by one, so
+every kernel sees the same shapes on any number of workers. One binary tree sums over shards: its lower levels are inside a
+worker, its upper ones are the reduction over the workers. BatchNormalization normalises each shard by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("deterministic_shards", requires=("allreduce",), aliases=("micro_shards",))
 def deterministic_shards(model: ir.Model, ctx: Context, *, shards: int = 4) -> bool:
-    """Let results not depend on the number of workers, which may be 1, 2, 4 … up to ``shards``.
+    """Make results independent of the number of workers, which may be 1, 2, 4 … up to ``shards``.
 
     Args:
-        shards: into how many parts a global batch is cut; a power of two.
+        shards: number of parts of a global batch; a power of two.
 
     Raises:
         UsageError: another number, or a graph that accumulates already.

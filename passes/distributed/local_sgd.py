@@ -4,11 +4,12 @@
     after    dW ─► SGD(W, ·, divisor=weight) ─► AllReduce(mean, every=k) ─► W::next
 
 S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with ``start`` the post-local SGD of T. Lin et al.,
-"Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020. The average is the plain mean over the ranks, whatever their shares
-are, and includes the optimizer's state unless ``states`` is off. With every=1, plain SGD and equal shares it is ``mirrored``.
+"Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020. The average is the plain mean over the ranks, regardless of the sizes
+of their shares, and includes the optimizer's state unless ``states`` is off. With every=1, plain SGD and equal shares it equals
+``mirrored``.
 
-The reported loss is that over all ranks, each with its own parameters. A rank whose gradients are not finite makes that loss
-NaN, and with it the step of all ranks, which therefore stop or skip together. It runs after ``bucket``.
+The reported loss covers all ranks, each with its own parameters. A rank with non-finite gradients makes that loss NaN, and
+with it the step of all ranks, which therefore stop or skip together. The pass runs after ``bucket``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def local_sgd(model: ir.Model, ctx: Context, *, every: int = 8, start: int = 0, 
 
     Args:
         every: steps between two averages.
-        start: how many steps at the beginning are each followed by an average.
+        start: number of initial steps that are each followed by an average.
         states: whether the optimizer's state (momentum and the like) is averaged too.
 
     Raises:
-        UsageError: a number out of range, or gradients that are compressed.
+        UsageError: a number out of range, or compressed gradients.
     """
     if every < 1 or start < 0:
         raise UsageError(f"local_sgd: every={every} must be at least 1 and start={start} at least 0")
@@ -63,7 +64,7 @@ def _divide_by_own_weight(graph: ir.Graph) -> None:
     own = operand_of(total)
     reduction = total.producer()
     op = Builder(graph, before=reduction, scope="local")
-    divisor = op.Where(op.Equal(own, 0.0), op.ones_like(own), own)  # a rank without samples has a gradient of zero
+    divisor = op.Where(op.Equal(own, 0.0), op.ones_like(own), own)  # a rank without samples has a zero gradient
     for user, index in users:
         user.replace_input_with(index, divisor)
 
@@ -94,7 +95,7 @@ def _stop_together(graph: ir.Graph, gradients: list[ir.Value]) -> None:
 
 
 def _average(graph: ir.Graph, group: str, every: int, start: int, states: bool) -> int:
-    """Average the next values of every bucket, of parameters and each kind of state; returns the number of AllReduces."""
+    """Average the next values of every bucket (parameters and each kind of state); returns the number of AllReduces."""
     buckets: dict[tuple[str, int], list[ir.Value]] = {}
     for node in (n for n in graph if trains(n)):
         for output, index in required_declaration(node).next_value.items():

@@ -3,9 +3,9 @@
     before   W ─► forward, backward ─► dW ─► AllReduce ─► Adam(W, ·)
     after    W ─► Pull ─► forward, backward ─► dW ─► Push ─► Adam(W, ·)
 
-Nodes that depend on a ``Push`` are the servers' part of the graph, nodes that a ``Push`` depends on the workers'
-(:mod:`graphc.parameter_server.split` cuts it). Each update goes whole to one server, the largest first, to the server with the
-least so far; a value that updates on several servers need, like the weight of the loss, goes to every server.
+Nodes after a ``Push`` belong to the servers, nodes before it to the workers (:mod:`graphc.parameter_server.split` cuts the
+graph). Each update goes whole to one server: the largest first, to the server with the fewest bytes so far. A value that
+updates on several servers need, such as the weight of the loss, goes to every server.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
     """Replace every AllReduce by a Push, and read parameters through a Pull.
 
     Args:
-        servers: processes beside the workers that hold and update the parameters.
-        staleness: how many steps a worker may be ahead of the slowest live one; None: no bound; 0: synchronous, with the
+        servers: processes besides the workers that hold and update the parameters.
+        staleness: how many steps a worker may run ahead of the slowest live one; None: no bound; 0: synchronous, with the
             results of the mirrored strategy.
 
     Raises:
@@ -63,7 +63,7 @@ def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, stalene
 
 
 def _refuse_meetings(graph: ir.Graph) -> None:
-    """Refuse graphs in which workers exchange values before the push, or keep state of their own."""
+    """Reject graphs in which workers exchange values before the push, or keep state of their own."""
     reductions = [node for node in graph if node.op_type == "AllReduce" and node.domain == "graphc"]
     reduced = _descendants(value for node in reductions for value in node.outputs)
     for node in graph:
@@ -71,13 +71,13 @@ def _refuse_meetings(graph: ir.Graph) -> None:
         own = is_update(node) and node not in reduced and any(set(n.inputs) & set(graph.inputs) for n in _ancestors([node]))
         if foreign or own or (node in reduced and node in reductions):
             raise UsageError(
-                "parameter servers go with neither micro-batches, sync_batchnorm nor compression that keeps state or takes "
-                f"several reductions; leave these out, or take another strategy: {node.name} ({node.op_type})"
+                "parameter servers exclude micro-batches, sync_batchnorm, and compression that keeps state or needs "
+                f"several reductions; remove these, or choose another strategy: {node.name} ({node.op_type})"
             )
 
 
 def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
-    """Update → server, balanced by the bytes of what is updated."""
+    """Update → server, balanced by bytes of updated state."""
     if servers > len(updates):
         raise UsageError(f"{servers} servers are more than the {counted(len(updates), 'parameter')} to divide among them")
     held = [0] * servers
@@ -89,7 +89,7 @@ def _deal(updates: list[ir.Node], servers: int) -> dict[ir.Node, int]:
 
 
 def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
-    """For each operand the one server that needs it, or all servers; graph outputs belong to the first one."""
+    """The server that needs each operand, or all servers; graph outputs belong to the first one."""
     found = []
     for value in reduction.outputs:
         reached = _descendants([value])
@@ -101,7 +101,7 @@ def _wanted(reduction: ir.Node, owner: Mapping[ir.Node, int]) -> list[int]:
 
 
 def _follow(node: ir.Node, owner: dict[ir.Node, int]) -> None:
-    """Put state that is computed from a parameter's next value on the parameter's server."""
+    """Place state that is computed from a parameter's next value on the parameter's server."""
     servers = {owner[n] for n in _ancestors([node]) if n in owner}
     if len(servers) > 1:
         raise UsageError(f"with several servers, one update may not need the results of two of them: {describe(node)}")
@@ -110,7 +110,7 @@ def _follow(node: ir.Node, owner: dict[ir.Node, int]) -> None:
 
 
 def _push(graph: ir.Graph, reduction: ir.Node, wanted: list[int], common: Mapping[str, int]) -> None:
-    """Replace an AllReduce by one Push for each server that needs operands of it."""
+    """Replace an AllReduce by one Push for each server that needs some of its operands."""
     attributes = {name: reduction.attributes[name].value for name in ("reduce", "bucket") if name in reduction.attributes}
     tag = reduction.attributes["tag"].as_string()
     op = Builder(graph, before=reduction)
@@ -130,7 +130,7 @@ def _push(graph: ir.Graph, reduction: ir.Node, wanted: list[int], common: Mappin
 
 
 def _pull(graph: ir.Graph, owner: Mapping[ir.Node, int], common: Mapping[str, int]) -> None:
-    """Put the Pulls of each server's state, and of other values that workers read, before everything else."""
+    """Put the Pulls of each server's state, and of other values that workers read, before all other nodes."""
     workers = _ancestors([node for node in graph if node.op_type == "Push" and node.domain == "graphc"])
     held: dict[int, list[ir.Value]] = {}
     for node, server in sorted(owner.items(), key=lambda item: item[0].name or ""):
@@ -152,7 +152,7 @@ def _pull(graph: ir.Graph, owner: Mapping[ir.Node, int], common: Mapping[str, in
 
 
 def _ancestors(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """The nodes that ``nodes`` depend on, without themselves."""
+    """The nodes that ``nodes`` depend on, excluding themselves."""
     found: set[ir.Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -10,7 +10,7 @@ from graphc.ir.updates import gradient_of
 
 
 def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
-    """The AllReduces that give the optimizer its gradients, in node order.
+    """The AllReduces of the optimizer's gradients, in node order.
 
     Raises:
         UsageError: a gradient that another op computes.
@@ -22,7 +22,7 @@ def gradient_reductions(graph: ir.Graph, strategy: str) -> list[ir.Node]:
             continue
         producer = gradient.producer()
         if producer is None or not _is_plain_sum(producer):
-            raise UsageError(f"strategy {strategy!r} takes gradients as they are; leave compress and other strategies out")
+            raise UsageError(f"strategy {strategy!r} needs plain reduced gradients; remove compress and other strategies")
         wanted.add(producer)
     return [node for node in graph if node in wanted]
 
@@ -34,7 +34,7 @@ def _is_plain_sum(node: ir.Node) -> bool:
 
 
 def reduced_weight(graph: ir.Graph) -> ir.Value | None:
-    """The summed weight that divides the reported loss, where it is a mean."""
+    """The summed weight that divides the reported loss, if it is a mean."""
     return _reduced_operand(graph, 1)
 
 
@@ -44,7 +44,7 @@ def reduced_total(graph: ir.Graph) -> ir.Value | None:
 
 
 def operand_of(reduced: ir.Value) -> ir.Value:
-    """This rank's own value: the operand of the AllReduce that gives ``value``."""
+    """This rank's own value: the operand of the AllReduce that computes ``value``."""
     return input_of(producer_of(reduced), reduced.index() or 0)
 
 

@@ -3,21 +3,21 @@
     before   … dW2 … dW1 … AllReduce(b0) AllReduce(b1) Adam Adam
     after    … dW2 AllReduceStart(b0) … dW1 AllReduceStart(b1) AllReduceWait(b0) AllReduceWait(b1) Adam Adam
 
-The order of nodes is the order of execution, and it has three parts.
+The order of nodes is the order of execution. It has three parts.
 
-1. The computation. A collective that it needs itself (shared batch statistics: one whose results reach another collective) is
-   waited for in front of its first use; where the loss or a gradient needs it, what its start does not need moves behind that,
-   so that there is work to do while it is under way:
+1. The computation. If it needs the results of a collective itself (shared batch statistics: the results reach another
+   collective), the wait stands before the first use. If the loss or a gradient needs that collective, nodes that its start does
+   not need move behind the start, so that work overlaps with it:
 
        before   dx2 dW2 sums1 AllReduce(sums1) dx1          after   dx2 sums1 AllReduceStart dW2 AllReduceWait dx1
 
-   One that reads nothing but state (the parameters of a sharded model) starts one ahead: as soon as the one
-   before it has arrived. A ``transient`` one is waited for when the next of its kind starts, so that two are in memory.
-   One of a few numbers, as the loss, starts with the next: a start ends a segment, and what waits for the backward pass would
-   have to lie in memory as the graph has it, logarithms of all probabilities in float32 for example.
-2. What depends on the last results: all waits, in the order of the starts (equal on every rank), then their users.
+   A collective that reads only state (the parameters of a sharded model) starts one ahead: as soon as the previous
+   one has arrived. The wait of a ``transient`` one stands where the next of its kind starts, so that two are in memory.
+   A collective of a few numbers, such as the loss, starts together with the next one: a start ends a segment, and values that
+   wait for the backward pass would lie in memory as the graph has them, for example logarithms of all probabilities in float32.
+2. Nodes that depend on the last results: all waits, in the order of the starts (equal on every rank), then their users.
 3. Updates, so that a non-finite gradient can still stop the step before any state has changed; and collectives of new state,
-   each started behind the updates that it needs.
+   each started after the updates that it needs.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Order:
                     self._emit(start)
 
     def _let_go(self, start: ir.Node | None = None) -> None:
-        """Emit the small starts that were held back, in their order, except ``start`` itself."""
+        """Emit the small starts that were held back, in order, except ``start`` itself."""
         while self.held and start not in self.done:
             first = self.held.pop(0)
             if first is not start and first not in self.done:
@@ -185,7 +185,7 @@ class _Order:
         return sorted(found, key=lambda pair: users.get(pair.wait, len(position)))
 
     def _overlapped(self, nodes: Sequence[ir.Node], inner: set[ir.Node]) -> list[ir.Node]:
-        """Move each start that the loss or a gradient needs before the nodes since the last wait that it does not need."""
+        """Move each start that the loss or a gradient needs before all nodes since the last wait that it does not depend on."""
         needed = computed_for_gradients(self.graph)
         wait_of = {p.start: w for w in inner if w in needed and not (p := self.pair_of[w]).prefetched}
         hoisted = set(wait_of.values())
@@ -205,7 +205,7 @@ class _Order:
         return order
 
     def _start_first(self, nodes: Sequence[ir.Node]) -> list[ir.Node]:
-        """Move the nodes that the last one, a start, does not need after it."""
+        """Move the nodes that the last one, a start, does not depend on after it."""
         needed = {nodes[-1]}
         for node in reversed(nodes):
             if node in needed:
@@ -232,11 +232,11 @@ class _Order:
 
 
 def _is_small(start: ir.Node) -> bool:
-    """Whether a collective is over single numbers."""
+    """Whether a collective has only scalar operands."""
     return all(v is not None and static_dims(v) == () for v in start.inputs)
 
 
 def _sources(node: ir.Node) -> list[ir.Node]:
-    """The nodes that produce what ``node`` reads."""
+    """The nodes that produce the inputs of ``node``."""
     values = [*node.inputs, *captured(node)]
     return list(dict.fromkeys(p for v in values if v is not None and (p := v.producer()) is not None))

@@ -1,10 +1,10 @@
-"""Sharded updates: the rewrite that ``zero`` and ``central_storage`` share.
+"""Shards updates over the ranks: the rewrite shared by ``zero`` and ``central_storage``.
 
     before   dW ─► AllReduce(b) ─► Adam(W, …) ─► W::next
     after    dW ─► ReduceScatter(b, owner) ─► Adam(W, …, shard=owner) ─► W::next ─► AllGather(b, owner)
 
-Which elements a rank owns is a matter of the plan, so the graph is the same for any number of ranks. What reads all gradients
-(a norm, a test for NaN) reads this rank's part of them, and its results are reduced over the ranks.
+The plan decides which elements a rank owns, so the graph is the same for any number of ranks. Nodes that read all gradients
+(a norm, a test for NaN) read this rank's shard of them, and their results are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Bucket:
     """Updates that are sharded together.
 
     Attributes:
-        updates: those that take the gradients.
-        copies: updates that keep a copy of the new parameters in a narrower type, in the same order.
+        updates: the updates of the parameters.
+        copies: updates of copies of the new parameters in a narrower type, in the same order.
         reduction: the ReduceScatter of the gradients.
     """
 
@@ -44,13 +44,13 @@ class Bucket:
         return self.reduction.attributes["group"].as_string()
 
     def read(self) -> list[list[ir.Node]]:
-        """The updates of the parameters, and those of their copies, as far as the computation reads these states."""
+        """The updates of the parameters and of their copies, restricted to states that the computation reads."""
         both = (self.updates, self.copies)
         return [nodes for nodes in both if any(not is_update(user) for n in nodes for user in state_of(n).consumers())]
 
 
 def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool, offload: bool) -> list[Bucket]:
-    """Let every rank reduce and update only the elements that it owns of each bucket.
+    """Let every rank reduce and update only its own elements of each bucket.
 
     Statistics stay whole: they are small, and evaluation reads all of them.
 
@@ -58,10 +58,10 @@ def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool
         strategy: the name of the pass, for errors.
         owner: ``even`` or ``root``; see :mod:`graphc.ir.ops.collectives`.
         transient: whether gradients take memory only until they are reduced.
-        offload: whether the optimizer's state lies in the host's memory.
+        offload: whether the optimizer's state lies in host memory.
 
     Raises:
-        UsageError: an update that cannot run over a part of its bucket, or gradients that something else reads whole.
+        UsageError: an update that cannot run over a part of its bucket, or whole gradients that another node reads.
     """
     updates = [n for n in graph if trains(n)]
     if not updates:
@@ -97,7 +97,7 @@ def gather_next(graph: ir.Graph, bucket: Bucket, owner: str) -> None:
 
 
 def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
-    """The AllReduce of the update's gradient, of a bucket all of which may be sharded."""
+    """The AllReduce of the update's gradient, whose whole bucket may be sharded."""
     state = state_of(node)
     if not required_declaration(node).elementwise:
         raise UsageError(
@@ -118,7 +118,7 @@ def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
     if values.get_string("reduce", "sum") not in ("sum", "mean") or not dense:
         how = values.get_string("reduce", "sum")
         raise UsageError(
-            f"{strategy} takes gradients all of which are summed in every step, unlike {reduction.name!r} (reduce={how});"
+            f"{strategy} needs gradients that are all summed in every step, unlike {reduction.name!r} (reduce={how});"
             " top-k compression, adasum and deterministic='any-world' exclude it"
         )
     if not node.attributes.get_string(BUCKET, ""):
@@ -127,7 +127,7 @@ def _reduction_of(node: ir.Node, strategy: str) -> ir.Node:
 
 
 def _measures(buckets: dict[ir.Node, list[ir.Node]], strategy: str) -> list[ir.Node]:
-    """What reads the reduced gradients besides the updates, as far as results over parts can be put together."""
+    """Other readers of the reduced gradients whose results over shards can be combined."""
     found: dict[ir.Node, None] = {}
     for reduction, nodes in buckets.items():
         for value in reduction.outputs:
@@ -144,7 +144,7 @@ def _measures(buckets: dict[ir.Node, list[ir.Node]], strategy: str) -> list[ir.N
 
 
 def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, transient: bool) -> ir.Node:
-    """Replace the AllReduce by a ReduceScatter; what accumulates over micro-batches is kept whole all the same."""
+    """Replace the AllReduce by a ReduceScatter; sums over micro-batches stay whole."""
     op.before, op.scope = reduction, reduction.name or "scatter"
     attributes = {k: a.value for k, a in reduction.attributes.items() if k not in ("every", "nonzero")}
     accumulated = any((p := v.producer()) is not None and is_accumulation(p) for v in inputs_of(reduction))
@@ -158,7 +158,7 @@ def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, trans
 
 
 def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> None:
-    """Compute ``node`` over this rank's parts, and put the results of all ranks together."""
+    """Run ``node`` over this rank's shards, and combine the results of all ranks."""
     combine = required_declaration(node).combine
     result, attributes = node.outputs[0], {k: a.value for k, a in node.attributes.items()}
     sharded = [v for v in inputs_of(node) if _is_scattered(v)]

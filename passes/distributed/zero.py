@@ -1,15 +1,15 @@
-"""zero: optimizer state, gradients and parameters divided among the ranks (S. Rajbhandari et al., "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", SC 2020).
+"""zero: divide optimizer state, gradients and parameters among the ranks.
 
     before    dW ─► AllReduce ─► Adam(W, …)
     stage 1   dW ─► ReduceScatter ─► Adam(W, …, shard=even) ─► W::next ─► AllGather
-    stage 2   the same with transient gradients: a rank keeps its part of the sum and nothing else
-    stage 3   W ─► AllGather ─► forward;   W ─► AllGather ─► backward;   and no AllGather behind the update
+    stage 2   the same with transient gradients: a rank keeps only its shard of the sum
+    stage 3   W ─► AllGather ─► forward;   W ─► AllGather ─► backward;   and no AllGather after the update
 
-Each bucket is one flat array; a rank owns the r-th of N equal parts of it, updates only that, and keeps optimizer state (and
-float32 masters) only for that. In stage 3 it keeps only that of the parameters too: a bucket of them is whole from shortly
-before its first use to its last use in the forward pass, and again in the backward pass. ``schedule`` starts each AllGather
-one bucket ahead.
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Each bucket is
+one flat buffer. Rank r owns the r-th of N equal shards, updates only that, and keeps optimizer state (and float32 masters)
+only for that. In stage 3 it keeps only its shard of the parameters too: a bucket of parameters is whole from shortly before its
+first use to its last use in the forward pass, and again in the backward pass. ``schedule`` starts each AllGather one bucket
+ahead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False
 
     Args:
         stage: 1 optimizer state, 2 gradients as well, 3 parameters as well.
-        offload: optimizer state lies in the host's memory, and updates run there.
+        offload: optimizer state lies in host memory, and updates run there.
 
     Raises:
         UsageError: another stage, or an optimizer that cannot be sharded.
@@ -54,7 +54,7 @@ def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False
 
 
 def _forward(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes from which the loss is computed."""
+    """The nodes that compute the loss."""
     found: set[ir.Node] = set()
     for node in reversed(graph):
         if node in found or any(LOSS_TOTAL in v.metadata_props for v in node.outputs):

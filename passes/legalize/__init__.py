@@ -1,1 +1,1 @@
-"""Any ONNX file becomes the core subset."""
+"""Passes that turn any ONNX file into the core subset."""

@@ -1,6 +1,6 @@
 """Rewrites each node to the one canonical form of its op.
 
-ONNX lets a model say the same thing in several ways; the inputs of the nodes are typed already.
+ONNX has several forms for some computations; the inputs of the nodes are typed already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPoo
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 
 _OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
-"""Variadic ops that return their input when they have only one."""
+"""Variadic ops that return their only input unchanged."""
 
 
 def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -50,7 +50,7 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     elif node.op_type == "GlobalLpPool":
         return [_global_lp_pool(op, node)]
     elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
-        count = op.rank(_first(node))  # onnx.reference knows no negative axes
+        count = op.rank(_first(node))  # onnx.reference does not support negative axes
         node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])
     elif node.op_type in _RECURRENT and _int(node, "layout"):
         return _sequence_first(op, node)
@@ -66,7 +66,7 @@ def _swish(op: Builder, node: ir.Node) -> ir.Value:
 
 
 def _sequence_first(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    """Put transposes around a recurrent node with ``layout=1`` (batch first), which onnxruntime refuses."""
+    """Put transposes around a recurrent node with ``layout=1`` (batch first), which onnxruntime rejects."""
     inputs = [op.Transpose(v, perm=[1, 0, 2]) if v is not None and k in (0, 5, 6) else v for k, v in enumerate(node.inputs)]
     attributes = {name: attr for name, attr in node.attributes.items() if name != "layout"}
     outputs = op.emit(node.op_type, inputs, attributes, outputs=len(node.outputs))
@@ -113,7 +113,7 @@ def _drop_unused_outputs(node: ir.Node) -> None:
 
 
 def explicit_pads(node: ir.Node) -> bool:
-    """Replace ``auto_pad`` (and ConvTranspose's ``output_shape``) by ``pads``; False when sizes are not known."""
+    """Replace ``auto_pad`` (and ConvTranspose's ``output_shape``) by ``pads``; False when sizes are unknown."""
     auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
     transposed = node.op_type == "ConvTranspose"
     wanted = _ints(node, "output_shape") if transposed else None

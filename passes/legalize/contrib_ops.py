@@ -22,12 +22,12 @@ from graphc.ir.opset_adapters import Adapter, take
 
 
 def adapt_contributed(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Rewrite a ``com.microsoft`` node (some are written into the standard domain by mistake) as standard ops.
+    """Rewrite a ``com.microsoft`` node (some files put them into the standard domain by mistake) as standard ops.
 
     Returns None for an op without a rule.
 
     Raises:
-        UnsupportedOpError: a form of the op that the rule does not know.
+        UnsupportedOpError: a form of the op that the rule does not cover.
     """
     rule = CONTRIBUTED.get(node.op_type)
     if rule is None:

@@ -18,6 +18,6 @@ from graphc.pipeline import Context, graph_pass
 
 @graph_pass("decompose")
 def decompose(model: ir.Model, ctx: Context, *, keep: Sequence[str] | None = None) -> bool:
-    """Decompose all ``graphc`` nodes except ops named in ``keep``, until only standard ops are left."""
+    """Decompose all ``graphc`` nodes except ops in ``keep``, until only standard ops remain."""
     kept = frozenset(keep or ())
     return decompose_graph(model.graph, lambda node: node.op_type in kept)

@@ -1,9 +1,9 @@
-"""Replaces ``ai.onnx.preview.training.Gradient`` by the backward subgraph that it asks for.
+"""Replaces ``ai.onnx.preview.training.Gradient`` by a backward subgraph.
 
     before   c = Add(a, b);  dc_da = Gradient(a; xs=[a], y=c)
     after    c = Add(a, b);  dc_da = the adjoint of a copy of ``c`` with respect to a copy of ``a``
 
-The operator names a part of the graph: from the values ``xs`` and ``zs`` to ``y``. Its operands take the places of ``xs``
+The operator names a part of the graph: from the values ``xs`` and ``zs`` to ``y``. Its operands replace ``xs``
 and ``zs``, and the results are the derivatives with respect to ``xs``.
 """
 
@@ -28,7 +28,7 @@ def is_gradient(node: ir.Node) -> bool:
 
 
 def put_gradients_last(graph: ir.Graph) -> None:
-    """Move every Gradient node after the value it differentiates, which only an attribute names.
+    """Move every Gradient node after the value that it differentiates, because only an attribute names that value.
 
     Raises:
         ModelError: the attribute names no value, or one that depends on the gradient itself.
@@ -87,6 +87,6 @@ def _named(graph: ir.Graph, node: ir.Node, name: str) -> ir.Value:
     values = {v.name: v for v in [*graph.inputs, *graph.initializers.values(), *(o for n in graph for o in n.outputs)]}
     if name not in values:
         raise ModelError(
-            f"Gradient names {name!r}, which is no value of the graph{nearest(name, filter(None, values))}: {describe(node)}"
+            f"Gradient names {name!r}, which is not a value of the graph{nearest(name, filter(None, values))}: {describe(node)}"
         )
     return values[name]

@@ -62,7 +62,7 @@ _ROLES: dict[tuple[str, int], str] = {
     ("PRelu", 1): _SLOPE,
     ("Gather", 0): _EMBEDDING,
 }
-"""(op, input) → role of the parameter; others go by their shape and whether they multiply."""
+"""(op, input) → role of the parameter; other roles follow from the shape and from multiplications."""
 
 _PLAIN = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Expand"})
 
@@ -87,8 +87,8 @@ def initialize(
             0.02), ``uniform`` (±1/√(fan in)) or ``zeros``.
         seed: with the parameter's name, the key of its generator.
         only: glob patterns of the parameters to fill; default all.
-        overwrite: fill also what looks trained. By default only weights whose elements are all equal are filled; but when
-            all weights of the file are such, everything is, for trained biases and statistics belong to trained weights.
+        overwrite: also fill weights that look trained. By default only weights whose elements are all equal are filled. If all
+            weights of the file are such, everything is filled, because trained biases and statistics imply trained weights.
 
     Raises:
         UsageError: an unknown method, or a pattern that matches no parameter.
@@ -121,7 +121,7 @@ def initialize(
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _CHUNK = 1 << 21
-"""Elements drawn from one generator; larger tensors are drawn in parallel, chunk by chunk."""
+"""Elements per generator; larger tensors are drawn in parallel, chunk by chunk."""
 
 
 def _fill(shape: tuple[int, ...], seed: int, name: str, fill: Callable[[np.random.Generator, Array], None]) -> Array:
@@ -174,7 +174,7 @@ def _draw(value: ir.Value, role: str, method: str, seed: int) -> Array:
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Whether a tensor has several elements and all are equal; a few are compared first, since most weights differ there."""
+    """Whether a tensor has several elements and all are equal; compares a few first, because most weights differ there."""
     if value.const_value is None or value.const_value.size < 2:
         return False
     flat = np.asarray(value.const_value.numpy()).reshape(-1)
@@ -185,7 +185,7 @@ def _is_constant(value: ir.Value) -> bool:
 def _uses(value: ir.Value) -> list[tuple[ir.Node, int, list[int] | None]]:
     """Find the node that uses a parameter, through casts, reshapes and transposes: (node, input, permutation of its axes).
 
-    The permutation is None when a reshape lies between.
+    The permutation is None if a reshape is on the way.
     """
     found: list[tuple[ir.Node, int, list[int] | None]] = []
     stack: list[tuple[ir.Value, list[int] | None]] = [(value, list(range(len(value.shape or ()))))]
@@ -215,10 +215,9 @@ def _role(value: ir.Value) -> str:
 
 
 def fans(value: ir.Value) -> tuple[int, int]:
-    """(fan in, fan out) of a weight: how many inputs one output sums over, and how many outputs one input reaches.
+    """(fan in, fan out) of a weight: inputs summed per output, and outputs reached per input.
 
-    From the use as a Conv (O × I/groups × window), Gemm or MatMul operand; else by the convention that axis 0 counts
-    outputs.
+    Taken from its use as a Conv (O × I/groups × window), Gemm or MatMul operand; else axis 0 counts outputs, by convention.
     """
     shape = static_dims(value) or ()
     for node, index, axes in _uses(value):

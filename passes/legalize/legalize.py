@@ -1,4 +1,4 @@
-"""legalize: convert any ONNX model of opset 6 to 28 to the one form that all other passes take.
+"""legalize: convert any ONNX model of opset 6 to 28 to the form that all other passes require.
 
     before  opset 9:   shape ─► ConstantOfShape ─► W;  Dropout(x, ratio=0.5);  Softmax(x, axis=1);  Conv(auto_pad=SAME_UPPER)
     after   opset 26:  W is an initializer;  Dropout(x, 0.5);  Softmax(x, axis=-1);  Conv(pads=[1, 1, 1, 1])
@@ -47,7 +47,7 @@ from graphc.passes.legalize.subgraphs import hoist_initializers, name_inputs
 from graphc.pipeline import Context, graph_pass
 
 _WINDOW = frozenset({"left_window_size", "right_window_size"})
-"""Attributes that newer opsets added to Attention; onnxruntime does not know them."""
+"""Attributes that newer opsets added to Attention; onnxruntime rejects them."""
 
 
 @graph_pass("legalize")
@@ -64,7 +64,9 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     hoist_initializers(graph)
     name_everything(graph)
     initializers_are_no_inputs(graph)
-    fillers = filler_nodes(graph)  # before functions are inlined: names inside their bodies are not in the user's file
+    fillers = filler_nodes(
+        graph
+    )  # before functions are inlined: the user's file does not contain the names inside their bodies
     inline_functions(model)
     name_everything(graph)
     name_inputs(graph)
@@ -121,7 +123,7 @@ def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Buil
 
 
 def _agree(node: ir.Node, name: str | None, said: tuple[ir.TypeProtocol | None, ir.Shape | None], value: ir.Value) -> None:
-    """Refuse a value whose type in the file (``value_info`` or graph output) contradicts the inferred one."""
+    """Reject a value whose type in the file (``value_info`` or graph output) contradicts the inferred one."""
     type_, shape = said
     if not isinstance(type_, ir.TensorType) or not isinstance(value.type, ir.TensorType):
         return
@@ -160,7 +162,7 @@ def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value]
 
 
 def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Emit the function body of an op that the legal opset does not have; None when the standard gives it no body."""
+    """Emit the function body of an op that the legal opset lacks; None when the standard defines no body."""
     if node.domain not in ("", "ai.onnx.preview") or not has_body(node.op_type, node.domain):
         return None
     before = {id(n) for n in op.graph}
@@ -184,7 +186,7 @@ def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _check_known(node: ir.Node, version: int) -> None:
-    """Refuse ops nobody declares and, in files of a newer opset, what the legal opset does not have."""
+    """Reject undeclared ops and, in files of a newer opset, features that the legal opset lacks."""
     if declaration_of(node) is None and not (node.domain != DOMAIN and onnx.defs.has(node.op_type, node.domain)):
         name = key_of(node.domain, node.op_type)
         how = (
@@ -210,7 +212,7 @@ def _check_known(node: ir.Node, version: int) -> None:
 
 
 def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir.Value]) -> None:
-    """Replace the node by ``values``, which take over the names of its outputs."""
+    """Replace the node by ``values``, which inherit the names of its outputs."""
     for old, new in zip(list(node.outputs), values, strict=False):
         if not old.uses() and not old.is_graph_output():
             continue
@@ -224,7 +226,7 @@ def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir
 
 
 def _complete_shapes(model: ir.Model, version: int) -> None:
-    """Type what our inference left open by ONNX's whole-graph inference, which follows symbolic dimensions further."""
+    """Type values that our inference left open; ONNX's whole-graph inference follows symbolic dimensions further."""
     graph = model.graph
     if not any(_incomplete(v) for node in graph.all_nodes() for v in node.outputs):
         return

@@ -1,10 +1,10 @@
-"""Turns parameters that a file hides behind nodes into initializers, and small constants into ``Constant`` nodes.
+"""Turns parameters hidden behind nodes into initializers, and small constants into ``Constant`` nodes.
 
     before  shape ─► ConstantOfShape ─► W ─► Conv         after   W (initializer) ─► Conv
 
 Caffe2's converter and light model zoos write weights as ``ConstantOfShape``, older exporters as ``Constant``, half-precision
-converters as ``Constant → Cast``, PyTorch's TorchScript exporter writes a second parameter of equal initial value as
-``Identity`` of the first. The parameter gets the name under which the rest of the graph uses it.
+converters as ``Constant → Cast``, and PyTorch's TorchScript exporter writes a second parameter of equal initial value as
+``Identity`` of the first. The parameter gets the name that the rest of the graph uses.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _CONSTANT_LIMIT = 4096
 
 
 def filler_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes of ``graph`` that may make a parameter, in graph order."""
+    """The nodes of ``graph`` that may hold a parameter, in graph order."""
     return [n for n in graph if n.domain == "" and n.op_type in ("Constant", "ConstantOfShape", "Identity", "Cast")]
 
 
 def promote(model: ir.Model, fillers: Iterable[ir.Node]) -> int:
-    """Turn the outputs of ``fillers`` that are weights into initializers; returns how many there were."""
+    """Turn the outputs of ``fillers`` that are weights into initializers; returns their number."""
     graph, count = model.graph, 0
     from_torch = model.producer_name == "pytorch"
     sources: dict[ir.Value, ir.TensorProtocol] = {}
@@ -89,7 +89,7 @@ def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
     """Resolve an Identity of an initializer; returns True when the node is gone.
 
     The TorchScript exporter merges parameters of equal initial value that way (a running variance with a scale, all
-    layers of an encoder), so in its files each gets its own copy. In others it is one parameter used twice.
+    layers of an encoder), so each gets its own copy in its files. In other files it is one parameter used twice.
     """
     source, out = node.inputs[0], node.outputs[0]
     if source is None or not source.is_initializer() or source.const_value is None or out.is_graph_output():
@@ -104,7 +104,7 @@ def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
 
 
 def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol) -> None:
-    """Replace a node output by an initializer of the same name; the node is removed when nothing else uses it."""
+    """Replace a node output by an initializer of the same name; removes the node when it has no other use."""
     node, name = out.producer(), out.name or ""
     new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
     new.metadata_props.update(out.metadata_props)
@@ -115,7 +115,7 @@ def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol)
 
 
 def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.TensorProtocol | None:
-    """Return the tensor that a filler node makes; ``ConstantOfShape`` allocates nothing."""
+    """Return the tensor of a filler node; ``ConstantOfShape`` allocates nothing."""
     if node.op_type == "Constant":
         return constant_tensor(node)
     source = node.inputs[0]
@@ -130,7 +130,7 @@ def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.
             return None
         fill = node.attributes["value"].as_tensor() if "value" in node.attributes else ir.tensor(np.zeros(1, np.float32))
         size = [int(d) for d in shape.numpy().reshape(-1)]
-        # a view of one element: it takes no memory until it is trained
+        # a view of one element takes no memory until it is trained
         return ir.Tensor(np.broadcast_to(fill.numpy().reshape(()), size), dtype=fill.dtype, name=node.outputs[0].name)
     found = sources.get(source)
     if found is None or node.op_type == "Identity":
@@ -140,7 +140,7 @@ def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.
 
 
 def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """The tensor of a ``Constant`` node, whichever of its attributes holds it."""
+    """The tensor of a ``Constant`` node, from any of its attributes."""
     return ir.convenience.get_const_tensor(node.outputs[0])
 
 
@@ -163,7 +163,7 @@ def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth:
 
 
 def small_initializers_to_constants(graph: ir.Graph) -> None:
-    """Turn small initializers that are no parameters (integers, scalars, scales) into ``Constant`` nodes of the same name."""
+    """Turn small initializers that are not parameters (integers, scalars, scales) into ``Constant`` nodes of the same name."""
     found = list(_constants(graph))
     if not found:
         return
@@ -185,7 +185,7 @@ def _constants(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 _SIZES = frozenset({("Resize", 1), ("Resize", 2), ("Upsample", 1)})
-"""(op, input) pairs of float operands that are settings (scales, regions), not weights, though files store them as
+"""(op, input) pairs of float operands that are settings (scales, regions), not weights, although files store them as
 initializers.
 """
 

@@ -99,14 +99,14 @@ def _rename(graph: ir.Graph, old: Dim, new: Dim) -> None:
 
 
 def _walk(graph: ir.Graph, change: Change) -> None:
-    """Re-infer node by node, repairing each node before it is inferred, when it is known where the batch is."""
+    """Repair and re-infer node by node; repairs need the position of the batch."""
     op = change.op
     for node in [n for n in graph if n.op_type != "Constant"]:
         op.before, op.scope = node, f"rebatch/{node.name or node.op_type}"
         if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
             continue  # keeps its types; if the batch passes through it, the check of the outputs reports it
         for value in node.outputs:
-            value.const_value = None  # was folded for the old batch size
+            value.const_value = None  # folded for the old batch size
         try:
             repair = REPAIRS.get(node.op_type) if node.domain == "" else None
             if repair is not None:

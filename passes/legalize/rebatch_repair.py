@@ -1,4 +1,4 @@
-"""Repairs single nodes whose operands were baked for one batch size (:mod:`graphc.passes.legalize.rebatch`)."""
+"""Repairs single nodes whose operands are fixed to one batch size (:mod:`graphc.passes.legalize.rebatch`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Change:
         )
 
     def inherit(self, node: ir.Node) -> None:
-        """Note the outer size of an output whose batch axis is as long as an input's: its order is the same."""
+        """Record the outer size of an output whose batch axis is as long as an input's: its order is the same."""
         for out in node.outputs:
             axis = None if out in self.outer else self.axis(out)
             for value in node.inputs if axis is not None else ():
@@ -101,11 +101,11 @@ def _reshape(change: Change, node: ir.Node) -> None:
 
 
 def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
-    """Return the axis of ``result`` that takes the batch, where ``position`` is the product of the sizes before it.
+    """Return the axis of ``result`` that takes the batch; ``position`` is the product of the sizes before it.
 
-    Reshape keeps the order of elements, so that product is the same before and after. A batch of 1 leaves a choice: an axis
-    that holds only the batch is preferred, then the axis after that product; the last axis (the features) is not taken where
-    the axis before it can be.
+    Reshape keeps the order of elements, so that product is the same before and after. A batch of 1 leaves a choice: first an
+    axis
+    that holds only the batch, then the axis after that product; never the last axis (the features) if the axis before it fits.
     """
     candidates = []
     for k, size in enumerate(result):
@@ -165,7 +165,7 @@ def _resize(change: Change, node: ir.Node) -> None:
 
 
 def _concat(change: Change, node: ir.Node) -> None:
-    """Repeat operands that were made for one batch (a class token) for the new batch."""
+    """Repeat operands of the old batch size (a class token) for the new batch size."""
     places = {axis for v in node.inputs if (axis := change.axis(v)) is not None}
     if len(places) != 1:
         return
@@ -177,7 +177,7 @@ def _concat(change: Change, node: ir.Node) -> None:
 
 
 def _recurrent(change: Change, node: ir.Node) -> None:
-    """Repeat initial states that were made for one batch for the new batch."""
+    """Repeat initial states of the old batch size for the new batch size."""
     axis = 0 if "layout" in node.attributes and node.attributes["layout"].as_int() else 1
     if change.axis(node.inputs[0]) == axis:
         _repeat_operands(change, node, range(5, min(7, len(node.inputs))), axis)

@@ -8,8 +8,8 @@
 
     before  y = Loop (3, x) { y = Concat(y, row) }        after   y = Concat(Concat(Concat(x, row), row), row)
 
-PyTorch's exporter writes ``split`` and ``unbind`` in the first form, EmbeddingBag in the second. Only tensors cross the steps
-of a plan; a sequence that depends on data stays, and works as long as no gradient has to leave its segment.
+PyTorch's exporter writes ``split`` and ``unbind`` in the first form, EmbeddingBag in the second. Only tensors pass between the
+steps of a plan. A sequence that depends on data stays, and works as long as no gradient has to leave its segment.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Elements = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, for sequences whose elements are known."""
 
 _UNROLL = 256
-"""Loops whose carried sequences or tensors grow are unrolled up to this number of iterations."""
+"""Largest trip count up to which loops with growing carried sequences or tensors are unrolled."""
 
 
 def dissolve(graph: ir.Graph) -> bool:
-    """Rewrite ``graph`` and its subgraphs; unused nodes are left for dead-code elimination."""
+    """Rewrite ``graph`` and its subgraphs; dead-code elimination removes unused nodes later."""
     if not any(n.op_type in _RULES or n.op_type in CONTROL for n in graph if n.op_type != "Identity"):
         return False
     changed = _dissolve(Builder(graph), graph, {})
@@ -78,7 +78,7 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
 
 
 def _decided_branch(op: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """The outputs of an If whose condition is known."""
+    """The outputs of an If with a known condition."""
     decided = constant(node.inputs[0])
     if decided is None:
         return None
@@ -105,7 +105,7 @@ def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _keeps_its_shape(initial: ir.Value, formal: ir.Value) -> bool:
-    """Whether a carried value is a tensor whose shape stays the same, as far as the first one is known."""
+    """Whether a carried value is a tensor whose shape stays the same, as far as the first shape is known."""
     if not isinstance(initial.type, ir.TensorType):
         return False
     first, always = static_dims(initial), dims(formal)
@@ -113,7 +113,7 @@ def _keeps_its_shape(initial: ir.Value, formal: ir.Value) -> bool:
 
 
 def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Value]) -> None:
-    """Replace the outputs of ``node`` by ``values``, which take over their names, and remove the node."""
+    """Replace the outputs of ``node`` by ``values``, which inherit their names, and remove the node."""
     for old, new in zip(list(node.outputs), values, strict=True):
         producer = new.producer()
         if old.is_graph_output() and (producer is None or producer.graph is not graph or new.is_graph_output()):
@@ -126,7 +126,7 @@ def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Va
 
 
 def _position(value: ir.Value | None, length: int, default: int) -> int | None:
-    """A constant position, counted from the front; None when it is not known."""
+    """A constant position, counted from the front; None when unknown."""
     if value is None:
         return default
     known = constant(value)
@@ -136,7 +136,7 @@ def _position(value: ir.Value | None, length: int, default: int) -> int | None:
     return place + length if place < 0 else place
 
 
-# Rules: the values that stand for a node's outputs, or None. A rule that makes a sequence only notes its elements. ---------
+# Rules: return replacements for a node's outputs, or None. A rule that builds a sequence only records its elements. -------
 
 
 def _construct(op: Builder, node: ir.Node, known: Elements) -> None:

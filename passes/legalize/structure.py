@@ -1,4 +1,4 @@
-"""Puts names, links and order of a loaded model right: the first step of ``legalize``."""
+"""Fixes names, links and order of a loaded model: the first step of ``legalize``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphc.ir import OPSET
 from graphc.ir.declare import has_effect
 
 OLDEST = 6
-"""The oldest opset that is converted; older files pass where opset 6 defines their ops in the same way."""
+"""The oldest opset that is converted; older files pass if opset 6 defines their ops in the same way."""
 
 
 def opset_of(model: ir.Model) -> int:
@@ -41,7 +41,7 @@ def opset_of(model: ir.Model) -> int:
 
 
 def _changed_before_oldest(op_type: str, version: int) -> bool:
-    """Whether opset ``version`` defines the op differently from the oldest opset that is converted."""
+    """Whether opset ``version`` defines the op differently from the oldest convertible opset."""
     if not (onnx.defs.has(op_type, version) and onnx.defs.has(op_type, OLDEST)):
         return True
     first, second = (onnx.defs.get_schema(op_type, v).since_version for v in (version, OLDEST))
@@ -90,7 +90,7 @@ def name_everything(graph: ir.Graph) -> None:
     for node in graph.all_nodes():
         for k, out in enumerate(node.outputs):
             if out.name == "" and not out.uses() and not out.is_graph_output():
-                continue  # an optional output that is left out
+                continue  # an absent optional output
             if not out.name or out.name in taken:
                 out.name = _fresh(out.name or f"{node.name or node.op_type}.{k}", taken)
             taken.add(out.name)

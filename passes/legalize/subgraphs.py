@@ -25,7 +25,7 @@ def hoist_initializers(graph: ir.Graph) -> None:
 
 
 def name_inputs(graph: ir.Graph) -> None:
-    """Rename the inputs of bodies so that they hide no outer value."""
+    """Rename the inputs of bodies so that they shadow no outer value."""
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     taken |= {v.name for node in graph.all_nodes() for v in node.outputs}
     for body in graph.subgraphs():

@@ -1,1 +1,1 @@
-"""Fewer nodes, better nodes."""
+"""Passes that simplify, fuse and re-layout the graph."""

@@ -71,7 +71,7 @@ def _targets(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
     marked = [v for node in graph for v in node.outputs if v.metadata_props.get(LOSS_TOTAL)]
     targets = marked or [v for v in graph.outputs if is_float(v)]
     if not targets:
-        raise UsageError("the model has no floating-point output that a loss could be made of")
+        raise UsageError("the model has no floating-point output to build a loss from")
     return targets
 
 

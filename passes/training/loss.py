@@ -193,7 +193,7 @@ def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.
 def _scalar_sums(op: Builder, value: ir.Value) -> Sums:
     """Use a scalar of the graph as the total, with weight 1: the mean is over ranks."""
     if not is_float(value) or static_dims(value) not in ((), (1,), (1, 1)):
-        raise UsageError(f"{describe_value(value)} is no floating-point scalar: reduce it, or choose another loss")
+        raise UsageError(f"{describe_value(value)} is not a floating-point scalar: reduce it, or choose another loss")
     if value.producer() is None or constant(value) is not None:
         raise UsageError(f"{describe_value(value)} is not computed by the model")
     total = value if static_dims(value) == () else op.Reshape(value, np.array([], dtype=np.int64))

@@ -216,7 +216,7 @@ def _class_weight(request: LossRequest, scores: ir.Value, axis: int) -> ir.Value
         return None
     if isinstance(given, str):
         if given not in request.graph.initializers:
-            raise UsageError(f"class_weight={given!r} is no initializer{nearest(given, request.graph.initializers)}")
+            raise UsageError(f"class_weight={given!r} is not an initializer{nearest(given, request.graph.initializers)}")
         given = array_of(request.graph.initializers[given])
     weights = np.asarray(given).astype(dtype_of(scores).numpy())
     classes = (dims(scores) or ())[axis]

@@ -64,7 +64,7 @@ def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: An
             elif formal.name in shared or formal.optional:
                 inputs.append(shared.get(formal.name))
             else:
-                raise UsageError(f"the op {op_type!r} has an input {formal.name!r}, which no optimizer gets")
+                raise UsageError(f"the op {op_type!r} has an input {formal.name!r}, which optimizers do not supply")
         states = [declaration.inputs[k].name for _, k in sorted(declaration.next_value.items())]
         own = declaration.inputs[declaration.main].name
         names = [f"{parameter.name}::next" if state == own else f"{parameter.name}::{state}::next" for state in states]

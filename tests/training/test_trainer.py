@@ -187,7 +187,7 @@ def test_a_learning_rate_that_is_none_changes_nothing(exported: Callable[[str], 
     with graphc.Trainer(program, threads=1, schedule=lambda step: 0.1 if step == 0 else rate) as trainer:
         trainer.step(feeds())
         before = trainer.state_sha256()
-        with pytest.raises(UsageError, match="a learning rate is a finite number"):
+        with pytest.raises(UsageError, match="a learning rate must be a finite number"):
             trainer.step(feeds())
         assert trainer.state_sha256() == before
         assert trainer.steps_done == 1

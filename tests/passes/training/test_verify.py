@@ -226,7 +226,7 @@ def data_of_another_shape(m):
         (wait_of_another_group, "the start and the wait with tag 'dw' differ in their attributes"),
         (used_in_flight, "'start' is in flight and may only be used by 'wait'"),
         (updated_twice, "'w' is updated twice, first by 'next'"),
-        (updated_no_state, "'dw' is updated but is no initializer"),
+        (updated_no_state, "'dw' is updated but is not an initializer"),
         (old_opset, "the graph is in opset 17, not 26; run 'legalize' first"),
         (output_from_nowhere, "no node of the graph produces the graph output 'nowhere'"),
         (data_of_another_shape, "initializer w:float[2,3] does not have the type of its data"),
