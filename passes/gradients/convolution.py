@@ -99,9 +99,7 @@ def _as_convolution(node: ir.Node) -> dict[str, Any]:
     if same in ("SAME_UPPER", "SAME_LOWER") or target:
         found["pads"] = _chosen_padding(node, window, spatial(x.shape), same, target, extra)
     if any(e >= s for e, s in zip(extra, window.strides, strict=True)):
-        raise UnsupportedOpError(
-            f"no runtime accepts output_padding as large as the stride: no gradient for {describe(node)}"
-        )
+        raise UnsupportedOpError(f"no runtime accepts output_padding as large as the stride: no gradient for {describe(node)}")
     return found
 
 
