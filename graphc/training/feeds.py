@@ -1,4 +1,4 @@
-"""Feeds against what a graph wants: names, shapes, types and labels."""
+"""Checks feeds against a graph's inputs: names, shapes, types and labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphc.ir.facts import dims
 
 
 def feed_shape(feed: Any) -> tuple[int, ...]:
-    """The shape of a feed, wherever it lies.
+    """Return the shape of a feed, in host or device memory.
 
     Raises:
         FeedError: rows of unequal length.
@@ -32,10 +32,10 @@ _SHARD = "graphc.data.shard(data, names=(…), global_batch=N) makes such batche
 
 
 def batches_of(items: Any) -> Iterator[Any]:
-    """Walk over batches, each of which is a :class:`~graphc.data.Batch` or a mapping input → array.
+    """Iterate over batches: each a :class:`~graphc.data.Batch` or a mapping input → array.
 
     Raises:
-        FeedError: not a number of batches, or one that is neither.
+        FeedError: ``batches`` is not iterable, or a batch is of another type.
     """
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
         what = "one batch" if isinstance(items, Mapping) else f"a {type(items).__name__}"
@@ -47,10 +47,10 @@ def batches_of(items: Any) -> Iterator[Any]:
 
 
 def averages(sums: Mapping[str, float]) -> dict[str, float]:
-    """The reported values of an evaluation from the sums of all batches: ``loss::total`` ÷ ``loss::weight`` is ``loss``.
+    """Compute an evaluation's values from the sums of all batches: ``loss`` = ``loss::total`` ÷ ``loss::weight``.
 
     Raises:
-        FeedError: nothing was counted.
+        FeedError: no sample was counted.
     """
     total = "::total"
     weights = {name: sums.get(name.removesuffix(total) + "::weight", 1.0) for name in sums if name.endswith(total)}
@@ -60,15 +60,15 @@ def averages(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def key_of_shapes(feeds: Mapping[str, Array]) -> tuple[Any, ...]:
-    """What feeds for one plan have in common."""
+    """Key of a plan: the shapes of its feeds."""
     return tuple((name, feed_shape(array)) for name, array in sorted(feeds.items()))
 
 
 def check_feed_names(feeds: Mapping[str, Array], graph: ir.Graph) -> dict[str, tuple[int, ...]]:
-    """The shapes of ``feeds`` by the names of the graph's inputs.
+    """Return the shapes of ``feeds`` by the names of the graph's inputs.
 
     Raises:
-        FeedError: no mapping, a name too many, or one that is missing, or a number in place of an array.
+        FeedError: not a mapping, an unknown or a missing name, or a number instead of an array.
     """
     if not isinstance(feeds, Mapping):
         raise FeedError(f"feeds are {_MAPPING}, not a {type(feeds).__name__}")
@@ -90,13 +90,13 @@ def check_arrays(
     labels: Mapping[str, tuple[int, int, int | None]],
     memory: Memory,
 ) -> dict[str, Array]:
-    """The feeds as arrays of the types that ``inputs`` have, in the host's memory or, where they lie there, in ``memory``.
+    """Convert feeds to the dtypes of ``inputs``. Arrays that are in ``memory`` stay there; all others go to host memory.
 
     Args:
-        labels: name → range of the labels, and the one that is ignored. Those on a device are not looked at.
+        labels: name → range of the labels, and the ignored label. Labels on a device are not checked.
 
     Raises:
-        FeedError: a wrong type, a label out of range, or an array on a device that cannot be taken as it lies there.
+        FeedError: a wrong type, a label out of range, or a device array that cannot be used in place.
     """
     arrays: dict[str, Array] = {}
     for name, buffer in inputs.items():
@@ -119,7 +119,7 @@ def check_arrays(
 
 
 def _array(name: str, feed: Any, memory: Memory) -> Array:
-    """A feed as an array of ``memory`` where it lies there, else of the host."""
+    """Return a feed as an array in ``memory`` if it is there already, else as a host array."""
     try:
         found = memory.adopt(feed)
     except (ValueError, RuntimeError, BufferError) as error:
@@ -127,7 +127,7 @@ def _array(name: str, feed: Any, memory: Memory) -> Array:
     if found is None:
         try:
             return np.asarray(feed)
-        except (ValueError, RuntimeError) as error:  # ragged rows; a tensor that is on the tape of its framework
+        except (ValueError, RuntimeError) as error:  # ragged rows, or a tensor that requires grad
             raise FeedError(f"feed {name!r} is no array: {error}") from None
         except TypeError as error:
             where = "the host" if memory.on_host else "this worker's device or the host"

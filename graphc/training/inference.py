@@ -1,9 +1,9 @@
-"""Running a model through graphc's own plan and backend, without training anything.
+"""Inference: runs a model once through graphc's own plan and backend.
 
     legalize ─► simplify ─► plan ─► executor       tensors whose shapes follow from the feeds'
                        └─► the backend, whole      sequences, optionals, strings, shapes that depend on data
 
-A file of an opset newer than the legal one runs as it is where an operator of it has no form in the legal opset.
+A file of a newer opset runs unchanged if one of its ops cannot be expressed in the legal opset.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Feed: TypeAlias = "Any"
 def run_model(
     model: ModelSource, feeds: Mapping[str, Feed], backend: str = "auto", *, threads: int | None = None
 ) -> dict[str, Any]:
-    """The outputs of ``model`` for ``feeds``, in the mode in which the file was saved.
+    """Compute the outputs of ``model`` for ``feeds``, in the mode in which the file was saved.
 
     Args:
         model: path, ``onnx.ModelProto`` or ``onnx_ir.Model``.
-        feeds: one array per graph input, of its element type (``ml_dtypes`` for those that numpy lacks, ``object`` for
-            strings); a list of arrays for a sequence, None for an optional that is empty. An input that has an
-            initializer may be left out.
+        feeds: one array per graph input, of its element type (``ml_dtypes`` for types that numpy lacks, ``object`` for
+            strings); a list of arrays for a sequence, None for an empty optional. An input with an initializer may be
+            omitted.
         backend: ``"auto"``, or a name that ``graphc backends`` lists.
-        threads: of the backend; None takes all cores this process may use.
+        threads: threads of the backend; None: all cores that this process may use.
 
     Returns:
         Output name → array, or list of arrays for a sequence, or None for an empty optional.
@@ -77,7 +77,7 @@ def run_model(
 
 
 def _check_feeds(graph: ir.Graph, feeds: Mapping[str, Feed]) -> dict[str, Feed]:
-    """The feeds as the backend takes them; each is for an input, and each input without an initializer has one."""
+    """Convert the feeds for the backend; check that each names an input and that no input is missing."""
     wanted = {value.name or "": value for value in graph.inputs}
     required = [name for name, value in wanted.items() if not value.is_initializer()]
     for name in feeds:
@@ -118,7 +118,7 @@ def _check_array(name: str, type_: ir.TypeProtocol | None, feed: Feed) -> Feed:
 
 
 def _fed_initializers_are_inputs(graph: ir.Graph, feeds: Mapping[str, Feed]) -> None:
-    """An initializer that is also an input is a default; the feed replaces it."""
+    """Replace initializers that are also inputs (defaults) by their feeds."""
     for value in graph.inputs:
         if value.is_initializer() and value.name in feeds:
             del graph.initializers[value.name or ""]
@@ -132,9 +132,9 @@ def _is_plannable(graph: ir.Graph) -> bool:
 
 
 def _run_whole(engine: Backend, model: ir.Model, feeds: Mapping[str, Feed]) -> dict[str, Any]:
-    """Run the graph as one piece, whose buffers the backend allocates while it runs.
+    """Run the whole graph in the backend, which allocates buffers as it runs.
 
-    Initializers are fed as arrays, so that weights are neither copied into a message nor bound by its size.
+    Initializers are fed as arrays: weights inside a protobuf message would be copied and limited to 2 GiB.
     """
     graph, arrays = model.graph, dict(feeds)
     for name, value in list(graph.initializers.items()):

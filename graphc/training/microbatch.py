@@ -1,7 +1,7 @@
-"""What a worker runs in one step: its share of the batch, in micro-batches, or a stand-in where it has no sample.
+"""Cuts a worker's share of a batch into micro-batches.
 
-Every rank takes part in every collective. One without samples runs a sample of an earlier step (zeros before the first) with
-``graphc.live`` = 0: the loss, its weight and the counts of batch statistics are 0 then.
+Every rank takes part in every collective. A rank without samples runs a sample of an earlier step (zeros at first) with
+``graphc.live`` = 0: its loss, loss weight and batch-statistics counts are then 0.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class MicroBatch:
     live: bool
 
     def set_scalars(self, scalars: Scalars) -> None:
-        """Tell the graph which samples of the global batch these are, and whether they count."""
+        """Write the samples' offset in the global batch, and whether they count, into the state."""
         for name, value in ((SAMPLE_OFFSET, self.offset), (LIVE, float(self.live))):
             if name in scalars:
                 scalars.set(name, value)
 
 
 class MicroBatches:
-    """Cuts feeds along the batch axis: the first axis of the first input, and of those that share its symbol.
+    """Cuts feeds along the batch axis: the first axis of the first input, and of inputs that share its symbol.
 
     Args:
         graph: the training graph.
         steps: micro-batches of a step.
-        aligned: whether every rank runs every micro-batch, an empty one too, because there are collectives inside them.
+        aligned: whether every rank runs every micro-batch, even an empty one, because it contains collectives.
         equal: whether all micro-batches must have one size, for the same bits on any number of ranks.
 
     Attributes:
@@ -68,7 +68,7 @@ class MicroBatches:
         self._last: Mapping[str, Array] = {}
 
     def check_divides(self, global_batch: int, workers: int) -> None:
-        """Refuse a batch that does not divide into equal micro-batches; a shorter last batch of an epoch may be uneven.
+        """Refuse a batch that does not divide into equal micro-batches; an epoch's shorter last batch may be uneven.
 
         Raises:
             UsageError: micro-batches of different size.
@@ -81,10 +81,10 @@ class MicroBatches:
             )
 
     def rows(self, feeds: Mapping[str, Array]) -> int:
-        """The samples of ``feeds``; 1 where no input has a batch axis.
+        """Count the samples of ``feeds``; 1 if no input has a batch axis.
 
         Raises:
-            FeedError: the input that says it is missing, or no array.
+            FeedError: the batched input is missing, or not an array.
         """
         if not self.first:
             return 1
@@ -96,7 +96,7 @@ class MicroBatches:
         return shape[0]
 
     def empty(self) -> dict[str, Array]:
-        """Feeds without samples, for a rank whose data have ended."""
+        """Return feeds without samples, for a rank whose data have ended."""
         shapes = {name: [d if isinstance(d, int) else 1 for d in shape] for name, shape in self._shapes.items()}
         for name in self.batched:
             shapes[name][0] = 0
@@ -104,10 +104,10 @@ class MicroBatches:
         return {name: known.get(name, np.zeros(shape, self._types[name])) for name, shape in shapes.items()}
 
     def split(self, feeds: Mapping[str, Array], offset: int) -> list[MicroBatch]:
-        """The micro-batches of a share whose first sample has index ``offset`` in the global batch.
+        """Cut a share whose first sample has index ``offset`` in the global batch into micro-batches.
 
         Raises:
-            UsageError: a share that must be cut, of a model whose batch size is fixed.
+            UsageError: the share must be cut, but the model's batch size is fixed.
         """
         count = self.rows(feeds)
         if count:
@@ -144,9 +144,9 @@ class MicroBatches:
 
 
 def until_all_end(items: Iterable[Mapping[str, Array] | Batch], micro: MicroBatches, comm: Communicator) -> Iterator[Batch]:
-    """This rank's batches, and empty ones after them for as long as any other rank has one.
+    """Yield this rank's batches, then empty ones until every rank has run out.
 
-    Ranks tell each other how many samples they have, so that offsets and global sizes are exact for any shares.
+    Ranks exchange their sample counts, so offsets and global sizes are exact for any shares.
     """
     walk = batches_of(items)
     while True:
@@ -164,7 +164,7 @@ def until_all_end(items: Iterable[Mapping[str, Array] | Batch], micro: MicroBatc
 
 
 def micro_batches(graph: ir.Graph, workers: int) -> MicroBatches:
-    """How a worker cuts its share for a training graph.
+    """Make the micro-batching of a training graph on one worker.
 
     Raises:
         UsageError: shards that cannot be divided among the workers.

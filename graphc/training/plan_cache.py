@@ -1,4 +1,4 @@
-"""The plans of a program, one for each set of feed shapes, bound to the state and the backend of a worker."""
+"""Caches a program's plans: one per set of feed shapes, bound to a worker's state."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Wrap = Callable[[str, str, Run], Run]
 
 
 class PlanCache:
-    """What runs a program's training and evaluation graphs on one worker.
+    """Plans, binds and caches a program's training and evaluation graphs on one worker.
 
     Args:
         program: the graphs.
-        backend, comm: of the worker.
-        threads: for a backend of the host, where one is needed beside a device.
+        backend, comm: the worker's.
+        threads: threads of the host backend, where a device needs one beside it.
         check: whether gradients and loss are tested for NaN and infinity before the updates.
         batched: the feeds whose first axis is the batch.
 
     Attributes:
-        state: what all plans share.
-        wrap: goes around every step of the plans that are bound from now on, as for :class:`Executor`.
+        state: the state that all plans share.
+        wrap: hook around every plan step, for plans bound from now on; see :class:`Executor`.
         training, evaluation: the bound plans, by the shapes of their feeds.
 
     Raises:
@@ -64,10 +64,10 @@ class PlanCache:
         self._left = backend.memory.available() or 0
 
     def for_training(self, feeds: Mapping[str, Array]) -> Executor:
-        """The plan of the training graph for the shapes of ``feeds``.
+        """Return the training graph's plan for the shapes of ``feeds``.
 
         Raises:
-            FeedError: names or shapes that contradict the graph.
+            FeedError: names or shapes do not match the graph.
             DeviceMemoryError: the plan does not fit on the device; nothing has run.
             WorldError: the ranks' collectives differ, or depend on the batch.
         """
@@ -78,7 +78,7 @@ class PlanCache:
         return found
 
     def for_evaluation(self, feeds: Mapping[str, Array]) -> Executor:
-        """The plan of the evaluation graph for the shapes of ``feeds``; errors as of :meth:`for_training`."""
+        """Return the evaluation graph's plan for the shapes of ``feeds``; raises as :meth:`for_training` does."""
         key = key_of_shapes(feeds)
         found = self.evaluation.get(key)
         if found is None:
@@ -86,17 +86,17 @@ class PlanCache:
         return found
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds of a plan as arrays of the types and with the labels that the graph asks for, or FeedError."""
+        """Convert feeds to the plan's dtypes and check the labels; FeedError if that fails."""
         return check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
 
     def on_host(self) -> Backend:
-        """A backend of the host beside one that works elsewhere; made when it is first asked for."""
+        """The host backend beside a device backend; created on first use."""
         if self._host is None:
             self._host = host_backend(threads=self._threads, spin=False)
         return self._host
 
     def close(self) -> None:
-        """Release the backend of the host."""
+        """Release the host backend."""
         if self._host is not None:
             self._host.close()
 

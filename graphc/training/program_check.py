@@ -20,13 +20,13 @@ from graphc.runtime.state import averaged_states, local_states
 
 
 def check_programs(communicator: Communicator, program: Program, backend: str) -> None:
-    """Check that all ranks run the same version of graphc, model file and pipeline; every rank calls it.
+    """Check that all ranks run the same graphc version, model file and pipeline; every rank calls it.
 
     Args:
         backend: name of this rank's backend.
 
     Raises:
-        WorldError: on every rank, naming the first thing that differs and two ranks that differ in it.
+        WorldError: on every rank; names the first difference and two ranks that differ.
     """
     if communicator.size == 1:
         return
@@ -34,7 +34,7 @@ def check_programs(communicator: Communicator, program: Program, backend: str) -
     everyone = communicator.allgather_object((graphc.__version__, path, digest, backend))
     versions, _, digests, backends = zip(*everyone, strict=True)
     require_equal("versions of graphc", versions, versions)
-    if all(digests):  # models made in memory have no file; their graphs are compared below
+    if all(digests):  # in-memory models have no file; their graphs are compared below
         require_equal("model files", digests, [f"{path} (sha256 {digest[:12]}…)" for _, path, digest, _ in everyone])
     other = next((rank for rank, name in enumerate(backends) if name != backends[0]), None)
     if other is None:
@@ -54,7 +54,7 @@ def check_programs(communicator: Communicator, program: Program, backend: str) -
 
 
 def updated_by_all(graph: ir.Graph) -> str:
-    """The name of a float state that each rank updates itself and that must stay equal on all of them; "" if there is none."""
+    """Name a float state that every rank updates itself and that must stay equal on all ranks; "" if none."""
     if server_options(graph) is not None:
         return ""
     per_rank = {*averaged_states(graph), *local_states(graph)}
@@ -66,20 +66,20 @@ def updated_by_all(graph: ir.Graph) -> str:
 
 
 def _model_file(model: ir.Model) -> tuple[str, str]:
-    """Path of the model's file and SHA-256 of it and its external data; both empty for a model made in memory."""
+    """Path of the model's file, and SHA-256 of it and its external data; both empty for an in-memory model."""
     files = files_of(model)
     digest = hashlib.sha256()
     try:
         for file in files:
             with open(file, "rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
-    except OSError:  # moved away since it was read
+    except OSError:  # the file was moved after it was read
         return "", ""
     return (str(Path(files[0])), digest.hexdigest()) if files else ("", "")
 
 
 def _signature(program: Program) -> list[str]:
-    """The pipeline, inputs and state of a program, one line each."""
+    """Describe a program's pipeline, inputs and state, one line each."""
     graph = program.model.graph
     lines = [f"pipeline {program.pipeline}"]
     lines += [f"input {v.name} {v.dtype}" for v in graph.inputs]

@@ -1,4 +1,4 @@
-"""The means of an epoch, and the events that callbacks are told."""
+"""Epoch means, and the events that callbacks receive."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class EpochProgress:
     """Sums up the steps of an epoch and calls the callbacks; the events are those of :meth:`graphc.Trainer.fit`.
 
     Args:
-        log_every: steps between two ``step`` events; 0: none.
+        log_every: steps between two ``step`` events; 0: no such events.
 
     Attributes:
-        means: sample-weighted means of the last epoch that has ended.
-        steps: steps of the epoch under way, skipped ones included.
+        means: sample-weighted means of the last finished epoch.
+        steps: steps of the current epoch, skipped ones included.
     """
 
     def __init__(self, callbacks: Sequence[Callback], log_every: int) -> None:
@@ -36,7 +36,7 @@ class EpochProgress:
             self.call({"event": "step", "step": number, **metrics})
 
     def skip(self, number: int, skipped: int) -> None:
-        """Report that step ``number`` changed nothing, as one of ``skipped`` steps in all."""
+        """Report that step ``number`` was skipped; ``skipped`` counts all skipped steps so far."""
         self.steps += 1
         self.call({"event": "skipped", "step": number, "skipped": skipped})
 

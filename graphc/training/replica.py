@@ -21,7 +21,7 @@ from graphc.training.strategy import Batches, Strategy
 
 
 class Replica(Strategy):
-    """One of the ranks that train together: all take part in every step, and in its collectives."""
+    """One data-parallel replica: every rank takes part in every step and its collectives."""
 
     _prepared: tuple[Mapping[str, Array], list[tuple[Executor, MicroBatch]]] | None = None  # feeds of the next step
     _meanwhile: Run | None = None  # called while a device works on a step
@@ -67,7 +67,7 @@ class Replica(Strategy):
         return {name: float(array) for name, array in parts[-1][0].outputs.items()}
 
     def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
-        """The micro-batches of a step, checked, each with its plan."""
+        """Cut and check the micro-batches of a step, each with its plan."""
         trainer = self.trainer
         check_feed_names(feeds, trainer.program.model.graph)
         rows = trainer.micro_batches.rows(feeds)
@@ -93,7 +93,7 @@ class Replica(Strategy):
         return explain(program.model, self._runs(parts), state, self.trainer.backend, comm, done)
 
     def _runs(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> Iterator[tuple[Executor, Mapping[str, Array]]]:
-        """The plans and feeds of a step; the state's scalars are those of each while it is looked at."""
+        """Yield the plans and feeds of a step; before each, the state's scalars are set for it."""
         memory = self.trainer.backend.memory
         for k, (executor, part) in enumerate(parts):
             part.set_scalars(self.trainer.state.scalars)
@@ -120,7 +120,7 @@ class Replica(Strategy):
             progress.end_epoch(number + 1)
 
     def _walk(self, batches: Batches) -> Iterator[Batch]:
-        """One epoch; on a device each batch is fetched and sent there while the step before runs."""
+        """Run one epoch; on a device each batch is fetched and copied while the previous step runs."""
 
         def ahead(items: Iterator[Batch]) -> Iterator[Batch]:
             if self.trainer.backend.memory.on_host:
@@ -138,7 +138,7 @@ class Replica(Strategy):
             self._meanwhile = self._prepared = None
 
     def _prepare(self, batch: Batch) -> None:
-        """Send the feeds of the next step to the device while this step runs there."""
+        """Copy the next step's feeds to the device while this step runs."""
         parts = self._parts(batch.feeds, batch.offset)
         executor, first = parts[0]
         executor.places.feeds.stage(first.feeds)

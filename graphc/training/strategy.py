@@ -1,4 +1,4 @@
-"""What a trainer leaves to its strategy: steps, epochs, and where the state is."""
+"""Interface of training strategies: steps, epochs and ownership of the state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Batches: TypeAlias = "Shards | Iterable[Mapping[str, Array] | Batch]"
 
 
 class Strategy:
-    """How the ranks of a world divide the training among them; :class:`~graphc.training.trainer.Trainer` owns one.
+    """Divides training among the ranks of a world; :class:`~graphc.training.trainer.Trainer` owns one.
 
-    What is defined here is for ranks that all hold the state and call the same methods.
+    The defaults fit ranks that all hold the state and call the same methods.
 
     Attributes:
-        steps_per_batch: steps for one global batch.
+        steps_per_batch: steps per global batch.
     """
 
     steps_per_batch = 1
@@ -35,17 +35,17 @@ class Strategy:
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:
-        """Refuse a world of ``size`` ranks that does not fit the program: WorldError, or UsageError for too few ranks."""
+        """Raise WorldError (UsageError for too few ranks) if a world of ``size`` ranks does not fit the program."""
 
     def check_shards(self, shards: Shards) -> None:
-        """Refuse shards that are cut for another rank or another number of them: UsageError."""
+        """Raise UsageError for shards cut for another rank or another number of ranks."""
 
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
         """See :meth:`Trainer.step`."""
         raise NotImplementedError
 
     def fit(self, batches: Batches, epochs: int, progress: EpochProgress) -> None:
-        """See :meth:`Trainer.fit`; ``progress`` then holds the means of the last epoch."""
+        """See :meth:`Trainer.fit`; afterwards ``progress`` holds the last epoch's means."""
         raise NotImplementedError
 
     def serve(self, batches: object, progress: EpochProgress) -> None:
@@ -57,17 +57,17 @@ class Strategy:
         return {}
 
     def set_learning_rate(self, value: float) -> None:
-        """Let the next step have this learning rate."""
+        """Set the learning rate of the next step."""
         self.trainer.state.scalars.set(LEARNING_RATE, value)
 
     def check_restore(self) -> None:
-        """Refuse another state where it is too late for one: UsageError."""
+        """Raise UsageError if the state can no longer be replaced."""
 
     def collect(self) -> None:
         """Bring the state of rank 0 up to date."""
 
     def wait_for_file(self) -> None:
-        """Return when rank 0 has written its file."""
+        """Wait until rank 0 has written its file."""
         self.trainer.comm.barrier()
 
     def state_sha256(self) -> str:

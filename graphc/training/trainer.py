@@ -48,24 +48,24 @@ class Trainer:
     """Runs a :class:`~graphc.compiler.Program` on this worker.
 
     Args:
-        program: what ``graphc.compile`` returned.
+        program: the result of ``graphc.compile``.
         comm: the communicator of this worker; None finds the world (see :func:`graphc.distributed.world.find_world`).
         threads: threads of this worker; None takes its share of the cores.
-        seed: of random ops (Dropout); None keeps the program's.
+        seed: seed of random ops (Dropout); None keeps the program's.
         check_finite: test loss and gradients before each update, so that a bad step changes nothing.
-        schedule: finished steps → learning rate of the next one, such as :class:`graphc.optim.Schedule`.
+        schedule: finished steps → learning rate of the next step, such as :class:`graphc.optim.Schedule`.
         wrap: hook around every plan step, for measuring.
         trace: file for a timeline of the first training steps of all workers, written at the end of the ``with`` block; see
             :class:`~graphc.report.trace.Trace`. Not with parameter servers.
-        deadline: seconds after which a collective that has not ended ends the run; None: GRAPHC_DEADLINE, or 300.
-        transport: how workers talk, one of :data:`graphc.distributed.world.TRANSPORTS`; None: GRAPHC_TRANSPORT, or what fits.
+        deadline: seconds after which an unfinished collective ends the run; None: GRAPHC_DEADLINE, or 300.
+        transport: one of :data:`graphc.distributed.world.TRANSPORTS`; None: GRAPHC_TRANSPORT, or the best that fits.
 
     Attributes:
-        rank, size: this worker's place, and the number of all ranks.
-        servers: the parameter servers among them, ranks 0 … servers - 1; 0 where every rank is a replica.
-        steps_done: finished steps of the training. With parameter servers: on a server the steps that the state contains,
+        rank, size: this worker's rank, and the number of ranks.
+        servers: number of parameter servers, ranks 0 … servers - 1; 0 if every rank is a replica.
+        steps_done: finished steps of the training. With parameter servers: on a server the steps applied to the state,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
-        lost: on parameter server 0, worker → step after which it was gone.
+        lost: on parameter server 0: worker → last step before it was lost.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -94,7 +94,7 @@ class Trainer:
         options = server_options(graph)
         self.servers = options.servers if options is not None else 0
         strategy: type[Strategy] = Replica
-        if self.servers:  # their room builds on this one, and costs nothing where a program has none
+        if self.servers:  # imported late: the package imports this module, and most programs do not need it
             strategy = importlib.import_module("graphc.parameter_server.strategy").ParameterServer
         try:
             strategy.check_world(program, self.size)
@@ -104,7 +104,7 @@ class Trainer:
         if threads is None:
             threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
         if sums_by_tree(graph):
-            threads = 1  # kernels add up the parts of several threads in another order
+            threads = 1  # the number of threads changes the order of summation
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(graph)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
         self.program = program = replace(program, model=adapted(program.model, self.backend))
@@ -117,9 +117,9 @@ class Trainer:
         self.plans.wrap = self._hook()
         self.steps_done = 0
         self.lost: dict[int, int] = {}
-        self.last_checkpoint: tuple[Path, int] | None = None  # and the steps that it contains
+        self.last_checkpoint: tuple[Path, int] | None = None  # with the number of steps applied to it
         self._tracked: Shards | None = None
-        self._restored_position: dict[str, Any] | None = None  # until somebody has the data that it belongs to
+        self._restored_position: dict[str, Any] | None = None  # kept until the shards that it belongs to are known
         self._in_use = threading.Lock()
         self.strategy: Strategy = strategy(self)
         if seed is not None and SEED in self.state.scalars:
@@ -136,7 +136,7 @@ class Trainer:
 
     @property
     def workers(self) -> int:
-        """Ranks that compute gradients, at the start of the run."""
+        """Number of ranks that computed gradients at the start of the run."""
         return self.size - self.servers
 
     @property
@@ -148,7 +148,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate; assign to it between steps for a schedule. Parameter servers hold it: assign to it on rank 0."""
+        """The learning rate; assign to it between steps. With parameter servers assign to it on rank 0."""
         return float(self.state.scalars.read(LEARNING_RATE))
 
     @learning_rate.setter
@@ -156,20 +156,20 @@ class Trainer:
         self.strategy.set_learning_rate(checked_rate(value))
 
     def follow_schedule(self) -> None:
-        """Take the learning rate of the next step from the schedule, if there is one."""
+        """Set the next step's learning rate from the schedule, if there is one."""
         if self._schedule is not None:
             self.learning_rate = self._schedule(self.steps_done)
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps changed nothing because of a NaN or an infinity (``nonfinite="skip"``)."""
+        """Number of steps skipped because of a NaN or an infinity (``nonfinite="skip"``)."""
         return int(self.state.scalars.read(SKIPPED)) if SKIPPED in self.state.scalars else 0
 
     def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, float]:
-        """One training step on this worker's share of the global batch.
+        """Run one training step on this worker's share of the global batch.
 
         Args:
-            feeds: one array per graph input, with no samples where this worker's share is empty. A program that accumulates
+            feeds: one array per graph input, with zero samples if this worker's share is empty. A program that accumulates
                 cuts them into micro-batches.
             offset: index of the share's first sample in the global batch, which random ops use; None: rank × share.
 
@@ -177,11 +177,11 @@ class Trainer:
             The loss (and metrics) over the global batch; on an asynchronous worker over its own share.
 
         Raises:
-            FeedError: a feed with a wrong name, shape, dtype or label; nothing was changed.
+            FeedError: a feed with a wrong name, shape, dtype or label; the state is unchanged.
             NonFiniteError: a NaN or infinity; the state is that of the last good step. With ``nonfinite="skip"`` the step
                 counts in :attr:`skipped_steps` instead.
-            UsageError: a schedule without a learning rate, another thread in this trainer, or this rank is a server.
-            WorldError: a parameter server is gone, or the workers behind do not come within the deadline.
+            UsageError: a schedule without a learning rate, a call from a second thread, or this rank is a server.
+            WorldError: a parameter server is lost, or slower workers miss the deadline.
         """
         with self._exclusive_use():
             return self.strategy.step(feeds, offset)
@@ -192,13 +192,12 @@ class Trainer:
         """Train for ``epochs`` passes over ``batches``; every rank calls it.
 
         Args:
-            batches: :class:`~graphc.data.Shards` of this worker, which go on from their position (and from that of a
-                checkpoint restored before), or an iterable that can be walked once per epoch. Where the iterables of the
-                workers differ in length, those that have ended take part without samples.
+            batches: :class:`~graphc.data.Shards` of this worker, which continue from their position (or from that of a restored
+                checkpoint), or an iterable that is iterated once per epoch. If the workers' iterables differ in length,
+                workers that have run out take part without samples.
                 With parameter servers ``shard(…, rank=0, size=trainer.workers)``, the same on all ranks: each worker takes
-                the next share that nobody has taken, so that the shares of a dead one fall to the others; or an iterable of
-                this worker's own.
-            epochs: passes; the rest of an epoch counts as one.
+                the next free share, so the live workers also train on the shares of a lost one; or an iterable per worker.
+            epochs: passes over the data; the rest of a started epoch counts as one.
             callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps,
                 ``{"event": "skipped", …}`` for a step that was skipped, and ``{"event": "epoch", "epoch": e, "loss": …}``
                 with sample-weighted means at the end of each epoch. With parameter servers rank 0 alone calls them, also
@@ -208,7 +207,7 @@ class Trainer:
             The last epoch's means, the same on every rank.
 
         Raises:
-            UsageError: shards that are not this rank's, or with parameter servers may be empty: a push needs a sample.
+            UsageError: shards of another rank, or, with parameter servers, shares that may be empty: a push needs a sample.
             FeedError, NonFiniteError, WorldError: as for :meth:`step`.
         """
         progress = EpochProgress(callbacks, log_every)
@@ -218,10 +217,10 @@ class Trainer:
         return progress.means
 
     def serve(self, batches: object = None, *, callbacks: Sequence[Callback] = (), log_every: int = 0) -> dict[str, float]:
-        """On a parameter server: apply what the workers push until all live ones have finished.
+        """On a parameter server: apply the workers' pushes until all live workers have finished.
 
         Args:
-            batches: as given to :meth:`fit`, for the length of an epoch.
+            batches: as for :meth:`fit`; gives the length of an epoch.
             callbacks, log_every: as for :meth:`fit`.
 
         Returns:
@@ -229,30 +228,30 @@ class Trainer:
 
         Raises:
             NonFiniteError: on every rank, when one meets a NaN or an infinity.
-            UsageError: this rank is no parameter server.
-            WorldError: all workers are gone.
+            UsageError: this rank is not a parameter server.
+            WorldError: all workers are lost.
         """
         progress = EpochProgress(callbacks, log_every)
         self.strategy.serve(batches, progress)
         return progress.means
 
     def finish(self) -> dict[str, float]:
-        """On a worker of parameter servers: take part no longer, and return when all live workers have finished.
+        """On a worker of parameter servers: stop training, and wait until all live workers have finished.
 
         Returns:
-            The last epoch's means, as the servers counted them; without parameter servers nothing.
+            The last epoch's means, as the servers counted them; empty without parameter servers.
         """
         return self.strategy.finish()
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
-        """Loss and metrics in inference mode over all workers' batches, each sample counted exactly once.
+        """Compute loss and metrics in inference mode over all workers' batches; each sample counts exactly once.
 
-        With parameter servers every rank evaluates alone, with the parameters it holds: in callbacks those of rank 0 are
-        current, after :meth:`fit` also those of workers.
+        With parameter servers every rank evaluates alone with its own parameters: rank 0 has current ones in callbacks,
+        workers only after :meth:`fit`.
 
         Raises:
-            FeedError: a wrong feed, or no sample that counts: none at all, or labels that are all ignored.
-            UsageError: with parameter servers, shards of which other ranks would have to take their part.
+            FeedError: a wrong feed, or nothing to count: no samples, or only ignored labels.
+            UsageError: with parameter servers, shards that are cut for more than one rank.
         """
         if self.servers and isinstance(batches, Shards) and batches.size != 1:
             raise UsageError("with parameter servers a rank evaluates alone; give shard(…, rank=0, size=1)")
@@ -270,28 +269,28 @@ class Trainer:
                 for name in names:
                     sums[name] += float(executor.outputs[name])
             total = np.array([sums[name] for name in names], dtype=np.float64)
-            if self.size > 1 and not self.servers:  # no collective may wait for a worker that is gone
+            if self.size > 1 and not self.servers:  # a collective would wait for a lost worker
                 self.comm.allreduce(total, "sum")
         return averages(dict(zip(names, total.tolist(), strict=True)))
 
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_sha256(self) -> str:
-        """SHA-256 over parameters and optimizer state; equal on every rank, which is checked.
+        """SHA-256 over parameters and optimizer state; checks that it is equal on every rank.
 
         Raises:
             UsageError: with parameter servers, on another rank than 0 while workers train.
-            WorldError: ranks whose state differs.
+            WorldError: the ranks' states differ.
         """
         return self.strategy.state_sha256()
 
     def attach(self, shards: Shards) -> None:
-        """Let checkpoints hold the position of ``shards``; after a restore, move them to the position that it found.
+        """Save the position of ``shards`` in checkpoints; after a restore, move them to the restored position.
 
-        :meth:`fit` does this with what it trains on; a loop of one's own calls it before the first batch.
+        :meth:`fit` does this itself; a custom loop calls it before its first batch.
 
         Raises:
-            UsageError: these are another worker's shards, or the position is one in other data or in another order.
+            UsageError: shards of another worker, or a position in other data or in another order.
         """
         self.strategy.check_shards(shards)
         if self._restored_position is not None:
@@ -299,9 +298,9 @@ class Trainer:
         self._tracked, self._restored_position = shards, None
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: all state, by name, independent of the number of workers.
+        """Write a checkpoint: all state by name, independent of the number of workers.
 
-        Rank 0 writes it, atomically; all ranks call this. Rank 0 of parameter servers may call it alone in a callback of fit.
+        All ranks call this; rank 0 writes atomically. With parameter servers rank 0 may call it alone in a callback of fit.
         """
         self.strategy.collect()
         own = self.state.shards or self.state.local or self.state.apart()
@@ -315,11 +314,11 @@ class Trainer:
         self.last_checkpoint = Path(folder), self.steps_done
 
     def restore(self, folder: str | Path) -> None:
-        """Read a checkpoint on rank 0 and give it to every worker.
+        """Read a checkpoint on rank 0 and broadcast it to every worker.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
-            UsageError: it is another program's (model, optimizer, choice of parameters), or parameter servers have begun.
+            CheckpointError: the file is missing or damaged.
+            UsageError: the checkpoint is of another program (model, optimizer, trained parameters), or servers have started.
         """
         self.strategy.check_restore()
         arrays: dict[str, Array] = {}
@@ -336,19 +335,19 @@ class Trainer:
             self.attach(self._tracked)
 
     def trained_values(self) -> dict[str, Array]:
-        """The model's own initializers as they stand now, under the file's names; sharded ones make every rank call it."""
+        """Return the model's current initializers under the file's names; if any are sharded, every rank calls it."""
         graph = self.program.inference.graph
         known = self.state.arrays.keys() | self.state.gather(self.comm, graph.initializers).keys()
         names = [n for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)]
         found = {name: self.state.fetch(name) for name in names}
         for name in self.state.apart() if self.size > 1 else ():
-            if name in found:  # ranks that train on their own: their mean
+            if name in found:  # ranks that update independently: the mean of their parameters
                 found[name] = found[name].copy()
                 self.comm.allreduce(found[name].reshape(-1), "mean", f"state/{name}")
         return found
 
     def export(self, path: str | Path) -> None:
-        """Write the user's own model with trained values, in inference mode, under its own names; by rank 0, atomic."""
+        """Write the user's model with trained values, original names and in inference mode; rank 0 writes atomically."""
         self.strategy.collect()
         values = self.trained_values()
         if self.rank == 0:
@@ -356,9 +355,9 @@ class Trainer:
         self.strategy.wait_for_file()
 
     def write_trace(self) -> Summary | None:
-        """End the recording, write its file on rank 0, and say how much of the communication was hidden; None: no trace.
+        """Write the trace on rank 0 and return how much communication was hidden; None without a trace.
 
-        Every worker calls it at the same point; leaving the ``with`` block does when nobody has.
+        Every worker calls it at the same point; leaving the ``with`` block calls it if it has not been called.
         """
         trace, self.trace = self.trace, None
         self.plans.wrap = self._hook()
@@ -384,7 +383,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _exclusive_use(self) -> Iterator[None]:
-        """Refuse a second thread: the buffers of a plan belong to one run, and two would train on each other's batches."""
+        """Refuse a second thread: two runs would overwrite each other's buffers in the plan."""
         if not self._in_use.acquire(blocking=False):
             raise UsageError("another thread is using this trainer; give each thread its own")
         try:
@@ -397,7 +396,7 @@ class Trainer:
             self.state.broadcast(self.comm, values)
 
     def _hook(self) -> Wrap | None:
-        """What goes around every plan step: the caller's hook, inside the trace's."""
+        """Combine the hooks around every plan step: the caller's hook inside the trace's."""
         trace, wrap = self.trace, self._wrap
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
