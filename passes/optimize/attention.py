@@ -1,13 +1,13 @@
-"""attention: fuse softmax(scale·Q·Kᵀ + mask)·V, with the copies around it, into one op.
+"""attention: fuse softmax(scale·Q·Kᵀ + mask)·V, and the copies around it, into one op.
 
     before   s = Add(Mul(MatMul(q, Transpose(k)), scale), mask);  y = Transpose(MatMul(Softmax(s), v), perm=[0, 2, 1, 3])
     after    y, saved = graphc.ScaledDotProductAttention(q, k, v, mask; scale, layout="bhtd,bhtd,bhtd->bthd")
 
-The pass starts at a Softmax, follows the scores back to the first product (through the scale and through masks that are added
-or select) and the probabilities forward to the second. Heads may be repeated for groups of queries. Transposes, reshapes and
-the parts of a packed projection are read as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A mask that
-``train_mode`` drew for a dropout of the probabilities becomes an operand. ``ai.onnx::Attention`` is replaced where it has no
-cache, cap or window. Where the probabilities have another use (another product, an output), nothing changes.
+The pass starts at a Softmax, follows the scores back to the first product (through the scale and additive or selecting
+masks) and the probabilities forward to the second. Heads may be repeated for groups of queries. It reads transposes, reshapes
+and the parts of a packed projection as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A dropout mask of the
+probabilities from ``train_mode`` becomes an operand. ``ai.onnx::Attention`` is replaced if it has no cache, cap or
+window. Nothing changes if the probabilities have another use (another product, an output).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from graphc.pipeline import Context, graph_pass
 SAVES = ("auto", "probabilities", "logsumexp")
 
 _HIDES = -1e30
-"""A mask value at least this small removes a float32 score entirely."""
+"""A mask value at or below this removes a float32 score entirely."""
 
 _LARGEST_MASK = 1 << 24
-"""Largest mask, in elements, that is compared with the causal one."""
+"""Largest mask, in elements, that is checked for being causal."""
 
 _LONG = 16
 """Keys per element of a head above which the probabilities take several times the memory of q, k, v and y."""
@@ -44,10 +44,10 @@ _LONG = 16
 
 @graph_pass("attention", requires=("legalize",))
 def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
-    """Replace the ops that compute an attention by ``graphc.ScaledDotProductAttention``.
+    """Fuse each attention into ``graphc.ScaledDotProductAttention``.
 
     Args:
-        saves: what is kept for the backward pass: ``probabilities`` (nothing is recomputed), ``logsumexp`` (memory grows
+        saves: value saved for the backward pass: ``probabilities`` (nothing is recomputed), ``logsumexp`` (memory grows
             with the length, not with its square), or ``auto``: probabilities up to 16 keys per element of a head.
 
     Raises:
@@ -128,7 +128,7 @@ class Found:
         replace(graph, op, self.y.value, self.y.reshaped(op, y))
 
     def _unpacked_or_packed(self) -> list[View]:
-        """The operands, read from one packed tensor where they are all of its parts."""
+        """The operands, as one packed tensor if they are all of its parts."""
         views = [self.q, self.k, self.v]
         parts = [view for view in views if view.part is not None]
         if parts:
@@ -141,7 +141,7 @@ class Found:
         return views
 
     def _mask(self, op: Builder) -> ir.Value | None:
-        """Combine all masks into one, which stays boolean when none is added."""
+        """Combine all masks into one, which stays boolean unless a mask is additive."""
         seen = [op.Not(value) if inverted else value for value, inverted in self.seen]
         if not self.added:
             mask = seen[0] if seen else None
@@ -160,7 +160,7 @@ class _Search:
     """One search, from a Softmax to both products.
 
     Args:
-        causal: (mask, how it hides) → whether it is the causal one; shared by all searches of a graph.
+        causal: (mask, kind of masking) → whether it is the causal mask; shared by all searches of a graph.
     """
 
     def __init__(self, softmax: ir.Node, causal: dict[tuple[ir.Value, str], bool]) -> None:
@@ -256,9 +256,9 @@ class _Search:
         return found[0]
 
     def _masking(self, node: ir.Node, view: View) -> ir.Value | None:
-        """The scores before a mask, which is recorded; None for another op or a mask that no layout can express."""
+        """The scores before a mask, which is recorded; None for another op or a mask that no layout expresses."""
         if self.scaled:
-            return None  # a mask added before the scale was scaled too
+            return None  # a mask added before the scale was also scaled
         if node.op_type == "Add":
             for x, mask in (node.inputs, reversed(node.inputs)):
                 if x is not None and mask is not None and _leads_to_product(x) and dims(x) == dims(node.outputs[0]):
@@ -278,7 +278,7 @@ class _Search:
                     return None
                 how, test = ("shown", _shows_causal) if not inverted else ("hidden", _hides_causal)
                 if self._asked(aligned, how, test):
-                    self.causal = True  # every row sees its first key, so the number that hides the others does not matter
+                    self.causal = True  # every row sees its first key, so the value that masks the others does not matter
                 elif number != -math.inf:
                     self.hidden.append((aligned, inverted, number))
                 else:
@@ -287,7 +287,7 @@ class _Search:
         return None
 
     def _asked(self, mask: ir.Value, how: str, test: Callable[[np.ndarray | None], bool]) -> bool:
-        """Whether a mask is the causal one; it is computed once for all layers that share it."""
+        """Whether a mask is causal; computed once for all layers that share it."""
         if (mask, how) not in self._is_causal:
             self._is_causal[mask, how] = test(_known(mask))
         return self._is_causal[mask, how]
@@ -307,7 +307,7 @@ def _is_choice(shown: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def _known(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
-    """The elements of a mask that is made of constants only."""
+    """The elements of a mask computed from constants only."""
     found, node = constant(mask), mask.producer()
     if found is not None or node is None or depth == 0:
         return found
@@ -415,7 +415,7 @@ def _operand(value: ir.Value, axes: list[str], scores: View) -> View | None:
 
 
 def _standard(node: ir.Node) -> Found | None:
-    """The operands of ai.onnx::Attention, where it computes no more than the fused op."""
+    """The operands of ai.onnx::Attention, unless it computes more than the fused op."""
     attributes = node.attributes
     q, k, v, mask, *rest = (*node.inputs, None)[: max(4, len(node.inputs))]
     used = [out for out in node.outputs[1:] if out.uses() or out.is_graph_output()]

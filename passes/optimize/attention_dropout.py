@@ -1,4 +1,4 @@
-"""Finds the dropout after a softmax by its multiplication, and draws its mask without the probabilities' shape."""
+"""Finds the dropout after a softmax, and draws its mask without the probabilities' shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphc.passes.optimize.axis_order import View, only_user
 
 
 def dropping(value: ir.Value) -> ir.Node | None:
-    """Return the dropout of a value that has no other use, except that the mask reads its shape."""
+    """Return the dropout of a value whose only other reader is the shape of the mask."""
     users = [node for node in value.consumers() if node.op_type != "Shape"]
     if len(users) != 1 or value.is_graph_output() or users[0].op_type != "Mul":
         return None
@@ -22,7 +22,7 @@ def dropping(value: ir.Value) -> ir.Node | None:
 
 
 def dropout_mask(node: ir.Node, view: View) -> View | None:
-    """The factor by which ``node`` multiplies the probabilities ``view``; None for another op, and for axes out of order."""
+    """The factor by which ``node`` multiplies the probabilities ``view``; None for another op or permuted axes."""
     mask = next((v for v in node.inputs if v is not None and _is_drawn(v)), None)
     if node.domain or node.op_type != "Mul" or mask is None or dims(mask) != dims(view.value):
         return None
@@ -33,7 +33,7 @@ def dropout_mask(node: ir.Node, view: View) -> View | None:
 
 
 def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Value, str]) -> ir.Value:
-    """The mask with one axis a letter; where it read its shape off the probabilities, it reads the shapes of q and k instead.
+    """The mask with one axis a letter; its shape comes from q and k instead of from the probabilities.
 
     Args:
         q, k: each with the axes of its value.
@@ -54,7 +54,7 @@ def _is_drawn(value: ir.Value) -> bool:
 
 
 def _shape_of(mask: ir.Value) -> ir.Node | None:
-    """The node that reads the size of a mask off the values it drops."""
+    """The node that reads the mask's size from the values to drop."""
     drawn = mask.producer()
     shape = drawn.inputs[0] if drawn is not None else None
     node: ir.Node | None = shape.producer() if shape is not None else None

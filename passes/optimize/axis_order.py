@@ -25,13 +25,13 @@ RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 
 @dataclass(frozen=True)
 class View:
-    """A value whose axes have names.
+    """A value with named axes.
 
     Attributes:
         axes: the letters on each axis of ``value``; a digit is the part that is read.
         sizes: the length of each letter.
-        scale: the factor by which the value is multiplied where it is read.
-        alone: the same operand as a tensor of its own; this view itself where no part is read.
+        scale: the factor on the value when it is read.
+        alone: the same operand as a tensor of its own; this view itself unless a part is read.
     """
 
     value: ir.Value
@@ -79,7 +79,7 @@ class View:
         return replace(self, value=out, axes=axes) if axes is not None else None
 
     def back(self, node: ir.Node) -> View | None:
-        """Follow the node that made this value back to its operand, or None when it does more than move axes."""
+        """Follow the node that computes this value back to its operand, or None when it does more than move axes."""
         source = node.inputs[0] if node.inputs else None
         if node.domain or source is None:
             return None

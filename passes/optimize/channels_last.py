@@ -1,13 +1,13 @@
-"""channels_last: keep tensors between convolutions in channels-last order, with as few transposes as possible.
+"""channels_last: keep tensors between convolutions in channels-last order, with few transposes.
 
     before   y = Relu(BatchNormalization(Conv(x, w)));  z = Conv(y, v)
     after    y = Relu(…(graphc.ChannelsLastConv(Transpose(x), Transpose(w))))
              z = Transpose(graphc.ChannelsLastConv(y, Transpose(v)))
 
-GPUs want convolutions in this order. The pass walks the nodes once, in order. Convolutions are computed channels-last; each
-result is known as a transpose of the tensor that holds it, and later nodes (pooling, batch normalisation, elementwise ops,
-reductions, reshapes …) read that tensor directly where most of their operands have that order. A Transpose is written only
-where the standard order is needed, which never happens in the middle of a network. Parameters stay as they are: their
+GPUs run convolutions fastest in this order. The pass walks the nodes once, in order. Convolutions are computed channels-last.
+Each result is recorded as a transpose of the tensor that holds it, and later nodes (pooling, batch normalisation, elementwise
+ops, reductions, reshapes …) read that tensor directly if most of their operands have that order. A Transpose is emitted only
+where the standard order is needed, which never happens in the middle of a network. Parameters keep their order: their
 transposes (none for 1 × 1 kernels) are part of the graph, so files and checkpoints do not change.
 
 Shapes are static: a backend asks for this pass over its plans (:attr:`graphc.backend.Capabilities.rewrites`).
@@ -40,7 +40,7 @@ def channels_last(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
     """Compute convolutions, and the ops between them, in channels-last order.
 
     Args:
-        channels: fewer input channels than this (the three of an image) are padded with zeros.
+        channels: pads images with fewer input channels than this (three, usually) with zeros.
     """
     graph = model.graph
     if not any(node.op_type in _CONVOLUTIONS for node in graph):
@@ -49,7 +49,7 @@ def channels_last(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
     count = 0
     for node in list(graph):
         if node.graph is not graph:
-            continue  # was removed with the node before it
+            continue  # removed together with an earlier node
         walk.op.before, walk.op.scope = node, node.name or node.op_type
         if node.op_type in _CONVOLUTIONS and _accepts(node):
             count += _CONVOLUTIONS[node.op_type](walk, node, channels)
@@ -94,7 +94,7 @@ def _convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
     follower = only_user(node.outputs[0])
     rectified = bias is not None and follower is not None and follower.op_type == "Relu" and not follower.domain
     if _is_zero(bias) and not rectified:
-        bias = None  # exporters write a bias of zeros; without it libraries have more algorithms to choose from
+        bias = None  # exporters write a zero bias; without it libraries have more algorithms
     y = walk.op.graphc.ChannelsLastConv(xs, ws, bias, activation="relu" if rectified else "", **attributes)
     if rectified and follower is not None:
         walk.settle(follower, [(y, _order(x))])
@@ -126,7 +126,7 @@ def _gradient_of_input(walk: Arrangement, node: ir.Node, least: int) -> bool:
 
 
 def _pixels_met(attributes: Mapping[str, Any], out: Sequence[int], size: Sequence[int]) -> list[int] | None:
-    """The sizes of the pixels of x that one-pixel windows meet, where they skip others; else None."""
+    """The spatial sizes of the pixels of x that one-pixel windows read, if they skip others; else None."""
     alone = set(attributes["kernel_shape"]) == {1} and not any(attributes["pads"])
     return [*out[:-1], size[-1]] if alone and max(attributes["strides"]) > 1 else None
 
@@ -153,7 +153,7 @@ def _gradient_of_weight(walk: Arrangement, node: ir.Node, least: int) -> bool:
 
 
 def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> bool:
-    """Rewrite a ConvTranspose as the input gradient of the Conv that maps its result to its operand."""
+    """Rewrite a ConvTranspose as the input gradient of the Conv from its result to its operand."""
     x, w = input_of(node, 0), input_of(node, 1)
     y, op = node.outputs[0], walk.op
     attributes = transposed_window(node)
@@ -168,7 +168,7 @@ def _transposed_convolution(walk: Arrangement, node: ir.Node, least: int) -> boo
 
 
 def transposed_window(node: ir.Node) -> dict[str, object] | None:
-    """The attributes of the Conv whose gradient a ConvTranspose with static shapes is; None where there is none."""
+    """The attributes of the Conv whose gradient a ConvTranspose with static shapes is; else None."""
     x, w = input_of(node, 0), input_of(node, 1)
     size, out = (static_dims(x) or ())[2:], (static_dims(node.outputs[0]) or ())[2:]
     attributes = {name: attr.value for name, attr in node.attributes.items()}
@@ -182,7 +182,7 @@ def transposed_window(node: ir.Node) -> dict[str, object] | None:
             begin[k] = total // 2 if mode == "SAME_UPPER" else total - total // 2
     end = [
         (i - 1) * s + k - o - b for i, s, k, o, b in zip(size, plain.strides, plain.span, out, begin, strict=True)
-    ]  # the padding that makes the last window end at the end of y; elements left over come after it
+    ]  # the padding that makes the last window end at the end of y; leftover elements come after it
     end = [max(e, 0) for e in end]
     reached = [(o + b + e - k) // s + 1 for o, b, e, k, s in zip(out, begin, end, plain.span, plain.strides, strict=True)]
     if reached != list(size):

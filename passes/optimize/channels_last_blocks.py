@@ -1,10 +1,10 @@
-"""Rewrites strided convolutions over an image as plain ones over blocks of pixels (space to depth).
+"""Rewrites strided convolutions over an image as plain ones over pixel blocks (space to depth).
 
     before   y = Conv(x, w; strides=(2, 2), pads=3)     x: N × 3 × 224 × 224     w: M × 3 × 7 × 7
     after    y = Conv(x', w')                           x': N × 16 × 115 × 115   w': M × 16 × 4 × 4
 
 A window that moves by s pixels moves by one block of s pixels, whose pixels become channels: 3 · 2 · 2, padded with zeros to
-a multiple of 8, which tensor cores need. Zeros after the taps of w fill its last block. The products are the same, and the
+a multiple of 8, as tensor cores require. Zeros after the taps of w fill its last block. The products are the same, and the
 sums differ only in order. Submissions to MLPerf compute the first convolution of ResNet-50 in this way
 (``conv0_space_to_depth``).
 """
@@ -23,7 +23,7 @@ from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
 
 MOST_CHANNELS = 4
-"""Largest number of channels for which blocks pay; with more, tensor cores are busy enough."""
+"""Largest number of channels that uses blocks; more channels keep tensor cores busy without them."""
 
 ALIGNED = 8
 """Channels are padded to multiples of this: 16 bytes in half precision."""
@@ -33,7 +33,7 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A convolution over blocks of pixels; tuples have one entry a spatial axis.
+    """A convolution over blocks of pixels; tuples have one entry per spatial axis.
 
     Attributes:
         side: pixels of a block.
@@ -53,12 +53,12 @@ class Blocks:
 
     @staticmethod
     def of(x: ir.Value, y: ir.Value, attributes: dict[str, Any]) -> Blocks | None:
-        """Plan the Conv from ``x`` to ``y`` (or its weight gradient) over blocks; None: leave it as it is.
+        """Plan the Conv from ``x`` to ``y`` (or its weight gradient) over blocks; None: leave it unchanged.
 
         Blocks with an odd number of pixels would need too many channels of zeros; windows smaller than a block skip pixels.
 
         Args:
-            attributes: of the node, with explicit padding.
+            attributes: attributes of the node, with explicit padding.
         """
         window = Window.of(attributes, ())
         channels, *size = (static_dims(x) or ())[1:]

@@ -1,7 +1,7 @@
 """Rules that carry an order of axes through the ops between convolutions.
 
-A rule gets the walk and a node. It returns, for each output, the tensor that holds it and its order, or None: then the node
-stays as it is and reads its operands in their own order.
+A rule gets the walk and a node. It returns the tensor that holds each output and its order. None keeps the node
+unchanged, with its operands in their own order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Rule: TypeAlias = Callable[[Arrangement, ir.Node], Results]
 RULES: dict[str, Rule] = {}
 
 TAPS, MOST_TAPS = "MaxPoolTaps", 16
-"""Largest window, in elements, for which a pool records where its maximum was."""
+"""Largest window, in elements, for which a pool records the position of its maximum."""
 
 
 def follow(walk: Arrangement, node: ir.Node) -> None:
-    """Compute ``node`` in the order of its operands, where that order is known to be better."""
+    """Compute ``node`` in the order of its operands, if that order is known to be better."""
     found = RULES.get(key_of(node.domain, node.op_type))
     if found is None or any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
         return
@@ -85,7 +85,7 @@ def _region(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("BatchNormalization")
 def _batch_normalization(walk: Arrangement, node: ir.Node) -> Results:
-    """Decompose the op, since it wants its channels on axis 1."""
+    """Decompose the op, because it needs its channels on axis 1."""
     x, scale, bias, mean, variance = (v for v in node.inputs if v is not None)
     held = walk.held(x)
     if held is None:
@@ -217,7 +217,7 @@ def _pad(walk: Arrangement, node: ir.Node) -> Results:
         return None
     tensor, order = held
     count = len(order)
-    whole = [0] * (2 * count)  # of all axes: onnxruntime moves transposes across a Pad and forgets its ``axes``
+    whole = [0] * (2 * count)  # of all axes: onnxruntime moves transposes across a Pad and ignores its ``axes``
     for k, axis in enumerate(range(count) if axes is None else axes):
         whole[order[axis]], whole[count + order[axis]] = pads[k], pads[k + len(pads) // 2]
     return [(walk.op.Pad(tensor, whole, _input(node, 2), **_values(node)), order)]
@@ -250,7 +250,7 @@ def _transpose(walk: Arrangement, node: ir.Node) -> Results:
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def _reshape(walk: Arrangement, node: ir.Node) -> Results:
-    """Reshape in place: axes are split and merged where they lie; axes to merge that lie apart are brought together first."""
+    """Reshape in place: splits and merges adjacent axes; axes to merge that lie apart are first brought together."""
     x = input_of(node)
     held = walk.held(x)
     before, after = static_dims(x) or (), static_dims(node.outputs[0]) or ()

@@ -1,4 +1,4 @@
-"""Tracks, for the ``channels_last`` pass, which tensor holds each value and in which order of axes.
+"""Tracks the tensor that holds each value, and its order of axes, for ``channels_last``.
 
 An order gives, for each axis of a value, its place in the tensor that holds it: a value of N × C × H × W held by a tensor of
 N × H × W × C has the order (0, 3, 1, 2), and is ``Transpose(tensor, perm=(0, 3, 1, 2))``.
@@ -44,7 +44,7 @@ def size(value: ir.Value) -> int:
 
 
 class Arrangement:
-    """The state of the walk, and the builder that writes before the current node."""
+    """The state of the walk, and the builder that inserts before the current node."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, self.op = graph, Builder(graph)
@@ -100,7 +100,7 @@ class Arrangement:
         return found
 
     def fitted(self, value: ir.Value | None, order: Order) -> ir.Value | None:
-        """A tensor that broadcasts against tensors in ``order`` as ``value`` does against values in their own order."""
+        """A tensor in ``order`` that broadcasts as ``value`` does in its own order."""
         if value is None or size(value) == 1:
             return value
         shape = static_dims(value) or ()
@@ -146,7 +146,7 @@ class Arrangement:
         return self._made[value, order]
 
     def flexible(self, value: ir.Value, depth: int = 4) -> bool:
-        """Whether the value only repeats smaller ones, so that making it again is cheaper than a transpose."""
+        """Whether the value only repeats smaller ones, so that recomputing it is cheaper than a transpose."""
         producer = value.producer()
         if producer is None or producer.domain or not depth:
             return False
@@ -160,7 +160,7 @@ class Arrangement:
         return bool(whole) and all(self.flexible(v, depth - 1) for v in whole)
 
     def vote(self, values: Sequence[ir.Value | None]) -> Order | None:
-        """The order in which the largest of ``values`` have most of their elements; None: their own."""
+        """The order that holds most elements of the largest of ``values``; None: their own."""
         present = [v for v in dict.fromkeys(values) if v is not None]
         most = max((size(v) for v in present), default=0)
         votes: dict[Order, int] = {}

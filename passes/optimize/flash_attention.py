@@ -1,12 +1,12 @@
-"""flash_attention: rewrite attention to the form of fused kernels, which never store scores and probabilities.
+"""flash_attention: rewrite attention for fused kernels, which never store scores and probabilities.
 
     before   y, p = graphc.ScaledDotProductAttention(q, k, v, seen)       seen: booleans, p: probabilities for the gradient
     after    a, l = graphc.ScaledDotProductAttention(q, k, v, bias; saves=logsumexp, finite=1);  y = Where(hidden, 0, a)
 
-A fused kernel saves one number a row; it adds a mask, and cannot mask every key of a query. So booleans and infinities become
--1e30. Where whole rows may be masked, they are set to zero after the kernel, and their adjoints before the gradient's kernel.
-The mask of a dropout becomes zeros and ones in the type of q, with its factor as an attribute; the gradient draws the mask
-again, so none is kept for the backward pass. Backends that have the op ask for this pass; shapes are static.
+A fused kernel saves one number per row. It supports only additive masks, and no mask over every key of a query. So booleans
+and infinities become -1e30. Rows that may be masked entirely are set to zero after the kernel, and their adjoints before the
+gradient's kernel. The mask of a dropout becomes zeros and ones in the type of q, with its factor as an attribute; the gradient
+redraws the mask, so none is kept for the backward pass. Backends that have the op ask for this pass; shapes are static.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ KEEP = {FORWARD: 4, BACKWARD: 7}
 """Index of the dropout mask among the operands."""
 
 LOW = -1e30
-"""Stands for minus infinity: a float32 score that it is added to vanishes."""
+"""Stands for minus infinity: a float32 score vanishes when this is added."""
 
 
 @graph_pass("flash_attention")
 def flash_attention(model: ir.Model, ctx: Context) -> bool:
-    """Make attention save one number a row of scores, and add finite masks only."""
+    """Make attention save one number per row of scores, and use finite additive masks."""
     graph, op = model.graph, Builder(model.graph)
     nodes = [node for node in graph if node.domain == "graphc" and node.op_type in (FORWARD, BACKWARD)]
     changed = [_save_rows(node) for node in nodes if node.op_type == FORWARD]
@@ -61,7 +61,7 @@ def flash_attention(model: ir.Model, ctx: Context) -> bool:
 
 
 def _save_rows(node: ir.Node) -> bool:
-    """Save the log-sum-exp of each row, if only gradients of the op read what it saves."""
+    """Save the log-sum-exp of each row, if only gradients of the op read the saved value."""
     saved = node.outputs[1]
     readers = list(saved.consumers())
     if node.attributes.get_string("saves", "probabilities") == "logsumexp" or saved.is_graph_output():
@@ -76,7 +76,7 @@ def _save_rows(node: ir.Node) -> bool:
 
 
 def _draw_bits(op: Builder, node: ir.Node) -> bool:
-    """Give the node a mask of zeros and ones of its own, in place of the factors of its dropout."""
+    """Give the node its own mask of zeros and ones, instead of the factors of its dropout."""
     index = KEEP[node.op_type]
     keep = node.inputs[index] if len(node.inputs) > index else None
     drawn = drawn_mask(keep)
@@ -104,7 +104,7 @@ def _lengths(node: ir.Node) -> list[int]:
 
 
 def _finite(op: Builder, node: ir.Node, mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """The mask as float32 numbers to add, of rank 4, and the rows that it hides entirely; None: none."""
+    """The mask as float32 numbers to add, of rank 4, and the rows that it masks entirely; None: none."""
     shape = static_dims(mask) or ()
     if len(shape) < 4:
         mask = op.Reshape(mask, [*[1] * (4 - len(shape)), *shape])
@@ -131,7 +131,7 @@ def _may_hide(mask: ir.Value, causal: int, lengths: list[int]) -> bool:
 
 
 def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hidden: ir.Value | None) -> None:
-    """Replace the node by the same call with another mask; ``hidden`` rows are 0 in its result, or in its incoming adjoint."""
+    """Replace the node by the same call with another mask; zeroes ``hidden`` rows in its result or incoming adjoint."""
     attributes = OPS[node.op_type].attribute_values(node)
     backward = node.op_type == BACKWARD
     axes, inputs = operand_axes(attributes["layout"])[3], list(node.inputs)

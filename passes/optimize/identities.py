@@ -1,9 +1,9 @@
-"""The local rewrite rules of ``simplify``: each looks at one node and its producers.
+"""Local rewrite rules of ``simplify``; each rule looks at one node and its producers.
 
     Mul(x, 1) → x      Reshape(Reshape(x, a), b) → Reshape(x, b)      MatMul(Transpose(a), b) → Gemm(a, b, transA=1)
 
 A rule takes the builder and the node, and returns the value that replaces the node's first output, or None. It applies only
-where shapes are proved equal, statically or by the names of their symbols.
+if shapes are provably equal, statically or by the names of their symbols.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rule(*ops: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
 
 
 def filled(value: ir.Value | None) -> float | None:
-    """The number that every element of ``value`` is known to be, else None."""
+    """The number that all elements of ``value`` equal, if known, else None."""
     if value is None:
         return None
     known = constant(value)
@@ -51,7 +51,7 @@ def filled(value: ir.Value | None) -> float | None:
         return filled(producer.inputs[0])
     if producer.op_type == "Cast":
         number = filled(producer.inputs[0])
-        return number if number in (0.0, 1.0) else None  # others may be rounded
+        return number if number in (0.0, 1.0) else None  # rounding may change other values
     if producer.op_type == "ConstantOfShape":
         return float(producer.attributes["value"].as_tensor().numpy().flat[0]) if "value" in producer.attributes else 0.0
     return None

@@ -27,10 +27,10 @@ from graphc.passes.optimize.identities import RULES
 from graphc.pipeline import Context, graph_pass
 
 FOLD_LIMIT = 16384
-"""Largest constant, in elements, that folding reads or makes."""
+"""Largest constant, in elements, that folding reads or creates."""
 
 _REPEATING = frozenset({"Expand", "ConstantOfShape", "Tile"})
-"""Ops that only repeat elements: they are not folded, so that a float result stays one scalar that other rules can see."""
+"""Ops that only repeat elements: not folded, so that a float result stays one scalar, visible to other rules."""
 
 _MAX_SWEEPS = 10
 
@@ -63,7 +63,7 @@ def simplify_graph(graph: ir.Graph) -> bool:
 def dead_code_elimination(graph: ir.Graph) -> bool:
     """Remove nodes that no graph output and no effect depends on, and initializers without use or update.
 
-    Before there is an optimizer, nothing reads the gradients and the loss total; they are kept for it.
+    Before the optimizer pass nothing reads the gradients and the loss total; they stay for it.
     """
     pending = not any(trains(node) for node in graph)
     changed = False
@@ -94,7 +94,7 @@ def common_subexpressions(graph: ir.Graph) -> bool:
             continue
         operands = _operands(node)
         if operands not in alone:
-            alone[operands] = node  # most nodes: no need to compute a key
+            alone[operands] = node  # most nodes: needs no key
             continue
         other, alone[operands] = alone[operands], None
         if other is not None and (of_other := _expression(other)) is not None:
@@ -112,7 +112,7 @@ def common_subexpressions(graph: ir.Graph) -> bool:
 
 
 def _expression(node: ir.Node) -> Hashable | None:
-    """A key for what a pure node computes; None for a node that must not be merged."""
+    """Compute the merge key of a pure node; None for a node that must not be merged."""
     attributes: list[Hashable] = []
     for name in sorted(node.attributes):
         attr = node.attributes[name]
@@ -147,8 +147,9 @@ def _is_pure(node: ir.Node) -> bool:
 
 
 def fold_and_rewrite(graph: ir.Graph) -> bool:
-    """One sweep in node order: re-infer, fold what is constant, apply the identities of
-    :mod:`graphc.passes.optimize.identities`."""
+    """One sweep in node order: re-infer, fold constants, apply the identities of
+    :mod:`graphc.passes.optimize.identities`.
+    """
     op = Builder(graph)
     changed = False
     for node in list(graph):
@@ -162,7 +163,7 @@ def fold_and_rewrite(graph: ir.Graph) -> bool:
 
 
 def _refine(node: ir.Node) -> None:
-    """Fill in dimensions that are known since the node's inputs became simpler."""
+    """Fill in dimensions that simplified inputs have made known."""
     if all(out.shape is not None and out.shape.is_static() for out in node.outputs):
         return
     for out, (_, shape) in zip(node.outputs, infer_node(node, version_of(node)), strict=False):
@@ -195,7 +196,7 @@ def _rewrite(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
 def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
     """Replace ``old`` by ``new`` in every use; returns False when the facts recorded on both contradict.
 
-    A graph output keeps its name. Where ``new`` is an output too, or no node makes it, the output becomes a copy that
+    A graph output keeps its name. If ``new`` is an output too, or no node computes it, the output becomes a copy that
     nothing else reads. Metadata of the graph (``graphc.gradient_of`` …) moves along.
     """
     kept = new
@@ -223,7 +224,7 @@ def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
 
 
 def _keep_type(old: ir.Value, new: ir.Value) -> None:
-    """Copy what was known better about ``old`` (a size where ``new`` has none) to ``new``."""
+    """Copy better-known facts about ``old`` (a size that ``new`` lacks) to ``new``."""
     if not new.is_initializer() and not new.is_graph_input():
         new.shape = _sharper(new.shape, old.shape)
 

@@ -1,1 +1,1 @@
-"""Precision, clipping and accumulation of gradients."""
+"""Passes for precision, clipping and accumulation of gradients."""

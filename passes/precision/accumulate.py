@@ -3,7 +3,7 @@
     before   dW ─► AllReduce ─► Adam(W, ·)
     after    dW ─► Accumulate(steps=4) ─► AllReduce ─► Adam(W, ·)
 
-Nodes before an Accumulate run for every micro-batch; reductions, clipping and updates run once a step, and the reduction of a
+Nodes before an Accumulate run for every micro-batch; reductions, clipping and updates run once per step. The reduction of a
 bucket starts in the last micro-batch as soon as its last gradient is ready. The loss, its weight and the statistics of
 BatchNormalization are sums too, so the result is that of the whole batch: exactly, unless an op mixes the samples of a batch
 (BatchNormalization normalises each micro-batch by itself).
@@ -24,10 +24,10 @@ from graphc.plan.accumulation import is_accumulation
 
 @graph_pass("accumulate", requires=("allreduce",))
 def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
-    """Sum everything that is reduced after the backward pass over ``steps`` micro-batches.
+    """Sum all values that are reduced after the backward pass over ``steps`` micro-batches.
 
     Args:
-        steps: micro-batches into which a trainer cuts a worker's share of the batch.
+        steps: micro-batches into which a trainer splits a worker's share of the batch.
 
     Raises:
         UsageError: a number below 1, or a graph that accumulates already.

@@ -4,12 +4,11 @@
     after    dW ─► AllReduce ─► Adam(W, ·, divisor=weight/c, clip_value=v)
              every reduced gradient ─► SumOfSquares ─► grad_norm = √·/weight;   c = min(1, norm/(grad_norm + 1e-6))
 
-Both are PyTorch's (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``), applied to the mean over the global batch:
-what PyTorch does on one worker. The factor c goes into the divisor and the limit into the update itself, so the only pass
-over memory is the one that measures the norm. With both, the norm is clipped first. ``grad_norm``, an output of the step, is
-the norm before clipping.
+Both follow PyTorch (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``), applied to the mean over the global batch, as
+PyTorch does on one worker. The factor c goes into the divisor and the limit into the update itself, so only the norm costs
+a pass over memory. With both, the norm is clipped first. ``grad_norm``, an output of the step, is the norm before clipping.
 
-It runs after ``allreduce`` and before ``bucket``. Under ZeRO each worker sums over the elements it owns, and the sums are
+The pass runs after ``allreduce`` and before ``bucket``. Under ZeRO each worker sums over the elements it owns, and the sums are
 added up (``combine`` in the declaration of ``SumOfSquares``).
 """
 
@@ -44,7 +43,7 @@ def clip(model: ir.Model, ctx: Context, *, norm: float | None = None, value: flo
         value: largest magnitude of an element of a gradient.
 
     Raises:
-        UsageError: a bound that is not a positive number, or none at all.
+        UsageError: a bound that is not a positive number, or no bound.
     """
     if norm is None and value is None:
         raise UsageError("clip needs norm=, value=, or both")
@@ -92,7 +91,7 @@ def _mean_square(op: Builder, divisor: ir.Value | None, kinds: Iterable[Iterable
 
 
 def _divisor(op: Builder, divisor: ir.Value | None, factor: ir.Value) -> ir.Value:
-    """The divisor with which g / divisor is the clipped gradient."""
+    """The divisor that makes g / divisor the clipped gradient."""
     if divisor is None:
         return op.Cast(op.Div(op.scalar(1, factor), factor), to=int(ir.DataType.FLOAT))  # type: ignore[no-any-return]
     return op.cast_like(op.Div(op.cast_like(divisor, factor), factor), divisor)

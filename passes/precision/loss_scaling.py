@@ -4,9 +4,9 @@
     after    dW ─► AllReduce ─► Adam(W, ·, divisor=weight·scale, skip)      skip = AnyNonFinite(every reduced gradient)
              scale' = LossScale(scale, good_steps, skip)
 
-It runs after ``allreduce``: ranks see the same reduced gradients, so all of them skip, or none does. A skipped step leaves
-all state unchanged, the step counter and running statistics included, and lowers the scale. Without a scale
-(``mixed_precision`` makes one for fp16) there is nothing to do.
+The pass runs after ``allreduce``: all ranks see the same reduced gradients, so all of them skip, or none does. A skipped step
+leaves all state unchanged, including the step counter and running statistics, and lowers the scale. The pass does nothing
+without a scale (``mixed_precision`` creates one for fp16).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def loss_scaling(
     growth: float = 2.0,
     backoff: float = 0.5,
 ) -> bool:
-    """Unscale gradients, skip overflowed steps and adapt the scale, where the graph has a loss scale.
+    """Unscale gradients, skip overflowed steps and adapt the scale, if the graph has a loss scale.
 
     Args:
-        growth_interval: number of good steps in a row after which the scale grows.
-        growth: factor by which it grows.
+        growth_interval: number of consecutive good steps after which the scale grows.
+        growth: growth factor.
         backoff: factor applied when a step overflowed; the scale never falls below 1.
 
     Raises:

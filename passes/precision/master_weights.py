@@ -5,12 +5,12 @@
 
 The mixed-precision graph converts parameters where they are read, so each worker holds all of them in float32. Sharded updates
 (ZeRO) do not need that: ``W::bf16`` is state that every update writes, gradients stay in the low type up to the update, and
-only the update of the float32 parameter, its **master**, reads it, so that a worker keeps its part of it. Per parameter that is
-2 + 2 + 12 bytes (Adam) of which the 12 are sharded, instead of 4 + 4 + 8 with the 8 sharded. On one worker the numbers are the
-same to the bit. A checkpoint holds masters only.
+only the update reads the float32 parameter, the **master**, so each worker keeps only its shard of it. With Adam a
+parameter takes 2 + 2 + 12 bytes with the 12 sharded, instead of 4 + 4 + 8 with the 8 sharded. On one worker the results are
+bit-identical. A checkpoint holds masters only.
 
 A backend whose update kernel also writes the copy asks for this pass too (``low_gradients=false``), so that no step casts a
-parameter. The graph then has buckets, and the flat array of a bucket is copied as a whole.
+parameter. The graph then has buckets, and the flat buffer of a bucket is copied as a whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphc.ir.updates import next_value_of, source_of, state_of, trains
 from graphc.pipeline import Context, graph_pass
 
 VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
-"""Ops that may lie between a parameter and its cast, since they commute with it."""
+"""Ops allowed between a parameter and its cast, because they commute with it."""
 
 SUFFIX = {ir.DataType.BFLOAT16: "bf16", ir.DataType.FLOAT16: "fp16"}
 
@@ -59,7 +59,7 @@ def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True,
 
 
 def _together(graph: ir.Graph) -> list[list[ir.Node]]:
-    """The updates of optimizers, those of a bucket together."""
+    """The updates of optimizers, grouped by bucket."""
     found: dict[str | ir.Node, list[ir.Node]] = {}
     for node in graph:
         if trains(node):
@@ -68,7 +68,7 @@ def _together(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def _casts(graph: ir.Graph, value: ir.Value, vectors: bool) -> list[list[ir.Node]]:
-    """The casts of a parameter to a low type, each after the nodes that first change its shape or order."""
+    """The casts of a parameter to a low type, each with the nodes in front of it that change shape or order."""
     if not vectors and value.is_initializer() and len(value.shape or ()) < 2:
         return []
     found = []
@@ -87,12 +87,12 @@ def _lowers(node: ir.Node) -> bool:
 
 
 def _may_be_copied(update: ir.Node) -> bool:
-    """Whether the parameter is float32, and what the update makes of it stays: no average over workers changes it."""
+    """Whether the parameter is float32 and its update is final: no average over workers changes it."""
     return state_of(update).dtype == ir.DataType.FLOAT and not next_value_of(update).uses()
 
 
 def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[list[ir.Node]]) -> bool:
-    """Replace the casts of a parameter to ``dtype`` by state that is written behind its update; whether there were any."""
+    """Replace the casts of a parameter to ``dtype`` by state written after its update; returns whether there were any."""
     parameter = state_of(update)
     name = f"{parameter.name}::{SUFFIX[dtype]}"
     copy = add_initializer(op.graph, name, array_of(parameter).astype(dtype.numpy()))
@@ -111,7 +111,7 @@ def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[lis
 
 
 def _read_copy(op: Builder, copy: ir.Value, chain: list[ir.Node]) -> None:
-    """Do what stands between a parameter and its cast to the copy; what nobody else reads goes."""
+    """Apply the nodes between a parameter and its cast to the copy; removes nodes without other readers."""
     *views, cast = chain
     op.before, op.scope, value = cast, cast.name or "copy", copy
     for view in views:
@@ -124,7 +124,7 @@ def _read_copy(op: Builder, copy: ir.Value, chain: list[ir.Node]) -> None:
 
 
 def _keep_low(graph: ir.Graph, update: ir.Node) -> None:
-    """Let the update read the gradient in front of the cast to float32."""
+    """Make the update read the gradient before its cast to float32."""
     wide = source_of(update)
     cast = wide.producer()
     if cast is None or cast.op_type != "Cast" or cast.domain or len(list(wide.uses())) > 1:

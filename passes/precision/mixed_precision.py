@@ -3,14 +3,14 @@
     before   y = Gemm(x, W);                                       p = Softmax(y)
     after    y:bf16 = Gemm(Cast(x, bf16), Cast(W, bf16));          p = Softmax(Cast(y, float))
 
-It runs in front of ``autodiff``, so the casts are differentiated with everything else: a parameter stays float32 (the
-master copy), its gradient comes back through the cast in float32, and no update knows of any of it. The rule is that of
-PyTorch's autocast: products run low, what adds up or exponentiates runs in float32, and every other op follows its
-operands: low where all that depend on the model's inputs are low, float32 otherwise. BatchNormalization follows what it
-normalises; its statistics and parameters are float32. A dropout multiplies in float32 and rounds the product.
+The pass runs before ``autodiff``, so the casts are differentiated with everything else: a parameter stays float32 (the
+master copy), its gradient comes back through the cast in float32, and updates do not change. The rule is that of
+PyTorch's autocast: products run in the low type, sums and exponentials run in float32, and every other op follows its
+operands: low if all operands that depend on the model's inputs are low, float32 otherwise. BatchNormalization follows its
+input; its statistics and parameters are float32. A dropout multiplies in float32 and rounds the product.
 
-float16 has a narrow range, so there the loss that is differentiated is scaled (see :mod:`graphc.ir.ops.precision`); the
-pass ``loss_scaling``, after ``allreduce``, takes the factor out again and adapts it.
+float16 has a narrow range, so there the differentiated loss is scaled (see :mod:`graphc.ir.ops.precision`); the
+pass ``loss_scaling``, after ``allreduce``, removes the factor and adapts it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphc.pipeline import Context, graph_pass
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16}
 
 LOW = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention"})
-"""Ops that run in the low type: most of a step's arithmetic, and accurate there, since products are summed in float32."""
+"""Ops that run in the low type: most of a step's arithmetic, and accurate, because products are summed in float32."""
 
 FULL = (
     frozenset(s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and s.name.startswith(("Reduce", "Random")))
@@ -64,9 +64,9 @@ def mixed_precision(
 
     Args:
         dtype: bf16 or fp16.
-        allow: ops (``Softmax``) or globs of node names (``encoder/*``) that run low although they would not.
+        allow: ops (``Softmax``) or globs of node names (``encoder/*``) to run in the low type against the rule.
         deny: ops or globs of node names that stay in float32; it beats ``allow``.
-        loss_scale: with fp16, by what the loss is multiplied at first. The loss is a sum here, so 1024 does what 65536 does to
+        loss_scale: with fp16, the initial factor on the loss. The loss is a sum here, so 1024 has the effect of 65536 on
             the mean over 64 samples.
 
     Raises:
@@ -88,7 +88,7 @@ def mixed_precision(
 
 
 class _Rewriter:
-    """One walk in node order; every operand's precision is settled when its reader comes up."""
+    """One walk in node order; an operand's precision is decided before its readers are visited."""
 
     def __init__(self, graph: ir.Graph, low: ir.DataType, allow: _Matcher, deny: _Matcher) -> None:
         self.graph, self.low, self.allow, self.deny = graph, low, allow, deny
@@ -139,7 +139,7 @@ class _Rewriter:
         return isinstance(value.type, ir.TensorType) and value.dtype in (ir.DataType.FLOAT, self.low)
 
     def convert(self, node: ir.Node, wanted: ir.DataType) -> None:
-        """Cast the node's float operands to ``wanted`` where their type may be chosen, and to float32 where it may not."""
+        """Cast the node's float operands to ``wanted`` if their type is free, else to float32."""
         if node.op_type == "Cast" and node.domain == "":
             return  # takes any type, and the file fixes its output type
         schema = _schema(node)
@@ -169,7 +169,7 @@ class _Rewriter:
             apply(node)
 
     def convert_first(self, node: ir.Node, count: int) -> None:
-        """Cast the first ``count`` operands; the rest, and what is summed inside the op, are float32."""
+        """Cast the first ``count`` operands; the rest, and sums inside the op, are float32."""
         for index, value in enumerate(node.inputs[:count]):
             if value is not None and value.dtype != self.low:
                 node.replace_input_with(index, self.cast(value, self.low, node))
@@ -199,7 +199,7 @@ class _Rewriter:
             reader.replace_input_with(index, low)
 
     def widen_outputs(self) -> None:
-        """A result keeps the type and the name that its reader expects."""
+        """Restore the type and the name of a result that its reader expects."""
         for k, value in enumerate(list(self.graph.outputs)):
             if value.dtype != self.low or value.is_initializer():
                 continue
@@ -220,7 +220,7 @@ def _is_batch_normalization(node: ir.Node) -> bool:
 
 
 def _is_dropout(node: ir.Node) -> bool:
-    """x · mask. In the low type 1 ÷ (1 − ratio) would be rounded, and with it every mean: so the product is, not the factor."""
+    """x · mask. In the low type 1 ÷ (1 − ratio) would be rounded, which biases every mean; this rounds the product instead."""
     made = [v.producer() for v in node.inputs if v is not None]
     return node.op_type == "Mul" and not node.domain and any(n is not None and n.op_type == "DropoutMask" for n in made)
 
@@ -232,7 +232,7 @@ def _schema(node: ir.Node) -> onnx.defs.OpSchema | None:
 
 
 def _formals(schema: onnx.defs.OpSchema, node: ir.Node) -> Iterator[tuple[ir.Value, str]]:
-    """Every operand that is there, with the type variable (or the fixed type) that the schema gives it."""
+    """Every present operand, with the schema's type variable (or fixed type)."""
     for index, value in enumerate(node.inputs):
         if value is not None:
             yield value, schema.inputs[min(index, len(schema.inputs) - 1)].type_str
@@ -256,7 +256,7 @@ def _replace_captured(body: ir.Graph, by: Mapping[ir.Value, ir.Value]) -> None:
 
 
 class _Matcher:
-    """Ops by name, and nodes by glob."""
+    """Selects ops by name, and nodes by glob."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = patterns

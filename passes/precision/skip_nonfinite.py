@@ -4,9 +4,9 @@
     after    dW ─► AllReduce ─► Adam(W, ·, skip)      skip = AnyNonFinite(every reduced gradient, every reported number)
              Tally(graphc.skipped, skip)
 
-Without the pass such a step ends the run. Ranks see the same reduced numbers, so all of them skip, or none does. A skipped
-step leaves all state unchanged, the step counter, running statistics and residuals of compression included;
-``graphc.skipped`` counts it. Where a loss scale skips overflows already (``loss_scaling``), its flag is counted. The pass runs
+Without the pass such a step ends the run. All ranks see the same reduced numbers, so all of them skip, or none does. A skipped
+step leaves all state unchanged, including the step counter, running statistics and residuals of compression;
+``graphc.skipped`` counts it. If a loss scale already skips overflows (``loss_scaling``), its flag is counted. The pass runs
 after all passes that add state.
 """
 
@@ -45,7 +45,7 @@ def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
 
 
 def _flag(graph: ir.Graph, updates: list[ir.Node]) -> ir.Value:
-    """Whether any reduced gradient or statistic, or any number the step reports, is not finite."""
+    """Whether any reduced gradient or statistic, or any reported number, is not finite."""
     move_to_end(graph, updates_of(graph))
     op = Builder(graph, before=updates_of(graph)[0], scope="skip_nonfinite")
     watched = dict.fromkeys(source_of(node) for node in updates if is_reduced(node))

@@ -1,4 +1,4 @@
-"""Moving updates to the end, and finding what gradients are computed from."""
+"""Moves updates to the end, and finds the nodes that compute gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphc.ir.updates import trains
 
 
 def refuse_without(nodes: Sequence[ir.Node], name: str, what: str) -> None:
-    """Refuse optimizers whose update has no operand or attribute ``name``.
+    """Reject optimizers whose update has no operand or attribute ``name``.
 
     Raises:
         UsageError: ``what`` needs it.
@@ -26,7 +26,7 @@ def refuse_without(nodes: Sequence[ir.Node], name: str, what: str) -> None:
 
 
 def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:
-    """Updates, and what reads their results, behind everything else, in their order: they wait for all gradients."""
+    """Move updates and readers of their results to the end, in order: they wait for all gradients."""
     late: set[ir.Node] = set()
     wanted = set(updates)
     for node in graph:
@@ -38,7 +38,7 @@ def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:
 
 
 def computed_for_gradients(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes from which the loss and the gradients are computed."""
+    """The nodes that compute the loss and the gradients."""
     found: set[ir.Node] = set()
     for node in reversed(graph):
         marked = any(GRADIENT_OF in v.metadata_props or LOSS_TOTAL in v.metadata_props for v in node.outputs)

@@ -1,1 +1,1 @@
-"""The forward graph becomes a training graph."""
+"""Passes that turn the forward graph into a training graph."""

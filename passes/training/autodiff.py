@@ -54,7 +54,7 @@ def autodiff(
         if value.dtype is not None and not is_float(value):
             raise UsageError(f"cannot differentiate {value.name!r}: its type is {value.dtype.name}, not a float")
     gradients = differentiate(graph, targets, sources)
-    op = Builder(graph, scope="grad")  # one builder for all: building one walks the whole graph
+    op = Builder(graph, scope="grad")  # shared by all: creating a builder walks the whole graph
     for source in sources:
         if source not in gradients and wrt is not None:
             gradients[source] = zeros(op, source)

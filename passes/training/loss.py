@@ -4,7 +4,7 @@
     after    x ─► … ─► SoftmaxCrossEntropy(·, label) ─► total, weight        Mean(total, weight) ─► loss
 
 The total is marked (metadata ``graphc.loss_total``); ``loss`` is the graph's output. A Softmax, LogSoftmax or Sigmoid at
-the end of the file is absorbed: the loss takes its input, which is exact where probabilities would underflow.
+the end of the file is absorbed: the loss takes its input and stays exact where probabilities would underflow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIONS: Mapping[str, Sequence[str]] = {
     "output": ("name",),
     "model": ("path",),
 }
-"""Kind of loss → the options it has besides ``reduction``, ``metrics`` and ``keep_outputs``."""
+"""Kind of loss → its options besides ``reduction``, ``metrics`` and ``keep_outputs``."""
 
 
 @graph_pass("loss", requires=("legalize",))
@@ -107,7 +107,7 @@ def loss(
 
 
 def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
-    """Set the sums to 0 where this rank's share of the batch is empty, whatever its stand-in samples gave (NaN included)."""
+    """Set the sums to 0 if this rank's share of the batch is empty, whatever its stand-in samples gave (NaN included)."""
     alive = op.Greater(scalar(graph, LIVE, 1, np.float32), 0.0)
 
     def gate(value: ir.Value) -> ir.Value:

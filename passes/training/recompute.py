@@ -1,10 +1,10 @@
-"""recompute: drop activations and compute them again when the backward pass needs them.
+"""recompute: drop activations and recompute them when the backward pass needs them.
 
     before   h = Gemm(x, W);  y = Gelu(h);  …          dW2 = Gemm(y, dz);  dh = GeluGrad(dy, h)
     after    h = Gemm(x, W);  y = Gelu(h);  …          h' = Recompute(h);  y' = Gelu(h');  dW2 = Gemm(y', dz);  …
 
 Results stay the same, bit for bit: the same ops run on the same operands, and random masks depend on a counter, not on the
-time of their drawing. A minimum cut decides which values are kept (:mod:`graphc.passes.training.recompute_cut`). Recomputed
+time of drawing. A minimum cut decides which values are kept (:mod:`graphc.passes.training.recompute_cut`). Recomputed
 nodes are placed before the first backward node that reads them, after a ``graphc.Recompute``, which keeps common-subexpression
 elimination from merging them with the first computation.
 """
@@ -31,11 +31,10 @@ def recompute(
     """Trade time for memory between the forward and the backward pass.
 
     Args:
-        mode: ``cheap`` computes again what costs little more than reading it (activations, masks, normalisation, casts);
-            ``all`` products too, so that the activations of a deep model grow with the square root of its depth.
-        budget_mb: activations may take this much (10⁶ bytes, estimated); the least work that keeps to it is chosen, up to
-            ``all``.
-        batch: what symbolic dimensions count as; a budget needs it where the model has any.
+        mode: ``cheap`` recomputes ops that cost little more than reading their results (activations, masks, normalisation,
+            casts); ``all`` products too, so that the activations of a deep model grow with the square root of its depth.
+        budget_mb: activations may take this much (10⁶ bytes, estimated); chooses the least work within it, up to ``all``.
+        batch: value of symbolic dimensions; a budget requires it if the model has any.
 
     Raises:
         UsageError: an unknown mode, a budget that is not positive, or one that the graph's symbols make meaningless.

@@ -3,7 +3,7 @@
 Every forward value v is an edge v·in → v·out whose capacity is its size in bytes. Values that the backward pass reads lead to
 the sink; nodes that must not be recomputed hang on the source; other nodes lead from their operands to their results. The
 edges of a minimum cut are the values to keep (the formulation is that of Horace He and Shangdi Yu, "Transcending runtime-
-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023). Where everything may be recomputed, the forward pass is
+memory tradeoffs in checkpointing by being fusion aware", MLSys 2023). If everything may be recomputed, the forward pass is
 first divided into stretches whose borders are kept (T. Chen et al., "Training deep nets with sublinear memory cost", 2016).
 """
 
@@ -38,7 +38,7 @@ Copy: TypeAlias = "tuple[ir.Value, bool]"
 """A value, and whether it is the recomputed copy."""
 
 Event: TypeAlias = "tuple[list[Copy], list[Copy]]"
-"""The values that a node writes and reads."""
+"""The values that a node writes, and the values that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Joint:
         self.needed.update(dict.fromkeys(self.pinned))
 
     def free(self, value: ir.Value) -> bool:
-        """Whether keeping the value is free: it is held anyway, or is a few integers."""
+        """Whether keeping the value is free: it is held anyway, or consists of a few integers."""
         if value.producer() is None or constant(value) is not None or not isinstance(value.type, ir.TensorType):
             return True
         found = dims(value)
@@ -113,7 +113,7 @@ class Joint:
         return int(count * value.dtype.itemsize) if value.dtype is not None else 0
 
     def operands(self, node: ir.Node) -> Iterator[ir.Value]:
-        """The forward values that a node reads and that take memory to keep."""
+        """The forward values that a node reads and that cost memory to keep."""
         yield from dict.fromkeys(v for v in (*node.inputs, *captured(node)) if v is not None and v in self.made)
 
     def repeatable(self, node: ir.Node) -> bool:
@@ -150,11 +150,11 @@ class Joint:
         return self.cost(self.cut(barred, pinned))
 
     def crossing(self, border: int) -> list[ir.Value]:
-        """The values made by forward nodes up to ``border`` that later forward nodes read."""
+        """The values of forward nodes up to ``border`` that later forward nodes read."""
         return list(dict.fromkeys(v for n in self.forward[border + 1 :] for v in self.operands(n) if self.made[v] <= border))
 
     def borders(self, count: int) -> list[int]:
-        """Choose positions that divide the needed values evenly, each moved to where the fewest bytes cross."""
+        """Choose positions that divide the needed values evenly; each moves to where the fewest bytes cross."""
         sizes = [sum(self.nbytes(v) for v in n.outputs if v in self.needed) for n in self.forward]
         found: list[int] = []
         total, seen = sum(sizes), 0
@@ -213,7 +213,7 @@ class Joint:
     # Costs ------------------------------------------------------------------------------------------------------------
 
     def regions(self, kept: Collection[ir.Value]) -> Iterator[RecomputeRegion]:
-        """The nodes to recompute when only ``kept`` is kept, each before the first backward node that reads it."""
+        """The nodes to recompute if only ``kept`` is kept, each before the first backward node that reads it."""
         again: set[ir.Value] = set()
         for node in self.backward:
             wanted = [v for v in node.inputs if v in self.made and v not in kept and v not in again]

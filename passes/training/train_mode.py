@@ -41,10 +41,10 @@ def train_mode(
     """Put BatchNormalization and Dropout into training mode.
 
     Args:
-        batchnorm: normalise with the statistics of the batch and update the running ones, wherever these are initializers.
+        batchnorm: normalise with the statistics of the batch, and update the running ones if they are initializers.
         dropout: drop elements. Masks depend on seed, step, the node's name and the sample's place in the global batch.
-        freeze: glob patterns of parameters; a BatchNormalization whose scale or statistics match stays in inference mode. One
-            of a PyTorch module does where its statistics match, or where the module has it in evaluation mode.
+        freeze: glob patterns of parameters. A BatchNormalization stays in inference mode if its scale or statistics match. In a
+            PyTorch module it does if its statistics match, or if the module has it in evaluation mode.
 
     Raises:
         UsageError: a pattern that matches no initializer.
@@ -77,7 +77,7 @@ def train_mode(
         samples = _samples(graph, op)
         counts: dict[ir.DataType | None, ir.Value] = {}
     for running, average in averages.items():
-        # one count for all statistics of a type: updates that share their scalars share a bucket
+        # one count for all statistics of a type: updates with the same scalars share a bucket
         if running.dtype not in counts:
             counts[running.dtype] = op.cast_like(samples, running)
         _update(graph, op, running, average, counts[running.dtype])
@@ -118,7 +118,7 @@ def inference_mode(model: ir.Model, ctx: Context) -> bool:
 
 @dataclass
 class _Average:
-    """The batches that feed one running statistic in a step, and the outputs that are its next value."""
+    """The batches that feed one running statistic in a step, and the outputs that hold its next value."""
 
     batches: list[tuple[ir.Value, float]] = field(default_factory=list)
     stands_for: list[ir.Value] = field(default_factory=list)
@@ -139,7 +139,7 @@ def _is_frozen(node: ir.Node, patterns: Sequence[str]) -> bool:
     mode = mean.metadata_props.get(BATCHNORM) if mean is not None else None
     if mode == "inference":
         return True
-    telling = (1, 3, 4) if mode is None else (3, 4)  # a module of a framework has a mode besides its frozen parameters
+    telling = (1, 3, 4) if mode is None else (3, 4)  # a framework's module has a mode besides its frozen parameters
     names = [v.name or "" for k, v in enumerate(node.inputs) if v is not None and k in telling]
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
@@ -242,7 +242,7 @@ def _without_dropout(graph: ir.Graph, op: Builder, node: ir.Node) -> None:
 def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
     """Index of this rank's first row of ``x`` in the global batch: the sample offset times the rows of a sample.
 
-    A value whose first axis is batch · heads, as in attention exported by PyTorch, has several rows a sample.
+    A value whose first axis is batch · heads, as in attention exported by PyTorch, has several rows per sample.
     """
     offset = scalar(graph, SAMPLE_OFFSET, 0)
     batch = _batch(graph)
