@@ -1,11 +1,10 @@
-"""Feeding workers: disjoint shards of arrays, files, iterables and PyTorch data, the same samples for any number of workers.
+"""Feeds workers with disjoint shards of arrays, files, iterables and PyTorch data.
 
     shards = graphc.data.shard({"input": x, "label": y}, global_batch=256, rank=trainer.rank, size=trainer.size)
     trainer.fit(shards, epochs=3)
 
 One global batch of B samples over W workers gives each worker B // W samples, and the first B % W workers one more. The order
-of an epoch is seeded by (seed, epoch) and the same for every number of workers; so is a position in it, which checkpoints
-hold.
+of an epoch depends only on (seed, epoch), so samples and checkpointed positions are the same for any number of workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Global batches, and the share of each that one worker takes."""
+"""Cuts global batches into one worker's shares."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphc.distributed.world import find_world
 from graphc.errors import DataError, FeedError, UsageError, nearest
 
 TAILS = ("keep", "drop", "pad", "weight-zero")
-"""What becomes of a last batch with fewer samples than a global batch; see :class:`Shards`."""
+"""Treatments of an epoch's last batch if it is smaller than a global batch; see :class:`Shards`."""
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """The part of ``count`` consecutive samples that worker ``rank`` of ``size`` takes."""
+    """Return the range of ``count`` consecutive samples that worker ``rank`` of ``size`` takes."""
     base, extra = divmod(count, size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (1 if rank < extra else 0))
@@ -32,10 +32,10 @@ class Batch:
     """This worker's share of a global batch.
 
     Attributes:
-        feeds: one array per graph input, first axis = sample; no samples where the share is empty.
+        feeds: one array per graph input, first axis = sample; zero samples if the share is empty.
         offset: index of the share's first sample in the global batch.
-        global_size: samples of the global batch, padding not counted.
-        epoch: zero-based, which this batch belongs to.
+        global_size: samples of the global batch without padding.
+        epoch: zero-based epoch of this batch.
         stop: samples of the epoch up to the end of this batch.
     """
 
@@ -47,7 +47,7 @@ class Batch:
 
 
 class _Piece(NamedTuple):
-    """A worker's part of a global batch before it is read; ``real`` samples of the global batch are no padding."""
+    """A worker's part of a global batch before it is read; ``real`` counts the global batch's samples without padding."""
 
     rows: Sequence[Any]
     keep: int
@@ -59,24 +59,24 @@ class _Piece(NamedTuple):
 class Shards:
     """Global batches over a source, cut into one worker's shares; made by :func:`graphc.data.shard`.
 
-    Walking it goes on from its position, to the end of the epoch; the next walk takes the next epoch. :meth:`epoch` walks any
-    epoch from its beginning and leaves the position alone.
+    Iterating continues from the current position to the end of the epoch; the next iteration takes the next epoch.
+    :meth:`epoch`
+    iterates over any epoch from its beginning and does not move the position.
 
     Args:
-        source: where the samples come from.
+        source: source of the samples.
         global_batch: samples of one step over all workers.
         rank, size: this worker and the number of workers.
-        shuffle: a new order each epoch, equal for every number of workers. For a stream: the number of samples of the buffer
-            that it is shuffled through.
-        seed: of the order.
-        tail: what becomes of a last batch with fewer than ``global_batch`` samples.
+        shuffle: a new order each epoch, equal for every number of workers. For a stream: size of the shuffle buffer in samples.
+        seed: seed of the order.
+        tail: treatment of a last batch with fewer than ``global_batch`` samples.
             ``keep``: it is a smaller step; with fewer samples than workers it joins the batch before it.
-            ``drop``: it is left out. ``pad``: it is filled up with samples of its own, which count nothing (see ``weight`` and
-            ``padding``), so that every step has the same shapes. ``weight-zero``: it is a smaller step, and a worker without a
-            sample takes part in it with weight zero.
-        prefetch: batches that a thread reads ahead; 0 reads when asked.
-        weight: name of the feed that weighs samples: 1 for samples and 0 for padding, times what the source has by that name.
-        padding: for ``pad``: feed → the value of padding, such as a label that the loss ignores.
+            ``drop``: it is left out. ``pad``: it is filled up with its own samples, which do not count (see ``weight`` and
+            ``padding``), so every step has the same shapes. ``weight-zero``: it is a smaller step, in which a worker without
+            samples takes part with weight zero.
+        prefetch: batches that a thread reads ahead; 0 reads on demand.
+        weight: name of the feed of sample weights: 1 for samples and 0 for padding, times the source's array of that name.
+        padding: for ``pad``: feed → padding value, such as a label that the loss ignores.
 
     Raises:
         UsageError: a batch smaller than the world, a tail that leaves nothing, or padding without a weight.
@@ -116,7 +116,7 @@ class Shards:
         self._shuffle, self._seed = shuffle, seed
         self._weight, self._padding = weight, dict(padding or {})
         self._epoch, self._start = 0, 0
-        self._chunked: tuple[int, list[Sequence[Any]]] | None = None  # the global batches of the epoch that part() knows
+        self._chunked: tuple[int, list[Sequence[Any]]] | None = None  # (epoch, its global batches): cache of part()
         if self.samples is not None:
             self._check_count(self.samples)
 
@@ -137,19 +137,19 @@ class Shards:
     # Walking ----------------------------------------------------------------------------------------------------------
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, in its own order, without the first ``start`` samples of it.
+        """Iterate over the batches of one epoch in its order, from sample ``start`` on.
 
-        Raises (while walking):
-            DataError: the source failed, with the batch and, where known, the sample.
+        Raises (while iterating):
+            DataError: the source failed; names the batch and, if known, the sample.
         """
         batches = self._batches(epoch, start)
         return prefetched(batches, self.prefetch) if self.prefetch > 0 else batches
 
     def part(self, epoch: int, index: int, rank: int, size: int) -> Batch:
-        """The share of worker ``rank`` of ``size`` in global batch ``index`` of an epoch, out of turn.
+        """Random access: return the share of worker ``rank`` of ``size`` in global batch ``index`` of an epoch.
 
         Raises:
-            UsageError: a stream, which can only be walked.
+            UsageError: the source is a stream, which has no random access.
         """
         if self.samples is None:
             raise UsageError("a stream can only be walked in order; take arrays, files or a dataset with a length")
@@ -164,7 +164,7 @@ class Shards:
         return self.walk(iter)
 
     def walk(self, ahead: Callable[[Iterator[Batch]], Iterator[Batch]]) -> Iterator[Batch]:
-        """As iterating, through ``ahead``, which may fetch batches early: the position is that of the last one in use."""
+        """Iterate through ``ahead``, which may fetch batches early; the position follows the batch in use."""
         self._skip_end()
         for batch in ahead(self.epoch(self._epoch, start=self._start)):
             self._start = batch.stop  # before the step: a checkpoint written after it counts this batch
@@ -173,12 +173,12 @@ class Shards:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and how many of its samples were handed out."""
+        """The position: the epoch, and the number of its samples handed out."""
         self._skip_end()
         return self._epoch, self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: ``samples`` of ``epoch`` were handed out. It does not depend on the number of workers."""
+        """The position: ``samples`` of ``epoch`` were handed out; independent of the number of workers."""
         epoch, samples = self.position
         return {
             "epoch": epoch,
@@ -189,10 +189,10 @@ class Shards:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position that another run, on any number of workers and with any batch size, has left.
+        """Continue from the position of another run, with any number of workers and any batch size.
 
         Raises:
-            UsageError: inside an epoch whose order this object does not have: another seed, shuffle or number of samples.
+            UsageError: a position inside an epoch of another order: the seed, shuffle or number of samples differ.
         """
         mine = self.state_dict()
         wrong = [k for k in ("seed", "shuffle", "length") if state.get(k, mine[k]) != mine[k]]
@@ -205,7 +205,7 @@ class Shards:
         self._epoch, self._start = int(state["epoch"]), int(state["samples"])
 
     def _skip_end(self) -> None:
-        """Where an epoch has no batch left, the position is the beginning of the next one."""
+        """Move the position to the next epoch if this one has no batch left."""
         if self.samples is not None and self._start:
             left = self.samples - self._start
             if left <= 0 or (self.tail == "drop" and left < self.global_batch):
@@ -250,7 +250,7 @@ class Shards:
         return feeds
 
     def _pieces(self, epoch: int, start: int) -> Iterator[_Piece]:
-        """This worker's part of every global batch from ``start`` on."""
+        """Yield this worker's part of every global batch from ``start`` on."""
         for chunk in self._with_tail(self._chunks(epoch, start)):
             start += len(chunk)
             yield self._piece(chunk, self.rank, self.size, start)
@@ -261,12 +261,12 @@ class Shards:
         if self.tail == "pad" and real < self.global_batch:
             chunk = [chunk[k % real] for k in range(self.global_batch)]
         mine = share(len(chunk), rank, size)
-        # An empty share still says what its arrays look like: one sample is read for it, and cut off.
+        # An empty share needs shapes and dtypes too: read one sample and cut it off.
         keep = mine.stop - mine.start
         return _Piece(chunk[mine] if keep else chunk[:1], keep, mine.start, real, stop)
 
     def _with_tail(self, chunks: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-        """All whole batches, and what :attr:`tail` makes of the last one."""
+        """Yield all full batches, then the last one as :attr:`tail` says."""
         held: Sequence[Any] | None = None
         try:
             for chunk in chunks:
@@ -279,13 +279,13 @@ class Shards:
                 held = chunk
         except Exception:
             if held is not None:
-                yield held  # what was read before a stream failed
+                yield held  # batches read before the stream failed
             raise
         if held is not None:
             yield held
 
     def _chunks(self, epoch: int, start: int) -> Iterator[Sequence[Any]]:
-        """The global batches as indices, or as samples of a stream."""
+        """Yield the global batches as indices, or as samples of a stream."""
         random = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
         if self.samples is not None:
             order = random.permutation(self.samples) if self._shuffle else np.arange(self.samples)
@@ -302,7 +302,7 @@ class Shards:
 
 
 def _buffered_shuffle(stream: Iterator[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
-    """A random sample of a buffer of ``size`` samples gives way to each next one."""
+    """Shuffle through a buffer of ``size`` samples: each new sample replaces a random one, which is yielded."""
     buffer = list(itertools.islice(stream, size))
     for sample in stream:
         slot = int(random.integers(len(buffer)))
@@ -365,21 +365,21 @@ def shard(
     Args:
         source: a mapping input → array (memory-mapped ones are read batch by batch); the path of an ``.npz`` file or of a
             folder of ``.npy`` files; a ``torch.utils.data.DataLoader`` or ``Dataset``; samples with ``len()`` and ``[index]``;
-            an iterable of samples, or a function that makes one for each epoch. Every worker walks a stream as a whole and
-            keeps its part of each batch, so its order must be the same on all of them.
+            an iterable of samples, or a function that makes one for each epoch. Every worker reads the whole stream and keeps
+            its part of each batch, so the stream's order must be the same on all workers.
         global_batch: samples of one step over all workers.
         per_worker_batch: samples of one step on one worker; exactly one of the two is given.
-        rank, size: this worker and the number of workers; default: the world this process was started in.
-        shuffle: see :class:`~graphc.data.Shards`; default: shuffle, but neither a stream nor a DataLoader that does not.
-        names: inputs in the order of the elements of a sample that is a tuple; a sample that is a mapping has them itself.
+        rank, size: this worker and the number of workers; default: the world of this process.
+        shuffle: see :class:`~graphc.data.Shards`; default: shuffle, except streams and DataLoaders that do not shuffle.
+        names: input names of the elements of tuple samples; mapping samples bring their own names.
         tail: see :class:`~graphc.data.Shards`; default: ``drop`` for a DataLoader with ``drop_last=True``, else ``keep``.
         seed, prefetch, weight, padding: see :class:`~graphc.data.Shards`.
 
     A DataLoader's dataset is read with its ``collate_fn``, workers, ``persistent_workers`` and ``pin_memory``. Its
-    ``batch_size`` gives way to the batch that is asked for here.
+    ``batch_size`` is ignored in favour of the batch given here.
 
     Raises:
-        UsageError: both batch sizes or none, a source that cannot be cut, or a DataLoader with a setting that would be lost.
+        UsageError: both batch sizes or none, a source that cannot be sharded, or a DataLoader setting that cannot be honoured.
         FeedError: arrays of different length.
     """
     if (global_batch is None) == (per_worker_batch is None):

@@ -1,4 +1,4 @@
-"""Arrays in files, mapped instead of loaded: several workers of a machine then share one copy in the page cache."""
+"""Memory-maps arrays in files, so that a machine's workers share one page-cache copy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from graphc.device import Array
 from graphc.errors import FeedError, nearest
 
 MAPPED_FROM = 16 << 20
-"""Bytes from which an array of an ``.npz`` file is mapped. A smaller one is read, which checks it against its checksum."""
+"""Minimum bytes at which an array of an ``.npz`` file is mapped. Smaller ones are read, which verifies their checksum."""
 
 
 def open_arrays(path: str | Path | io.BytesIO) -> dict[str, Array]:
-    """The arrays of an ``.npz`` file by name, or those of a folder of ``.npy`` files by file name without suffix.
+    """Return the arrays of an ``.npz`` file by name, or of a folder of ``.npy`` files by file stem.
 
     Arrays of ``.npy`` files, and large ones of an ``.npz`` file that ``numpy.savez`` wrote (uncompressed), stay on disk until
-    their rows are read; they cannot be written to.
+    their rows are read; they are read-only.
 
     Args:
         path: file or folder; or the bytes of a file, from standard input.
 
     Raises:
-        FeedError: no such file or folder, a damaged one, or an array of Python objects.
+        FeedError: a missing or damaged file or folder, or an array of Python objects.
     """
     if isinstance(path, io.BytesIO):
         return _archive(path, "standard input")
@@ -84,12 +84,12 @@ def _member(arrays: Mapping[str, Array], name: str, where: str) -> Array:
 
 
 def _map_member(path: Path, entry: zipfile.ZipInfo, name: str, where: str) -> Array | None:
-    """A large, uncompressed member of a zip archive as a mapped array: its bytes lie in the file as they are."""
+    """Map a large, uncompressed member of a zip archive, whose bytes are stored verbatim."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < MAPPED_FROM:
         return None
     with path.open("rb") as file:
         file.seek(entry.header_offset)
-        header = file.read(30)  # of the member: fixed part, then its name and an extra field
+        header = file.read(30)  # the member's header: a fixed part, its name and an extra field
         file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), 1)
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)

@@ -1,4 +1,4 @@
-"""Reading ahead in a thread."""
+"""Prefetches items of an iterator in a thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ T = TypeVar("T")
 
 _END = object()
 CLOSING = 1.0
-"""Seconds that a reader in the middle of a sample gets to end; it is a daemon thread and cannot keep a process alive."""
+"""Seconds to wait for a reader that is inside a sample; it is a daemon thread, so it cannot keep the process alive."""
 
 
 def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
-    """``items``, up to ``depth`` of them read ahead by a thread, in the same order.
+    """Yield ``items`` in order, while a thread reads up to ``depth`` of them ahead.
 
-    An exception of ``items`` is raised where the item it stands for would have come. Closing the iterator, or dropping it,
-    ends the thread.
+    An exception of ``items`` is raised at the position of the failed item. Closing or dropping the iterator ends the thread.
     """
     slots, ready = threading.Semaphore(depth), SimpleQueue[tuple[Any, BaseException | None]]()
     stopped = threading.Event()

@@ -1,4 +1,4 @@
-"""What can be sharded: arrays, files, indexable and iterable samples, PyTorch's Dataset and DataLoader."""
+"""Data sources: arrays, files, indexable and iterable samples, PyTorch's Dataset and DataLoader."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from graphc.errors import DataError, FeedError, UsageError, counted
 
 
 class Source(Protocol):
-    """Where samples come from: ``samples`` of them that are read by index, or (None) a :class:`StreamSource`."""
+    """Source of samples: ``samples`` is their number, or None for a :class:`StreamSource`."""
 
     samples: int | None
 
     def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
-        """Arrays by input for each entry of ``rows``: indices, or the samples of a stream. No entry is empty."""
+        """Read arrays by input for each entry of ``rows``: indices, or the samples of a stream. No entry is empty."""
 
 
 class ArraySource:
@@ -39,12 +39,12 @@ class ArraySource:
 
     def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
         for indices in rows:
-            # np.asarray: what is taken from a memory-mapped array is an ordinary one.
+            # np.asarray turns the rows of a memory-mapped array into an ordinary array.
             yield {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
 
 
 def source_of(source: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
-    """The source, and whether it is shuffled when nobody says."""
+    """Return the source, and whether it is shuffled by default."""
     if isinstance(source, str | Path):
         return ArraySource(open_arrays(source)), True
     if isinstance(source, Mapping):
@@ -62,7 +62,7 @@ def source_of(source: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
 
 def is_loader(source: Any) -> bool:
     """Whether ``source`` is a ``torch.utils.data.DataLoader``."""
-    torch = sys.modules.get("torch.utils.data")  # whoever has a DataLoader has imported it
+    torch = sys.modules.get("torch.utils.data")  # torch is imported if the user made a DataLoader
     return torch is not None and isinstance(source, torch.DataLoader)
 
 
@@ -100,11 +100,11 @@ class StreamSource:
         self._opened = False
 
     def open(self) -> Iterator[Any]:
-        """The samples from the beginning.
+        """Iterate over the samples from the beginning.
 
-        Raises (while walking):
-            UsageError: an iterator that was walked before.
-            DataError: the stream failed; names the sample by its place in the stream.
+        Raises (while iterating):
+            UsageError: an iterator that is already used up.
+            DataError: the stream failed; names the sample's index in the stream.
         """
         stream: Any = self._stream() if callable(self._stream) else self._stream
         iterator = iter(stream)
@@ -135,7 +135,7 @@ def collate(samples: Sequence[Any], names: Sequence[str] | None) -> dict[str, Ar
     """Stack samples (mappings, or tuples in the order of ``names``) into one array per input.
 
     Raises:
-        FeedError: samples without names, or of different form.
+        FeedError: samples without names, or with different inputs or shapes.
     """
     parts = [feeds_of(sample, names) for sample in samples]
     first = parts[0]
@@ -146,7 +146,7 @@ def collate(samples: Sequence[Any], names: Sequence[str] | None) -> dict[str, Ar
 
 
 def feeds_of(item: Any, names: Sequence[str] | None) -> dict[str, Array]:
-    """A mapping, or a tuple in the order of ``names``, as arrays by input.
+    """Convert a mapping, or a tuple in the order of ``names``, to arrays by input.
 
     Raises:
         FeedError: a tuple without names, or of another length.
@@ -171,14 +171,14 @@ _KEPT = (
     "collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
     "pin_memory", "pin_memory_device", "persistent_workers",
 )  # fmt: skip
-"""The settings of a DataLoader that its shards are read with."""
+"""Collect the settings of a DataLoader with which its shards are read."""
 
 
 def loader_source(loader: Any, names: Sequence[str] | None) -> tuple[Source, bool]:
-    """The source of a ``torch.utils.data.DataLoader``, and whether the loader shuffles.
+    """Return the source of a ``torch.utils.data.DataLoader``, and whether the loader shuffles.
 
     Raises:
-        UsageError: a loader with a setting that would be lost: a sampler or batches of its own, or another order.
+        UsageError: a setting that cannot be honoured: a custom sampler or batch sampler, or ``in_order=False``.
     """
     from torch.utils import data
 
@@ -207,7 +207,7 @@ def loader_source(loader: Any, names: Sequence[str] | None) -> tuple[Source, boo
 
 
 class _Batches:
-    """The batch sampler of a loader, whose rows are set before each walk."""
+    """Batch sampler of a loader; its rows are set before each iteration."""
 
     rows: Iterable[Sequence[Any]] = ()
 
@@ -222,7 +222,7 @@ class LoaderSource:
         self.samples: int | None = len(loader.dataset)
         self._names, self._dataset = names, loader.dataset
         self._settings = {name: value for name in _KEPT if (value := getattr(loader, name, None))}
-        self._idle: list[tuple[Any, _Batches]] = []  # loaders that nobody walks; persistent workers live on in them
+        self._idle: list[tuple[Any, _Batches]] = []  # idle loaders, kept for their persistent workers
 
     def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
         from torch.utils.data import DataLoader

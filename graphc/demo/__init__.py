@@ -1,6 +1,6 @@
-"""What ``graphc demo`` trains: a small convolutional network and the handwritten digits that scikit-learn ships.
+"""Model and data of ``graphc demo``: a small CNN and scikit-learn's handwritten digits.
 
-``digits_cnn.onnx`` was exported from PyTorch by ``scripts/make_demo_model.py``: initial weights, a dynamic batch.
+``scripts/make_demo_model.py`` exported ``digits_cnn.onnx`` from PyTorch, with initial weights and a dynamic batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEST_SHARE = 5  # every fifth sample is a test sample
 
 @dataclass(frozen=True)
 class Digits:
-    """The data under the names of the model's input and of the label.
+    """The data by the names of the model's input and of the label.
 
     Attributes:
         train, test: ``image`` float32 [N, 1, 8, 8] in 0 … 1 and ``label`` int64 [N] in 0 … 9.
@@ -30,7 +30,7 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """The 1797 digits, split 4 to 1 by a fixed seed.
+    """Load the 1797 digits, split 4 to 1 with a fixed seed.
 
     Raises:
         MissingExtraError: scikit-learn, which ships the images, is not installed.

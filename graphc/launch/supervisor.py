@@ -1,4 +1,4 @@
-"""The launcher's loop: forwards output, statuses a worker that fails, ends the others and reports why."""
+"""Supervises workers: forwards output, ends the run on a failure, reports the cause."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from graphc.distributed.health.status_board import RankState, RankStatus, Status
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 
 TICK = 0.05  # seconds between looks at the board
-PARTIAL = 0.1  # seconds after which an unfinished line is shown as it is (a progress bar)
+PARTIAL = 0.1  # seconds after which an unfinished line (a progress bar) is shown
 PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
-MARGIN = 2.0  # seconds more than the deadline that a worker may be stopped: the others know better what they wait for
+MARGIN = 2.0  # seconds beyond the deadline that a worker may be stopped: waiting ranks report first, with more detail
 TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
 
-# Open MPI's own words about the first process that ended badly; the text is wrapped, so blanks are normalised before.
+# Open MPI's message about the first failed process; it wraps lines, so whitespace is normalised first.
 ENDED = (
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ (?:exited on signal (?P<signal>\d+)|exiting)"),
     re.compile(r"Process name: \[[^],]*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)"),
@@ -34,10 +34,10 @@ ENDED = (
 
 
 class Stream:
-    """One worker's stdout or stderr: takes bytes, gives whole lines."""
+    """One worker's stdout or stderr; forwards whole lines."""
 
     def __init__(self, path: Path, name: str) -> None:
-        # Opened for writing too, so that the pipe never reports an end while its worker is still to come.
+        # Opened for writing too, so that the pipe reports no end of file before its worker opens it.
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self.name = name
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -45,7 +45,7 @@ class Stream:
         self._since = 0.0
 
     def pump(self) -> None:
-        """Forward the whole lines that are there."""
+        """Forward the complete lines read so far."""
         while True:
             try:
                 data = os.read(self.descriptor, 1 << 16)
@@ -58,7 +58,7 @@ class Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Forward what is left without its newline."""
+        """Forward the unfinished last line."""
         self._emit(self._rest)
         self._rest = ""
 
@@ -68,14 +68,14 @@ class Stream:
             try:
                 target.write(text)
                 target.flush()
-            except OSError:  # its reader has gone, or a disk is full: no reason to end what the workers do
+            except OSError:  # closed reader or full disk: the workers go on
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, target.fileno())
                 os.close(null)
 
 
 class Supervisor:
-    """Watches over ``process`` (mpiexec) and the workers on ``board``."""
+    """Supervises ``process`` (mpiexec) and the workers on ``board``."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], board: StatusBoard, pipes: Mapping[tuple[str, int], Path], deadline: float
@@ -91,7 +91,7 @@ class Supervisor:
         self._signalled = False
 
     def run(self) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end of the run; return the exit code."""
         try:
             with _termination_interrupts():
                 while self.process.poll() is None:
@@ -126,7 +126,7 @@ class Supervisor:
                 out.close()
 
     def _look(self) -> None:
-        """Give mpiexec a moment to end the others once one is gone; then insist."""
+        """After the first failure give mpiexec some time to end the others, then kill them."""
         if self._failed_at is None:
             bad = (RankState.FAILED, RankState.STOPPED)
             if any(n.state in bad or (n.state is RankState.RUNNING and not is_alive(n.pid)) for n in self.board.statuses()):
@@ -141,11 +141,11 @@ class Supervisor:
             self.process.terminate()
 
     def _look_for_stopped(self) -> None:
-        """A stopped worker for which nobody waits in a collective (at its end, say) would never be missed."""
+        """Find a worker stopped (SIGSTOP) outside collectives, whose absence no other rank would notice."""
         now = time.monotonic()
         if now - self._stopped_looked < min(1.0, self.deadline):
             return
-        # The time between two looks counts only so far: this process can have been stopped too.
+        # Cap the time between two looks: this process may have been stopped too.
         passed, self._stopped_looked = min(now - self._stopped_looked, 2.0), now
         for rank, status in enumerate(self.board.statuses()):
             waited = self._stopped.get(rank, 0.0) + passed if status.pid and is_stopped(status.pid) else 0.0
@@ -156,7 +156,7 @@ class Supervisor:
                 self._failed_at = now
 
     def _end_all(self) -> None:
-        """Nothing of this run may outlive it."""
+        """Kill all processes of this run."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -180,7 +180,7 @@ class Supervisor:
                         continue
 
     def _report(self) -> int:
-        """Name whoever ended the run."""
+        """Report which rank ended the run, and why."""
         statuses = self.board.statuses()
         failed = [rank for rank, status in enumerate(statuses) if status.state is RankState.FAILED]
         text = self._mpiexec_text.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What lies where in the windows of parameter servers (:mod:`graphc.parameter_server.server`)."""
+"""Memory layout of the parameter servers' windows (:mod:`graphc.parameter_server.server`)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from graphc.ir.facts import inputs_of, state_updates
 from graphc.ir.ops.parameter_server import ServerOptions, server_options
 from graphc.parameter_server.split import pulled, pushes, server_part, static_spec
 
-# Cells of a window. Only VERSION and COLLECTED are used on servers other than the first.
-# FAILED and ENDED hold the length of the text that says more.
+# Cells of a window. Servers other than server 0 use only VERSION and COLLECTED.
+# FAILED and ENDED hold the length of a text with the details.
 VERSION, LOG, TICKETS, ENDED, EXPORTS, FAILING, FAILED, COLLECTED = 0, 1, 2, 3, 4, 5, 6, 7
 PER_WORKER = 8  # the first cell of the tables
 PUSH, COLLECT, STOP = 1, 2, 3  # entries of the log
-TEXT = 4096  # bytes for the words of a failure, or for the hash and the means that training ends with
-TEXT_PER_OUTPUT = 32  # further bytes for the mean of each output
-PUSHES, APPLIED, DONE, LIVE = 0, 1, 2, 3  # tables of one cell a worker
+TEXT = 4096  # bytes for a failure's message, or for the final hash and means
+TEXT_PER_OUTPUT = 32  # more bytes for the mean of each output
+PUSHES, APPLIED, DONE, LIVE = 0, 1, 2, 3  # tables with one cell per worker
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Where a tensor lies in a region of a window: byte ``offset``, shape and dtype."""
+    """Place of a tensor in a region of a window: byte ``offset``, shape and dtype."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def view(self, region: Array) -> Array:
-        """The tensor in ``region`` (uint8)."""
+        """Return the tensor as a view of ``region`` (uint8)."""
         count = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
         found: Array = region[self.offset : self.offset + count].view(self.dtype).reshape(self.shape)
         return found
 
 
 class ServerRegion:
-    """Tensors one behind the other, each on a cache line of its own."""
+    """Place tensors one after the other, each starting on its own cache line."""
 
     def __init__(self) -> None:
         self.fields: dict[Any, Field] = {}
@@ -59,7 +59,7 @@ class ServerRegion:
 
 
 class ServerLayout:
-    """Who is what, and where everything lies in the windows; equal on all ranks."""
+    """Roles of the ranks and layout of the windows; equal on all ranks."""
 
     def __init__(self, model: ir.Model, size: int) -> None:
         self.options = _options(model.graph)
@@ -70,7 +70,7 @@ class ServerLayout:
         self.mailbox = [self._mailbox(k) for k in range(self.servers)]
         self.state = [self._state(k) for k in range(self.servers)]
         self.outputs = [v.name or "" for v in model.graph.outputs]
-        self.entry = 2 + self.workers  # cells of a log entry: kind, learning rate, who
+        self.entry = 2 + self.workers  # cells of a log entry: kind, learning rate, senders
         self.ring = 2 * self.workers + 4
         self.log = PER_WORKER + 4 * self.workers
         self.text = (self.log + self.ring * self.entry) * CELL
@@ -109,7 +109,7 @@ class ServerLayout:
         return self.halves + 2 * self.published[server].nbytes + worker * self.mailbox[server].nbytes
 
     def collected(self, server: int) -> int:
-        """Byte offset of the copy of all state that server 0 asks for."""
+        """Byte offset of the copy of the state that server 0 requests."""
         return self.box(server, self.workers)
 
     def nbytes(self, rank: int) -> int:
@@ -119,7 +119,7 @@ class ServerLayout:
         return self.collected(rank) + (self.state[rank].nbytes if rank else 0)
 
     def table(self, name: int) -> slice:
-        """Where the cells ``pushed`` (0), ``applied`` (1), ``done`` (2) or ``live`` (3) of all workers are."""
+        """Return the slice of all workers' cells: ``pushed`` (0), ``applied`` (1), ``done`` (2) or ``live`` (3)."""
         start = PER_WORKER + name * self.workers
         return slice(start, start + self.workers)
 
@@ -132,11 +132,11 @@ def _options(graph: ir.Graph) -> ServerOptions:
 
 
 def check_world(graph: ir.Graph, size: int, workers: int | None) -> None:
-    """Refuse a world that does not have the graph's servers and ``workers`` more ranks.
+    """Refuse a world whose size is not the graph's servers plus ``workers``.
 
     Raises:
         UsageError: no rank is left for a worker.
-        WorldError: another number of ranks than servers and the mesh's workers.
+        WorldError: the number of ranks is not servers plus the mesh's workers.
     """
     servers = _options(graph).servers
     if size <= servers:

@@ -1,4 +1,4 @@
-"""What parameter servers and their workers have in common: cells, waiting, failing, and their side of a ``Push``."""
+"""Base of parameter servers and their workers: cells, waiting, failing, ``Push``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LONGEST_NAP = 1e-3  # seconds between two looks at a cell
 
 
 class Member:
-    """What servers and workers have in common: cells, waiting, failing.
+    """Base class of servers and workers: cells, waiting, failing.
 
     Attributes:
-        digest: the hash of the final state, in hexadecimal, once there is one.
+        digest: hexadecimal hash of the final state, once it exists.
     """
 
     digest = ""
@@ -55,8 +55,8 @@ class Member:
         """Sleep until ``ready()``.
 
         Raises:
-            WorldError: a server is gone, or no step was finished for a deadline (of two, the first may have been busy);
-                the words are those of ``whom()``.
+            WorldError: a server is lost, or no step was finished within two deadlines (the first may have been busy);
+                ``whom()`` names the ranks waited for.
         """
         nap, limit, version = 2e-5, time.monotonic() + self._comm.deadline, -1
         while not ready():
@@ -72,39 +72,39 @@ class Member:
             nap = min(nap * 1.5, LONGEST_NAP)
 
     def fail(self, error: NonFiniteError) -> None:
-        """Tell all others that the run ends with this error; the first one counts."""
+        """Publish this error as the end of the run; the first error counts."""
         if self._windows.add(0, FAILING, 1) == 0:
             self._write_text(FAILED, str(error), error.step, error.tensor)
 
     def failure(self) -> NonFiniteError | None:
-        """The error of another rank, if there is one."""
+        """Return another rank's error, if there is one."""
         found = self._read_text(FAILED)
         return NonFiniteError(found[0], step=found[1], tensor=found[2]) if found else None
 
     def exported(self, count: int) -> None:
-        """Server 0 has written file number ``count``, which the others wait for."""
+        """On server 0: announce that file number ``count`` is written, for which the other ranks wait."""
         if self._comm.rank == 0:
             self.tell(0, EXPORTS, count)
         else:
             self.wait(lambda: self.cell(0, EXPORTS) >= count, lambda: "server 0 (rank 0), which writes the file,")
 
     def publish_end(self, digest: str, means: Mapping[str, float]) -> None:
-        """On server 0: tell all others the hash of the final state, and the means of the last epoch."""
+        """On server 0: publish the hash of the final state and the last epoch's means."""
         self._write_text(ENDED, digest, [means[name] for name in self.layout.outputs] if means else [])
 
     def _read_end(self) -> dict[str, float]:
-        """The means of the last epoch, which are empty where there was no step; and keep the hash."""
+        """Return the last epoch's means (empty if there was no step), and store the hash."""
         self.digest, means = self._read_text(ENDED)
         return dict(zip(self.layout.outputs, means, strict=True)) if means else {}
 
     def _write_text(self, cell: int, *entries: Any) -> None:
-        """Leave ``entries`` with server 0, and the length of their text in ``cell``; once in a run."""
+        """Write ``entries`` to server 0 and the length of their text to ``cell``; once per run."""
         text = json.dumps(entries).encode()[: self.layout.text_bytes]
         self._windows.put(0, self.layout.text, np.frombuffer(text, np.uint8))
         self.tell(0, cell, len(text))
 
     def _read_text(self, cell: int) -> list[Any]:
-        """What was written with ``cell``; empty where nothing was."""
+        """Read the entries written with ``cell``; empty if there are none."""
         data = np.zeros(self.cell(0, cell), np.uint8)
         self._windows.get(0, self.layout.text, data)
         found: list[Any] = json.loads(data.tobytes()) if data.size else []
@@ -112,7 +112,7 @@ class Member:
 
 
 class Exchange(Exchanging):
-    """A backend whose kernel for ``Push`` is one side of the exchange; everything else it leaves to ``backend``."""
+    """Wraps ``backend`` and implements ``Push`` as one side of the exchange."""
 
     def __init__(self, backend: Backend, push: Callable[[ir.Node, Sequence[Array], Sequence[Array]], Run]) -> None:
         super().__init__(backend)
@@ -162,5 +162,5 @@ def _is_push(node: ir.Node) -> bool:
 
 
 def plan_part(part: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Backend) -> Plan:
-    """The plan of a worker's or a server's part: its pushes stay."""
+    """Plan a worker's or a server's part; its pushes are kept."""
     return make_plan(part, shapes, backend, world_size=2)

@@ -1,20 +1,23 @@
 """Parameter servers: an engine over one-sided windows (:mod:`graphc.distributed.rma_windows`).
 
-Ranks 0 … S-1 are servers, the W ranks behind them workers. Each server has a window; nobody else needs one.
+Ranks 0 … S-1 are servers, the W ranks after them workers. Only servers have windows.
 
     cells         version · log · tickets · ended · … · per worker: pushed, applied, done, live
-    log           ring of what is to be applied next, written by server 0, followed by the others
-    published     the parameters, twice: version v in half v mod 2, so that a reader finds a whole one
-    mailboxes     one per worker: what it pushes
+    log           ring of updates to apply next; server 0 writes it, the other servers read it
+    published     the parameters, twice: version v in half v mod 2, so that readers find a complete one
+    mailboxes     one per worker, for its pushes
 
-A worker writes its gradients into its mailbox on every server and then, as the only sign of it, the number of its push into
-one cell of server 0. Server 0 orders the pushes it finds in its log, and every server applies them in that order, each with
-the learning rate noted beside it. So a push is applied exactly once, on all servers or (its worker died in the middle) on
-none, and all servers hold the same sequence of updates.
+A worker writes its gradients into its mailbox on every server, then commits the push by writing its number into one cell of
+server 0. Server 0 orders the pushes in its log, and every server applies them in that order, each with the learning rate of its
+log entry. So every push is applied exactly once on all servers, or on none if its worker died halfway, and all servers apply
+the
+same sequence of updates.
 
-A worker pulls only what contains its own last push; that, and the staleness, are all it waits for. With staleness k it starts
-its step c when every live worker has finished step c - k (stale synchronous parallel; Ho et al. 2013). With staleness 0
-server 0 gathers the pushes of all live workers into one step, reduced in the order of ranks.
+A worker waits only for parameters that contain its own last push, and for the staleness bound. With staleness k it starts step
+c
+when every live worker has finished step c - k (stale synchronous parallel; Ho et al. 2013). With staleness 0 server 0 gathers
+the
+pushes of all live workers into one step and reduces them in rank order.
 """
 
 from __future__ import annotations
@@ -55,11 +58,11 @@ _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, 
 
 
 class Server(Member):
-    """One server: applies what the workers push, in the order of the log.
+    """One server: applies the workers' pushes in the order of the log.
 
     Args:
-        state: the whole state to start from; of server 0 it is brought up to date by :meth:`collect`.
-        steps: steps that lie behind this state.
+        state: the whole initial state; on server 0 :meth:`collect` updates it.
+        steps: steps already contained in this state.
     """
 
     def __init__(
@@ -95,21 +98,21 @@ class Server(Member):
 
     @property
     def steps(self) -> int:
-        """Finished steps, those before this run included."""
+        """Finished steps, including those before this run."""
         return self.first + self.version
 
     @property
     def results(self) -> dict[str, float]:
-        """The graph's outputs over what was applied last; only on server 0."""
+        """The graph's outputs of the last applied step; only on server 0."""
         return {name: float(array) for name, array in self._executor.outputs.items()}
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing because of a NaN or an infinity."""
+        """Steps skipped because of a NaN or an infinity."""
         return int(self.state.scalars.read(SKIPPED)) if SKIPPED in self.state.scalars else 0
 
     def next(self) -> bool:
-        """Apply the next step; False when all live workers have finished.
+        """Apply the next step; return False when all live workers have finished.
 
         Raises:
             NonFiniteError: here or on another rank.
@@ -131,7 +134,7 @@ class Server(Member):
                 return False
 
     def collect(self, state: State) -> None:
-        """On server 0: bring ``state`` up to date with all servers."""
+        """On server 0: collect the current ``state`` from all servers."""
         state.load({name: self.state.arrays[name] for name in self.state.updated})
         if self.layout.servers == 1:
             return
@@ -149,7 +152,7 @@ class Server(Member):
         self._append(STOP, [])
 
     def end(self) -> dict[str, float]:
-        """Return the means of the last epoch when every live worker has the final state."""
+        """Wait until every live worker has the final state; return the last epoch's means."""
         self.wait(self._all_have_left, lambda: "a worker that has finished")
         return self._read_end()
 
@@ -163,11 +166,11 @@ class Server(Member):
     # The order of pushes ----------------------------------------------------------------------------------------------
 
     def _decide(self) -> tuple[int, list[int]]:
-        """On server 0: what comes next, noted in the log for the others."""
+        """On server 0: choose the next log entry and publish it to the other servers."""
         found: list[int] = []
 
         def ready() -> bool:
-            gone = self._comm.gone()  # read first: what a dead worker has pushed before its end counts
+            gone = self._comm.gone()  # read first: pushes that a worker made before it died count
             head = self.look()
             if head[FAILED]:
                 return True
@@ -186,7 +189,7 @@ class Server(Member):
         return STOP, []
 
     def _choose(self, present: list[int]) -> list[int]:
-        """Whose pushes make the next step."""
+        """Choose the workers whose pushes make the next step."""
         if self.layout.options.staleness == 0:
             complete = all(w in present for w in range(self.layout.workers) if self._live[w])
             return present if complete else []
@@ -204,7 +207,7 @@ class Server(Member):
             self.tell(0, self.layout.table(LIVE).start, *self._live.tolist())
 
     def _missing(self) -> list[int]:
-        """Who should have pushed; with a bound, those ahead only wait for the slowest."""
+        """Name the workers whose push is due; with a staleness bound faster workers wait for the slowest."""
         pushed = self.look()[self.layout.table(PUSHES)]
         found = [w for w in range(self.layout.workers) if self._live[w] and pushed[w] <= self._applied[w]]
         if self.layout.options.staleness:
@@ -283,7 +286,7 @@ class Server(Member):
         return receive
 
     def _publish(self) -> None:
-        """Make the state visible: first the bytes, then the version, then who may go on."""
+        """Publish the state: first the bytes, then the version, then the workers' applied counts."""
         region = self.layout.published[self.index]
         start = self.layout.half(self.index, self.version)
         memory = self._windows.memory[start : start + region.nbytes]
@@ -307,7 +310,7 @@ class Server(Member):
 
 
 def _reduce_wide(ufunc: Any, reduce: str, arrays: Sequence[Array], out: Array) -> None:
-    """Sums of a low type are built in float32 and rounded once."""
+    """Low-precision sums are accumulated in float32 and rounded once."""
     total = arrays[0].astype(np.float32)
     for array in arrays[1:]:
         ufunc(total, array.astype(np.float32), out=total)

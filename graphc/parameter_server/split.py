@@ -1,10 +1,10 @@
-"""The parts of a training graph with parameter servers: what a worker runs, and what one server runs.
+"""Splits a training graph with parameter servers into worker and server parts.
 
     whole     W ─► Pull ─► forward, backward ─► dW ─► Push ─► Adam(W, ·) ─► W::next
     worker    W ─► forward, backward ─► dW ─► Push
     server    (dW) ─► Push ─► Adam(W, ·) ─► W::next
 
-Each is a graph of its own, with a plan of its own. A worker's results (the loss) are those of its own share.
+Each part is a separate graph with its own plan. A worker's outputs (the loss) cover its own share.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from graphc.pipeline import PASSES, Context
 from graphc.plan.partition import Plan, make_plan
 
 PUSHED = "pushed/"
-"""What precedes the name of a pushed value in the name of the input that stands for it in a server's part."""
+"""Prefix of a server part's input that stands for a pushed value."""
 
 
 def pushes(graph: ir.Graph, server: int) -> list[ir.Node]:
-    """The Push nodes whose operands ``server`` gets, in order."""
+    """The Push nodes whose operands go to ``server``, in order."""
     return [node for node in exchanges(graph, "Push") if _server(node) in (server, EVERY)]
 
 
@@ -41,7 +41,7 @@ def pulled(graph: ir.Graph, server: int) -> list[ir.Value]:
 
 
 def worker_part(model: ir.Model) -> ir.Model:
-    """Everything up to the pushes, and the results over this worker's own share. Its parameters are no state."""
+    """Cut out the worker part: everything up to the pushes, and this share's outputs. Its parameters are not state."""
     part = model.clone()
     graph = part.graph
     for node in list(exchanges(graph, "Pull")):
@@ -57,7 +57,7 @@ def worker_part(model: ir.Model) -> ir.Model:
 
 
 def server_part(model: ir.Model, server: int) -> ir.Model:
-    """What follows the pushes to ``server``: the updates of its state; the first server also has the graph's outputs."""
+    """Cut out the part of ``server``: the updates of its state; server 0 also computes the graph's outputs."""
     part = model.clone()
     graph = part.graph
     owner = {v: _server(node) for node in exchanges(graph, "Pull") for v in node.inputs}
@@ -83,7 +83,7 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
 
 
 class Exchanging:
-    """The capabilities of ``backend``, and that of running one side of an exchange as a kernel."""
+    """Capabilities of ``backend`` plus kernels for one side of the exchange."""
 
     def __init__(self, backend: Capabilities) -> None:
         self._abilities = backend
@@ -100,7 +100,7 @@ class Exchanging:
 
 
 def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Capabilities) -> dict[str, Plan]:
-    """The plan of ``worker``, whose inputs have ``shapes``, and of ``server 0`` and so on."""
+    """Plan every part: ``worker`` (for inputs of ``shapes``), ``server 0``, ``server 1`` and so on."""
     own = Exchanging(backend)
     found = {"worker": make_plan(worker_part(model), shapes, own, world_size=2)}
     options = server_options(model.graph)
@@ -112,7 +112,7 @@ def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Ca
 
 
 def static_spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The shape and type of a value that servers and workers exchange.
+    """Return shape and dtype of a value that servers and workers exchange.
 
     Raises:
         ModelError: its shape is not static.
@@ -128,7 +128,7 @@ def _server(node: ir.Node) -> int:
 
 
 def _keep(graph: ir.Graph, nodes: list[ir.Node], outputs: list[ir.Value]) -> None:
-    """Remove all nodes but ``nodes``, the producers of ``outputs``, and what these depend on; and unused initializers."""
+    """Keep only ``nodes``, the producers of ``outputs``, their dependencies and the initializers in use."""
     kept = set(nodes)
     waiting = [*nodes, *(p for v in outputs if (p := v.producer()) is not None)]
     kept.update(waiting)

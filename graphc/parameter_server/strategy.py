@@ -3,10 +3,10 @@
 All ranks make a trainer and call the same methods:
 
     with graphc.Trainer(program) as trainer:
-        trainer.fit(batches, epochs=3)          # workers train; servers apply what they push, and return with them
+        trainer.fit(batches, epochs=3)          # workers train; servers apply their pushes and return with them
         trainer.export("trained.onnx")
 
-or, with steps of one's own: ``trainer.serve()`` on servers, ``trainer.step(feeds)`` … ``trainer.finish()`` on workers.
+or, in a custom loop: ``trainer.serve()`` on servers, ``trainer.step(feeds)`` … ``trainer.finish()`` on workers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class ParameterServer(Strategy):
-    """One rank among parameter servers and workers.
+    """Strategy of one rank, a parameter server or a worker.
 
-    Until its first step a rank holds the whole state, equal on all ranks; from then on the servers hold it.
+    Until the first step every rank holds the whole state, equal on all ranks; from then on the servers hold it.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -55,7 +55,7 @@ class ParameterServer(Strategy):
         self._pulled = False  # whether the worker's parameters contain its last push
         self._files = 0  # written since the end
         self._lost_told: set[int] = set()
-        self._skipped = 0  # steps, as told last
+        self._skipped = 0  # steps, as last reported
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:
@@ -102,7 +102,7 @@ class ParameterServer(Strategy):
         length, position = self._epoch_steps(shards), self._first_step(shards)
         try:
             while True:
-                if trainer.rank == 0:  # which notes the learning rate in the log for the others
+                if trainer.rank == 0:  # server 0 writes the learning rate into the log
                     trainer.follow_schedule()
                 if not server.next():
                     break
@@ -118,7 +118,7 @@ class ParameterServer(Strategy):
             self._end(server)
             raise
         self._end(server)
-        if progress.steps:  # lost workers have left the epoch short, or its length is not known
+        if progress.steps:  # lost workers made the epoch shorter, or its length is unknown
             progress.end_epoch(-(-position // length) if length else 1)
         if trainer.rank == 0:
             server.publish_end(checkpoint.state_sha256(trainer.state.snapshot()), progress.means)
@@ -136,18 +136,18 @@ class ParameterServer(Strategy):
             progress.step(server.steps, server.results, server.samples)
 
     def _epoch_steps(self, shards: Shards | None) -> int:
-        """Steps of an epoch; 0 where that is not known."""
+        """Steps of an epoch; 0 if unknown."""
         return len(shards) * self.steps_per_batch if shards is not None else 0
 
     def _first_step(self, shards: Shards | None) -> int:
-        """Steps in the data before its position, which a checkpoint may have moved."""
+        """Steps before the data's position, which a checkpoint may have moved."""
         if shards is None:
             return 0
         epoch, samples = shards.position
         return epoch * self._epoch_steps(shards) + samples // shards.global_batch * self.steps_per_batch
 
     def _move(self, shards: Shards | None, steps: int) -> None:
-        """Let checkpoints hold the position after ``steps``."""
+        """Move the position that checkpoints save to the one after ``steps``."""
         if shards is not None:
             epoch, left = divmod(steps, self._epoch_steps(shards))
             samples = left // self.steps_per_batch * shards.global_batch
@@ -180,7 +180,7 @@ class ParameterServer(Strategy):
     # Workers ----------------------------------------------------------------------------------------------------------
 
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
-        """One step of this worker: pull, compute, push."""
+        """Run one step of this worker: pull, compute, push."""
         trainer, worker = self.trainer, self._begin_worker()
         executor = trainer.plans.training.get(key_of_shapes(feeds)) or self._plan_worker(feeds, worker)
         arrays = trainer.plans.checked(executor, feeds)
@@ -216,7 +216,7 @@ class ParameterServer(Strategy):
         return means
 
     def _train_on_shares(self, shards: Shards, epochs: int) -> None:
-        """Train on shares until there are none left."""
+        """Train on shares until none are left."""
         worker, first, end = self._begin_worker(), self._first_step(shards), shards.position[0] + epochs
         while True:
             if self._synchronous:
@@ -268,7 +268,7 @@ class ParameterServer(Strategy):
         return worker
 
     def _servers_skip(self) -> bool:
-        """Whether the servers skip steps that are not finite, so that no worker may stop the run for one."""
+        """Whether the servers skip non-finite steps; workers then must not stop the run for one."""
         return not {LOSS_SCALE, SKIPPED}.isdisjoint(self.trainer.program.model.graph.initializers)
 
     def _plan_worker(self, feeds: Mapping[str, Array], worker: ParameterWorker) -> Executor:

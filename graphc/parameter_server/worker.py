@@ -1,4 +1,4 @@
-"""A worker of parameter servers; the protocol stands in :mod:`graphc.parameter_server.server`."""
+"""A worker of parameter servers; :mod:`graphc.parameter_server.server` describes the protocol."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graphc.runtime.executor import NonFiniteStepError
 
 
 class ParameterWorker(Member):
-    """One worker: pulls, and pushes what its executor computes.
+    """One worker: pulls parameters and pushes gradients.
 
     Attributes:
-        arrays: the state as pulled last, by name: views into memory that stays.
+        arrays: the last pulled state by name: views of one fixed buffer.
         count: finished steps of this worker.
     """
 
@@ -39,25 +39,25 @@ class ParameterWorker(Member):
 
     @property
     def live(self) -> list[int]:
-        """The workers that take part in the next step of a synchronous run."""
+        """Indices of the workers in the next step of a synchronous run."""
         found: list[int] = np.flatnonzero(self.arrays["::live"]).tolist()
         return found
 
     @property
     def results(self) -> dict[str, float]:
-        """The graph's outputs over the step that was pulled last."""
+        """The graph's outputs of the last pulled step."""
         return dict(zip(self.layout.outputs, self.arrays["::outputs"].tolist(), strict=True))
 
     def claim(self) -> int:
-        """A number that no other worker gets, counted from 0."""
+        """Draw the next number, counted from 0, that no other worker gets."""
         return self._windows.add(0, TICKETS, 1)
 
     def pull(self) -> None:
-        """Fetch the parameters, once they contain this worker's last push and no live worker is too far behind.
+        """Pull the parameters once they contain this worker's last push and no live worker is too far behind.
 
         Raises:
-            NonFiniteError: of another rank.
-            WorldError: no progress within the deadline, or a server is gone.
+            NonFiniteError: on another rank.
+            WorldError: no progress within the deadline, or a server is lost.
         """
         self.wait(self._may_go_on, self._behind)
         self._fetch(self.cell(0, VERSION))  # read after the cells above, which are written after it
@@ -72,7 +72,7 @@ class ParameterWorker(Member):
         return not bound or self.count - self._slowest(head) <= bound
 
     def _slowest(self, head: Array) -> int:
-        """Finished steps of the live worker that has least of them."""
+        """Finished steps of the slowest live worker."""
         applied, live = head[self.layout.table(APPLIED)], head[self.layout.table(LIVE)] != 0
         return int(applied[live].min()) if live.any() else self.count
 
@@ -85,7 +85,7 @@ class ParameterWorker(Member):
         return " or ".join(f"worker {w} (rank {w + self.layout.servers})" for w in slow) or "the servers"
 
     def _fetch(self, version: int) -> None:
-        """Read a whole version of every server's parameters, at least ``version``."""
+        """Read a complete version, at least ``version``, of every server's parameters."""
         for server, memory in enumerate(self._regions):
             found = self.cell(server, VERSION)
             while True:
@@ -94,26 +94,26 @@ class ParameterWorker(Member):
                     found = self.cell(server, VERSION)
                 self._windows.get(server, self.layout.half(server, found), memory)
                 after = self.cell(server, VERSION)
-                if after == found:  # the other half was written meanwhile, if any
+                if after == found:  # else the server may have overwritten this half: retry
                     break
                 found = after
             if server == 0:
                 self.version = found
 
     def begin(self, samples: int) -> None:
-        """Note how many samples the step to come has."""
+        """Record the number of samples of the next step."""
         count = np.array([samples], np.int64).view(np.uint8)
         for server in range(self.layout.servers):
             offset = self.layout.mailbox[server].fields["::samples"].offset
             self._windows.put(server, self.layout.box(server, self.index) + offset, count)
 
     def commit(self) -> None:
-        """Everything is in the mailboxes: let it count."""
+        """Commit the push: everything is in the mailboxes."""
         self.count += 1
         self.tell(0, self.layout.table(PUSHES).start + self.index, self.count)
 
     def finish(self) -> dict[str, float]:
-        """Take part no longer; returns with the final parameters when no worker does, and the means of the last epoch."""
+        """Stop training, wait for all workers, fetch the final parameters and return the last epoch's means."""
         self.tell(0, self.layout.table(DONE).start + self.index, 1)
         self.wait(self._has_ended, lambda: "the other workers")
         self._fetch(self.cell(0, VERSION))
@@ -128,7 +128,7 @@ class ParameterWorker(Member):
         return bool(head[ENDED])
 
     def _bind_push(self, node: ir.Node, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
-        """Test the operands, and put each into the mailboxes of those servers that get it."""
+        """Check the operands and write each into the mailboxes of its servers."""
         memory = self.backend.memory
         held = inputs if memory.on_host else [memory.pinned(a.nbytes).view(a.dtype).reshape(a.shape) for a in inputs]
         puts: list[tuple[int, int, Array]] = []

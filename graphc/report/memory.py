@@ -33,33 +33,33 @@ from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 
 OTHER = (Role.STATISTIC, Role.COUNTER, Role.SCALE)
-"""Roles of state that is neither a parameter nor an optimizer's."""
+"""Roles of state other than parameters and optimizer state."""
 
 BESIDE = ("host", "pinned", "context", "evaluation")
-"""Fields of :class:`MemoryReport` that are outside the total, or already counted in it."""
+"""Fields of :class:`MemoryReport` that are not summands of the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes on one worker.
+    """Memory of one worker, in bytes.
 
     Attributes:
-        parameters: what the computation reads: trained and frozen parameters.
-        masters: float32 parameters of which the computation reads a copy in a lower type.
+        parameters: trained and frozen parameters, as the computation reads them.
+        masters: float32 parameters whose low-precision copies the computation reads.
         gradients: the flat buffers of the buckets.
-        optimizer: state of the optimizer (momenta and the like).
+        optimizer: optimizer state (such as momenta).
         other_state: running statistics with their batch values, counters.
-        feeds: the inputs of a step.
-        activations: the arena of values that one step hands to another, at its peak.
-        collectives: further buffers of collectives.
-        scratch: values inside segments, where the backend plans them.
-        workspace: memory that libraries ask for.
-        bound: further memory that the backend allocates when the plan is bound: constants of segments, temporaries of updates,
+        feeds: inputs of a step.
+        activations: peak of the arena for values that pass between plan steps.
+        collectives: other buffers of collectives.
+        scratch: values inside segments, if the backend plans them.
+        workspace: memory that libraries request.
+        bound: other memory that the backend allocates when it binds the plan: constants of segments, temporaries of updates,
             staging of feeds, rounding of sizes.
         host: the part of all this in host memory (offloaded masters and optimizer state).
-        pinned: host memory through which transfers go; not in the total.
-        context: memory of the driver and its libraries on a device, roughly; not in the total.
-        evaluation: whole float32 copies of parameters that the first evaluation or export makes where a worker, or the device,
+        pinned: host memory for transfers; not in the total.
+        context: estimated memory of the driver and its libraries on a device; not in the total.
+        evaluation: whole float32 copies of parameters made by the first evaluation or export if a worker, or the device,
             holds only a part of them; not in the total.
     """
 
@@ -88,7 +88,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSide(MemoryReport):
-    """The same for a backend with device memory: offloaded state is not in its total."""
+    """Report of a backend with device memory; its total excludes offloaded state."""
 
     @property
     def total(self) -> int:
@@ -102,14 +102,14 @@ def memory_of(
     """Report the memory of a training graph (or of a model in inference) for feeds of these shapes.
 
     Args:
-        model: as a pipeline leaves it.
+        model: the result of a pipeline.
         shapes: concrete shape of every graph input.
-        backend: whose plan is measured; backends cut a graph into different segments.
+        backend: backend of the plan; backends cut a graph into different segments.
         world_size: ranks on the data axis.
-        rank: the worker; ranks differ where the state of a strategy is divided unevenly.
+        rank: the worker; ranks differ if a strategy shards its state unevenly.
 
     Raises:
-        FeedError: shapes that contradict the graph.
+        FeedError: the shapes do not match the graph.
     """
     BACKENDS.load()
     if name_of(backend) in PLANNERS:
@@ -124,7 +124,7 @@ def memory_of(
 def predicted(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
 ) -> MemoryReport:
-    """Measure the allocations of a backend with a device: the plan is bound as a trainer binds it, to a planning device.
+    """Measure a device backend's allocations by binding the plan to a planning device, as a trainer binds it.
 
     Args:
         planner: a new one.
@@ -149,7 +149,7 @@ def predicted(
 
 
 class Unconnected(NullCommunicator):
-    """A communicator without peers: collectives can be bound, but not run."""
+    """Communicator without peers: binds collectives, but cannot run them."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Unconnected(NullCommunicator):
 
 
 def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> MemoryReport:
-    """Report the memory of an existing plan; :class:`DeviceSide` where its backend computes on a device."""
+    """Report the memory of an existing plan; :class:`DeviceSide` if its backend computes on a device."""
     sizes = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0, "other_state": 0, "host": 0}
     copied = copied_buffers(plan.groups)
     counted: set[str] = set()
@@ -187,7 +187,7 @@ def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> Mem
 
 
 def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
-    """Bytes of the parameters that are sharded where a graph of float32 is computed."""
+    """Bytes of the parameters that are sharded in a float32 graph."""
     offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
     for group in plan.groups:
         main = group.declaration.main
@@ -207,7 +207,7 @@ def _kind(group: UpdateGroup, index: int, copied: set[str]) -> str:
 
 
 def feed_shapes(model: ir.Model, batch: int) -> dict[str, list[int]]:
-    """Shapes of the graph inputs with ``batch`` for every symbolic dimension."""
+    """Return the shapes of the graph inputs, with ``batch`` for every symbolic dimension."""
     return {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in model.graph.inputs}
 
 
@@ -217,7 +217,7 @@ def has_recomputation(model: ir.Model) -> bool:
 
 
 def without_recomputation(model: ir.Model) -> ir.Model:
-    """A copy that keeps every activation, as if the ``recompute`` pass had not run.
+    """Return a copy that keeps every activation, as if the ``recompute`` pass had not run.
 
     Raises:
         UsageError: the graph recomputes nothing.

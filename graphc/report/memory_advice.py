@@ -1,7 +1,7 @@
-"""Explains why a plan does not fit into a device's memory, and what would make it fit.
+"""Explains why a plan exceeds a device's memory, and suggests options that fit.
 
-Everything is allocated when a plan is bound, so a lack of memory shows before anything has run. Advice is found by planning
-the same graph for other shapes, or transformed, with no device (:func:`graphc.report.memory.predicted`).
+Binding a plan allocates everything, so a lack of memory shows before the first step. To find advice, the same graph is planned
+for other shapes, or transformed, without a device (:func:`graphc.report.memory.predicted`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from graphc.compiler import Program
 
 NAMES = {"scratch": "values inside segments", "workspace": "libraries", "bound": "constants and temporaries"}
-"""Kind of memory → its name in messages, where the field's name is not clear."""
+"""Kind of memory → its name in messages, if it differs from the field's name."""
 
 TRIES = 8
-"""Batches that are tried at most: to plan one takes seconds."""
+"""Maximum number of batch sizes to try: planning one takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Case:
     """A plan that did not fit.
 
     Attributes:
-        model: the graph: of training, or of evaluation.
-        shapes: of the feeds of one plan: of a micro-batch where a step has several.
+        model: the training or evaluation graph.
+        shapes: shapes of the feeds of one plan (of one micro-batch if a step has several).
         batched: the feeds whose first axis is the batch.
-        world_size, rank: of the worker.
-        available: bytes that were free before any of it was allocated.
-        program: which is compiled with other options to see what would help.
+        world_size, rank: the worker's.
+        available: free bytes before the plan's first allocation.
+        program: compiled again with other options to find what helps.
     """
 
     model: ir.Model
@@ -56,7 +56,7 @@ class Case:
     def memory(
         self, planner: Planner, model: ir.Model | None = None, batch: int | None = None, world_size: int | None = None
     ) -> int:
-        """Bytes on the device for the plan, for another graph, another batch, or another number of workers."""
+        """Bytes on the device for this plan, or for another graph, batch or number of workers."""
         shapes = {n: [batch, *s[1:]] if batch is not None and n in self.batched else s for n, s in self.shapes.items()}
         size = world_size or self.world_size
         return predicted(model or self.model, shapes, planner, world_size=size, rank=min(self.rank, size - 1)).total
@@ -70,7 +70,7 @@ class Case:
         return any(is_update(node) for node in self.model.graph)
 
     def remade(self, **options: object) -> ir.Model | None:
-        """The training graph with other options; None where that cannot be."""
+        """Compile the training graph with other options; None if that is impossible."""
         if not self.trains:
             return None
         try:
@@ -80,7 +80,7 @@ class Case:
 
 
 def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> DeviceMemoryError:
-    """Add to ``error`` how much the plan needs and what helps."""
+    """Add to ``error`` the plan's memory and the advice."""
     make = PLANNERS.get(backend)
     if make is None:
         least = memory_of_plan(plan, DeviceSide).total
@@ -107,7 +107,7 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
 
 
 def explain_state(program: Program, available: int, backend: str) -> DeviceMemoryError:
-    """The error for a ``program`` whose parameters and optimizer state alone do not fit."""
+    """Make the error for a ``program`` whose parameters and optimizer state alone do not fit."""
     model = program.model
     make = PLANNERS.get(backend)
     held = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
@@ -125,7 +125,7 @@ def explain_state(program: Program, available: int, backend: str) -> DeviceMemor
 
 
 def _held(model: ir.Model, planner: Planner, workers: int) -> int:
-    """Bytes of the state on the device of one worker, and of the largest tensor of which it has a part, while that is whole."""
+    """Bytes of one worker's state on the device plus its largest sharded tensor, which is whole for a moment."""
     state = State(adapted(model, planner), 0, workers, planner.memory)
     for name in sorted(state.shards, key=lambda name: -state.initial(name).nbytes)[:1]:
         planner.memory.zeros(state.initial(name).nbytes)
@@ -152,16 +152,16 @@ def _offload(case: Case, make: Callable[[], Planner]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in a readable unit, and exactly."""
+    """Format bytes in a readable unit and exactly."""
     return f"{nbytes / 2**30:.2f} GiB ({nbytes:,} bytes)" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB ({nbytes:,} bytes)"
 
 
 Hints = Iterator[tuple[str, bool]]
-"""(advice with the bytes that it needs, whether these are available)"""
+"""Return (advice with the bytes it needs, whether they are available)."""
 
 
 def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
-    """The largest batch that was found to fit, and the micro-batches that a step of the same batch can be cut into."""
+    """Suggest the largest batch that fits, and micro-batches for the same batch."""
     found = {case.batch: now}
     fits = _largest(case, found, make)
     if fits is None:
@@ -174,7 +174,9 @@ def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
         return
     yield f"a {kind} of {fits} on each worker in place of {case.batch} needs {size(found[fits])}", True
     whole = case.batch * done
-    for part in sorted({max(1, fits // divisor) for divisor in (1, 2, 4)}, reverse=True):  # sums take memory, too
+    for part in sorted(
+        {max(1, fits // divisor) for divisor in (1, 2, 4)}, reverse=True
+    ):  # accumulated gradients take memory too
         steps = next(k for k in range(1, whole + 1) if whole % k == 0 and whole // k <= part)
         remade = case.remade(accumulate=steps)
         total = None if remade is None else case.memory(make(), remade, batch=whole // steps)
@@ -184,11 +186,11 @@ def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
 
 
 def _largest(case: Case, found: dict[int, int], make: Callable[[], Planner]) -> int | None:
-    """The largest batch that fits, by repeated linear interpolation; 0 where none does. Adds what it tries to ``found``.
+    """Find the largest batch that fits by repeated linear interpolation; 0 if none fits. Records tries in ``found``.
 
-    None: the graph is for one batch only.
+    Returns None if the graph has a fixed batch.
     """
-    fits, least = 0, case.batch  # the largest that fits, and the smallest that does not
+    fits, least = 0, case.batch  # the largest batch that fits, the smallest that does not
     guess = case.batch // 2
     for _ in range(TRIES):
         if least - fits <= 1:
@@ -216,7 +218,7 @@ def _recompute(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
 
 
 def _zero(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
-    """The first stage that fits, or the last."""
+    """Suggest the first stage that fits, else the last."""
     if any(node.attributes.get_string(SHARD, "") for node in case.model.graph if is_update(node)):
         return
     workers = max(case.world_size, 2)

@@ -1,12 +1,12 @@
-"""Lists every ONNX operator: how it is differentiated, to which order, and which backends run it natively.
+"""Lists every ONNX operator with its gradient and the backends that run it.
 
-The table of ``graphc ops`` and of ``docs/ops.md``. It is read from the registries, so it cannot promise what is not there:
+Makes the table of ``graphc ops`` and ``docs/ops.md`` from the registries:
 
 * **direct**: a rule in :mod:`graphc.passes.gradients`.
-* **through body**: no rule, but the standard defines the op by simpler ones, and that definition is differentiated.
-* **zero**: piecewise constant, or without a float input; nothing flows back and nothing is blocked.
-* **none**: nothing to differentiate, with the reason.
-* **refused**: whoever asks for the derivative is told why there is none.
+* **through body**: no rule; the op's definition by simpler ops in the standard is differentiated.
+* **zero**: piecewise constant, or without a float input; the gradient is zero.
+* **none**: not differentiable, with the reason.
+* **refused**: asking for the derivative raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_GRADIENT: dict[str, str] = {
     "ai.onnx.preview.training::Gradient": "a request for gradients: the `autodiff` pass answers it",
     "ai.onnx.preview.training::Momentum": _UPDATE,
 }
-"""Ops that have no gradient, with the reason."""
+"""Ops without a gradient → the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Coverage:
     """One operator.
 
     Attributes:
-        since: the opset in which its newest version came.
-        gradient: ``direct``, ``through body``, ``zero``, ``none``, or ``missing`` when nobody has accounted for it.
-        reason: why there is none.
+        since: the opset of its newest version.
+        gradient: ``direct``, ``through body``, ``zero``, ``none``, or ``missing`` if neither a rule nor a reason is registered.
+        reason: why there is no gradient.
         kernels: the backends with a native kernel.
-        gpu: how the cupy backend runs it; ``host``: the nodes of a plan that do are reported.
+        gpu: how the cupy backend runs it; ``host``: on the host, and the plan reports such nodes.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Coverage:
 
     @property
     def second_order(self) -> bool:
-        """Whether the gradient can be differentiated again: the tests of the rules check what they emit."""
+        """Whether the gradient can be differentiated again; the tests of the rules check the ops they emit."""
         return self.gradient in ("direct", "through body")
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a table: operator, since, gradient, second order, native kernels, on a GPU."""
+        """Table row: operator, since, gradient, second order, native kernels, on a GPU."""
         name = self.name if self.domain == "ai.onnx" else f"{self.domain}.{self.name}"
         gradient = f"none: {self.reason}" if self.gradient == "none" else self.gradient
         twice = "yes" if self.second_order else ""
@@ -79,7 +79,7 @@ class Coverage:
 
 
 def schemas() -> list[Any]:
-    """The newest version of every op that is not deprecated, by domain and name: ``onnx.defs.OpSchema`` objects."""
+    """Newest ``onnx.defs.OpSchema`` of every op that is not deprecated, by domain and name."""
     newest: dict[tuple[str, str], Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         key = schema.domain, schema.name
@@ -89,7 +89,7 @@ def schemas() -> list[Any]:
 
 
 def standard() -> list[Coverage]:
-    """Every op of the standard, with the domains that are in preview."""
+    """Every op of the standard, preview domains included."""
     return [_of(schema) for schema in schemas()]
 
 
@@ -108,7 +108,7 @@ def _of(schema: Any) -> Coverage:
 
 
 def gradient_of(key: str, schema: Any = None) -> str:
-    """How the op with this registry key is differentiated."""
+    """Return how the op with this registry key is differentiated."""
     rule = GRADIENTS.get(key)
     if rule is not None and rule.refuses:
         return "refused"
@@ -147,7 +147,7 @@ def own() -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[Coverage]) -> dict[str, int]:
-    """Counts over the ``ai.onnx`` ops: differentiable and of those covered; zero, none, and differentiable twice."""
+    """Count the ``ai.onnx`` ops: differentiable, covered, zero, none, twice differentiable."""
     rows = [row for row in rows if row.domain == "ai.onnx"]
     count = {kind: sum(r.gradient == kind for r in rows) for kind in ("direct", "through body", "zero", "none", "missing")}
     covered = count["direct"] + count["through body"]
@@ -181,7 +181,7 @@ def _on_gpu(key: str) -> str:
 
 
 def page() -> str:
-    """``docs/ops.md``."""
+    """Return the text of ``docs/ops.md``."""
     rows = standard()
     counts = summary(rows)
     lines = [

@@ -1,7 +1,7 @@
-"""Predicts the time of a step on a machine that is not at hand.
+"""Predicts step times for machines that are not available.
 
-A prediction is a sum over the calls of a plan of what their bytes and operations take at rates that were measured once. It
-finds what a plan does twice or not at all well; it is no measurement.
+A prediction sums, over the calls of a plan, the time of their bytes and operations at rates measured once. It shows repeated or
+slow work in a plan; it does not replace a measurement.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Cost:
     """One call of a plan.
 
     Attributes:
-        centre: what kind of work it is, for the sums.
-        name: what it is called.
-        seconds: what it takes.
-        nbytes: moved to and from memory.
-        flops: of matrix products, convolutions and attention.
-        note: why it takes more than its bytes and operations.
+        centre: cost centre, the kind of work, for the sums.
+        name: name of the call.
+        seconds: predicted time.
+        nbytes: bytes moved to and from memory.
+        flops: operations of matrix products, convolutions and attention.
+        note: why it takes longer than its bytes and operations alone.
     """
 
     centre: str
@@ -42,10 +42,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one training step takes.
+    """Predicted time of one training step.
 
     Attributes:
-        machine: whose rates were taken.
+        machine: machine whose rates were used.
         costs: the calls of the plan in order.
         scratch: bytes of the largest segment's intermediate values.
     """
@@ -59,7 +59,7 @@ class Prediction:
         return sum(cost.seconds for cost in self.costs)
 
     def centres(self) -> list[Cost]:
-        """Sums by cost centre, the most expensive first; ``name`` is the number of calls."""
+        """Sum by cost centre, the most expensive first; ``name`` holds the number of calls."""
         found: dict[str, list[Cost]] = {}
         for cost in self.costs:
             found.setdefault(cost.centre, []).append(cost)
@@ -81,8 +81,8 @@ class Timed:
     """One call of a plan.
 
     Attributes:
-        cost: what it should take.
-        seconds: what it took.
+        cost: predicted cost.
+        seconds: measured time.
     """
 
     cost: Cost
@@ -92,9 +92,9 @@ class Timed:
 Predict = Callable[[ir.Model, Mapping[str, Sequence[int]]], Prediction]
 
 PREDICTIONS: Registry[Predict] = Registry("prediction", "graphc.predictions")
-"""Backend → prediction of a training graph as a pipeline leaves it, for feeds of these shapes."""
+"""Backend → function that predicts the step time of a compiled training graph for feeds of these shapes."""
 
 Timer = Callable[["Backend", "Executor", Callable[[], Any]], list[Timed]]
 
 TIMERS: Registry[Timer] = Registry("timer", "graphc.timers", apart=True)
-"""Backend → (itself, executor, what runs a step and waits) → the calls of the step, each measured; none where it cannot."""
+"""Backend → function (backend, executor, run one step and wait) → measured calls of the step; empty if unsupported."""

@@ -1,7 +1,8 @@
-"""A timeline of training steps: what each rank computes and communicates, as a trace that Chrome and Perfetto open.
+"""Records a timeline of all ranks' training steps for Chrome and Perfetto.
 
 The format is the Trace Event Format (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): complete
-events (``ph`` X) with ``ts`` and ``dur`` in microseconds; a process is a rank, thread 0 of it computes, thread 1 communicates.
+events (``ph`` X) with ``ts`` and ``dur`` in microseconds; each rank is a process whose thread 0 computes and whose thread 1
+communicates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphc.distributed.communicator import Communicator, Handle
 from graphc.errors import UsageError
 
 COMPUTE = frozenset({"segment", "kernel", "update"})
-"""Kinds of plan steps that can hide communication."""
+"""Kinds of plan steps that can overlap communication."""
 
 COMPUTING, COMMUNICATING = 0, 1
 """Thread numbers of a rank in the trace."""
@@ -32,9 +33,9 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """An interval in which something ran, from ``start`` to ``stop``, in seconds of a rank's clock.
+    """An activity from ``start`` to ``stop``, in seconds of a rank's clock.
 
-    ``kind`` is that of a plan step, ``step`` or ``collective``; ``nbytes`` is what a collective works on.
+    ``kind`` is a plan step's kind, ``step`` or ``collective``; ``nbytes`` is the size of a collective's buffers.
     """
 
     kind: str
@@ -46,10 +47,10 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Lanes:
-    """What one rank recorded: the training steps and their plan steps, and the collectives that ran beside them.
+    """Recording of one rank: training steps, their plan steps, and the collectives running beside them.
 
     Attributes:
-        shift: seconds to add to its clock to have that of rank 0.
+        shift: seconds to add to its clock to get rank 0's.
     """
 
     computing: list[Span] = field(default_factory=list)
@@ -63,12 +64,12 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How much of the communication was hidden behind computation; milliseconds per step, means over the ranks.
+    """Communication time hidden behind computation; milliseconds per step, means over the ranks.
 
     Attributes:
-        in_flight: a collective was being executed: data moved, or the slowest rank was waited for.
-        waited: the rank had nothing to do but wait for a collective.
-        hidden: the part of ``in_flight`` in which the rank computed.
+        in_flight: a collective was running: moving data, or waiting for the slowest rank.
+        waited: the rank was idle, waiting for a collective.
+        hidden: the part of ``in_flight`` during which the rank computed.
     """
 
     steps: int
@@ -78,7 +79,7 @@ class Summary:
 
     @property
     def hidden_percent(self) -> float:
-        """0 … 100; 0 where nothing was communicated."""
+        """Hidden share of the communication, 0 … 100; 0 without communication."""
         return 100.0 * self.hidden / self.in_flight if self.in_flight else 0.0
 
     def __str__(self) -> str:
@@ -91,14 +92,14 @@ class Summary:
 
 
 class Trace:
-    """Records training steps of one rank and writes those of all ranks into one file.
+    """Records training steps of one rank; rank 0 writes those of all ranks into one file.
 
     Args:
         path: the file that rank 0 writes.
-        steps: how many training steps are recorded; what comes after costs nothing.
+        steps: number of training steps to record; later steps cost nothing.
 
     Raises:
-        UsageError: the file has no place to go.
+        UsageError: the file's folder does not exist.
     """
 
     def __init__(self, path: str | Path, *, steps: int = 200) -> None:
@@ -109,14 +110,14 @@ class Trace:
         self._steps = steps
         self._begun = 0
         self._active = False
-        self._end = math.inf  # what begins later is not kept
+        self._end = math.inf  # activities that begin later are not recorded
 
     def watch(self, comm: Communicator) -> None:
         """Record the collectives of ``comm``."""
         comm.observer = self._observe
 
     def wrap(self, kind: str, name: str, run: Run) -> Run:
-        """``run``, recorded while a training step is."""
+        """Wrap ``run`` so that it is recorded during recorded training steps."""
         record, clock = self.lanes.computing.append, time.monotonic
 
         def traced() -> None:
@@ -130,7 +131,7 @@ class Trace:
         return traced
 
     def step(self, number: int, run: Run) -> None:
-        """Run training step ``number`` and record it, unless there are enough of them."""
+        """Run training step ``number``; record it unless enough steps are recorded."""
         if self._begun >= self._steps:
             self._end = min(self._end, time.monotonic())
             run()
@@ -145,12 +146,12 @@ class Trace:
             self.lanes.computing.append(Span("step", f"step {number}", start, time.monotonic()))
 
     def write(self, comm: Communicator) -> Summary:
-        """Gather what all ranks recorded, write the file on rank 0, and sum it up; every rank calls this.
+        """Gather all ranks' recordings, write the file on rank 0 and summarise; every rank calls this.
 
         Raises:
             UsageError: on rank 0, when the file cannot be written.
         """
-        comm.barrier()  # behind everything that was queued: what is under way is reported by now
+        comm.barrier()  # queued behind all collectives, so all of them have been reported
         comm.observer = None
         inside = [(s.start, s.stop) for s in self.lanes.computing if s.kind == "step"]
         self.lanes.communicating = [s for s in self.lanes.communicating if overlap([(s.start, s.stop)], inside) > 0]
@@ -179,7 +180,7 @@ def summarise(lanes: Sequence[Lanes]) -> Summary:
 
 
 def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Seconds that lie in an interval of both; intervals of one list may overlap and count once."""
+    """Seconds covered by both lists; overlapping intervals within a list count once."""
     a, b = _merged(first), _merged(second)
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
@@ -202,7 +203,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def trace_events(lanes: Sequence[Lanes]) -> dict[str, Any]:
-    """The trace as its file holds it; time 0 is the first thing that any rank recorded."""
+    """Build the trace events of the file; time 0 is the first recorded activity of any rank."""
     starts = [s.start + rank.shift for rank in lanes for s in (*rank.computing, *rank.communicating)]
     origin = min(starts, default=0.0)
     events: list[Mapping[str, Any]] = []
@@ -224,7 +225,7 @@ def _name(kind: str, rank: int, thread: int, text: str) -> Mapping[str, Any]:
 
 
 def _clock_shift(comm: Communicator) -> float:
-    """Seconds to add to this rank's clock to have that of rank 0: none on one machine, else by when barriers ended."""
+    """Seconds to add to this rank's clock to get rank 0's: 0 on one machine, else estimated from the ends of barriers."""
     ends = []
     for _ in range(9):
         comm.barrier()
@@ -234,7 +235,7 @@ def _clock_shift(comm: Communicator) -> float:
 
 
 def _machine() -> str:
-    """A name that is equal for processes that share a monotonic clock."""
+    """Identify the monotonic clock: equal for processes that share it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
