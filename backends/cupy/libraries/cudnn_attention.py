@@ -17,7 +17,7 @@ from graphc.backends.cupy.libraries.cudnn import WORKSPACE, Dnn, Tensor
 from graphc.backends.cupy.libraries.registry import library
 from graphc.device import Array, Run
 from graphc.errors import GraphcError
-from graphc.ir.facts import describe, shape_of
+from graphc.ir.facts import describe, dtype_of, shape_of
 from graphc.ir.ops.attention import HEADS, drawn_mask, operand_axes, packed, written
 
 LARGEST_HEAD = 256
@@ -121,11 +121,9 @@ def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
     layout = node.attributes["layout"].as_string()
     axes = dict(zip(("q", "k", "v", "y"), operand_axes(layout), strict=True))
     shift = 1 if backward else 0
-    q = node.inputs[shift]
-    assert q is not None
-    assert q.dtype is not None
-    places = {name: Place.of(shape_of(node.inputs[shift + k]), axes[name], q.dtype) for k, name in enumerate("qkv")}
-    places["y"] = Place.of(shape_of(node.inputs[5] if backward else node.outputs[0]), axes["y"], q.dtype)
+    dtype = dtype_of(node.inputs[shift])
+    places = {name: Place.of(shape_of(node.inputs[shift + k]), axes[name], dtype) for k, name in enumerate("qkv")}
+    places["y"] = Place.of(shape_of(node.inputs[5] if backward else node.outputs[0]), axes["y"], dtype)
     mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
     form = None if mask is None else _mask_form(mask)
     keep = _keep(node)
@@ -155,8 +153,7 @@ def _gradients(layout: str, axes: Mapping[str, str], places: Mapping[str, Place]
 
 def _mask_form(mask: ir.Value) -> Tensor:
     shape = shape_of(mask)
-    assert mask.dtype is not None
-    return Tensor.dense((*[1] * (4 - len(shape)), *shape), mask.dtype)
+    return Tensor.dense((*[1] * (4 - len(shape)), *shape), dtype_of(mask))
 
 
 def _takes(node: ir.Node) -> bool:

@@ -22,8 +22,8 @@ from graphc.backends.cupy.segment.program import Call, Control, KernelCall, Node
 from graphc.backends.cupy.segment.scratch_reuse import OutputScratch
 from graphc.backends.fusion.expressions import compute_type
 from graphc.device import Array, Run
-from graphc.errors import GraphcError
-from graphc.ir.facts import constant, shape_of, size_of
+from graphc.errors import GraphcError, InternalError
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of
 from graphc.plan.arena import Arena
 
 
@@ -167,9 +167,10 @@ class BoundSegment:
                 found = self._device.empty(0).view(_dtype(value)).reshape(shape_of(value))
             else:
                 known = constant(value)
-                if known is None and value.const_value is not None:
+                if known is None:
+                    if value.const_value is None:
+                        raise InternalError(f"{value.name!r} has no memory")
                     known = value.const_value.numpy()
-                assert known is not None, f"{value.name} has no memory"
                 if value not in self._constants:
                     self._constants[value] = self._device.put(np.ascontiguousarray(known).reshape(known.shape))
                 found = self._constants[value]
@@ -262,8 +263,7 @@ def scratch_layout(
 
 
 def _dtype(value: ir.Value) -> np.dtype[np.generic]:
-    assert value.dtype is not None
-    return np.dtype(value.dtype.numpy())
+    return np.dtype(dtype_of(value).numpy())
 
 
 def _nbytes(value: ir.Value) -> int:

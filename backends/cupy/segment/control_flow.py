@@ -21,7 +21,7 @@ from graphc.backends.cupy.libraries.registry import results
 from graphc.backends.cupy.segment.program import Control, trip_count
 from graphc.device import Array, Run
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, shape_of, static_dims
+from graphc.ir.facts import constant, dtype_of, required, shape_of, static_dims
 from graphc.ir.subgraphs import bodies, captured
 from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
@@ -44,8 +44,7 @@ def body_models(node: ir.Node) -> list[onnx.ModelProto] | None:
 
 
 def _model(node: ir.Node, body: ir.Graph) -> onnx.ModelProto:
-    assert node.graph is not None
-    op = Builder(node.graph).inside(body)
+    op = Builder(required(node.graph)).inside(body)
     taken: set[ir.Value] = set()
     for k, value in enumerate(body.outputs):
         producer = value.producer()
@@ -81,8 +80,7 @@ class _Binder:
 
     def like(self, value: ir.Value) -> Array:
         """New memory for a value."""
-        assert value.dtype is not None
-        dtype, shape = np.dtype(value.dtype.numpy()), shape_of(value)
+        dtype, shape = np.dtype(dtype_of(value).numpy()), shape_of(value)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return self.device.empty(nbytes).view(dtype).reshape(shape)
 
@@ -106,8 +104,7 @@ def bind(call: Control, device: Device, array: Callable[[ir.Value], Array], bind
 
 
 def _branches(b: _Binder, inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> Run:
-    condition, fetch = inputs[0], b.device.fetch
-    assert condition is not None
+    condition, fetch = required(inputs[0]), b.device.fetch
     targets = [_target(b, k, outputs) for k in range(len(b.call.bodies[0].graph.outputs))]
     branches = {name: b.body([], targets, k) for k, name in enumerate(_branch_names(b.call.node))}
     then, other = branches["then_branch"], branches["else_branch"]
@@ -135,8 +132,7 @@ def _iterations(b: _Binder, inputs: Sequence[Array | None], outputs: Sequence[Ar
     width = 0 if loop else node.attributes["num_scan_inputs"].as_int()
     first, sliced = (2, []) if loop else (0, list(inputs[len(inputs) - width :]))
     start = list(inputs[first : len(inputs) - width])
-    count = trip_count(node) if loop else shape_of(node.inputs[-1])[0]
-    assert count is not None
+    count = required(trip_count(node)) if loop else shape_of(node.inputs[-1])[0]
     if not count:
         return _all([b.device.bind_copy(y, x) for x, y in zip(start, outputs, strict=False) if x is not None and y is not None])
     skip = 1 if loop else 0  # a Loop's body begins with its condition
@@ -164,8 +160,8 @@ def _listed(node: ir.Node, name: str) -> Sequence[int]:
 
 
 def _slice(array: Array | None, t: int, count: int, ways: Sequence[int], k: int) -> Array:
-    assert array is not None
     at = count - 1 - t if k < len(ways) and ways[k] else t
+    array = required(array)
     return array[at : at + 1].reshape(array.shape[1:])
 
 

@@ -30,6 +30,7 @@ from graphc.backends.cupy.updates.kernel import (
 from graphc.backends.cupy.updates.multi_tensor import TableRow, bind_table
 from graphc.device import Array, Run
 from graphc.ir.declare import PLACEMENT, declaration_of, declared, is_update, required_declaration
+from graphc.ir.facts import required
 
 SLOTS = 40
 """Most arrays of one kernel."""
@@ -116,8 +117,7 @@ def _program(
     outputs: int,
     vector: bool,
 ) -> UpdateProgram:
-    declaration = declared(domain, op)
-    assert declaration is not None
+    declaration = required(declared(domain, op))
     at, given = skip_index(domain, op), list(inputs)
     skip = None
     if at is not None and at < len(given) and given[at] is not None:
@@ -175,11 +175,10 @@ def launches_of(updates: Sequence[Update]) -> list[list[Update]]:
     kernels: list[Update] = []
     for update in updates:
         k = _latest(kernels, update, lambda earlier, new: _fused(earlier, new) is not None)
-        if k is None:
+        fused = None if k is None else _fused(kernels[k], update)
+        if k is None or fused is None:
             kernels.append(update)
         else:
-            fused = _fused(kernels[k], update)
-            assert fused is not None
             kernels[k] = fused
     rows: list[list[Update]] = []
     for kernel in kernels:

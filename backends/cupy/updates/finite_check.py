@@ -19,6 +19,7 @@ from graphc.backends.cupy.libraries.registry import FLOATS, library
 from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of, named
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
+from graphc.ir.facts import dtype_of
 
 AT_ONCE = 16
 """Bytes that a thread reads at once."""
@@ -72,8 +73,7 @@ def _bind(
     before: str = "",
 ) -> Run:
     """``each`` for every element v of all inputs, between ``start`` and ``end`` of a block."""
-    dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
-    assert dtype is not None
+    dtype = dtype_of(node.inputs[0])
     rows = _rows(inputs)
     width = AT_ONCE // int(dtype.itemsize)
     if any(address(array) % AT_ONCE for row in rows for array in row.arrays):

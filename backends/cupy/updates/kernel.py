@@ -27,7 +27,7 @@ from graphc.ir import DOMAIN_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declared
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import constant, dtype_of
+from graphc.ir.facts import constant, dtype_of, required
 
 WIDTH = 4
 """Elements that a thread reads at once."""
@@ -149,24 +149,22 @@ class _Writer:
         if len(node.outputs) != 1 or node.domain:
             raise NotElementwiseError(f"{node.op_type} is no arithmetic")
         out = node.outputs[0]
-        assert out.dtype is not None
-        text = self._expression(node, out.dtype)
+        dtype = dtype_of(out)
+        text = self._expression(node, dtype)
         if flat:
             self._flat.add(out)
             self._count += 1
-            self.each.append(f"const {compute_type(out.dtype)} e{self._count} = {text};")
+            self.each.append(f"const {compute_type(dtype)} e{self._count} = {text};")
             self._texts[out] = f"e{self._count}"
         else:
-            self._texts[out] = self._scalar(text, out.dtype)
+            self._texts[out] = self._scalar(text, dtype)
 
     def _expression(self, node: ir.Node, dtype: ir.DataType) -> str:
         first = node.inputs[0]
         if node.op_type in SAME:
             return self._text(first)
         if node.op_type in ("Cast", "CastLike"):
-            assert first is not None
-            assert first.dtype is not None
-            return expressions.cast(first.dtype, dtype, self._text(first), node)
+            return expressions.cast(dtype_of(first), dtype, self._text(first), node)
         kernel = op_kernel(node)
         if kernel.expression is None:
             raise NotElementwiseError(f"{node.op_type} is no arithmetic")
@@ -174,7 +172,7 @@ class _Writer:
         return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
 
     def _text(self, value: ir.Value | None) -> str:
-        assert value is not None
+        value = required(value)
         known = constant(value)
         if known is None:
             return self._texts[value]
