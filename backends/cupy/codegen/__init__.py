@@ -1,1 +1,1 @@
-"""Code generation: kernels as CUDA C."""
+"""Code generation: renders kernels as CUDA C."""

@@ -1,4 +1,4 @@
-"""C functions that only some kernels need; a kernel gets those whose names stand in its text."""
+"""C helper functions; a kernel includes only those that it calls."""
 
 from __future__ import annotations
 

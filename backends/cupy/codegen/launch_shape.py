@@ -1,4 +1,4 @@
-"""From a generated kernel to a launch: how many threads share a row, how many blocks there are, and the text to compile."""
+"""Launch shapes: threads per row, blocks in the grid, and the rendered kernel text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphc.ir.facts import size_of
 
 WARP = 32
 BLOCKS = 264
-"""Blocks that keep the device busy: two for each of 132 multiprocessors."""
+"""Blocks that keep the device busy: two per multiprocessor, for 132 of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Shape:
     """How a kernel is spread over threads.
 
     Attributes:
-        threads: of a block.
-        lanes: threads that share a row: 1, 32 or all of a block.
-        span: rows of a block.
+        threads: threads per block.
+        lanes: threads that share a row: 1, 32 or the whole block.
+        span: rows per block.
         splits: blocks that share the columns of a row.
-        blocks: of the grid.
+        blocks: blocks in the grid.
     """
 
     threads: int
@@ -38,7 +38,7 @@ def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1)
     """The launch shape on a device.
 
     Args:
-        contiguous: neighbours along the columns are neighbours in memory; otherwise neighbouring rows are.
+        contiguous: whether neighbouring columns are neighbours in memory; otherwise neighbouring rows are.
     """
     if columns <= 8 or not contiguous:
         threads = 128 if rows < BLOCKS * 256 else 256
@@ -51,24 +51,28 @@ def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1)
 
 
 def blocks(rows: int, columns: int) -> Shape:
-    """The launch shape where a whole block works on each row and its threads exchange what they find."""
+    """The launch shape with a whole block per row, whose threads exchange partial results."""
     threads = 32 if columns <= 64 else 128 if columns <= 1024 else 512
     return Shape(threads, threads, 1, 1, rows)
 
 
 def shared_rows(rows: int, lanes: int) -> Shape:
-    """The launch shape where ``lanes`` threads share a row."""
+    """The launch shape with ``lanes`` threads per row."""
     return Shape(128, lanes, 128 // lanes, 1, -(-rows // (128 // lanes)))
 
 
 def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: bool = False) -> Shape:
-    """The launch shape of the host: one thread does everything."""
+    """The launch shape on the host, where one thread does everything."""
     span = vector if strided else vector * max(1, 4096 // max(1, columns) // vector)
     return Shape(1, 1, span, splits, -(-rows // span) * splits)
 
 
 def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
-    """(name, text) of the kernel; equal kernels have equal names. ``parts``: partial totals that its second half adds up."""
+    """Render the kernel as (name, text); equal kernels have equal names.
+
+    Args:
+        parts: partial totals that the second half of a split reduction adds up.
+    """
     largest = max((size_of(v) for v in source.operands), default=1)
     wide = max(source.rows * max(1, source.columns), source.rows * shape.splits, largest, source.reach) >= 2**31 - 2**20
     form = source.form

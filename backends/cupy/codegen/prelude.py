@@ -1,9 +1,8 @@
-"""What every generated source begins with: once for CUDA, once for a C compiler that runs the same kernels on the host.
+"""The prelude of every generated source: one for CUDA, one for a host C compiler.
 
-A kernel is written against these names only: ``BLOCK``, ``THREAD``, ``LANES`` (threads that share a row), ``reduce_lanes``
-over the lanes of a row; where a whole block works on a row, ``SHARED`` memory and ``SYNC`` between loops that step by
-``THREADS``. On the host one thread plays every role, so a row has one lane; the order of a sum is then another one than on
-the device.
+Kernels use only these names: ``BLOCK``, ``THREAD``, ``LANES`` (threads that share a row) and ``reduce_lanes`` over the lanes
+of a row. Where a whole block works on a row, they also use ``SHARED`` memory and ``SYNC`` between loops that step by
+``THREADS``. On the host one thread plays every role, so a row has one lane and sums run in another order than on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a kernel is dealt to threads: vectors, lanes and blocks, chosen from where it reads and writes.
+"""Spreads a kernel over vectors, lanes and blocks, according to its memory accesses.
 
 elements      a thread takes 16 bytes of each operand
-rows          a warp or a block takes a row, in vectors of neighbouring columns; what several loops read stays in registers
-strided rows  columns that are not neighbours: a thread takes a vector of neighbouring rows, as a sum over the batch needs
+rows          a warp or a block takes a row, in vectors of neighbouring columns; registers keep values that several loops read
+strided rows  columns lie apart in memory: a thread takes a vector of neighbouring rows, as a sum over the batch needs
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ WIDEST = 16
 THREADS = 256
 
 EACH = 32
-"""Columns of a row that one thread takes at most before more threads share the row."""
+"""Most columns of a row per thread before more threads share the row."""
 
 HELD = 64
-"""Registers that may hold operands from one loop to the next."""
+"""Registers per thread that may hold operands from one loop to the next."""
 
 FULL = 40
-"""The same in a block of 1024 threads, each of which has 64 registers in all."""
+"""The same in a block of 1024 threads, where each thread has 64 registers in all."""
 
 UNROLLED = 64
-"""Elements of a row up to which a thread's loop over them is unrolled (:mod:`.prelude`): what it holds then has registers."""
+"""Most elements per thread for which a loop is unrolled (:mod:`.prelude`); unrolled loops can hold elements in registers."""
 
 
 def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> Form:
-    """The form of a kernel whose plain ``source`` the ``generator`` has made.
+    """Choose the form of a kernel from the plain ``source`` that ``generator`` made.
 
     Args:
-        wide: whether several threads share a row, as on a device; it decides what fits into registers.
+        wide: whether several threads share a row, as on a device; this decides what fits into registers.
     """
     spec = generator.spec
     strided = bool(spec.axes) and not contiguous(spec)
@@ -57,12 +57,12 @@ def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> 
 
 
 def contiguous(spec: KernelSpec) -> bool:
-    """Whether neighbours along the columns are neighbours in memory; otherwise neighbouring rows are."""
+    """Whether neighbouring columns are neighbours in memory; otherwise neighbouring rows are."""
     return not spec.axes or len(spec.shape) - 1 in spec.axes
 
 
 def vector_of(generator: Generator, source: KernelSource, along: str) -> tuple[int, Variable | None]:
-    """How many neighbours a thread takes at once, and the variable that they differ in."""
+    """The number of neighbours a thread takes at once, and the variable that indexes them."""
     variable, size = generator.innermost(along)
     if variable is None:
         return 1, None
@@ -70,7 +70,7 @@ def vector_of(generator: Generator, source: KernelSource, along: str) -> tuple[i
     widths = [stored_bytes(value.dtype) for value in taken if value.dtype is not None]
     vector = min(WIDEST // min(widths), 2 * WIDEST // max(widths)) if widths else 1
     vector = min(8, vector)
-    # An array may begin at any multiple of its own size, as what a Scan slices off does.
+    # An array may begin at any multiple of its own size: a slice of a Scan input does.
     sizes = (size, *(size_of(value) * (BITS if packs(value) else 1) for value in taken))
     while any(each % vector for each in sizes):
         vector //= 2
@@ -78,14 +78,18 @@ def vector_of(generator: Generator, source: KernelSource, along: str) -> tuple[i
 
 
 def elements(rows: int, vector: int) -> Shape:
-    """The launch of an elementwise kernel."""
+    """The launch shape of an elementwise kernel."""
     threads = 128 if rows < BLOCKS * THREADS * vector else THREADS
     span = threads * vector
     return Shape(threads, 1, span, 1, -(-rows // span))
 
 
 def rows_of(spec: KernelSpec, vector: int, splits: int = 1, *, held: bool = False) -> Shape:
-    """The launch of a kernel whose rows are in vectors of columns; ``held`` ones need more threads for their registers."""
+    """The launch shape of a kernel that reads rows in vectors of columns.
+
+    Args:
+        held: whether operands stay in registers, which takes more threads per row.
+    """
     rows, chunks = spec.rows, -(-spec.columns // vector)
     if spec.columns <= 8:
         return spread(rows, spec.columns, splits=splits)
@@ -98,7 +102,7 @@ def rows_of(spec: KernelSpec, vector: int, splits: int = 1, *, held: bool = Fals
 
 
 def strided_rows(rows: int, columns: int, vector: int, splits: int = 1) -> Shape:
-    """The launch of a kernel whose rows are taken in vectors, each by threads that share its columns."""
+    """The launch shape of a kernel that takes vectors of rows; several threads share their columns."""
     across = min(WARP, _power(-(-rows // vector)))
     lanes = THREADS // across
     while lanes > 1 and columns < lanes * 4 * splits:
@@ -109,13 +113,13 @@ def strided_rows(rows: int, columns: int, vector: int, splits: int = 1) -> Shape
 
 
 def parts_sum(rows: int, parts: int) -> Shape:
-    """The launch that adds up partial totals of rows."""
+    """The launch shape of the kernel that adds up partial totals of rows."""
     lanes = min(16, _power(-(-parts // 2)))
     return Shape(THREADS, lanes, THREADS // lanes, 1, -(-rows // (THREADS // lanes)))
 
 
 def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1) -> Shape:
-    """The launch on a device."""
+    """The launch shape of this form on a device."""
     if not spec.axes:
         return elements(spec.rows, form.vector)
     if form.strided:
@@ -124,14 +128,14 @@ def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1) -> Shape:
 
 
 def wanted_splits(spec: KernelSpec, form: Form) -> int:
-    """How many blocks should share the columns of one row, so that the device is busy."""
+    """The number of blocks that share the columns of a row, so that the device is busy."""
     shape = shape_of_form(spec, form)
     if shape.blocks >= BLOCKS:
         return 1
-    each = shape.lanes * (8 if form.strided else 4 * form.vector)  # columns below which a block is not worth its start
+    each = shape.lanes * (8 if form.strided else 4 * form.vector)  # with fewer columns a block costs more than it saves
     return max(1, min(-(-2 * BLOCKS // shape.blocks), spec.columns // each))
 
 
 def _power(number: int) -> int:
-    """The least power of two that is not below ``number``."""
+    """The least power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()

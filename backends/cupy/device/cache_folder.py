@@ -1,4 +1,4 @@
-"""The folder on disk for compiled kernels, compiled segments and measured choices."""
+"""The cache folder on disk for compiled kernels, compiled segments and tuning results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CACHE_VARIABLE = "GRAPHC_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """The folder; whoever writes into it makes it."""
+    """The cache folder; the code that writes into it creates it."""
     found = os.environ.get(CACHE_VARIABLE)
     if found:
         return Path(found)
@@ -19,5 +19,5 @@ def cache_folder() -> Path:
 
 
 def cache_path(*words: str, suffix: str = "") -> Path:
-    """A file or folder in it, named by words such as a library, the device's name and a version."""
+    """A file or folder in the cache folder, named by words such as a library, the device's name and a version."""
     return cache_folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words)) + suffix)

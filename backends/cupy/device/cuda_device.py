@@ -1,6 +1,7 @@
-"""The GPU through CuPy: memory, kernels compiled by NVRTC with a cache on disk, launches, calls of libraries and of the host.
+"""The GPU through CuPy: memory, cached NVRTC kernels, launches, library calls and host calls.
 
-It holds one object for each library that is used, and knows none of them. CuPy's own library calls refuse a capturing stream.
+The device keeps one object per library in use, and knows no library itself. CuPy's own library calls refuse a
+capturing stream.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class CudaDevice(CudaMemory):
 
     @functools.cached_property
     def runtime_version(self) -> int:
-        """Of CUDA's runtime, 13000 for 13.0."""
+        """The version of the CUDA runtime, 13000 for 13.0."""
         return int(self.cupy.cuda.runtime.runtimeGetVersion())
 
     @functools.cached_property
     def name(self) -> str:
-        """What the GPU is called."""
+        """The name of the GPU."""
         return str(self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode())
 
     # Kernels ----------------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class CudaDevice(CudaMemory):
         pointers = tuple(address(array) for array in arrays)
         grid, block, stream = (shape.blocks, 1, 1), (shape.threads, 1, 1), self.stream
 
-        def run(held: Sequence[Array] = tuple(arrays)) -> None:  # whoever holds the launch holds its memory
+        def run(held: Sequence[Array] = tuple(arrays)) -> None:  # the closure keeps the arrays alive
             kernel(grid, block, pointers, stream=stream)
 
         return run
@@ -79,7 +80,7 @@ class CudaDevice(CudaMemory):
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def library(self, kind: Callable[[CudaDevice], L]) -> L:
-        """The object through which this device uses a vendor's library; made when it is first asked for."""
+        """The object through which this device uses a vendor library, created on first use."""
         if kind not in self._libraries:
             self._libraries[kind] = kind(self)
         return cast("L", self._libraries[kind])

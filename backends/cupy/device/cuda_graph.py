@@ -1,10 +1,10 @@
-"""Queued work that is walked through once and then replayed as one.
+"""Records queued work on the first calls and then replays it as a CUDA graph.
 
-    first call    every call is launched from Python: libraries measure and load what they need
-    second call   the same launches are captured as a graph, which is launched then
+    first call    Python launches every call; libraries load and measure what they need
+    second call   the same launches are captured as a graph, which is then launched
     later calls   the graph is launched
 
-Where the capture is refused, every call is launched from Python for good, and why is reported once.
+When CUDA refuses the capture, Python launches every call from then on, and a warning gives the reason once.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from graphc.backends.cupy.device.cuda_memory import CudaMemory
 
 Capture = Callable[[Sequence[Run]], Run]
-"""Calls the closures while the device only takes note of what they queue; returns what queues all of it."""
+"""Calls the closures while the device only records what they queue; returns a closure that queues it all."""
 
 
 class CaptureRefusedWarning(UserWarning):
-    """The work of a step is launched call by call, which costs time, not results."""
+    """The step runs call by call: slower, with the same results."""
 
 
 class Recording:
     """A callable that queues ``runs`` in order.
 
     Args:
-        runs: they only queue work: none of them looks at a result.
-        capture: see :data:`Capture`; None: this device has no such thing.
+        runs: closures that only queue work and never read a result.
+        capture: see :data:`Capture`; None: the device cannot capture.
 
     Attributes:
-        runs: what it queues.
+        runs: the closures it queues.
         refusal: why the capture was refused.
     """
 
@@ -74,7 +74,7 @@ class Recording:
 
 
 def capture_graph(memory: CudaMemory, runs: Sequence[Run]) -> Run:
-    """Capture what ``runs`` queue on the compute stream, and on streams that it forks to and joins, as a CUDA graph."""
+    """Capture ``runs`` as a CUDA graph, on the compute stream and the streams that fork from it and join it."""
     stream = memory.stream
     memory.trim()
     stream.begin_capture()
@@ -94,7 +94,7 @@ def capture_graph(memory: CudaMemory, runs: Sequence[Run]) -> Run:
 
 
 def abandon(stream: object) -> None:
-    """End a capture that failed; it says once more that it failed."""
+    """End a failed capture, ignoring the error that CUDA repeats."""
     try:
         stream.end_capture()  # type: ignore[attr-defined]
     except RuntimeError:

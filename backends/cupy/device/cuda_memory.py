@@ -1,10 +1,10 @@
-"""The memory of one GPU, and the streams on which a worker's work is queued.
+"""The memory of one GPU, and its streams.
 
-    compute         segments, updates and copies between buffers, in order; what is recorded as a graph
-    copies          feeds, from pinned memory, while the compute stream is busy with the step before
-    communication   collectives; the communicator makes it wait for the compute stream and the other way round
+    compute         segments, updates and copies between buffers, in order; recorded work is captured here
+    copies          feeds from pinned memory, while the compute stream runs the step before
+    communication   collectives; the communicator synchronises it with the compute stream in both directions
 
-A copy from pinned memory only queues; one from the host's ordinary memory returns when the driver has taken the bytes over.
+A copy from pinned memory only queues; a copy from pageable host memory returns once the driver has taken over the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphc.distributed.world import device_index
 from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 
 ALIGNMENT = 256
-"""Bytes to which values are aligned, as CUDA aligns what it allocates: no library and no vector load asks for more."""
+"""Alignment of values in bytes, that of CUDA's own allocations: no library and no vector load needs more."""
 
 UNIT = 512
 """Bytes to which CuPy's pool rounds every allocation."""
@@ -30,17 +30,17 @@ DLPACK_CUDA = (2, 13)
 """``kDLCUDA`` and ``kDLCUDAManaged`` of dlpack.h."""
 
 STAGED = 64 << 10
-"""Bytes of the host's ordinary memory that the driver takes over without a wait for the stream."""
+"""Most bytes of pageable host memory that the driver takes over without waiting for the stream."""
 
 
 def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
-    """CuPy with a usable GPU.
+    """Import CuPy and check that it has a usable GPU.
 
     Args:
-        backend, extra: who asks, and the extra of graphc that brings what it needs, for the messages.
+        backend, extra: the backend's name and its extra of graphc, for the messages.
 
     Raises:
-        MissingExtraError: CuPy is not installed, or for another CUDA than the driver's.
+        MissingExtraError: CuPy is missing, or built for another CUDA than the driver's.
         GraphcError: no driver, or no GPU.
     """
     try:
@@ -62,11 +62,11 @@ ELSEWHERE = "'graphc doctor' says what is there; backend='onnxruntime' runs on C
 
 
 def check_versions(driver: int, built: int, backend: str) -> None:
-    """See to it that the driver runs programs for CUDA ``built``; ``driver`` is the newest that it runs, 0 where there is none.
+    """Check that the driver runs programs for CUDA ``built``; ``driver`` is the newest CUDA it runs, 0 without a driver.
 
     Raises:
         GraphcError: there is no driver.
-        MissingExtraError: CuPy is for a newer CUDA.
+        MissingExtraError: CuPy is built for a newer CUDA.
     """
     wanted = f"driver {LEAST_DRIVER.get(built, 'for CUDA ' + str(built))} or newer"
     if driver == 0:
@@ -78,17 +78,17 @@ def check_versions(driver: int, built: int, backend: str) -> None:
 
 
 def address(array: Any) -> int:
-    """Where an array of a device, or of the host, begins."""
+    """The address at which a device or host array begins."""
     return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
 
 
 def explain(error: BaseException) -> DeviceError:
-    """An error of CUDA or of a library over it, with what it means and what to do.
+    """Turn an error of CUDA or a CUDA library into one that gives its meaning and the remedy.
 
-    Most errors of a kernel are final: every later call of the process returns them again.
+    Most kernel errors are final: every later call of the process returns them again.
     """
     text = f"{type(error).__name__}: {error}"
-    names = text.replace("_", "").lower()  # the runtime's and the driver's names of one error differ in these
+    names = text.replace("_", "").lower()  # the runtime and the driver name one error differently here
     for name, (meaning, advice) in CAUSES.items():
         if f"error{name}" in names:
             return DeviceError(f"{meaning} ({text}); {advice}")
@@ -111,7 +111,7 @@ CAUSES = {
     "nodevice": ("the GPU is gone", f"{RESTART}; 'dmesg | grep Xid' may say why"),
     "unknown": ("the GPU is gone, or its driver failed", f"{RESTART}; 'dmesg | grep Xid' may say why"),
 }
-"""Beginning of an error's name → what it means, and what to do."""
+"""Beginning of an error's name → its meaning, and the remedy."""
 
 
 class CudaEvent:
@@ -131,7 +131,7 @@ class CudaMemory:
     """Memory and streams of one GPU.
 
     Args:
-        index: of the GPU; None: that of this worker, by its local rank.
+        index: the GPU's index; None: this worker's GPU, by its local rank.
         backend, extra: see :func:`import_cupy`.
 
     Attributes:
@@ -172,9 +172,9 @@ class CudaMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """With this GPU and its compute stream current, which are another memory's, or another thread's, otherwise.
+        """Make this GPU and its compute stream current in this thread; another memory's may be.
 
-        CuPy's own context would forget afterwards which stream was to be used.
+        CuPy's own context manager would not restore the current stream afterwards.
         """
         with self.device:
             before = self.cupy.cuda.get_current_stream()
@@ -194,7 +194,7 @@ class CudaMemory:
         return found
 
     def available(self) -> int:
-        """Bytes that can still be allocated: free on the device (or up to the pool's limit), and free in CuPy's pool."""
+        """Bytes that can still be allocated: free on the device (or up to the pool's limit) plus free in CuPy's pool."""
         pool = self.cupy.get_default_memory_pool()
         free, limit = int(self._runtime.memGetInfo()[0]), int(pool.get_limit())
         if limit:
@@ -202,9 +202,9 @@ class CudaMemory:
         return free + int(pool.free_bytes())
 
     def trim(self) -> None:
-        """Give back what CuPy's pool holds and nobody uses: a graph needs memory that is not the pool's.
+        """Return unused bytes of CuPy's pool to the device: a CUDA graph allocates outside the pool.
 
-        The pool keeps apart what each stream has freed, so that what an earlier worker of this process left is of no use.
+        The pool keeps freed memory by stream, so this worker cannot reuse what an earlier worker of the process freed.
         """
         self.cupy.get_default_memory_pool().free_all_blocks()
 
@@ -212,7 +212,7 @@ class CudaMemory:
         cupy = self.cupy
         if isinstance(array, np.ndarray):
             return None
-        with self._current():  # DLPack lets the stream that is current wait for the giver's
+        with self._current():  # DLPack makes the current stream wait for the producer's
             if isinstance(array, cupy.ndarray):
                 self.stream.wait_event(cupy.cuda.Stream.null.record())
                 found = array
@@ -235,7 +235,7 @@ class CudaMemory:
                 source, pinned = source.copy(), False
             self._bind(target, source)()
             if pinned:
-                self.stream.synchronize()  # the caller may use it again at once
+                self.stream.synchronize()  # the caller may reuse it as soon as this returns
 
     def fetch(self, array: Any) -> Array:
         if isinstance(array, np.ndarray):
@@ -291,7 +291,7 @@ class CudaMemory:
             self.stream.synchronize()
 
     def _bind(self, target: Any, source: Any) -> Run:
-        """A copy on the compute stream; of pinned memory and the device's it can be captured."""
+        """Bind a copy on the compute stream; it can be captured if the memory is pinned or on the device."""
         if target.shape != source.shape or target.dtype != source.dtype:
             raise ValueError(f"{source.dtype}{list(source.shape)} cannot be copied to {target.dtype}{list(target.shape)}")
         if isinstance(source, np.ndarray):
@@ -300,7 +300,7 @@ class CudaMemory:
         to, kind_to = self._place(target)
         since, kind_since = self._place(source)
         kind = getattr(self._runtime, f"memcpy{kind_since}To{kind_to}")
-        held, nbytes = (target, source), target.nbytes  # whoever holds the closure holds the memory
+        held, nbytes = (target, source), target.nbytes  # the closure keeps the memory alive
 
         def run() -> None:
             if held:
@@ -320,7 +320,7 @@ class CudaMemory:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Raise what CUDA reports as an error of graphc.
+    """Turn errors of CUDA into errors of graphc.
 
     Raises:
         DeviceError: with the cause.

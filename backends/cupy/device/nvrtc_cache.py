@@ -1,7 +1,7 @@
-"""Compiled kernels on disk: each text is compiled once for an architecture, a version of CUDA and the compiler's options.
+"""Caches compiled kernels on disk, by architecture, CUDA version and compiler options.
 
-A kernel's name is a digest of its text, so a file that is there is right. NVRTC takes most of its time in parts that several
-threads run at once (its optimiser and assembler; only its front end, a fifth of the time, does one text after another).
+A kernel's name is a digest of its text, so a file found by name is up to date. Threads compile in parallel: NVRTC spends most
+of its time in the optimiser and assembler, which run concurrently; only the front end, a fifth of the time, is serial.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Cubins:
     """The compiled kernels of one folder.
 
     Args:
-        folder: made when it is first needed.
+        folder: created on first use.
         compile: (name, text) → the compiled kernel; called from several threads.
     """
 
@@ -33,7 +33,7 @@ class Cubins:
         self._compile = compile
 
     def of(self, texts: Mapping[str, str]) -> dict[str, bytes]:
-        """Compiled kernels by name, those that the folder lacks compiled now; a disk that refuses them is warned about."""
+        """Return compiled kernels by name, compiling the missing ones; warns when the disk refuses to store them."""
         found = {name: self._read(name) for name in texts}
         missing = [name for name, held in found.items() if held is None]
         if missing:
@@ -60,16 +60,18 @@ class Cubins:
 
 
 def folder_name(architecture: str, version: int) -> str:
-    """A folder for each architecture, version of CUDA, and set of options."""
+    """The folder for this architecture, CUDA version and set of options."""
     return f"kernels-{architecture}-cuda{version}-{hashlib.sha256(' '.join(OPTIONS).encode()).hexdigest()[:8]}"
 
 
 def architecture(capability: int, known: Sequence[int]) -> str:
-    """What to compile for: a GPU runs programs for its own generation up to itself, and translates PTX of older ones.
+    """The architecture to compile for.
+
+    A GPU runs binaries of its own generation up to its own version, and translates PTX of older ones.
 
     Args:
-        capability: of the GPU, 90 for 9.0.
-        known: the capabilities that the compiler knows.
+        capability: the GPU's, 90 for 9.0.
+        known: the capabilities that the compiler supports.
 
     Raises:
         GraphcError: the GPU is older than all of them.
@@ -88,7 +90,7 @@ def architecture(capability: int, known: Sequence[int]) -> str:
 
 
 def nvrtc_compiler(nvrtc: Any, architecture: str) -> Callable[[str, str], bytes]:
-    """What compiles a text with CuPy's binding of NVRTC, which gives up the interpreter lock meanwhile.
+    """A compiler that uses CuPy's NVRTC binding, which releases the interpreter lock while it compiles.
 
     Raises:
         GraphcError: the text does not compile.

@@ -1,7 +1,7 @@
-"""A GPU that is not there: what is bound to it allocates, and nothing runs.
+"""A planning device: plans bind to it and allocate, but nothing runs.
 
-A plan bound to it asks for exactly the memory that it will ask a GPU for, so its memory is known where there is none. The
-bytes lie in address space that the system never has to back.
+A plan bound to it asks for exactly the memory it will ask a GPU for, so the plan's memory is known without a GPU. The
+arrays lie in reserved address space that never needs physical memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, Libr
 from graphc.device import PASSED, Array, Event, Run, Unqueued
 
 CONTEXT = 640 << 20
-"""Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round figure, to be measured."""
+"""Bytes that CUDA's context, cuBLASLt, cuDNN and NCCL keep for themselves on a device: a round estimate, not yet measured."""
 
 
 class PlannedDevice(Unqueued):
-    """Counts what a GPU would be asked for.
+    """Counts the memory and kernels that a plan asks of a GPU.
 
     Attributes:
         allocated: bytes on the device, rounded as CuPy's pool does.
         host: bytes of pinned memory.
-        workspaces: bytes that libraries take for themselves, by name.
-        kernels: how many there are to load.
+        workspaces: bytes of library workspaces, by name.
+        kernels: names of the kernels to load.
     """
 
     on_host = False
@@ -59,7 +59,7 @@ class PlannedDevice(Unqueued):
         return array if isinstance(array, np.ndarray) and _is_reserved(array) else None
 
     def copy(self, target: Array, source: Array) -> None:
-        """Nothing is there to be copied."""
+        """Does nothing: the arrays have no contents."""
 
     def fetch(self, array: Array) -> Array:
         return np.zeros(array.shape, array.dtype)
@@ -98,13 +98,13 @@ class PlannedDevice(Unqueued):
 
 
 def _reserved(nbytes: int) -> Array:
-    """Address space that nobody can write, so that the system need not back it with memory."""
+    """Reserve read-only address space, which the system need not back with memory."""
     space = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     return np.frombuffer(space, dtype=np.uint8, count=nbytes)
 
 
 def _is_reserved(array: Array) -> bool:
-    """Whether this is memory of such a device."""
+    """Whether a planning device reserved this array."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -112,4 +112,4 @@ def _is_reserved(array: Array) -> bool:
 
 
 def _nothing() -> None:
-    """What a device that is not there does."""
+    """Does nothing: this device runs no work."""

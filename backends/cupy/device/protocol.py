@@ -1,4 +1,4 @@
-"""The device protocol: memory, compiled kernels, calls of libraries and of the host."""
+"""The device protocol: memory, compiled kernels, library calls and host calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphc.device import Array, Memory, Run
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """What a job asks of the backend.
+    """Numerical options of a job.
 
     Attributes:
-        tf32: whether products and convolutions of float32 may round their operands to TF32 (10 bits in place of 23).
-        deterministic: the same bits in every run: nothing is chosen by measuring, and every sum has a fixed order.
+        tf32: whether float32 products and convolutions may round their operands to TF32 (10 mantissa bits instead of 23).
+        deterministic: every run gives the same bits: nothing is chosen by measuring, and every sum has a fixed order.
         loose_gelu: whether the exact Gelu may be computed in the tanh form, which products have as epilogue: values
             differ by up to 5e-4, slopes by up to 9e-4.
     """
@@ -29,7 +29,7 @@ class CudaOptions:
 
 
 class LibraryCall(Protocol):
-    """How a node is run by a library, as far as a device has to know."""
+    """A library call as a device sees it."""
 
     @property
     def bind(self) -> Callable[[Any, ir.Node, Sequence[Array | None], Sequence[Array]], Run]:
@@ -37,15 +37,15 @@ class LibraryCall(Protocol):
 
     @property
     def workspace(self) -> tuple[str, int] | None:
-        """Name and bytes of the memory that the library takes on a device; calls with one name share it."""
+        """Name and bytes of the library's workspace on a device; calls with the same name share it."""
 
     @property
     def launches_kernels(self) -> bool:
-        """Whether it launches kernels of this package, which every device runs."""
+        """Whether the call launches kernels of this package, which every device runs."""
 
 
 HostFunction: TypeAlias = Callable[[Sequence[Array]], Sequence[Array]]
-"""Arrays of the host → results in the host's memory."""
+"""Computes results in host memory from host arrays."""
 
 
 class Device(Memory, Protocol):
@@ -59,10 +59,10 @@ class Device(Memory, Protocol):
     options: CudaOptions
 
     def empty(self, nbytes: int) -> Array:
-        """New memory, whatever it holds, as a flat array of bytes."""
+        """Allocate uninitialised memory, as a flat array of bytes."""
 
     def put(self, array: Array) -> Array:
-        """A copy of a host array on the device."""
+        """Copy a host array to the device."""
 
     def compile(self, texts: Mapping[str, str]) -> Mapping[str, Any]:
         """Compile kernels by name."""
@@ -73,10 +73,10 @@ class Device(Memory, Protocol):
     def call_library(
         self, library: LibraryCall, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]
     ) -> Run:
-        """A closure that runs one node by ``library``."""
+        """A closure that runs one node through ``library``."""
 
     def call_host(self, function: HostFunction, inputs: Sequence[Array], outputs: Sequence[Array]) -> Run:
         """A closure that fetches ``inputs``, calls ``function`` on the host, and copies its results to ``outputs``."""
 
     def record(self, runs: Sequence[Run]) -> Run:
-        """One closure for work that only queues; see :meth:`graphc.backend.Backend.record`."""
+        """Combine closures that only queue work into one; see :meth:`graphc.backend.Backend.record`."""
