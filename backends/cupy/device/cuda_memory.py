@@ -58,7 +58,7 @@ def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
     return cupy
 
 
-ELSEWHERE = "'graphc doctor' says what is there; backend='onnxruntime' runs on CPUs"
+ELSEWHERE = "'graphc doctor' shows what is installed; backend='onnxruntime' runs on CPUs"
 
 
 def check_versions(driver: int, built: int, backend: str) -> None:
@@ -95,7 +95,7 @@ def explain(error: BaseException) -> DeviceError:
     return DeviceError(f"the GPU reported an error ({text}); {RESTART}")
 
 
-RESTART = "this process cannot use it any more: start again from the last checkpoint"
+RESTART = "this process can no longer use it: restart from the last checkpoint"
 
 CAUSES = {
     "illegaladdress": ("a kernel read or wrote outside its memory", f"{RESTART}, and please report the model"),
@@ -225,7 +225,7 @@ class CudaMemory:
             else:
                 return None
         if found.device.id != self.device.id:
-            raise ValueError(f"it lies on GPU {found.device.id}, this worker computes on GPU {self.device.id}")
+            raise ValueError(f"it is on GPU {found.device.id}, but this worker uses GPU {self.device.id}")
         return found  # type: ignore[no-any-return]
 
     def copy(self, target: Any, source: Any) -> None:
@@ -310,7 +310,7 @@ class CudaMemory:
 
     def _place(self, array: Any) -> tuple[int, str]:
         if not array.flags.c_contiguous:
-            raise ValueError(f"an array of shape {list(array.shape)} does not lie in one piece")
+            raise ValueError(f"an array of shape {list(array.shape)} is not contiguous")
         return (array.ctypes.data, "Host") if isinstance(array, np.ndarray) else (address(array), "Device")
 
     def _is_pinned(self, array: Array) -> bool:

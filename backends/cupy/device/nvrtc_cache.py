@@ -85,7 +85,7 @@ def architecture(capability: int, known: Sequence[int]) -> str:
     least = min(known) / 10
     raise GraphcError(
         f"this GPU has compute capability {capability / 10}, the installed NVRTC compiles for {least} and later; "
-        "install CuPy for an older CUDA (pip install cupy-cuda12x), or take backend='onnxruntime-cuda'"
+        "install CuPy for an older CUDA (pip install cupy-cuda12x), or use backend='onnxruntime-cuda'"
     )
 
 

@@ -1,1 +1,1 @@
-"""cuBLASLt and cuDNN: what they are asked, and how an algorithm is chosen."""
+"""Calls of cuBLASLt and cuDNN, and the choice of their algorithms."""

@@ -1,7 +1,7 @@
-"""Products through cuBLASLt's bindings: descriptions, the choice of an algorithm, and calls that a stream can capture.
+"""Products through cuBLASLt's bindings: descriptors, choice of algorithm, and capturable calls.
 
-Of the algorithms that the library proposes the fastest is taken. It is measured once, on noise in memory of its own, and kept
-on disk by what the product is; so is the time, by which an epilogue is weighed against a kernel in its place.
+The fastest of the library's proposals is taken. Each is timed once, on noise in scratch memory, and the result is kept on disk
+under the product's description. The measured time also decides whether an epilogue is faster than a kernel of its own.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ WORKSPACE = 32 << 20
 """Bytes of workspace, as NVIDIA advises for Hopper."""
 
 PROPOSALS = 8
-"""Algorithms that are measured."""
+"""How many proposed algorithms are measured."""
 
 COMPUTE_TYPE = 2
-"""``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``: partial sums in memory, added up in a step of their own, in a fixed order."""
+"""``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``: partial sums go to memory and a separate step adds them in a fixed order."""
 
 REFUSALS = (7, 8, 15)
-"""``CUBLAS_STATUS_INVALID_VALUE``, ``…_ARCH_MISMATCH`` and ``…_NOT_SUPPORTED``; other errors are of the device."""
+"""``CUBLAS_STATUS_INVALID_VALUE``, ``…_ARCH_MISMATCH`` and ``…_NOT_SUPPORTED``; other errors come from the device."""
 
 BYTES_PER_SECOND = 3.5e12
 LAUNCH = 2e-6
 FLOPS_PER_SECOND = 6e14
-"""What a kernel in place of an epilogue costs: its memory at the speed of an H200, and its start; and the pace of a product."""
+"""Cost of a kernel that replaces an epilogue: memory bandwidth of an H200 and launch time; and the rate of an unmeasured
+product.
+"""
 
 NOISE = {2: (0x83FF, 0x3800), 14: (0x807F, 0x3F00), 0: (0x807FFFFF, 0x3F000000), 1: (0x800FFFFFFFFFFFFF, 0x3FE << 52)}
-"""CUDA type → (bits that are random, bits that are set) of numbers between ½ and 1 of either sign."""
+"""CUDA type → (random bits, set bits) of numbers between ½ and 1 of either sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """Addresses of the operands and results; 0 where there is none."""
+    """Addresses of the operands and results; 0 for an absent one."""
 
     a: int
     b: int
@@ -70,17 +72,17 @@ class Pointers:
 
 
 NOWHERE = 1 << 20
-"""An address for questions that read nothing: aligned as memory is."""
+"""A placeholder address for queries that read nothing; aligned like real memory."""
 
 
 @library(*PRODUCT_OPS, f"{DOMAIN}::Product", dtypes=TYPES, when=is_product, workspace=("cuBLASLt", WORKSPACE))
 def bind_product(device: CudaDevice, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
-    """A product by cuBLASLt."""
+    """Bind a product to cuBLASLt."""
     return device.library(Products).bind(node, inputs, outputs)
 
 
 def version_of_products() -> str:
-    """Of cuBLASLt; empty where its bindings are not installed, which whoever needs a product says."""
+    """The version of cuBLASLt; empty without its bindings, whose absence the first product reports."""
     try:
         from nvmath.bindings import cublasLt
     except ImportError:
@@ -89,7 +91,7 @@ def version_of_products() -> str:
 
 
 class Products:
-    """Binds and measures products on one device, as its options allow."""
+    """Binds and measures products on one device, within its options."""
 
     def __init__(self, device: CudaDevice) -> None:
         try:
@@ -99,14 +101,14 @@ class Products:
                 f"the cupy backend needs nvmath-python ({error}); run: pip install 'graphc[gpu]'"
             ) from error
         self._lt, self._compute = cublasLt, cublas.ComputeType
-        self._device, options = weakref.proxy(device), device.options  # which holds this object
+        self._device, options = weakref.proxy(device), device.options  # the device holds this object
         self._tf32, self._deterministic = options.tf32, options.deterministic
         self._handle = cublasLt.create()
         self._workspace: Any = device.zeros(WORKSPACE)
         self._choices = Choices(None if self._deterministic else self._file())
 
     def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
-        """A closure that queues the product; everything is described here.
+        """A closure that queues the product; all descriptors are built here.
 
         Raises:
             GraphcError: the library has no algorithm for it.
@@ -125,22 +127,22 @@ class Products:
         calls = [(*plan.arguments(self._handle, k), *self._tail(algorithm)) for k in range(product.rounds)]
         matmul = self._lt.matmul
 
-        def run(held: tuple[MatmulPlan, Any] = (plan, algorithm)) -> None:  # the library reads them at every call
+        def run(held: tuple[MatmulPlan, Any] = (plan, algorithm)) -> None:  # the library reads both at every call
             for call in calls:
                 matmul(*call)
 
         return run
 
     def pays(self, joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-        """Whether ``joined`` takes less time than ``apart`` and a kernel that moves ``saved`` bytes."""
-        if self._deterministic:  # times differ from run to run, and who adds up a bias gradient in which order is not said
+        """Whether ``joined`` takes less time than ``apart`` plus a kernel that moves ``saved`` bytes."""
+        if self._deterministic:  # times vary between runs, and the summation order of a bias gradient is not documented
             allowed = by_rule(joined, apart, saved) and not any(p.bias_gradient for p in joined)
             return allowed and all(self.seconds(p) < math.inf for p in joined)
         kernel = saved / BYTES_PER_SECOND + LAUNCH if saved else 0.0
         return sum(map(self.seconds, joined)) <= 1.02 * sum(map(self.seconds, apart)) + kernel
 
     def seconds(self, product: Product) -> float:
-        """How long one product takes; infinite where the library has no algorithm."""
+        """Seconds that one product takes; infinite if the library has no algorithm for it."""
         chosen = self._choose(product, alignments(product, None))
         return math.inf if chosen is None else product.rounds * float(chosen["seconds"])
 
@@ -159,8 +161,8 @@ class Products:
         return found if found["algorithm"] else None
 
     def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:
-        """The fastest proposal and its seconds; the library's first where the choice must be fixed, or memory is short."""
-        bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # of these two the library looks at the address
+        """The fastest proposal and its seconds; the library's first when deterministic or short of memory."""
+        bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # the library checks these two addresses
         nowhere = Pointers(NOWHERE, NOWHERE, NOWHERE, NOWHERE, bias, aux)
         plan = MatmulPlan(self._lt, self._compute, product, nowhere, self._tf32)
         proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
@@ -177,7 +179,7 @@ class Products:
         for algorithm in proposals:
             try:
                 spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
-            except self._lt.cuBLASLtError as error:  # what is proposed need not run
+            except self._lt.cuBLASLtError as error:  # a proposed algorithm may fail to run
                 if error.status not in REFUSALS:
                     raise
                 continue
@@ -188,7 +190,11 @@ class Products:
         return best
 
     def _proposals(self, plan: MatmulPlan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
-        """Algorithms; ``exact``: where several blocks share a sum, they leave their parts in the type in which it is taken."""
+        """The library's proposals.
+
+        Args:
+            exact: blocks that share a sum store their parts in the compute type.
+        """
         lt = self._lt
         preference = lt.matmul_preference_create()
         names = lt.MatmulPreferenceAttribute
@@ -212,7 +218,7 @@ class Products:
         return [np.array(found["algo"]["data_"][k], dtype=np.uint64) for k in range(int(count[0])) if not found["state"][k]]
 
     def _time(self, call: tuple[Any, ...]) -> float:
-        """Seconds of one call, over as many as make about two milliseconds."""
+        """Seconds per call, averaged over about two milliseconds of calls."""
         events, stream = self._device.cupy.cuda, self._device.stream
         begin, end = events.Event(), events.Event()
         spent = math.inf
@@ -227,7 +233,7 @@ class Products:
         return spent
 
     def _noise(self, p: Product) -> tuple[Any, Pointers]:
-        """Memory with numbers in it, for every operand and result; what is all zeros multiplies faster."""
+        """Memory filled with noise for every operand and result; matrices of zeros multiply faster."""
         call = call_of(p)
         sizes = [
             _extent(p.a, p) * p.dtype.itemsize, _extent(p.b, p) * p.dtype.itemsize,
@@ -259,8 +265,8 @@ class MatmulPlan:
     """The library's descriptors of one product.
 
     Attributes:
-        description: of the product.
-        layouts: of A, B, C and D.
+        description: the descriptor of the product.
+        layouts: the layouts of A, B, C and D.
     """
 
     def __init__(self, lt: Any, compute: Any, p: Product, at: Pointers, tf32: bool) -> None:
@@ -294,7 +300,7 @@ class MatmulPlan:
         return layout
 
     def arguments(self, handle: int, k: int) -> tuple[int, ...]:
-        """The arguments of call ``k`` up to the algorithm."""
+        """The arguments of call ``k``, up to the algorithm."""
         p, at = self._product, self._at
         first, second, addend, result = self.layouts
         a, b, d = (
@@ -307,7 +313,7 @@ class MatmulPlan:
 
 
 def description_attributes(lt: Any, call: GemmCall, at: Pointers) -> dict[str, int]:
-    """Every attribute of the description, pointers included, by its name."""
+    """Every attribute of the descriptor by name, pointers included."""
     found = {**call.attributes, "EPILOGUE": int(lt.Epilogue[call.epilogue])}
     if "BIAS_DATA_TYPE" in found:
         found["BIAS_POINTER"] = at.bias
@@ -317,14 +323,14 @@ def description_attributes(lt: Any, call: GemmCall, at: Pointers) -> dict[str, i
 
 
 def compute_type(compute: Any, dtype: ir.DataType, tf32: bool) -> Any:
-    """In what the library adds up: float32 for half precision, and for float32 itself unless TF32 is allowed."""
+    """The accumulation type: float32 for half precision, and for float32 itself unless TF32 is allowed."""
     if dtype == ir.DataType.DOUBLE:
         return compute.COMPUTE_64F
     return compute.COMPUTE_32F_FAST_TF32 if dtype == ir.DataType.FLOAT and tf32 else compute.COMPUTE_32F
 
 
 def alignments(p: Product, at: Pointers | None) -> tuple[int, ...]:
-    """Bytes to which the library's A, B, C, D, bias and aux are aligned; without pointers, as values in planned memory are."""
+    """Alignment in bytes of the library's A, B, C, D, bias and aux; without pointers, that of planned memory."""
     found = []
     for name, m, dtype in (("b", p.b, p.dtype), ("a", p.a, p.dtype), ("c", p.c, p.result), ("d", p.d, p.result)):
         size = int(dtype.itemsize)

@@ -1,8 +1,7 @@
-"""cuDNN through its graph API: what is asked for is described first, then built, timed and bound.
+"""cuDNN through its graph API: calls are described, then built, timed and bound.
 
-A description (:class:`Description`) says everything about one call: shapes, strides, types; it can be checked without a GPU.
-The library proposes plans for it; the fastest is found once by running them and kept on disk by description, device and
-version of the library.
+A :class:`Description` says everything about one call: shapes, strides, types; it can be checked without a GPU. The library
+proposes plans for it. The fastest is found once by running them, and kept on disk by description, device and library version.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from graphc.device import Run
 from graphc.errors import GraphcError, MissingExtraError
 
 WORKSPACE = 256 << 20
-"""Bytes of workspace that all calls share; plans that want more are taken where there is no other."""
+"""Bytes of the workspace that all calls share; plans that need more are used only when no other exists."""
 
 CANDIDATES = 24
-"""Plans that are timed, in the library's order."""
+"""How many plans are timed, in the library's order."""
 
 REPEATS = 3
 
@@ -48,7 +47,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An operand as the library is told of it: sizes and distances in elements, axis by axis."""
+    """An operand as described to the library: sizes and strides in elements, axis by axis."""
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,7 +55,7 @@ class Tensor:
 
     @staticmethod
     def dense(dims: Sequence[int], dtype: ir.DataType, order: Sequence[int] | None = None) -> Tensor:
-        """Without gaps; ``order`` lists the axes from the slowest to the fastest, by default as they stand."""
+        """A tensor without gaps; ``order`` lists the axes from slowest to fastest, by default as they stand."""
         strides, step = [0] * len(dims), 1
         for axis in reversed(range(len(dims)) if order is None else list(order)):
             strides[axis] = step
@@ -65,22 +64,22 @@ class Tensor:
 
 
 class Description(Protocol):
-    """One call. Its ``repr`` is its identity."""
+    """One call, identified by its ``repr``."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Operands and results by name."""
 
     def emit(self, cudnn: Any, graph: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Build the call over the library's tensors of the operands; returns its results by name."""
+        """Build the call over the library's operand tensors; returns its results by name."""
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The names of what is read."""
+        """The names of the tensors that the call reads."""
 
 
 def identities(description: Description) -> dict[str, int]:
-    """The number by which the library knows each tensor."""
+    """The library's id of each tensor."""
     return {name: k + 1 for k, name in enumerate(description.tensors)}
 
 
@@ -88,7 +87,7 @@ def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, di
     """The library's graph, validated, and the id of each tensor by name.
 
     Args:
-        options: of ``cudnn.pygraph``: the handle, or the properties of a device that need not be there.
+        options: for ``cudnn.pygraph``: the handle, or the properties of a device that may be absent.
     """
     kinds = cudnn.data_type
     double = any(t.dtype == ir.DataType.DOUBLE for t in description.tensors.values())
@@ -110,9 +109,9 @@ def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, di
 
 
 def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: bool, tf32: bool) -> list[int]:
-    """The plans that the library's heuristics name for ``description``, by index, those that always work at the end.
+    """Indices of the plans that the library's heuristics propose; the fallback plans come last.
 
-    Which of them break a rule (rounding to TF32, sums in half precision, other results in every run) shows when they are built.
+    Building a plan shows whether it breaks a rule: rounds to TF32, sums in half precision, or gives other results in every run.
     """
     try:
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -124,10 +123,10 @@ def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: 
 
 
 def barred(description: Description, *, deterministic: bool, tf32: bool) -> list[str]:
-    """What no plan for ``description`` may do, by the names in ``cudnn.numerical_note``.
+    """Names in ``cudnn.numerical_note`` of everything that plans for ``description`` must not do.
 
-    Only operands of float32 could be rounded to TF32: what else is of that type, such as the numbers that attention saves for
-    its gradient, says nothing about the products.
+    Only float32 operands can be rounded to TF32. Other float32 tensors, such as the numbers that attention saves for its
+    gradient, do not affect the products.
     """
     found = ["REDUCED_PRECISION_REDUCTION"]
     if deterministic:
@@ -138,7 +137,7 @@ def barred(description: Description, *, deterministic: bool, tf32: bool) -> list
 
 
 def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE) -> Iterator[int]:
-    """Those of ``plans`` that are not barred, build, and want no more than ``limit`` bytes of workspace."""
+    """The ``plans`` that are not barred, build, and need at most ``limit`` bytes of workspace."""
     for index in plans:
         try:
             graph.build_plan_at_index(index)
@@ -149,13 +148,13 @@ def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE)
 
 
 def named(graph: Any, plans: Sequence[int], name: str | None) -> list[int]:
-    """Which of ``plans`` was recorded: plans are known by name, since not every knob of an engine can be given back."""
+    """The ``plans`` with the recorded name; names identify plans, since some engine knobs cannot be set again."""
     return [index for index in plans if graph.get_plan_name_at_index(index) == name]
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A call with a plan, and the workspace that it wants; nodes that ask for the same share it."""
+    """A call with its plan and workspace size; nodes with equal descriptions share it."""
 
     graph: Any
     ids: Mapping[str, int]
@@ -163,7 +162,7 @@ class Built:
 
 
 class Dnn:
-    """Binds calls on one device, as its options allow."""
+    """Binds calls on one device, within its options."""
 
     def __init__(self, device: CudaDevice) -> None:
         try:
@@ -173,7 +172,7 @@ class Dnn:
                 f"the cupy backend needs cudnn-frontend ({error}); run: pip install 'graphc[gpu]'"
             ) from error
         self._cudnn: Any = cudnn
-        self._device, self._tf32 = weakref.proxy(device), device.options.tf32  # it holds this object
+        self._device, self._tf32 = weakref.proxy(device), device.options.tf32  # the device holds this object
         self.deterministic = device.options.deterministic
         self._handle = cudnn.create_handle()
         cudnn.set_stream(handle=self._handle, stream=device.stream.ptr)
@@ -194,7 +193,7 @@ class Dnn:
         return functools.partial(built.graph.execute, pointers, self._room(built.nbytes), self._handle)
 
     def _room(self, nbytes: int) -> int:
-        """Where as much workspace begins; a larger one joins those that bound calls know."""
+        """Address of a workspace of ``nbytes``; earlier workspaces stay, because bound calls use them."""
         if nbytes > self._workspaces[-1].nbytes:
             self._workspaces.append(self._device.zeros(nbytes))
         return int(self._workspaces[-1].data.ptr)
@@ -202,7 +201,7 @@ class Dnn:
     # Choosing a plan ----------------------------------------------------------------------------------------------------
 
     def _build(self, description: Description, arrays: Mapping[str, Any]) -> Built:
-        """With the fastest plan: as it was chosen in an earlier run, or timed now."""
+        """Build the call with its fastest plan, recorded by an earlier run or timed now."""
         key = f"{'tf32 ' * self._tf32}{description!r}"
         found, known = self._load(description, key), self._choices.get(key)
         if found is not None:
@@ -213,18 +212,18 @@ class Dnn:
             found = self._with_plan(description, name)
             self._choices.put(key, name)
         if found is None:
-            raise GraphcError(f"cuDNN built {name} for {description} once, and not again")
+            raise GraphcError(f"cuDNN cannot build plan {name} for {description} again")
         self._keep(found, key)
         return found
 
     def _with_plan(self, description: Description, name: str) -> Built | None:
-        """The call with this plan and no other, which would stay loaded; None where the library no longer has it."""
+        """Build the call with this plan alone, since other plans would stay loaded; None if the library no longer has it."""
         graph, ids, plans = self._proposals(description)
         plan = next(usable(self._cudnn, graph, named(graph, plans, name), sys.maxsize), None)
         return None if plan is None else Built(graph, ids, int(graph.get_workspace_size_plan_at_index(plan)))
 
     def _choose(self, description: Description, arrays: Mapping[str, Any]) -> str:
-        """The name of the fastest plan, or, where runs must be equal, of the first."""
+        """The name of the fastest plan; when deterministic, of the first."""
         graph, ids, plans = self._proposals(description)
         pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
         small = usable(self._cudnn, graph, plans)
@@ -246,7 +245,7 @@ class Dnn:
         return min(ran, key=lambda index: spent[index], default=None)
 
     def _time(self, graph: Any, index: int, pointers: Mapping[int, int]) -> float:
-        """Milliseconds; infinite where the plan does not run."""
+        """Milliseconds for all repeats; infinite if the plan does not run."""
         cuda, stream = self._device.cupy.cuda, self._device.stream
         run = functools.partial(graph.execute_plan_at_index, pointers, self._room(0), index, self._handle)
         begin, end = cuda.Event(), cuda.Event()
@@ -261,7 +260,7 @@ class Dnn:
         end.synchronize()
         return float(cuda.get_elapsed_time(begin, end))
 
-    # On disk: what was chosen, and each plan with its compiled kernel, which takes a second or two to compile --------------
+    # On disk: the choices, and each plan with its compiled kernel, which takes a second or two to compile ------------------
 
     def _file(self) -> Path:
         return cache_path("cudnn", self._device.name, str(self._cudnn.backend_version()), suffix=".json")
@@ -271,7 +270,7 @@ class Dnn:
         return None if path is None else path.with_suffix("") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.plan"
 
     def _load(self, description: Description, key: str) -> Built | None:
-        """The call as it was kept; None where it was not, or where it no longer fits this library or device."""
+        """Load the stored call; None if there is none, or it does not fit this library or device."""
         path = self._plan_file(key)
         if path is None or self._choices.get(key) is None or not path.exists():
             return None

@@ -1,8 +1,8 @@
-"""Scaled dot-product attention and its gradient through cuDNN: scores and probabilities never reach memory.
+"""Scaled dot-product attention and its gradient through cuDNN, without storing scores or probabilities.
 
-The library wants batch, heads, length and size of a head, each with a stride; a layout of the op is just that, and parts of a
-packed projection begin at an offset. So operands are read where the product before left them, and gradients are written where
-the product after them reads.
+The library takes batch, heads, length and head size, each with a stride. A layout of the op gives exactly these, and the parts
+of a packed projection begin at an offset. So cuDNN reads operands where the projection wrote them, and writes gradients where
+the next product reads them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from graphc.ir.facts import describe, dtype_of, shape_of
 from graphc.ir.ops.attention import HEADS, drawn_mask, operand_axes, packed, written
 
 LARGEST_HEAD = 256
-"""Elements of a head up to which the library has plans."""
+"""Largest head size for which the library has plans."""
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operand lies: its form as batch, heads, length, size, and the element at which it begins."""
+    """Where an operand lies: its form as batch, heads, length, size, and its first element."""
 
     form: Tensor
     offset: int = 0
 
     @staticmethod
     def of(shape: Sequence[int], axes: str, dtype: ir.DataType) -> Place:
-        """``axes`` names the axes of a dense tensor of ``shape``, as in a layout of the op."""
+        """The place of a dense tensor of ``shape``; ``axes`` names its axes, as in a layout of the op."""
         dense = Tensor.dense(shape, dtype)
         steps = dict(zip(axes, zip(dense.dims, dense.strides, strict=True), strict=True))
         whole = dense.dims[0] * dense.strides[0]
@@ -49,13 +49,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """y = softmax(scale · q·kᵀ + mask)·v and what each row saves, or the gradient with respect to q, k and v.
+    """y = softmax(scale · q·kᵀ + mask)·v with one saved number per row, or the gradients of q, k and v.
 
     Attributes:
         y: form of the result (forward) and of its adjoint (backward).
-        mask: numbers that are added to the scores, None: none.
-        keep: zeros and ones by which a dropout multiplies the probabilities, and then by ``factor``; None: none.
-        deterministic: of the gradient: sums in one order.
+        mask: form of the numbers added to the scores; None: no mask.
+        keep: form of the dropout mask of zeros and ones that multiplies the probabilities, followed by ``factor``; None: no
+            dropout.
+        deterministic: whether the gradient sums in a fixed order.
     """
 
     q: Tensor
@@ -108,7 +109,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attention node: the call, and for each of its tensors (outputs, inputs of the node by index) where it begins."""
+    """An attention node as a call, with the node's operand index and place of each tensor."""
 
     call: Attention
     inputs: Mapping[str, tuple[int, Place]]
@@ -116,7 +117,7 @@ class Placed:
 
 
 def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
-    """The call that a node is."""
+    """Describe an attention node as a cuDNN call."""
     backward = node.op_type.endswith("Grad")
     layout = node.attributes["layout"].as_string()
     axes = dict(zip(("q", "k", "v", "y"), operand_axes(layout), strict=True))
@@ -145,7 +146,7 @@ def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
 
 
 def _gradients(layout: str, axes: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, tuple[int, Place]]:
-    """Of each gradient the output that it is or is part of."""
+    """For each gradient, the output that holds it (alone, or packed with others)."""
     index = {"qkv"[operand]: output for output, operand in enumerate(written(layout))}
     whole = next((index[name] for name in "qkv" if name in index and packed(axes[name]) is not None), 0)
     return {f"d{name}": (index[name] if packed(axes[name]) is None else whole, places[name]) for name in "qkv"}
@@ -157,11 +158,12 @@ def _mask_form(mask: ir.Value) -> Tensor:
 
 
 def _takes(node: ir.Node) -> bool:
-    """Whether the library has a plan: heads are whole vectors of 16 bytes, one after another, and each row saves a number.
+    """Whether cuDNN has a plan for the node.
 
-    It has none for the gradient of one query and one key. A mask of a dropout must be zeros and ones, or be drawn, so that it
-    can be: the same pass as below draws it.
-    That it saves more can still change, as long as nobody else looks at it: the ``flash_attention`` pass sees to it.
+    Head sizes must be multiples of 16 bytes, head elements contiguous, and each row saves one number. There is no plan for
+    the gradient of one query and one key. A dropout mask must have zeros and ones in q's type, or
+    be drawn by the graph, so that the ``flash_attention`` pass can draw it so. A node that saves the probabilities is accepted
+    if only its gradient reads them: the same pass changes what it saves.
     """
     shift, saved = int(node.op_type.endswith("Grad")), _saved(node)
     lengths = set()
@@ -180,7 +182,7 @@ def _takes(node: ir.Node) -> bool:
 
 
 def _keep(node: ir.Node) -> ir.Value | None:
-    """The mask of a dropout."""
+    """The dropout mask."""
     return (*node.inputs, None)[7] if node.op_type.endswith("Grad") else (*node.inputs, None, None)[4]
 
 
@@ -204,7 +206,9 @@ def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], output
     """
     masked = (node.inputs[4] if node.op_type.endswith("Grad") else (*node.inputs, None)[3]) is not None
     keep, q = _keep(node), node.inputs[1 if node.op_type.endswith("Grad") else 0]
-    rewritten = keep is None or (q is not None and keep.dtype == q.dtype)  # zeros and ones; what was drawn is float32
+    rewritten = keep is None or (
+        q is not None and keep.dtype == q.dtype
+    )  # cuDNN reads the mask's zeros and ones in this type; the drawn mask is float32
     plain = masked and not node.attributes.get_int("finite", 0)
     if node.attributes.get_string("saves", "") != "logsumexp" or plain or not rewritten:
         raise GraphcError(f"{describe(node)} is not in the form that cuDNN takes: run the pass flash_attention")

@@ -1,7 +1,7 @@
 """Convolutions and their gradients through cuDNN.
 
-The library takes the axes as batch, channels, space and finds out from strides how they lie, so one description serves both
-orders; with channels last it computes on tensor cores. A single spatial axis becomes two, of which the first has size 1.
+The library takes the axes as batch, channels, space and reads their order in memory from the strides, so one description
+serves both layouts; with channels last it uses tensor cores. A single spatial axis becomes two, the first of size 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Convolution:
         kind: ``Conv``, ``ConvGradInput`` or ``ConvGradWeight``.
         x, w, y: the three tensors of the forward convolution (or their gradients), as batch or M, channels, space.
         begin, end: padding in front and behind.
-        bias: whether a number for each channel of y is added.
+        bias: whether each channel of y gets a bias added.
         activation: empty or ``relu``.
     """
 
@@ -54,7 +54,7 @@ class Convolution:
 
     @property
     def skips(self) -> bool:
-        """Whether windows of one pixel lie apart, so that most of x takes no part."""
+        """Whether windows of one pixel lie apart, so that the convolution skips most of x."""
         return set(self.w.dims[2:]) == {1} and max(self.strides) > 1
 
     @property
@@ -84,12 +84,12 @@ class Convolution:
 
 
 def last_memory_order(count: int) -> list[int]:
-    """The axes of batch, channels, space from the slowest to the fastest where channels come last."""
+    """The axes batch, channels, space from slowest to fastest, with channels last."""
     return [0, *range(2, count), 1]
 
 
 def convolution_of(node: ir.Node) -> Convolution:
-    """The convolution that a node is; its inputs are in the order of :attr:`Convolution.operands`."""
+    """Describe a node as a convolution; its inputs are in the order of :attr:`Convolution.operands`."""
     last = node.op_type.startswith(PREFIX)
     kind = node.op_type.removeprefix(PREFIX)
     first, second = (shape_of(v) for v in node.inputs[:2])
@@ -118,7 +118,7 @@ def _tensor(shape: Sequence[int], dtype: ir.DataType, last: bool) -> Tensor:
 
 
 def _plain(node: ir.Node) -> bool:
-    """Whether the library has plans: some elements, one to three spatial axes, and no activation where there is no bias."""
+    """Whether the library has plans: nonempty tensors, one to three spatial axes, and a bias with any activation."""
     if node.attributes.get_string("activation", "") and (len(node.inputs) < 3 or node.inputs[2] is None):
         return False
     return all(0 not in shape_of(v) for v in (*node.inputs[:2], *node.outputs)) and len(shape_of(node.outputs[0])) in (3, 4, 5)

@@ -1,10 +1,10 @@
-"""Matrix products as the library counts them: where operands lie, what happens to the result, and the call that says so.
+"""Matrix products as cuBLASLt describes them: layouts, epilogue, and the call.
 
     d = epilogue(alpha · a · b + c + bias)          row-major, ``batch`` times
 
-cuBLASLt counts columns first. A row-major D = A·B is the column-major Dᵀ = Bᵀ·Aᵀ, so the operands change places and nothing
-is copied; an operand whose rows lie side by side is one that the library turns. :class:`GemmCall` holds layouts and attributes
-by the library's own names, so that what it is told can be read, and evaluated, on a machine without it.
+cuBLASLt is column-major. A row-major D = A·B is the column-major Dᵀ = Bᵀ·Aᵀ, so the operands change places and nothing
+is copied; the library transposes an operand whose rows lie side by side. :class:`GemmCall` holds layouts and attributes
+by the library's own names, so a machine without the library can print and evaluate them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOMAIN = "graphc.cupy"
 """Domain of the nodes that stand for products inside a segment; they never leave it."""
 
 PRODUCT_OPS = ("Gemm", "MatMul")
-"""Standard ops that become such nodes."""
+"""Standard ops that become product nodes."""
 
 PRODUCT = "product"
 """Key of a product's description in the node's ``meta``."""
@@ -32,16 +32,16 @@ CUDA_TYPES = {ir.DataType.FLOAT: 0, ir.DataType.DOUBLE: 1, ir.DataType.FLOAT16: 
 """``cudaDataType_t`` by element type."""
 
 ROUNDS = 16
-"""Most calls of the library for one product whose batch no single stride describes."""
+"""Most library calls per product when no single stride describes its batch."""
 
 FORWARD = {"": "", "relu": "RELU", "gelu": "GELU"}
 BACKWARD = {"relu_grad": "DRELU", "gelu_grad": "DGELU"}
 
 MASK_BITS, AUX_ELEMENTS = 128, 8
-"""What the leading dimension of a ReLU mask (in bits) and of a GELU operand (in elements) has to be a multiple of."""
+"""Divisor of the leading dimension of a ReLU mask (in bits) and of a GELU operand (in elements)."""
 
 SMALL_K = 128
-"""Summed elements below which an epilogue that writes or reads a second matrix costs more than it saves."""
+"""Fewest summed elements for which an epilogue that writes or reads a second matrix saves time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Strided:
         return Strided(tuple(shape), tuple(reversed(steps)))
 
     def turned(self) -> Strided:
-        """With the last two dimensions exchanged."""
+        """The same elements with the last two dimensions exchanged."""
         return Strided(_swap(self.shape), _swap(self.steps), self.offset)
 
 
@@ -88,7 +88,7 @@ class Matrix:
         return replace(self, rows=self.columns, columns=self.rows, row_step=self.column_step, column_step=self.row_step)
 
     def usable(self) -> Matrix | None:
-        """The same matrix with steps that the library understands; None where it has none."""
+        """The same matrix with steps that the library accepts; None if there are none."""
         row, column = self.row_step, self.column_step
         if self.columns == 1:
             row, column = (1 if self.rows == 1 else row), 1
@@ -108,14 +108,14 @@ class Product:
     Attributes:
         dtype: element type of a and b.
         result: element type of c, bias, d and bias gradient.
-        batch: how many matrices one call multiplies.
-        rounds: how many calls there are.
-        c: what is added, where that is a whole matrix.
+        batch: matrices per call.
+        rounds: number of calls.
+        c: the added matrix, if a whole matrix is added.
         bias: whether a vector of n elements is added to every row.
         epilogue: ``relu``, ``gelu`` (the tanh form), or their gradients: the product times the slope at ``aux``.
-        aux: what ``gelu`` is taken of, or the mask of ``relu`` (a row of bits each): written by the forward epilogues where
-            it is given, read by the gradients.
-        bias_gradient: ``d``: the sum of the rows of the result; ``b``: of b; ``a``: of the columns of a. Another result.
+        aux: the operand of ``gelu``, or the mask of ``relu`` (a row of bits each): forward epilogues write it if it is given,
+            gradients read it.
+        bias_gradient: an additional result: ``d``: the sum of the rows of the result; ``b``: of b; ``a``: of the columns of a.
     """
 
     a: Matrix
@@ -155,11 +155,11 @@ class Product:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but ``alpha`` happens to the result."""
+        """Whether the result is scaled by ``alpha`` and otherwise unchanged."""
         return self.c is None and not self.bias and not self.epilogue and not self.bias_gradient
 
     def text(self) -> str:
-        """One line that names the product, equal for equal products: the key of what was measured."""
+        """The product in one line, the same for equal products: the key of its measured time."""
         matrices = [f"{n}{_steps(m)}" for n, m in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)) if m]
         extra = [self.epilogue, "bias" * self.bias, f"aux{_steps(self.aux)}" if self.aux else ""]
         extra += [f"sum-{self.bias_gradient}" if self.bias_gradient else "", f"alpha{self.alpha:g}" * (self.alpha != 1.0)]
@@ -172,16 +172,17 @@ def _steps(m: Matrix) -> str:
 
 
 def matmul(a: Strided, b: Strided, d: Strided, dtype: ir.DataType, result: ir.DataType) -> tuple[Product, bool] | None:
-    """[…, m, k] · […, k, n] with broadcast batch dimensions, written to ``d``; None where strides do not describe it.
+    """[…, m, k] · […, k, n] with broadcast batch dimensions, written to ``d``; None if strides cannot describe it.
 
-    A result whose rows lie side by side is the product of the operands turned and exchanged, as the second item says.
+    Returns:
+        The product, and whether its operands are exchanged and transposed, as for a result whose rows lie side by side.
     """
     size_m, size_n, size_k = a.shape[-2], b.shape[-1], a.shape[-1]
     outer = d.shape[:-2]
     steps = [_batch_steps(x, len(outer)) for x in (a, b, d)]
     dims = _merged([(size, *(s[k] for s in steps)) for k, size in enumerate(outer) if size > 1])
     while dims and dims[-1][2] == 0 and dims[-1][1] == size_m * a.steps[-2] and dims[-1][3] == size_m * d.steps[-2]:
-        size_m *= dims.pop()[0]  # one matrix b for all: the batch is more rows
+        size_m *= dims.pop()[0]  # one matrix b for all: the batch counts as more rows
     if not dims:
         dims = [(1, 0, 0, 0)]
     if len(dims) > 2:
@@ -201,13 +202,13 @@ def matmul(a: Strided, b: Strided, d: Strided, dtype: ir.DataType, result: ir.Da
 
 
 def _batch_steps(x: Strided, count: int) -> list[int]:
-    """The steps of the ``count`` batch dimensions, 0 where the operand is broadcast."""
+    """The steps of the ``count`` batch dimensions; 0 for a broadcast operand."""
     own = [0 if size == 1 else step for size, step in zip(x.shape[:-2], x.steps[:-2], strict=True)]
     return [0] * (count - len(own)) + own
 
 
 def _merged(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """(size, steps…) of batch dimensions, neighbours joined where all operands walk over them at one pace."""
+    """(size, steps…) of the batch dimensions, merging neighbours with matching strides in all operands."""
     found: list[tuple[int, ...]] = []
     for size, *steps in dims:
         if found and all(outer == inner * size for outer, inner in zip(found[-1][1:], steps, strict=True)):
@@ -218,7 +219,7 @@ def _merged(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def is_product(node: ir.Node) -> bool:
-    """Whether the library can run this Gemm or MatMul, or it is a product already."""
+    """Whether the library can run this Gemm or MatMul, or the node is a product already."""
     if node.domain == DOMAIN:
         return True
     if node.domain != "" or node.op_type not in PRODUCT_OPS or node.outputs[0].dtype not in TYPES:
@@ -227,7 +228,7 @@ def is_product(node: ir.Node) -> bool:
 
 
 def by_rule(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-    """The choice where nothing can be measured, or where the same must be chosen in every run."""
+    """Choose the epilogue without measuring: no GPU is there, or every run must choose the same."""
     return all(p.dtype != ir.DataType.DOUBLE and (p.aux is None or p.k >= SMALL_K) for p in joined)
 
 
@@ -238,15 +239,15 @@ def product_of(node: ir.Node) -> Product:
 
 
 Choose: TypeAlias = Callable[[Sequence[Product], Sequence[Product], int], bool]
-"""(products with the epilogue, without, bytes that a kernel in its place would move) → whether the epilogue is taken."""
+"""(products with the epilogue, products without it, bytes that a kernel would move instead) → whether to take the epilogue."""
 
 
-# What the library is told ------------------------------------------------------------------------------------------------
+# The library's description ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """A matrix column by column: ``rows`` × ``columns``, columns ``ld`` apart, ``batch`` of them ``stride`` apart."""
+    """A column-major matrix: ``rows`` × ``columns``, columns ``ld`` apart, ``batch`` of them ``stride`` apart."""
 
     rows: int
     columns: int
@@ -262,7 +263,7 @@ class GemmCall:
 
     Attributes:
         first, second, addend, result: its A (our b), B (our a), C and D.
-        attributes: attribute of the description by its name in ``cublasLtMatmulDescAttributes_t``, without pointers.
+        attributes: attributes of the descriptor by name in ``cublasLtMatmulDescAttributes_t``, without pointers.
         epilogue: name in ``cublasLtEpilogue_t``.
         beta: factor of C.
     """
@@ -277,7 +278,7 @@ class GemmCall:
 
 
 def call_of(p: Product) -> GemmCall:
-    """The layouts and attributes by which the library computes ``p``."""
+    """The layouts and attributes with which the library computes ``p``."""
     epilogue = _epilogue(p)
     attributes = {"TRANSA": int(_is_turned(p.b)), "TRANSB": int(_is_turned(p.a))}
     kind = CUDA_TYPES[p.result]
@@ -292,7 +293,7 @@ def call_of(p: Product) -> GemmCall:
 
 
 def _is_turned(m: Matrix) -> bool:
-    """Whether the library has to turn what it reads column by column: rows that lie side by side."""
+    """Whether the library must transpose this operand: its rows lie side by side."""
     return m.column_step != 1
 
 
@@ -312,5 +313,5 @@ def _epilogue(p: Product) -> str:
 
 
 def mask_row(columns: int) -> int:
-    """Bits of a row of a ReLU mask."""
+    """Bits per row of a ReLU mask."""
     return -(-columns // MASK_BITS) * MASK_BITS

@@ -1,9 +1,9 @@
-"""Where the operands and results of products lie: views are strides, and need no copy.
+"""Finds where the operands and results of products lie: views become strides, without a copy.
 
     q = Transpose(Reshape(Split(x)))  ─►  MatMul(q, k)        q[b, h, t, j] is x at  b·3HD·T + t·3HD + h·D + j
 
-A value is followed through ops that only move elements, as index arithmetic; where the place of an element in memory is
-linear in its index, its coefficients are the strides that the library takes.
+A value is followed through ops that only move elements, as index arithmetic. If an element's place in memory is linear in its
+index, the coefficients are the library's strides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OperandSource:
 
 
 def sources(value: ir.Value) -> list[OperandSource]:
-    """Where the elements of ``value`` can be read with strides: in itself first, then in what it is a view of."""
+    """Where strides can read the elements of ``value``: in the value itself first, then in the values it is a view of."""
     shape = shape_of(value)
     variables = [Variable(f"d{k}", size) for k, size in enumerate(shape)]
     index: Map = tuple(Linear.of(v) for v in variables)
@@ -57,7 +57,7 @@ def sources(value: ir.Value) -> list[OperandSource]:
 
 
 def scalar_factor(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """(x, factor) of a product or quotient of a tensor by one constant number, of x's shape."""
+    """(x, factor) if ``value`` is x times or divided by one constant number, and has x's shape."""
     if node.domain != "" or node.op_type not in ("Mul", "Div"):
         return None
     for k, other in ((0, 1), (1, 0)) if node.op_type == "Mul" else ((0, 1),):
@@ -69,8 +69,8 @@ def scalar_factor(node: ir.Node) -> tuple[ir.Value, float] | None:
 
 
 def _pulled(producer: ir.Node, value: ir.Value, index: Map) -> tuple[ir.Value, Map] | None:
-    """The operand of which ``value`` is a view, and the index in it."""
-    if producer.op_type == "Gather" and not producer.domain:  # of one constant place it is a view, too
+    """The operand that ``value`` is a view of, and the index into it."""
+    if producer.op_type == "Gather" and not producer.domain:  # a Gather at one constant index is also a view
         return _chosen(producer, index)
     index_map = op_kernel(producer).index_map
     pieces = None if index_map is None else index_map(producer, value.index() or 0, index)
@@ -80,7 +80,7 @@ def _pulled(producer: ir.Node, value: ir.Value, index: Map) -> tuple[ir.Value, M
 
 
 def _chosen(node: ir.Node, index: Map) -> tuple[ir.Value, Map] | None:
-    """One constant place along an axis."""
+    """The single constant index along an axis."""
     data, places = node.inputs[0], constant(node.inputs[1])
     if data is None or places is None or places.size != 1:
         return None
@@ -91,7 +91,7 @@ def _chosen(node: ir.Node, index: Map) -> tuple[ir.Value, Map] | None:
 
 
 def _steps(place: Linear, variables: Sequence[Variable]) -> tuple[int, ...] | None:
-    """The coefficient of each variable, where there is nothing else."""
+    """The coefficient of each variable; None if the offset has other terms."""
     known = dict(place.terms)
     if any(not isinstance(term, Variable) for term in known):
         return None
@@ -100,9 +100,9 @@ def _steps(place: Linear, variables: Sequence[Variable]) -> tuple[int, ...] | No
 
 
 def placed(shape: tuple[int, ...], chain: Sequence[ir.Node]) -> Strided | None:
-    """Where the elements of an array of ``shape`` lie in the result of ``chain``, which moves them, over a reshape of it.
+    """Strides of an array of ``shape`` in the result of ``chain``: ops that move elements of a reshape of it.
 
-    None where they lie at no strides.
+    None if strides cannot describe it.
     """
     variables = [Variable(f"d{k}", size) for k, size in enumerate(shape)]
     index: Map = tuple(Linear.of(v) for v in variables)
@@ -117,7 +117,7 @@ def placed(shape: tuple[int, ...], chain: Sequence[ir.Node]) -> Strided | None:
 
 
 def fitted(a: Sequence[OperandSource], b: Sequence[OperandSource], d: Strided, result: ir.DataType) -> Fitted | None:
-    """The product whose operands are read nearest to their origin."""
+    """The product that reads its operands nearest to their origin."""
     for left, right in _nearest(a, b):
         dtype = left.value.dtype
         if dtype is not None and dtype == right.value.dtype:
@@ -133,7 +133,7 @@ class Fitted:
     """A product and where its operands are read.
 
     Attributes:
-        exchanged: whether the product's a is ``b`` turned, and its b is ``a``.
+        exchanged: whether the product's a is ``b`` transposed, and its b is ``a`` transposed.
     """
 
     product: Product
@@ -148,7 +148,7 @@ class Fitted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result, batch dimensions and a matrix."""
+        """The shape of the result: batch dimensions, rows, columns."""
         a, b = self.a.place.shape, self.b.place.shape
         return (*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])
 

@@ -1,13 +1,13 @@
-"""Calls that run a node in place of a generated kernel: of a library, or of a kernel written by hand.
+"""Registers calls that run a node without codegen: library calls and handwritten kernels.
 
     @node_kernel("CumSum", dtypes=NUMBERS)               text for one or more launches, for CUDA and for the host's compiler
     def cum_sum(node): return [Launch(body, reads={"x": …}, writes={"y": …}, rows=…)]
 
-    @library("Gemm", "MatMul", when=is_product)          bound on the GPU through an object that is made once a device
+    @library("Gemm", "MatMul", when=is_product)          bound on the GPU through one object per device
     def product(device, node, inputs, outputs): return device.library(Products).bind(node, inputs, outputs)
 
-They stand in the op's record (:mod:`graphc.backends.fusion.op_kernels`); importing :mod:`graphc.backends.cupy` registers all.
-A node that has none and cannot be generated runs on the host.
+They are stored in the op's record (:mod:`graphc.backends.fusion.op_kernels`); importing :mod:`graphc.backends.cupy` registers
+all. A node without one that codegen cannot handle runs on the host.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ STORED = tuple(expressions.STORAGE)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel that is written by hand.
+    """One launch of a handwritten kernel.
 
     Attributes:
         body: C statements for one ``row`` (``0 <= row < rows``) over the names of ``reads``, ``updates`` and ``writes``, which
             are pointers to the storage types of :data:`.expressions.STORAGE`. ``LANES`` threads share a row when it has
-            columns; :mod:`.prelude` names what may be used.
+            columns; :mod:`.prelude` lists the names that it may use.
         reads: values that are only read, by the name of their pointer.
         updates: values that an earlier launch wrote and this one reads and overwrites.
         writes: values that this launch writes first.
-        rows, columns: how the work is spread over threads.
+        rows, columns: the work to spread over threads.
         block: a whole block of threads works on a row and may use ``SHARED`` and ``SYNC``; loops step by ``THREADS``.
-        lanes: threads that share a row; 0: what suits the columns.
+        lanes: threads that share a row; 0: chosen by the columns.
         head: functions and types in front of the kernel.
-        moved: bytes that it moves, where it touches a part of its operands only; else 0.
+        moved: bytes moved, if the kernel touches only a part of its operands; else 0.
     """
 
     body: str
@@ -60,7 +60,7 @@ class Launch:
     moved: int = 0
 
     def source(self) -> KernelSource:
-        """As the source of a kernel, whose operands are the reads, the updates and the writes."""
+        """The launch as a kernel source; its operands are the reads, the updates and the writes."""
         read = [f"const {_storage(v)}* {name}" for name, v in self.reads.items()]
         changed = [f"{_storage(v)}* {name}" for name, v in (*self.updates.items(), *self.writes.items())]
         text = f"{self.head}\nKERNEL $name({', '.join([*read, *changed])}) {{\nFOR_ROWS(row) {{\n{self.body}\n}}\n}}"
@@ -75,10 +75,10 @@ BindRule: TypeAlias = Callable[[Any, ir.Node, Sequence["Array | None"], Sequence
 
 @dataclass(frozen=True, slots=True)
 class NodeKernel:
-    """An op with a kernel of its own.
+    """A handwritten kernel of an op.
 
     Attributes:
-        dtypes: the element types of the first operand for which it holds.
+        dtypes: the supported element types of the first operand.
         when: further condition on the node, whose shapes are static.
     """
 
@@ -90,13 +90,13 @@ class NodeKernel:
 
 @dataclass(frozen=True, slots=True)
 class LibraryOp:
-    """An op that a library of the vendor runs.
+    """An op that a vendor library runs.
 
     Attributes:
         bind: (device, node, inputs, outputs) → closure that queues the call.
-        cost: ``convolution`` or ``attention``, by which its time is predicted; empty: by the bytes that it moves.
-        workspace: name and bytes of the memory that the library takes on a device; calls with one name share it.
-        launches_kernels: whether it launches kernels of this package, which every device runs.
+        cost: ``convolution`` or ``attention``, the model that predicts its time; empty: predicted by the bytes it moves.
+        workspace: name and bytes of the library's workspace on a device; calls with the same name share it.
+        launches_kernels: whether the call launches kernels of this package, which every device runs.
     """
 
     op: str
@@ -111,7 +111,7 @@ class LibraryOp:
 def node_kernel(
     *ops: str, dtypes: Sequence[ir.DataType] = FLOATS, when: Condition | None = None
 ) -> Callable[[KernelRule], KernelRule]:
-    """Register the kernel of ``ops`` (``"CumSum"``, ``"graphc::MaxPoolGrad"``); of several the first that accepts is taken."""
+    """Register a kernel of ``ops`` (``"CumSum"``, ``"graphc::MaxPoolGrad"``); the first one that accepts a node runs it."""
 
     def register(function: KernelRule) -> KernelRule:
         for op in ops:
@@ -140,7 +140,7 @@ def library(
 
 
 def special(node: ir.Node) -> NodeKernel | LibraryOp | None:
-    """What runs the node in place of a generated kernel: a library, else a kernel of its own; None: neither."""
+    """The library call or handwritten kernel that runs the node, in this order of preference; None: neither."""
     found = op_kernel(node)
     return next((call for call in (*found.libraries, *found.kernels) if _accepts(call, node)), None)
 
@@ -153,24 +153,24 @@ def _accepts(entry: NodeKernel | LibraryOp, node: ir.Node) -> bool:
 
 
 def operands(node: ir.Node) -> list[ir.Value | None]:
-    """The inputs of a node, then what its bodies read from around it; constants of those are theirs."""
+    """The inputs of a node, then the values that its bodies capture, except constants."""
     if not any(True for _ in bodies(node)):
         return list(node.inputs)
     return [*node.inputs, *(v for v in captured(node) if constant(v) is None and v not in node.inputs)]
 
 
 def wanted(value: ir.Value) -> bool:
-    """Whether anything reads this output of a node."""
+    """Whether the graph uses this output of a node."""
     return bool(value.uses()) or value.is_graph_output()
 
 
 def results(node: ir.Node) -> list[ir.Value]:
-    """The outputs of a node without those that are left out."""
+    """The outputs of a node, without absent ones."""
     return [v for v in node.outputs if v.dtype is not None and (static_dims(v) is not None or wanted(v))]
 
 
 def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:
-    """Memory that the launches of one node hand on to each other; it lies in the scratch of the segment."""
+    """A buffer between the launches of one node, in the segment's scratch."""
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
 
 

@@ -1,9 +1,9 @@
-"""Measured choices on disk: what was found fastest, by a text that names the task, for one device and library version.
+"""Stores tuning results on disk: the fastest choice per task, for one device and library version.
 
     {"bfloat16>bfloat16 1x16384x3072x768 a(768,1,0) …": {"algorithm": [17, …], "seconds": 0.00012}, …}
 
-Several processes may measure at the same time: each merges its finds into the file under a lock and puts the new file in the
-old one's place at once. A file that cannot be read is ignored with a warning, and measured anew.
+Several processes may measure at the same time: each merges its results into the file under a lock and replaces the file
+atomically. An unreadable file is ignored with a warning, and its choices are measured again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Choices:
-    """The choices of one file.
+    """The choices stored in one file.
 
     Args:
         path: the file; None keeps them in memory only.
@@ -30,11 +30,11 @@ class Choices:
         self._found: dict[str, Any] = {} if path is None else _read(path)
 
     def get(self, key: str) -> Any:
-        """What was chosen, or None."""
+        """The stored choice, or None."""
         return self._found.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Remember a choice (of JSON's types) here and on disk; a disk that refuses is warned about, once a call."""
+        """Store a choice (of JSON's types) in memory and on disk; warns at each call that cannot write."""
         self._found[key] = value
         if self.path is None:
             return
@@ -66,6 +66,6 @@ def _read(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        with contextlib.suppress(OSError):  # without locks the replacement alone keeps the file whole
+        with contextlib.suppress(OSError):  # without locks, the atomic replacement alone keeps the file whole
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
