@@ -1,1 +1,1 @@
-"""The fusion compiler: the parts that no target owns."""
+"""The fusion compiler: everything that is independent of the target."""

@@ -1,4 +1,4 @@
-"""Elementwise ops as C expressions of their operands at the same place."""
+"""C expressions of the elementwise ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backends.fusion.expressions import compute_type, literal
 
 Expression: TypeAlias = Callable[[Sequence[str], ir.Node, ir.DataType], str]
-"""(operands as C text, node, element type in which it computes) → C text of one element."""
+"""(operands as C text, node, compute type) → C text of one element."""
 
 
 def _f(name: str, dtype: ir.DataType) -> str:
@@ -28,7 +28,7 @@ def infix(sign: str) -> Expression:
 
 
 def fold(rule: Expression) -> Expression:
-    """A variadic op as a chain of binary ones, from the left."""
+    """Expand a variadic op into a chain of binary ones, from left to right."""
 
     def chain(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
         total = a[0]
@@ -46,7 +46,7 @@ def _attribute(node: ir.Node, name: str, default: float) -> float:
 def extreme(sign: str) -> Expression:
     def rule(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
         x, y = a
-        if dtype.is_floating_point():  # NaN wins, as in numpy
+        if dtype.is_floating_point():  # NaN propagates, as in numpy
             return f"(({x} {sign} {y} || {x} != {x}) ? {x} : {y})"
         return f"({x} {sign} {y} ? {x} : {y})"
 
@@ -62,7 +62,7 @@ def modulo(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
 
 
 def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    if not dtype.is_floating_point():  # pow of a GPU may be off by its last bit, so that 5³ becomes 124
+    if not dtype.is_floating_point():  # a GPU's pow may be off in the last bit: 5³ would become 124
         return f"whole_power<{compute_type(dtype)}>({a[0]}, {a[1]})"
     exponent = a[1].strip("()").rstrip("f")
     try:

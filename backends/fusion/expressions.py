@@ -1,7 +1,7 @@
-"""C types of element types: how values lie in memory, are loaded, stored, written as literals and cast.
+"""C types of the element types: storage, loads, stores, literals and casts.
 
-Half precisions are kept in memory as 16 bits and computed with in float; a value is rounded where it is stored and where a
-Cast says so, not between the ops of one kernel.
+Half precisions are stored as 16 bits and computed in float; a value is rounded when it is stored and at a Cast, not between the
+ops of one kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STORAGE: Mapping[ir.DataType, str] = {
     ir.DataType.INT2: "signed char",
     ir.DataType.UINT2: "unsigned char",
 }
-"""Element type → type of its memory."""
+"""Element type → C type in memory."""
 
 HALVES = {ir.DataType.FLOAT16: "half", ir.DataType.BFLOAT16: "bfloat"}
 
@@ -46,19 +46,19 @@ SMALL = {
     ir.DataType.FLOAT8E4M3FN: "e4m3fn", ir.DataType.FLOAT8E4M3FNUZ: "e4m3fnuz", ir.DataType.FLOAT8E5M2: "e5m2",
     ir.DataType.FLOAT8E5M2FNUZ: "e5m2fnuz", ir.DataType.FLOAT8E8M0: "e8m0", ir.DataType.FLOAT4E2M1: "e2m1",
 }  # fmt: skip
-"""Floats of a byte or less, which are computed with in float (``codegen/device_functions``)."""
+"""Floats of a byte or less, computed in float (``codegen/device_functions``)."""
 
 BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataType.UINT2: 2}
-"""Whole numbers of less than a byte, each in a byte of its own, as numpy holds them."""
+"""Integers of less than a byte; each takes one byte, as in numpy."""
 
 
 NARROW = dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16), "int")
 NARROW[ir.DataType.UINT32] = "long long"
-"""Whole numbers to which a float comes by way of wider ones, so that what is too large or negative keeps its low bits."""
+"""Integer types that a float reaches through a wider integer, so that overflow and negative values keep the low bits."""
 
 
 def compute_type(dtype: ir.DataType) -> str:
-    """The C type in which values of ``dtype`` are computed."""
+    """The C type that computes values of ``dtype``."""
     if dtype in HALVES or dtype in SMALL:
         return "float"
     return "bool" if dtype == ir.DataType.BOOL else "int" if dtype in BITS else STORAGE[dtype]
@@ -70,7 +70,7 @@ def stored_bytes(dtype: ir.DataType) -> int:
 
 
 def load(dtype: ir.DataType, place: str) -> str:
-    """The value at ``place``."""
+    """C text that loads the value at ``place``."""
     if dtype in HALVES:
         return f"{HALVES[dtype]}_load({place})"
     if dtype in SMALL:
@@ -81,14 +81,14 @@ def load(dtype: ir.DataType, place: str) -> str:
 
 
 def stored(dtype: ir.DataType, value: str) -> str:
-    """``value`` as it lies in memory."""
+    """``value`` converted to its storage type."""
     if dtype in HALVES:
         return f"{HALVES[dtype]}_store({value})"
     return f"{SMALL[dtype]}::store({value}, false)" if dtype in SMALL else f"({STORAGE[dtype]}){value}"
 
 
 def wrapped(dtype: ir.DataType, value: str) -> str:
-    """The low bits of ``value`` as a number of so many bits."""
+    """The low bits of ``value``, as many as ``dtype`` has."""
     shift = 32 - BITS[dtype]
     if STORAGE[dtype] == "signed char":
         return f"((int)((unsigned int)({value}) << {shift}) >> {shift})"
@@ -118,7 +118,9 @@ def literal(dtype: ir.DataType, value: Any) -> str:
 
 
 def cast(source: ir.DataType, target: ir.DataType, value: str, node: ir.Node) -> str:
-    """``value`` of compute type ``source`` as that of ``target``; ``node``: the Cast, which says how to round."""
+    """``value`` converted between the compute types of ``source`` and ``target``; ``node``: the Cast, which gives the
+    rounding.
+    """
     if source == target:
         return value
     if target == ir.DataType.BOOL:
@@ -133,6 +135,6 @@ def cast(source: ir.DataType, target: ir.DataType, value: str, node: ir.Node) ->
         return f"{SMALL[target]}::round((float){value}, {saturate})"
     if target in BITS:
         return wrapped(target, f"(int){value}")
-    if source.is_floating_point() and target in NARROW:  # as on CPUs; CUDA's own conversion ends at 0 and the greatest
+    if source.is_floating_point() and target in NARROW:  # wraps as on CPUs; CUDA's own conversion saturates
         value = f"({NARROW[target]}){value}"
     return f"(({compute_type(target)}){value})"

@@ -1,13 +1,12 @@
-"""C source of one fused kernel, made by pulling each result through the nodes that define it.
+"""Generates the C source of one fused kernel from the nodes that define its results.
 
-A kernel walks over **rows** (the dimensions that stay) and, where it reduces, over the **columns** of each row. What does
-not depend on the column is computed once a row; every level of reductions is one loop over the columns:
+A kernel loops over **rows** (the dimensions that stay) and, if it reduces, over the **columns** of each row. A value that is
+independent of the column is computed once a row; each level of reductions is one loop over the columns:
 
     softmax     row → loop: maximum → loop: Σ exp(x − maximum) → loop: store exp(x − maximum) ÷ Σ
 
-Between two elementwise nodes, ops that only move elements are index arithmetic (:mod:`~graphc.backends.fusion.indexing`). A
-thread takes a vector of neighbours at once (:class:`.Form`): of elements, of columns where these are neighbours in memory, else
-of rows.
+Ops that only move elements become index arithmetic (:mod:`~graphc.backends.fusion.indexing`). A thread takes a vector of
+neighbours (:class:`.Form`): of elements, of columns if these are contiguous in memory, else of rows.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from graphc.ir.facts import dtype_of, input_of, producer_of, shape_of, size_of
 Stores = Sequence[tuple[ir.Value, str]]
 
 LONG = 1 << 14
-"""Columns beyond which a softmax finds maximum and sum in one loop (M. Milakov and N. Gimelshein, 2018): reading a row twice
-costs more than correcting the sum when the maximum grows."""
+"""Columns beyond which a softmax computes maximum and sum in one loop (M. Milakov and N. Gimelshein, 2018): reading a row twice
+costs more than correcting the sum when the maximum grows.
+"""
 
 
 class Generator(Values):
     """Generates the source of ``spec``.
 
     Args:
-        in_memory: whether a value lies in memory when the kernel starts.
+        in_memory: whether a value is in memory when the kernel starts.
 
     Raises:
         NotFusibleError: a value that is neither in memory nor computable here.
@@ -47,7 +47,7 @@ class Generator(Values):
         super().__init__(spec, in_memory, form or Form())
 
     def source(self) -> KernelSource:
-        """The whole kernel."""
+        """The source of the whole kernel."""
         body: list[str] = []
         for level in self._levels():
             body += self._reduce(level)
@@ -58,14 +58,14 @@ class Generator(Values):
         return self._source([*body, *self._row_stores([s for s in stores if s not in whole])], stores)
 
     def divides(self) -> bool:
-        """Whether :meth:`halves` can be made: one level of reductions, on which nothing of the whole shape depends."""
+        """Whether :meth:`halves` applies: one level of reductions, and no full-shape result depends on them."""
         whole = [v for v in self.spec.stores if size_of(v) != self.spec.rows]
         return len(self._levels()) == 1 and not self._online() and not any(self._reductions_before(v, {}) for v in whole)
 
     def halves(self) -> tuple[KernelSource, KernelSource]:
-        """The kernel in two: many blocks add up parts of the columns of one row, then the parts are added up.
+        """Split the kernel in two: blocks sum parts of one row's columns, then a second kernel sums the parts.
 
-        For a kernel that :meth:`divides`.
+        Requires :meth:`divides`.
         """
         nodes = self.spec.reductions
         stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
@@ -91,7 +91,7 @@ class Generator(Values):
         return first, self._source([*body, *self._row_stores(single)], single, types)
 
     def innermost(self, along: str) -> tuple[Variable | None, int]:
-        """The variable of which neighbours may form a vector, and over how many elements; after a source was made."""
+        """The variable whose neighbours may form a vector, and their number; call it after generating a source."""
         groups = (self._columns if along == "columns" else self._rows).merged()
         if not groups:
             return None, 1
@@ -138,7 +138,7 @@ class Generator(Values):
         return KernelSource(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
 
     def _levels(self) -> list[list[ir.Node]]:
-        """Reductions by how many others of the kernel come before them."""
+        """The kernel's reductions, grouped by dependency depth."""
         level: dict[ir.Node, int] = {}
         online = self._online()
         for node in self.spec.reductions:
@@ -150,7 +150,7 @@ class Generator(Values):
         return [[n for n in self.spec.reductions if level[n] == k] for k in range(count)]
 
     def _online(self) -> dict[ir.Node, ir.Node]:
-        """Sums of exp(x − maximum) over long rows → the maximum, which is found in the same loop."""
+        """Sums of exp(x − maximum) over long rows → the maximum that the same loop computes."""
         if self.form.strided or self.spec.columns <= LONG:
             return {}
         found = {}
@@ -165,7 +165,7 @@ class Generator(Values):
         return found
 
     def _inside(self, value: ir.Value | None, op_type: str) -> ir.Node | None:
-        """The node of this type that makes ``value`` in this kernel."""
+        """The node of this op type in this kernel that produces ``value``."""
         node = value.producer() if value is not None and not self._in_memory(value) else None
         return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
@@ -184,7 +184,7 @@ class Generator(Values):
         return found
 
     def _reduce(self, nodes: Sequence[ir.Node], *, final: bool = True, beside: Stores = ()) -> list[str]:
-        """One loop over the columns that adds up all of ``nodes`` and stores what is ``beside`` them."""
+        """One loop over the columns that accumulates ``nodes`` and stores the values ``beside`` them."""
         strided, online = self.form.strided, {s: m for s, m in self._online().items() if s in nodes and m in nodes}
         names = {node: self._name("s") for node in sorted(nodes, key=lambda n: n in online)}
         before, after = [], []
@@ -225,7 +225,7 @@ class Generator(Values):
         return self._loop(before, inside, after)
 
     def _loop(self, before: list[str], inside: Any, after: list[str]) -> list[str]:
-        """One loop over the columns, behind whatever its body needs of the row."""
+        """One loop over the columns, after the row statements that its body needs."""
         self._loop_number += 1
         self._scope = Scope()
         results = inside()
@@ -253,7 +253,7 @@ class Generator(Values):
         return self._written(value, name, flatten(kept, shape), None if self.spec.axes else self._row)
 
     def _written(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
-        """The statement that stores an element; in ``scope`` whole vectors may be stored behind their last element."""
+        """The statement that stores an element; in ``scope`` the last element of a vector may store the whole vector."""
         if packs(value):
             return self._written_bit(value, name, offset, scope)
         result = self._pull(value, unflatten(offset, shape_of(value)), None, root=True)
@@ -267,21 +267,21 @@ class Generator(Values):
         return self._stored(value, f"{pack}.at[v]", result)
 
     def _stored(self, value: ir.Value, place: str, result: str) -> str:
-        """The statement that writes ``result``; what is a bfloat already is not rounded again."""
+        """The statement that writes ``result``; a value that is already a bfloat is not rounded again."""
         if dtype_of(value) == ir.DataType.BFLOAT16 and result in self._exact:
             return f"{place} = {self._exact[result]};"
         return expressions.store(dtype_of(value), place, result)
 
     def _written_bit(self, value: ir.Value, name: str, offset: Any, scope: Scope | None) -> str:
-        """The statement that adds the bit of an element to a byte, which is stored behind the last of its vector."""
+        """The statement that adds an element's bit to a byte, which the last element of its vector stores."""
         mask = input_of(producer_of(value))
         bit = self._pull(mask, unflatten(offset, shape_of(mask)), None)
         whole = scope is not None and self._is_whole(offset, scope)
         self._traffic.append(Access(value, offset, scope is not None and bool(self.spec.axes), whole, self._loop_number))
-        if self.form.variable is None:  # a look at what the kernel reads and writes, before its vectors are chosen
+        if self.form.variable is None:  # a trial run that finds the kernel's reads and writes, before its vectors are chosen
             return expressions.store(ir.DataType.UINT8, f"{name}[({self._text(offset)}) / {BITS}]", bit)
         if not whole or scope is None or self.form.vector != BITS:
-            raise NotFusibleError(f"bits of {mask.name} in vectors of {self.form.vector}")
+            raise NotFusibleError(f"{mask.name} is packed by vectors of {BITS}, got {self.form.vector}")
         byte = self._name("w")
         scope.heads.append(f"unsigned char {byte} = 0;")
         scope.tails.append(f"{name}[({self._text(offset, base=True)}) / {BITS}] = {byte};")

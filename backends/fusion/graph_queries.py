@@ -1,4 +1,4 @@
-"""Who reads a value of a segment, behind the reshapes that cost nothing, and taking nodes out."""
+"""Finds the readers of a segment's values through free reshapes, and removes nodes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from graphc.backends.fusion.reductions import reduced_axes
 from graphc.ir.facts import input_of, shape_of
 
 INTO = "graphc.into"
-"""Mark of a node that changes its first operand in place, whose memory is that of its result."""
+"""Metadata key of a node that updates its first operand in place: operand and result share memory."""
 
 
 def sweep(graph: ir.Graph) -> None:
-    """Remove the nodes whose results nobody reads."""
+    """Remove the nodes whose results are unused."""
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             graph.remove(node, safe=True)
 
 
 def drop(graph: ir.Graph, node: ir.Node) -> None:
-    """Remove a node, and what reads its results, as far as nothing comes of them."""
+    """Remove a node and its readers, unless a result of the graph depends on them."""
     for out in node.outputs:
         for user, _ in list(out.uses()):
             if user.graph is graph:
@@ -33,7 +33,7 @@ def drop(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def stand_in(old: ir.Value, new: ir.Value) -> None:
-    """Let ``new`` be read in place of ``old``, under whose name a result of the graph stays known."""
+    """Replace ``old`` by ``new``, which takes over its name if it is a result of the graph."""
     if old.is_graph_output():
         name = old.name
         old.name = f"{name}.replaced"
@@ -42,7 +42,7 @@ def stand_in(old: ir.Value, new: ir.Value) -> None:
 
 
 def users(value: ir.Value) -> Iterator[tuple[ir.Node, int, ir.Value]]:
-    """(node, input, value) of all that read ``value`` or a reshape of it."""
+    """(node, input, value) of every node that reads ``value`` or a reshape of it."""
     for user, index in list(value.uses()):
         if index == 0 and op_kernel(user).same_memory:
             yield from users(user.outputs[0])
@@ -58,7 +58,7 @@ def is_kept(value: ir.Value) -> bool:
 
 
 def only_user(value: ir.Value) -> tuple[ir.Node, int, ir.Value] | None:
-    """The one node that reads the value, behind reshapes; None where there are several, or it is a result."""
+    """The only node that reads the value, through reshapes; None if there are several or it is a result."""
     if is_kept(value):
         return None
     found = list(users(value))
@@ -79,7 +79,7 @@ def in_memory(value: ir.Value) -> ir.Value:
 
 
 def ends(value: ir.Value) -> bool:
-    """Whether the value only moves on to a result of the graph, or to what changes it in place."""
+    """Whether the value only moves to a result of the graph or to a node that updates it in place."""
     while not value.is_graph_output():
         user = direct_user(value)
         if user is not None and INTO in user.meta and user.inputs[0] is value:
@@ -91,12 +91,12 @@ def ends(value: ir.Value) -> bool:
 
 
 def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
-    """Whether the node is a Cast, which rewrites move, and which memory may do without."""
+    """Whether the node is a standard Cast: rewrites move it, and memory may hold its operand instead."""
     return node is not None and node.op_type == "Cast" and node.domain == ""
 
 
 def before_cast(value: ir.Value | None) -> ir.Value | None:
-    """The float32 number of which ``value`` is a rounded copy."""
+    """The float32 value that a Cast rounded to ``value``."""
     producer = None if value is None else value.producer()
     if not is_cast(producer):
         return None
@@ -105,7 +105,7 @@ def before_cast(value: ir.Value | None) -> ir.Value | None:
 
 
 def row_sums(value: ir.Value, length: int) -> Iterator[ir.Node]:
-    """The sums of the rows of ``value``, rows of ``length`` elements."""
+    """The nodes that sum ``value`` over its rows of ``length`` elements."""
     for user, index, seen in users(value):
         if user.op_type == "ReduceSum" and user.domain == "" and index == 0:
             axes = reduced_axes(user)

@@ -3,8 +3,8 @@
     Linear({row: 768, column: 1}) // 768  ─►  row            where 0 ≤ column < 768
     Linear({row: 768, column: 1}) % 768   ─►  column
 
-Every Reshape, Transpose, Slice, Expand or Split between two elementwise nodes is such a form, so that it costs no memory
-pass of its own.
+Every Reshape, Transpose, Slice, Expand or Split between two elementwise nodes becomes such a form, so that it costs no pass
+over memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Linear:
         return Linear(tuple((t, c * factor) for t, c in self.terms), self.constant * factor)
 
     def bounds(self) -> tuple[int, int]:
-        """The least and the greatest value."""
+        """The least and the greatest value of the form."""
         low = high = self.constant
         for term, coefficient in self.terms:
             reach = coefficient * (_extent(term) - 1)
@@ -103,7 +103,7 @@ class Linear:
         return Linear.of(Remainder(rest, by))
 
     def _steps(self, by: int) -> tuple[int, Linear, Linear]:
-        """(s, q, r) with self = s · q + r, 0 ≤ r < s, where s divides ``by``; s = 1 where there are no such steps."""
+        """(s, q, r) with self = s · q + r, 0 ≤ r < s, where s divides ``by``; s = 1 if no greater one exists."""
         step = by
         for _, coefficient in sorted(self.terms, key=lambda pair: -abs(pair[1])):
             step = math.gcd(step, coefficient)
@@ -115,7 +115,7 @@ class Linear:
         return 1, self, Linear()
 
     def _split(self, by: int) -> tuple[Linear, Linear]:
-        """(q, r) with self = by · q + r, where r takes the terms that ``by`` does not divide."""
+        """(q, r) with self = by · q + r; r holds the terms that ``by`` does not divide."""
         whole = tuple((t, c // by) for t, c in self.terms if c % by == 0)
         rest = tuple((t, c) for t, c in self.terms if c % by)
         shift = self.constant // by
@@ -131,7 +131,7 @@ class Linear:
                     yield inner, 0
 
     def text(self, names: Mapping[Variable, str]) -> str:
-        """As a C expression."""
+        """The form as a C expression."""
         parts = []
         for term, coefficient in self.terms:
             if isinstance(term, Variable):
@@ -157,7 +157,7 @@ def _quotient(of: Linear, by: int) -> Quotient:
 
 
 def _extent(term: Term) -> int:
-    """One more than the greatest value of a term, whose least value is 0."""
+    """The extent of a term, which takes values from 0: its greatest value plus one."""
     if isinstance(term, Variable):
         return term.size
     if isinstance(term, Remainder):
@@ -179,7 +179,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def flatten(index: Map, shape: Sequence[int]) -> Linear:
-    """The offset of the element in a contiguous array."""
+    """The element's offset in a contiguous array."""
     total = Linear()
     for part, stride in zip(index, row_major(shape), strict=True):
         total = total + part * stride
@@ -187,7 +187,7 @@ def flatten(index: Map, shape: Sequence[int]) -> Linear:
 
 
 def unflatten(offset: Linear, shape: Sequence[int]) -> Map:
-    """The index in an array of ``shape`` of the element at ``offset``."""
+    """The index, in an array of ``shape``, of the element at ``offset``."""
     parts = []
     for k, (size, stride) in enumerate(zip(shape, row_major(shape), strict=True)):
         part = offset // stride if stride > 1 else offset
@@ -197,13 +197,13 @@ def unflatten(offset: Linear, shape: Sequence[int]) -> Map:
 
 @dataclass(slots=True)
 class Domain:
-    """Loop variables, of which neighbours merge into one where every index allows it."""
+    """Loop variables; neighbours merge into one if every index allows it."""
 
     variables: list[Variable]
     used: list[Linear] = field(default_factory=list)
 
     def merged(self) -> list[list[Variable]]:
-        """Groups of neighbouring variables that may run as one: each use has coefficient(k) = coefficient(k+1) · size(k+1)."""
+        """Groups of neighbouring variables that can merge: coefficient(k) = coefficient(k+1) · size(k+1) in every use."""
         groups: list[list[Variable]] = []
         uses = [_coefficients(linear) for linear in self.used]
         for variable in (v for v in self.variables if v.size > 1):

@@ -1,4 +1,4 @@
-"""What a generated kernel computes, and what comes out: its text with the operands it takes."""
+"""The specification of a generated kernel, and its source text with operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphc.backends.fusion.indexing import Linear, Variable
 
 
 class NotFusibleError(Exception):
-    """The kernel cannot compute this value; it has to be in memory before."""
+    """The kernel cannot compute this value; it must already be in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class KernelSpec:
     """What one kernel computes.
 
     Attributes:
-        shape: the dimensions it walks over.
+        shape: the dimensions it loops over.
         axes: those of them that are columns; empty for an elementwise kernel.
         reductions: the reduction nodes it evaluates, in topological order; each reduces ``axes`` of ``shape``.
         stores: the values it writes, of the whole shape or of one element a row.
@@ -41,12 +41,12 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One place where a kernel reads or writes an array.
+    """One access of a kernel to an array.
 
     Attributes:
         offset: the element, by loop variables.
         inner: whether it is inside a loop over the columns; otherwise once a row.
-        whole: whether elements come in vectors.
+        whole: whether elements are accessed as vectors.
         loop: number of the loop over the columns.
     """
 
@@ -59,14 +59,14 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a kernel's elements are dealt to threads.
+    """How a kernel distributes its elements over threads.
 
     Attributes:
         vector: neighbouring elements that a thread takes at once, as one access of up to 16 bytes.
         along: what ``vector`` counts: ``columns`` or ``rows``.
-        variable: the loop variable of these elements; None where ``vector`` is 1.
+        variable: the loop variable of these elements; None if ``vector`` is 1.
         strided: whether neighbouring threads take neighbouring rows, and threads further apart share the columns of a row.
-        held: (value, offset) of what is loaded once and kept in registers for all loops over the columns.
+        held: (value, offset) of loads that stay in registers for all loops over the columns.
     """
 
     vector: int = 1
@@ -81,17 +81,17 @@ class KernelSource:
     """A generated kernel.
 
     Attributes:
-        body: the function, which calls itself ``$name`` and takes its sizes from the macros of :meth:`text`.
+        body: the function text; its name is ``$name`` and its sizes are the macros of :meth:`text`.
         operands: the values it reads, then those it writes, in the order of its parameters.
         reads: how many of the operands it only reads.
         rows, columns: the extent of its loops.
-        form: how its elements are dealt to threads.
-        traffic: where it reads and writes memory.
-        partials: element types of the partial totals, ``SPLITS`` × rows each, that stand behind the operands of both halves
-            of a reduction whose columns several blocks share.
-        totals: how many totals each block leaves, where these are of its columns; else 0: one for each of its rows.
-        moved: bytes that move, where the kernel touches a part of its operands only; else 0.
-        reach: the greatest index that the kernel computes, which may be one of a value that is not in memory.
+        form: how its elements are distributed over threads.
+        traffic: its reads and writes of memory.
+        partials: element types of the partial totals, ``SPLITS`` × rows each, which follow the operands of both halves of a
+            reduction whose columns several blocks share.
+        totals: totals that each block leaves if these are sums over columns; 0: one for each of its rows.
+        moved: bytes that move, if the kernel touches only a part of its operands; else 0.
+        reach: the greatest index that the kernel computes, also of values that are not in memory.
     """
 
     body: str

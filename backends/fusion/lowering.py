@@ -1,4 +1,4 @@
-"""Values of a generated kernel, pulled through the nodes that define them to what lies in memory."""
+"""Lowers the values of a generated kernel, from its results back to memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Scope:
     """Statements of a row, or of an element.
 
     Attributes:
-        heads: once for all elements of a vector.
-        lines: for each of them.
-        tails: once behind them.
-        known: what has a name already.
+        heads: run once, before a vector's elements.
+        lines: run for each element of the vector.
+        tails: run once, after its elements.
+        known: the name of each value that has one.
     """
 
     heads: list[str] = field(default_factory=list)
@@ -35,10 +35,10 @@ class Scope:
 
 
 class Values:
-    """Expressions for elements of values, and the index arithmetic in them.
+    """Generates the expressions of a kernel's values and their index arithmetic.
 
     Args:
-        in_memory: whether a value lies in memory when the kernel starts.
+        in_memory: whether a value is in memory when the kernel starts.
 
     Attributes:
         uses: (value, offset) of loads inside loops → the loops.
@@ -56,7 +56,7 @@ class Values:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all text."""
+        """Discard the generated text."""
         axes = self.spec.axes
         self._rows = Domain([v for k, v in enumerate(self._variables) if k not in axes])
         self._columns = Domain([v for k, v in enumerate(self._variables) if k in axes])
@@ -67,15 +67,15 @@ class Values:
         self._row = Scope()
         self._scope = self._row
         self._uniform: set[str] = set()
-        self._exact: dict[str, str] = {}  # names of what is a bfloat → as it is stored
+        self._exact: dict[str, str] = {}  # names of rounded bfloat values → the stored bits
         self._varying: set[str] = set()
         self._loop_number = 0
         self._here: dict[tuple[ir.Value | None, int], Linear] = {}
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
-        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        """The name or literal of element ``index`` of ``value``; read only if ``guard`` holds."""
         if value is None:
-            raise NotFusibleError("an operand is left out")
+            raise NotFusibleError("an operand is omitted")
         known = constant(value)
         if known is not None and known.size == 1:
             return literal(dtype_of(value), known.reshape(-1)[0])
@@ -110,7 +110,9 @@ class Values:
         return name
 
     def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
-        """A new variable in ``scope``; of a vector of rows each has its own, which the loops over the columns find again."""
+        """Define a variable in ``scope``; in a vector of rows each row has its own, which the loops over the columns can
+        read.
+        """
         name = self._name(letter)
         if scope is self._row and self.form.strided:
             scope.heads.append(f"{kind} {name}[VECTOR];")
@@ -126,7 +128,7 @@ class Values:
         return name
 
     def _varies(self, text: str) -> bool:
-        """Whether elements of one vector differ in ``text``; the compiler does not find out what is equal for all of them."""
+        """Whether ``text`` differs between elements of one vector; the C compiler does not detect that it does not."""
         words = re.findall(r"\w+", text)
         if self.form.variable is None or "v" in words or not self._varying.isdisjoint(words):
             return True
@@ -138,7 +140,7 @@ class Values:
         return False
 
     def _scope_of(self, index: Map, guard: str | None) -> Scope:
-        """Where a value with this index is computed: once a row unless it depends on the column."""
+        """The scope that computes a value with this index: the row's unless it depends on the column."""
         names = {v.name for part in (*index, *self._here.values()) for v, _ in part.variables()}
         if guard is not None:
             names.add(guard)
@@ -165,9 +167,9 @@ class Values:
         return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
 
     def _is_whole(self, offset: Linear, scope: Scope) -> bool:
-        """Whether the elements of a vector are neighbours in memory, the first of them at a multiple of the vector's length.
+        """Whether a vector's elements are contiguous in memory and aligned to the vector's length.
 
-        What is read where the vector begins must not depend on a place that is found out element by element.
+        The address of the vector must not depend on an index that is computed element by element.
         """
         form = self.form
         if form.variable is None:
@@ -185,7 +187,9 @@ class Values:
         return found == 1 and offset.constant % form.vector == 0
 
     def _is_same(self, offset: Linear) -> bool:
-        """Whether all elements of a vector read one place: their index counts in quotients by multiples of its length only."""
+        """Whether all elements of a vector read one address: the vector's variable occurs only in quotients by multiples
+        of its length.
+        """
         form = self.form
         if form.variable is None or any(v not in self._variables for v, _ in offset.variables()):
             return False
@@ -198,9 +202,9 @@ class Values:
         return True
 
     def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool, guard: str | None) -> str:
-        """The vector that holds the elements at ``offset``: loaded here, or held in registers by an earlier loop.
+        """The vector of elements at ``offset``: loaded here, or kept in registers by an earlier loop.
 
-        Where ``guard`` forbids the load, it is zeros.
+        It holds zeros if ``guard`` is false.
         """
         kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
         load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
@@ -244,7 +248,7 @@ class Values:
         return text
 
     def guarded(self, when: Sequence[tuple[Linear, int, int]], guard: str | None) -> str | None:
-        """The name of the condition that low ≤ linear < high in each of ``when``; None where that is always so."""
+        """The name of the condition low ≤ linear < high for each of ``when``; None if it always holds."""
         tests, linears = [], []
         for linear, low, high in when:
             least, most = linear.bounds()
@@ -265,27 +269,27 @@ class Values:
         return name
 
     def _is_uniform(self, linears: Sequence[Linear], guard: str | None) -> bool:
-        """Whether a condition is the same for all elements of a vector, so that it may forbid the whole of a load."""
+        """Whether a condition is the same for all elements of a vector, so that it can guard a vector load."""
         if self.form.variable is None or not (guard is None or guard in self._uniform):
             return False
         used = {v for linear in linears for v, _ in linear.variables()}
         return self.form.variable not in used and used <= set(self._variables)
 
     def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
-        """The name or literal that holds element ``index`` of ``value``; what ``guard`` forbids is not read."""
+        """The name or literal of element ``index`` of ``value``; read only if ``guard`` holds."""
         return self._pull(value, index, guard)
 
     def number(self, value: ir.Value) -> str:
-        """The only element of a value in memory, as text for any place in the kernel."""
+        """The only element of a value in memory, as text that is valid anywhere in the kernel."""
         self._traffic.append(Access(value, Linear(), False, False, self._loop_number))
         return f"{self._operands.setdefault(value, f'x{len(self._operands)}')}[0]"
 
     def of_vector(
         self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
     ) -> str | None:
-        """The name of a ``kind`` that holds something for all elements of a vector, made once from the number of the first.
+        """The name of a ``kind`` computed once for a vector, from the offset of its first element.
 
-        None where a vector does not hold neighbours, the first of which has a number that ``multiple`` divides.
+        None if the vector is not contiguous, or ``multiple`` does not divide the offset of its first element.
         """
         scope = self._scope_of(index, guard)
         if self.form.vector % multiple or not self._is_whole(offset, scope):
@@ -295,11 +299,11 @@ class Values:
         return name
 
     def is_reshape(self, node: ir.Node) -> bool:
-        """Whether the node's result is its operand's memory."""
+        """Whether the node's result shares its operand's memory."""
         return op_kernel(node).same_memory
 
     def is_read(self, value: ir.Value) -> bool:
-        """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
+        """Whether this kernel reads ``value`` from memory instead of computing it."""
         return self._in_memory(value)
 
     def text(self, linear: Linear) -> str:
@@ -307,12 +311,12 @@ class Values:
         return self._text(linear)
 
     def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
-        """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
+        """The index in [0, ``size``) in element ``at`` of ``indices``; a negative one counts from the end."""
         known = constant(indices)
         if known is not None and known.size == 1:
             return Linear.of(int(known.reshape(-1)[0]) % size)
         read = self._pull(indices, at, guard)
-        # An index out of range would be a wild read; clamped it is only a wrong number, and labels are checked before.
+        # Clamping turns an out-of-range index into a wrong number instead of a wild read; labels are checked before.
         wrapped = f"({read} < 0 ? {read} + {size} : {read})"
         scope = self._scope_of(at, guard)
         return Linear.of(Variable(self._define(scope, "i", "INDEX", f"(INDEX)clamp_index({wrapped}, {size})"), size))
@@ -322,7 +326,7 @@ class Values:
         if kernel.element is not None:
             return kernel.element(self, node, index, guard)
         if kernel.expression is None:
-            raise NotFusibleError(f"{node.op_type} is no expression")
+            raise NotFusibleError(f"{node.op_type} has no expression")
         operands = [
             "" if operand is None else self._pull(operand, views.broadcast(index, shape_of(operand)), guard)
             for operand in node.inputs
@@ -330,19 +334,19 @@ class Values:
         return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
 
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
-        """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
+        """The name of the class ``index`` among ``size`` classes, as an integer of the kernel's index width."""
         return self._define(self._scope_of(at, guard), "i", "INDEX", f"class_index({index}, {size})")
 
     def here(self, indices: ir.Value | None, axis: int) -> Linear | None:
-        """The place that ``indices`` are known to hold, because it is the one for which an element is scattered."""
+        """The known value of ``indices`` along ``axis``, while an element is scattered there."""
         return self._here.get((indices, axis))
 
     def scattered_here(
         self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
     ) -> str:
-        """An update, for the one element that takes it: what it gathers by the same indices is the element in its own place.
+        """An update for the one element that takes it: a gather by the same indices reads the element in its own place.
 
-        Other elements compute something that they do not take, so nothing of it may be known by name behind it.
+        Other elements compute it too and discard it, so names defined here must not be reused afterwards.
         """
         before = [(scope, dict(scope.known)) for scope in (self._row, self._scope)]
         self._here[key] = here
@@ -360,7 +364,7 @@ class Values:
         return f"{letter}{self._count}"
 
     def _text(self, linear: Linear, *, base: bool = False) -> str:
-        """A mark for ``linear`` (at the first element of a vector), written out once it is known which variables merge."""
+        """A placeholder for ``linear`` (at the first element of a vector), resolved once the merged variables are known."""
         self._linears.append((linear, base))
         self._rows.used.append(linear)
         self._columns.used.append(linear)

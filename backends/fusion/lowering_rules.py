@@ -1,8 +1,8 @@
-"""Expressions of a kernel that are more than arithmetic on the elements at one place: reads at computed places, random words.
+"""Lowering rules beyond elementwise arithmetic: reads at computed indices, random words.
 
 DropoutMask: the mask of element i is a function of i, the seed and the step, so that a dropout costs no memory
-GeluGrad: the slope in one function, which shares what its terms have in common
-MaxPoolTapsGrad: the few windows that an element is in are asked whether it was their maximum
+GeluGrad: one function computes the slope, so that its terms share subexpressions
+MaxPoolTapsGrad: each element checks the few windows that contain it for whether it is their maximum
 """
 
 from __future__ import annotations
@@ -26,52 +26,54 @@ from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 WORDS = 4
-"""What one block of Philox gives."""
+"""Words in one Philox block."""
 
 
 class Lowering(Protocol):
-    """The lowering of one kernel, as far as a rule may use it. ``guard`` names the condition under which anything is read."""
+    """The part of a kernel's lowering that rules may use. ``guard`` names the condition under which a value is read."""
 
     def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
-        """The name or literal that holds element ``index`` of ``value``."""
+        """The name or literal of element ``index`` of ``value``."""
 
     def number(self, value: ir.Value) -> str:
-        """The only element of a value in memory, as text for any place in the kernel."""
+        """The only element of a value in memory, as text that is valid anywhere in the kernel."""
 
     def is_read(self, value: ir.Value) -> bool:
-        """Whether this kernel reads ``value`` from memory; otherwise it computes it."""
+        """Whether this kernel reads ``value`` from memory instead of computing it."""
 
     def is_reshape(self, node: ir.Node) -> bool:
-        """Whether the node's result is its operand's memory."""
+        """Whether the node's result shares its operand's memory."""
 
     def text(self, linear: Linear) -> str:
         """``linear`` as part of the kernel's text."""
 
     def guarded(self, when: Sequence[tuple[Linear, int, int]], guard: str | None) -> str | None:
-        """The name of the condition that low ≤ linear < high in each of ``when``; None where that is always so."""
+        """The name of the condition low ≤ linear < high for each of ``when``; None if it always holds."""
 
     def place(self, indices: ir.Value | None, at: Map, size: int, guard: str | None) -> Linear:
-        """An index in [0, ``size``) that element ``at`` of ``indices`` holds; a negative one counts from the end."""
+        """The index in [0, ``size``) in element ``at`` of ``indices``; a negative one counts from the end."""
 
     def here(self, indices: ir.Value | None, axis: int) -> Linear | None:
-        """The place that ``indices`` are known to hold, because it is the one for which an element is scattered."""
+        """The known value of ``indices`` along ``axis``, while an element is scattered there."""
 
     def scattered_here(
         self, updates: ir.Value | None, at: Map, key: tuple[ir.Value | None, int], here: Linear, guard: str | None
     ) -> str:
-        """An element of ``updates`` for the one place ``here`` that takes it; ``key``: the indices, and their axis."""
+        """The element of ``updates`` for the one place ``here`` that takes it; ``key``: the indices and their axis."""
 
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
-        """The name of the place that ``index`` chooses of ``size``, as whole number of the kernel's width."""
+        """The name of the class ``index`` among ``size`` classes, as an integer of the kernel's index width."""
 
     def of_vector(
         self, kind: str, offset: Linear, index: Map, guard: str | None, multiple: int, text: Callable[[str], str]
     ) -> str | None:
-        """The name of a ``kind`` for all elements of a vector, made from the number of the first; None: no such vector."""
+        """The name of a ``kind`` computed once for a vector, from the offset of its first element; None if that is not
+        possible.
+        """
 
 
 def gather(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """An element of input 0 whose place along ``axis`` is read from input 1."""
+    """An element of input 0 at the index along ``axis`` that input 1 holds."""
     data, indices = node.inputs[0], node.inputs[1]
     shape, places = shape_of(data), shape_of(indices)
     axis = node.attributes.get_int("axis", 0) % len(shape)
@@ -80,7 +82,7 @@ def gather(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def gather_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """An element of input 0 whose place along ``axis`` is read from the same element of input 1."""
+    """An element of input 0 at the index along ``axis`` that the same element of input 1 holds."""
     data, indices = node.inputs[0], node.inputs[1]
     shape = shape_of(data)
     axis = node.attributes.get_int("axis", 0) % len(shape)
@@ -90,13 +92,13 @@ def gather_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) -
 
 
 def scatter_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """ScatterElements of one element a row: everywhere else the element of input 0."""
+    """ScatterElements of one element a row; all others are input 0's."""
     data, indices, updates = node.inputs
     axis = node.attributes.get_int("axis", 0) % len(index)
     wanted = tuple(1 if k == axis else size for k, size in enumerate(shape_of(data)))
     reduction = node.attributes.get_string("reduction", "none")
     if shape_of(indices) != wanted or reduction not in ("none", "add"):
-        raise NotFusibleError("ScatterElements of several elements a row")
+        raise NotFusibleError("ScatterElements updates several elements a row")
     at = (*index[:axis], Linear(), *index[axis + 1 :])
     place, old = g.element(indices, at, guard), g.element(data, index, guard)
     new = g.scattered_here(updates, at, (indices, axis), index[axis], guard)
@@ -106,7 +108,7 @@ def scatter_elements(g: Lowering, node: ir.Node, index: Map, guard: str | None) 
 
 
 def gather_nd(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """An element of the slice that an index tuple names."""
+    """GatherND: an element of the slice at an index tuple."""
     data, indices = node.inputs[0], node.inputs[1]
     shape, places = shape_of(data), shape_of(indices)
     batch, depth = node.attributes.get_int("batch_dims", 0), places[-1]
@@ -116,9 +118,9 @@ def gather_nd(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """0 where the Philox word of the element is below the threshold, else 1 ÷ (1 − ratio).
+    """0 if the element's Philox word is below the threshold, else 1 ÷ (1 − ratio).
 
-    Philox gives words by fours. A vector of neighbours asks for all of theirs at once; an element by itself throws three away.
+    Philox generates four words at once. A vector of neighbours uses all four; a single element discards three.
     """
     values, out = required_declaration(node).attribute_values(node), node.outputs[0]
     dtype = dtype_of(out)
@@ -148,7 +150,7 @@ def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> s
 
 
 def _scalar(g: Lowering, value: ir.Value) -> str | None:
-    """A constant, a number in memory or a product of such, as text for any place in the kernel; None: something else."""
+    """A constant, a number in memory or a product of these, as text that is valid anywhere in the kernel; else None."""
     known, node = constant(value), value.producer()
     if known is not None:
         return expressions.literal(ir.DataType.INT64, known.reshape(-1)[0])
@@ -176,7 +178,7 @@ def pooled_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -
         when += [(tap, 0, kernel) for tap, kernel in zip(taps, window.kernel, strict=True)]
         inside = g.guarded(when, guard) or guard
         slope, noted = (g.element(node.inputs[k], (batch, *at, channel), inside) for k in range(2))
-        terms.append(f"({noted} == {g.text(flatten(taps, window.kernel) + 1)} ? {slope} : 0)")  # what is not read is 0
+        terms.append(f"({noted} == {g.text(flatten(taps, window.kernel) + 1)} ? {slope} : 0)")  # an unread operand is 0
     return f"({' + '.join(terms)})"
 
 
@@ -191,21 +193,21 @@ def triangle(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def diagonal(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """EyeLike."""
+    """EyeLike: 1 on a diagonal, 0 elsewhere."""
     shift, dtype = node.attributes.get_int("k", 0), dtype_of(node.outputs[0])
     one, zero = expressions.literal(dtype, 1), expressions.literal(dtype, 0)
     return f"({g.text(index[1])} == {g.text(index[0])} + {shift} ? {one} : {zero})"
 
 
 def gelu_gradient(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """dy · Gelu'(x), with constants that the type of x does not round."""
+    """dy · Gelu'(x); the constants are not rounded to x's type."""
     slope = "gelu_tanh_slope" if node.attributes.get_string("approximate", "none") == "tanh" else "gelu_slope"
     dy, x = (g.element(v, index, guard) for v in node.inputs)
     return f"({dy} * {slope}({x}))"
 
 
 def unpacked(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """An element of a mask that is held as bits; of the mask itself where this kernel makes the bits."""
+    """An element of a bit mask; of the mask itself in the kernel that packs it."""
     bits, (*outer, last) = input_of(node), index
     producer = bits.producer()
     if producer is not None and not g.is_read(bits):
@@ -215,20 +217,20 @@ def unpacked(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def bit_cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """The same bits as another type of the same width."""
+    """BitCast: the same bits as another type of the same width."""
     source, target = dtype_of(node.inputs[0]), dtype_of(node.outputs[0])
     value = expressions.stored(source, g.element(node.inputs[0], index, guard))
     return expressions.load(target, f"same_bits<{expressions.STORAGE[target]}>({value})")
 
 
 def cast(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """An element as another type."""
+    """Cast: an element as another type."""
     source, target = node.inputs[0], dtype_of(node.outputs[0])
     return expressions.cast(dtype_of(source), target, g.element(source, index, guard), node)
 
 
 def one_hot(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """One of two values, by the class of a place."""
+    """OneHot: one of two values, by the class of a place."""
     depth, values = integers(node, 1), node.inputs[2]
     if depth is None:
         raise NotFusibleError("the depth of OneHot is not constant")

@@ -1,9 +1,9 @@
-"""One record an op: how generated kernels compute it, what that costs, and which call runs it in their place.
+"""One record per op: its code in generated kernels, its cost, its library calls.
 
     "Gelu": OpKernel(e.gelu, work=12, epilogue=Epilogue("gelu", exact=is_tanh_form))
 
-Grouping, code generation, epilogues of products, predictions and the list of ops ask these records. A target adds its calls and
-decompositions to them (:mod:`graphc.backends.cupy.libraries.registry`, :mod:`graphc.backends.cupy.rewrite.rules`).
+Grouping, code generation, epilogues of products, predictions and the list of ops read these records. A target adds its calls
+and decompositions (:mod:`graphc.backends.cupy.libraries.registry`, :mod:`graphc.backends.cupy.rewrite.rules`).
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
     from graphc.ir.builder import Builder
 
 Element: TypeAlias = Callable[[rules.Lowering, ir.Node, Map, str | None], str]
-"""(the lowering of a kernel, node, index of the result, guard) → C text of one element, whose operands it pulls by itself."""
+"""(kernel lowering, node, index of the result, guard) → C text of one element; it lowers its operands itself."""
 
 IndexMap: TypeAlias = Callable[[ir.Node, int, Map], Sequence[views.Piece] | None]
-"""(node, output, index of the result) → where the element comes from; None where this node does more than move elements."""
+"""(node, output, index of the result) → the source of the element; None if the node does more than move elements."""
 
 Decomposition: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value | None] | None]"
-"""(builder, node) → new values for the node's outputs, or None where the rule does not apply."""
+"""(builder, node) → new values for the node's outputs, or None if the rule does not apply."""
 
 
 def every_node(node: ir.Node) -> bool:
-    """No node of the op is excluded."""
+    """Accept every node of the op."""
     return True
 
 
 def is_tanh_form(node: ir.Node) -> bool:
-    """Whether a Gelu, or its gradient, is the approximation by tanh."""
+    """Whether a Gelu or its gradient is the tanh approximation."""
     return node.attributes.get_string("approximate", "none") == "tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """How a matrix product takes the op in.
+    """How a matrix product absorbs the op.
 
     Attributes:
         name: of the library's epilogue.
-        exact: whether the library computes just what the node does; other nodes are taken in only where the user permits it.
-        gradient: the op multiplies the product, its input 0, by a slope that its input 1 decides.
-        signs: the slope depends on a sign only, which the product of the forward op writes as a bit.
+        exact: whether the library computes exactly this node; other nodes are absorbed only if the user permits it.
+        gradient: the op multiplies the product, its input 0, by a slope that depends on its input 1.
+        signs: the slope depends on a sign only, which the forward product writes as a bit.
     """
 
     name: str
@@ -66,23 +66,23 @@ class Epilogue:
 
 @dataclass(slots=True)
 class OpKernel:
-    """How one op is computed. An op without any of the first four is never part of a generated kernel.
+    """How one op is computed. Generated kernels never contain an op without any of the first four fields.
 
     Attributes:
         expression: C text of an elementwise op.
-        element: C text of an op that reads its operands at other places, or asks the generator for more than arithmetic.
+        element: C text of an op that reads its operands at other indices, or needs more of the generator than arithmetic.
         index_map: index arithmetic of an op that moves elements, which costs no pass over memory.
         reduction: how an op reduces axes.
-        typed_by: the operand in whose element type the expression computes.
-        same_memory: the result is the operand's memory under another shape.
+        typed_by: the operand whose element type the expression computes in.
+        same_memory: the result shares the operand's memory under another shape.
         same_elements: the result holds every element of the operand once.
-        neighbours: each element reads several of its operands', which are written to memory rather than computed so often.
-        work: operations of one element, by which grouping weighs computing a value again against reading it.
+        neighbours: each element reads several operand elements, so the operands are written to memory, not computed repeatedly.
+        work: operations per element, by which grouping weighs recomputing a value against reading it.
         instructions: C function that only this op calls → its instructions, for predictions.
-        epilogue: the form in a matrix product.
-        decomposition: the op by simpler ones.
-        decomposed_first: whether that is preferred to everything else that could run the node.
-        libraries, kernels: calls that run nodes in place of a generated kernel; the first that accepts a node runs it.
+        epilogue: its form in a matrix product.
+        decomposition: the op expressed in simpler ops.
+        decomposed_first: whether the decomposition takes precedence over every other way to run the node.
+        libraries, kernels: calls that run nodes instead of a generated kernel; the first that accepts a node runs it.
     """
 
     expression: Expression | None = None
@@ -103,7 +103,7 @@ class OpKernel:
 
     @property
     def is_generated(self) -> bool:
-        """Whether generated kernels know the op."""
+        """Whether generated kernels support the op."""
         return any(way is not None for way in (self.expression, self.element, self.index_map, self.reduction))
 
 
@@ -165,7 +165,7 @@ OP_KERNELS: dict[str, OpKernel] = {
     "ReduceL2": OpKernel(reduction=Reduction(r.zero, "Sum", r.square, r.root)),
     "ReduceSumSquare": OpKernel(reduction=Reduction(r.zero, "Sum", r.square)),
     "ReduceLogSum": OpKernel(reduction=Reduction(r.zero, "Sum", last=r.logarithm)),
-    # Elements that need more than their operands' at the same place
+    # Elements that read more than the operands at the same index
     "Cast": OpKernel(element=rules.cast), "CastLike": OpKernel(element=rules.cast), "BitCast": OpKernel(element=rules.bit_cast),
     "Gather": OpKernel(element=rules.gather), "GatherElements": OpKernel(element=rules.gather_elements),
     "GatherND": OpKernel(element=rules.gather_nd), "ScatterElements": OpKernel(element=rules.scatter_elements),
@@ -180,25 +180,25 @@ _UNKNOWN = OpKernel()
 
 
 def op_kernel(node: ir.Node) -> OpKernel:
-    """The record of a node's op; one that says nothing where there is none."""
+    """The record of a node's op; an empty record if it has none."""
     return OP_KERNELS.get(key_of(node.domain, node.op_type), _UNKNOWN)
 
 
 def record(op: str) -> OpKernel:
-    """The record of an op, to which a target adds what it has."""
+    """The record of an op, created if missing, for a target to extend."""
     return OP_KERNELS.setdefault(op, OpKernel())
 
 
 def reduction_of(node: ir.Node) -> Reduction:
-    """How a reduction node reduces; only for nodes whose record says so."""
+    """How a reduction node reduces; only for ops with a ``reduction``."""
     found = op_kernel(node).reduction
     if found is None:
-        raise KeyError(f"{node.op_type} is no reduction")
+        raise KeyError(f"{node.op_type} is not a reduction")
     return found
 
 
 def is_expression(node: ir.Node) -> bool:
-    """Whether generated kernels know the op; a node of it may still be one that they cannot compute."""
-    # Of Pad, only constant edges are index arithmetic: a rule takes the other modes apart.
+    """Whether generated kernels support the op; they may still reject a particular node."""
+    # Only Pad with constant edges is index arithmetic; a rule decomposes the other modes.
     edges = node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant"
     return op_kernel(node).is_generated and not edges

@@ -1,4 +1,4 @@
-"""Masks that are held as bits: a byte holds eight elements."""
+"""Masks packed into bits: eight elements a byte."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import onnx_ir as ir
 from graphc.ir import DOMAIN
 
 PACKED, UNPACKED = "PackedMask", "UnpackedMask"
-"""Ops of segments: the bits of a mask, and the mask of bits."""
+"""Segment ops that pack a mask into bits and unpack it."""
 
 BITS = 8
-"""Elements of a mask in one byte, the first in the lowest bit; kernels that write a mask take vectors of so many."""
+"""Mask elements in a byte, the first in the lowest bit; kernels that write a mask use vectors of this length."""
 
 
 def packs(value: ir.Value) -> bool:
-    """Whether ``value`` holds the bits of a mask."""
+    """Whether ``value`` holds a packed mask."""
     producer = value.producer()
     return producer is not None and producer.op_type == PACKED and producer.domain == DOMAIN

@@ -1,4 +1,4 @@
-"""Reductions: how columns become one number a row."""
+"""Reductions: how the columns of a row combine into one number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _plain(value: str, dtype: ir.DataType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How columns become one number a row.
+    """How the columns of a row combine into one number.
 
     Attributes:
         start: the total before the first column.
         combine: the device function that adds two contributions.
-        each: what a column contributes.
-        last: what becomes of the total of so many columns.
+        each: the contribution of a column.
+        last: the result, from the total and the number of columns.
     """
 
     start: Callable[[ir.DataType], str]
@@ -76,7 +76,7 @@ def logarithm(total: str, dtype: ir.DataType, count: int) -> str:
 
 
 def reduced_axes(node: ir.Node) -> tuple[int, ...] | None:
-    """The axes that a reduction sums over; None where they are not known."""
+    """The axes that a reduction reduces; None if they are not known."""
     rank = len(shape_of(node.inputs[0]))
     axes = integers(node, 1)
     if len(node.inputs) > 1 and node.inputs[1] is not None and axes is None:
@@ -87,7 +87,7 @@ def reduced_axes(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def known_axes(node: ir.Node) -> tuple[int, ...]:
-    """The same of a reduction that is fused; NotFusibleError where the axes are not known."""
+    """The axes of a fused reduction; NotFusibleError if they are not known."""
     found = reduced_axes(node)
     if found is None:
         raise NotFusibleError(f"the axes of {node.op_type} {node.name} are not constant")

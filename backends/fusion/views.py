@@ -1,4 +1,4 @@
-"""Ops that only move elements, as maps from an index of the result to an index of an operand."""
+"""Ops that only move elements, as maps from a result's index to an operand's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from graphc.ir.facts import constant, shape_of
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where an element of a result comes from.
+    """The source of a result's element.
 
     Attributes:
         operand: index of the node's input; None: the constant ``fill``.
         index: the element of that input.
-        when: (linear, low, high): the piece applies where low ≤ linear < high in every one; later pieces take the rest.
-        fill: operand (an input's index, or None for zero) that stands for elements outside.
+        when: (linear, low, high): the piece applies if low ≤ linear < high for each; later pieces take the rest.
+        fill: operand (an input's index, or None for zero) for elements outside.
     """
 
     operand: int | None
@@ -29,14 +29,14 @@ class Piece:
 
 
 def integers(node: ir.Node, index: int) -> list[int] | None:
-    """The constant integers of an operand; None where they are not known or the operand is left out."""
+    """The constant integers of an operand; None if they are not known or the operand is omitted."""
     value = node.inputs[index] if index < len(node.inputs) else None
     found = constant(value)
     return None if found is None else [int(v) for v in found.reshape(-1)]
 
 
 def broadcast(index: Map, shape: Sequence[int]) -> Map:
-    """The index in an operand of ``shape`` of the element at ``index`` of what it is broadcast to."""
+    """The index in an operand of ``shape`` that is broadcast to the element at ``index``."""
     tail = index[len(index) - len(shape) :]
     return tuple(Linear() if size == 1 else part for part, size in zip(tail, shape, strict=True))
 
@@ -109,7 +109,7 @@ def pad(node: ir.Node, output: int, index: Map) -> Sequence[Piece] | None:
         source[axis] = index[axis] + -pads[k]
         when.append((source[axis], 0, shape[axis]))
         if shape[axis] == 1:
-            source[axis] = Linear()  # nothing else is inside
+            source[axis] = Linear()  # the only index inside
     fill = 2 if len(node.inputs) > 2 and node.inputs[2] is not None else None
     return [Piece(0, tuple(source), tuple(when)), Piece(None, fill=fill)]
 
