@@ -1,12 +1,12 @@
-"""The GPU backend: a segment becomes fused kernels in CUDA C and nodes that a library runs.
+"""The GPU backend: runs a segment as generated CUDA kernels and library calls.
 
     segment ─► decompose ─► group ─► kernels (text, launch shape) and library nodes, in order ─► bound to addresses
 
-The folders, each of which imports only those before it (``backends/fusion`` comes first):
+Each folder imports only those before it (``backends/fusion`` comes first):
 
     codegen · device · libraries · rewrite · fusion · kernels · updates · segment · predict
 
-Only ``device/cuda_*`` and the calls of libraries need a GPU; in the tests the same kernels run on the host.
+Only ``device/cuda_*`` and the library calls need a GPU; in the tests the same kernels run on the host.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from graphc.device import Array, Memory, Run
 
 
 class CupyBackend(Backend):
-    """Segments on one device.
+    """Runs segments on one device.
 
     Args:
-        threads, spin: for the host's side of things; unused.
-        device: the machine; None: the GPU of this worker, by its local rank.
-        cache: segments that earlier processes compiled for such a device; None: each is compiled.
-        choose: which epilogues of products are taken; a GPU that is made here measures that.
-        tf32, deterministic, loose_gelu: see :class:`.protocol.CudaOptions`; of the GPU that is made here.
+        threads, spin: host options of other backends; ignored.
+        device: the device; None: this worker's GPU, by its local rank.
+        cache: segments that earlier processes compiled for such a device; None: every segment is compiled.
+        choose: decides which epilogues of products to use; for the worker's own GPU, measurements decide.
+        tf32, deterministic, loose_gelu: see :class:`.protocol.CudaOptions`; they apply if ``device`` is None.
     """
 
     name = "cupy"
@@ -109,14 +109,14 @@ class CupyBackend(Backend):
         return compiled() if self._cache is None else self._cache.of(model, f"{device.writes_cuda} {options}", compiled)
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """What no plan can hold (shapes that depend on data, sequences, strings) runs on the host."""
+        """Models that a plan cannot hold (data-dependent shapes, sequences, strings) run on the host."""
         LOG.warning("the model runs on the host as a whole: it has sequences, strings, or shapes that depend on data")
         return BACKENDS["numpy"](threads=1).run_whole(model, feeds)
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
     ) -> Run:
-        """An update of flat arrays, in place."""
+        """An in-place update of flat arrays."""
         if not is_elementwise(node):
             return super().bind_kernel(node, inputs, outputs, aliases)
         return bind_update(self.device, node, inputs)
@@ -129,7 +129,7 @@ class CupyBackend(Backend):
 
 
 def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache, Choose]:
-    """The GPU of this worker, the segments compiled for its kind and its libraries' versions, and what measures epilogues."""
+    """This worker's GPU, the compiled segments for its kind and library versions, and a function that measures epilogues."""
     device = CudaDevice(options=options)
     words = (device.name, str(device.runtime_version), version_of_products())
 
@@ -140,10 +140,10 @@ def _gpu(options: CudaOptions) -> tuple[CudaDevice, SegmentCache, Choose]:
 
 
 class CupyPlanner(CupyBackend):
-    """The same with no GPU at hand: it counts what binding a plan asks for, and runs nothing.
+    """The backend without a GPU: it counts what binding a plan needs, and runs nothing.
 
     Args:
-        cache: folder of compiled segments; None: each is compiled.
+        cache: folder of compiled segments; None: every segment is compiled.
     """
 
     memory: PlannedMemory

@@ -1,1 +1,1 @@
-"""Grouping: which nodes become one kernel."""
+"""Grouping: assigns nodes to fused kernels."""

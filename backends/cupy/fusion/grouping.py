@@ -1,9 +1,9 @@
-"""Grouping the nodes of a segment into launches: fused kernels, and nodes that a library or a kernel of their own runs.
+"""Groups the nodes of a segment into launches: fused kernels, library calls and handwritten kernels.
 
     Add ─► ReduceMean ─► Sub ─► Mul ─► … ─► Gemm        becomes        [Add … normalisation] , [Gemm]
 
-What several kernels need is written to memory; everything else lives in registers. A value joins the last kernel that walks
-over the same elements, shares an operand with it, and stands behind everything the value depends on.
+A value that several kernels need is written to memory; all others live in registers. A value joins the last kernel that loops
+over the same elements, shares an operand with it, and comes after everything the value depends on.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from graphc.backends.fusion.reductions import known_axes, reduced_axes
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
 LOOK_BACK = 12
-"""How many earlier kernels a value may join."""
+"""Earlier kernels that are tried for a value."""
 
 SPREAD = 6
-"""Operations that are worth a place in memory where each element would repeat them."""
+"""Operations from which a value is written to memory rather than repeated for each element."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Grouping:
 
     Attributes:
         memory: the values that are written to memory.
-        aliases: value → the value of another shape whose memory it is.
+        aliases: value → the value of another shape whose memory it shares.
     """
 
     launches: list[Launch]
@@ -61,7 +61,7 @@ class Grouping:
 
 
 def in_place_of(value: ir.Value) -> ir.Value:
-    """The value whose memory this one shares because only reshapes stand between them; a result has memory of its own."""
+    """The value whose memory this one shares through reshapes; a result has its own."""
     producer = value.producer()
     while producer is not None and op_kernel(producer).same_memory:
         if value.is_graph_output():
@@ -75,7 +75,7 @@ def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> Grouping:
     """Group the nodes of ``graph``, whose shapes are static.
 
     Args:
-        opaque: nodes that must not be fused because a library runs them better; what cannot be fused is opaque anyway.
+        opaque: selects nodes that a library runs better than a fused kernel; nodes that cannot be fused are opaque anyway.
     """
     return _Grouper(graph, opaque).run()
 
@@ -103,10 +103,10 @@ class _Grouper(Launches):
         kept = {v for launch in self.launches for v in written(launch)}
         return Grouping(self.launches, kept, self.aliases)
 
-    # What is written to memory ------------------------------------------------------------------------------------------
+    # Values in memory ---------------------------------------------------------------------------------------------------
 
     def _choose_memory(self) -> None:
-        """Find the values that cannot or should not live in registers only."""
+        """Find the values that must or should be in memory."""
         found: set[ir.Value] = set(self.graph.outputs)
         for node in self.opaque:
             found.update(node.outputs)
@@ -129,7 +129,7 @@ class _Grouper(Launches):
                         self.memory.add(out)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
-        """Whether several nodes use a value that costs something to compute again."""
+        """Whether several nodes use a value that is expensive to recompute."""
         users = _readers(out)
         if len(users) < 2 or op_kernel(node).index_map is not None or is_cast(node):
             return False
@@ -139,7 +139,7 @@ class _Grouper(Launches):
         return not self._is_cheap(out)
 
     def _is_spread(self, value: ir.Value) -> bool:
-        """Whether every element of something large would compute this anew: a factor for each channel, say."""
+        """Whether every element of a much larger value would recompute this one: a factor per channel, for example."""
         shape = shape_of(value)
         if not shape or shape[-1] == 1 or self.made_of(value)[1] < SPREAD:
             return False
@@ -147,7 +147,7 @@ class _Grouper(Launches):
         return any(math.prod(s) > max(SMALL, 8 * math.prod(shape)) for s in made)
 
     def _is_cheap(self, value: ir.Value) -> bool:
-        """Whether each reader had better compute the value again: what it is made of takes no more memory than itself."""
+        """Whether each reader should recompute the value: its operands take no more memory than the value itself."""
         leaves, work = self.made_of(value)
         return work <= WORK and sum(bytes_read(leaf, size_of(value)) for leaf in leaves) <= nbytes_of(value)
 
@@ -161,7 +161,9 @@ class _Grouper(Launches):
         wanted.reads = self.needed_reads(wanted, len(self.launches))
         first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
         earlier = list(range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1))
-        if wanted.axes:  # sums with sums: what needs only some of them may then share a pass with what needs all
+        if (
+            wanted.axes
+        ):  # reductions with their like: a value that needs only some of them may then share a pass with one that needs all
             earlier.sort(key=lambda k: not _walks_like(self.launches[k], wanted))
         for k in earlier:
             launch = self.launches[k]
@@ -175,7 +177,7 @@ class _Grouper(Launches):
         self.launches.append(wanted)
 
     def _joined(self, kernel: FusedKernel, at: int, new: FusedKernel) -> FusedKernel | None:
-        """``kernel`` with the result of ``new``, or None where they do not go together."""
+        """``kernel`` extended by the result of ``new``; None if they cannot be joined."""
         found = _common_walk(kernel, new)
         if found is None:
             return None
@@ -196,13 +198,13 @@ class _Grouper(Launches):
 
 
 def _walked(value: ir.Value) -> tuple[int, ...]:
-    """The elements that a kernel walks over to write ``value``: its own, or those whose bits it holds."""
+    """The shape that a kernel loops over to write ``value``; for packed bits, that of their mask."""
     (source, *_) = value.producer().inputs if packs(value) else (value,)  # type: ignore[union-attr]
     return shape_of(source)
 
 
 def _readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that use a value, or a wider copy of it: memory holds the narrow one."""
+    """The nodes that use a value or a wider copy of it: memory holds the narrow one."""
     found = []
     for user, _ in value.uses():
         wider = user.outputs[0] if is_cast(user) else None
@@ -218,7 +220,7 @@ def _walks_like(launch: Launch, kernel: FusedKernel) -> bool:
 
 
 def _common_walk(kernel: FusedKernel, new: FusedKernel) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(shape, axes) over which both can walk together."""
+    """The (shape, axes) of a loop that fits both; None if there is no such loop."""
     rows, size = kernel.spec.rows, math.prod(kernel.shape)
     if new.axes:
         if new.shape != kernel.shape:
@@ -234,9 +236,9 @@ def _common_walk(kernel: FusedKernel, new: FusedKernel) -> tuple[tuple[int, ...]
 
 
 def _walks_well(kernel: FusedKernel) -> bool:
-    """Whether one pass over rows keeps the device busy, so that a kernel may do several things one after another.
+    """Whether one pass over the rows keeps the device busy, so that one kernel may take several steps in order.
 
-    Where neighbouring rows are neighbours in memory, threads take vectors of rows: many more are needed.
+    If neighbouring rows are contiguous in memory, threads take vectors of rows, and many more rows are needed.
     """
     if math.prod(kernel.shape) <= SMALL:
         return True
@@ -247,7 +249,7 @@ def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
     """Whether a fused kernel can compute the node's results from its operands in memory.
 
     Args:
-        reads: what is known of other kernels of the graph.
+        reads: cached reads of the graph's other kernels.
     """
     if any(v is not None and static_dims(v) is None for v in (*node.inputs, *results(node))):
         return False
@@ -263,5 +265,5 @@ def fusible(node: ir.Node, reads: Reads | None = None) -> bool:
     own, known = set(node.outputs), reads or Reads()
     try:
         return all(known.of(spec, lambda v: v not in own) is not None for spec in specs)
-    except (KeyError, ZeroDivisionError):  # the last: an index into nothing
+    except (KeyError, ZeroDivisionError):  # ZeroDivisionError: an index into an empty array
         return False

@@ -1,4 +1,4 @@
-"""The launches of a segment in the making: what each computes and reads, and which values may stay out of memory."""
+"""Launches under construction: their results and reads, and the values they may recompute."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import dtype_of, size_of
 
 OPERANDS = 32
-"""Most arrays one kernel touches: beyond, addresses crowd out values in registers."""
+"""Most arrays of one kernel: with more, addresses displace values in registers."""
 
 WORK = 40
-"""Most operations that are worth doing again in place of reading a value; a few hundred cost as much as the memory."""
+"""Most operations worth repeating instead of reading a value; a few hundred cost as much as the memory."""
 
 SMALL = 1 << 16
-"""Elements below which a kernel costs its launch more than its memory, so that unrelated values may share one."""
+"""Elements below which the launch costs more than the memory, so that unrelated values may share a kernel."""
 
 
 @dataclass(slots=True, eq=False)
 class FusedKernel:
-    """A fused kernel in the making.
+    """A fused kernel under construction.
 
     Attributes:
-        recomputed: values in memory that the kernel computes again from others instead of reading them.
+        recomputed: values in memory that the kernel recomputes instead of reading them.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class FusedKernel:
 
 @dataclass(slots=True, eq=False)
 class Opaque:
-    """A node that is no fused kernel."""
+    """A node that is not part of a fused kernel."""
 
     node: ir.Node
 
@@ -55,10 +55,10 @@ Launch = FusedKernel | Opaque
 
 
 class Launches:
-    """The launches of a graph so far, and what is written to memory.
+    """The launches of a graph so far, and the values written to memory.
 
     Attributes:
-        aliases: value → the value of another shape whose memory it is.
+        aliases: value → the value of another shape whose memory it shares.
         made: value → the launch that writes it.
     """
 
@@ -73,7 +73,7 @@ class Launches:
         self._reads = Reads()
 
     def made_of(self, value: ir.Value) -> tuple[frozenset[ir.Value], int]:
-        """The values in memory from which ``value`` is computed, and how many operations that takes."""
+        """The values in memory from which ``value`` is computed, and the number of operations."""
         node = value.producer()
         if node is None or value in self.memory or node in self.opaque or op_kernel(node).reduction is not None:
             return frozenset([value]), 0
@@ -86,7 +86,7 @@ class Launches:
         return self._costs[value]
 
     def reads_of(self, kernel: FusedKernel, at: int) -> set[ir.Value] | None:
-        """What a kernel that would stand at position ``at`` reads; None where it cannot be generated."""
+        """The reads of a kernel at position ``at``; None if it cannot be generated."""
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
@@ -99,16 +99,16 @@ class Launches:
         return None if found is None else set(found)
 
     def needed_reads(self, kernel: FusedKernel, at: int) -> set[ir.Value]:
-        """What a kernel at position ``at`` reads; NotFusibleError where it cannot be generated."""
+        """The reads of a kernel at position ``at``; NotFusibleError if it cannot be generated."""
         found = self.reads_of(kernel, at)
         if found is None:
             raise NotFusibleError(f"{', '.join(v.name or '' for v in kernel.stores)} cannot be computed from memory")
         return found
 
-    # Clearing up ----------------------------------------------------------------------------------------------------------
+    # Cleanup --------------------------------------------------------------------------------------------------------------
 
     def strip(self) -> None:
-        """Take out what is written and never read."""
+        """Remove stores that are never read."""
         while True:
             needed = set(self.graph.outputs)
             for launch in self.launches:
@@ -133,7 +133,7 @@ class Launches:
         return less
 
     def forget(self) -> None:
-        """Take out of memory what all its readers compute again from fewer bytes than writing and reading it takes."""
+        """Remove values from memory if recomputing them in every reader moves fewer bytes."""
         fixed = {*self.graph.outputs, *self.aliases.values()}
         for launch in self.launches:
             if isinstance(launch, Opaque):
@@ -164,9 +164,9 @@ class Launches:
         self._costs.clear()
 
     def _without_reading(self, value: ir.Value, kernel: FusedKernel, depth: int = 2) -> tuple[frozenset[ir.Value], int]:
-        """(the values to compute again so that a kernel need not read ``value``, bytes that it then reads besides).
+        """(values to recompute so that a kernel need not read ``value``, bytes of the additional reads).
 
-        There are none where that cannot or should not be.
+        No values if that is impossible or not worthwhile.
         """
         node = value.producer()
         if node is None or node in self.opaque or op_kernel(node).reduction is not None:
@@ -183,7 +183,7 @@ class Launches:
         return again, total
 
     def lighten(self) -> None:
-        """Compute again what follows from other operands of the same kernel: a mask from what was normalised, say."""
+        """Recompute values that follow from other operands of the same kernel: a mask from a normalised value, for example."""
         for k, launch in enumerate(self.launches):
             if isinstance(launch, FusedKernel):
                 for value in sorted(launch.reads, key=lambda v: v.name or ""):
@@ -215,5 +215,5 @@ def nbytes_of(value: ir.Value) -> int:
 
 
 def bytes_read(value: ir.Value, size: int) -> int:
-    """Bytes of ``value`` that a kernel over ``size`` elements reads; what is small stays in the caches."""
+    """Bytes of ``value`` that a kernel over ``size`` elements reads; a small value stays in the caches."""
     return 0 if size_of(value) * 32 <= size else min(size_of(value), size) * stored_bytes(dtype_of(value))

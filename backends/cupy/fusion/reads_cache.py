@@ -1,7 +1,8 @@
-"""What kernels read from memory, found out once for kernels that are alike.
+"""Caches the operands that equal kernels read from memory.
 
-Grouping asks of every kernel that it thinks of whether it can be generated, and what it reads. A network repeats its layers:
-the same computation over values of the same shapes and types reads the same operands, whichever values these are.
+Grouping checks for every candidate kernel whether it can be generated, and what it reads. A network repeats its layers: the
+same
+computation over values of the same shapes and types reads the corresponding operands.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from graphc.ir.facts import constant, shape_of
 InMemory = Callable[[ir.Value], bool]
 
 SHORT = 64
-"""Elements of a constant that is told from others by what it holds; a longer one is like itself only."""
+"""Largest constant that is compared by its elements; a larger one equals only itself."""
 
 
 @dataclass(slots=True)
 class Reads:
-    """The operands of kernels, remembered by what the kernels compute.
+    """The operands of kernels, cached by what the kernels compute.
 
-    The nodes of the graph must stay as they are meanwhile.
+    The nodes of the graph must not change meanwhile.
     """
 
     _known: dict[Hashable, tuple[int, ...] | None] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Reads:
     _values: dict[ir.Value, Hashable] = field(default_factory=dict)
 
     def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[ir.Value, ...] | None:
-        """What the kernel of ``spec`` reads, in the order of its parameters; None where it cannot be generated."""
+        """The reads of ``spec``'s kernel, in parameter order; None if it cannot be generated."""
         walk = _Walk(self, in_memory)
         key = walk.key(spec)
         if key not in self._known:
@@ -47,7 +48,7 @@ class Reads:
         return None if found is None else tuple(walk.values[k] for k in found)
 
     def node(self, node: ir.Node) -> Hashable:
-        """What a node does to its operands, whichever these are."""
+        """A node's operation, without its operands."""
         found = self._nodes.get(node)
         if found is None:
             attributes = [(name, str(attr.type), _plain(attr)) for name, attr in sorted(node.attributes.items())]
@@ -55,7 +56,7 @@ class Reads:
         return found
 
     def value(self, value: ir.Value) -> Hashable:
-        """Shape, type and, of a constant, the elements."""
+        """Shape, type and, for a constant, the elements."""
         found = self._values.get(value)
         if found is None:
             known = constant(value)
@@ -65,7 +66,7 @@ class Reads:
 
 
 class _Walk:
-    """One walk from the results of a kernel to what lies in memory; values are known by the order in which they are met."""
+    """One walk from a kernel's results to memory; values are numbered in the order of the walk."""
 
     def __init__(self, reads: Reads, in_memory: InMemory) -> None:
         self._reads, self._in_memory = reads, in_memory
@@ -100,7 +101,7 @@ class _Walk:
 
 
 def _plain(attr: ir.Attr) -> Hashable:
-    """The value of an attribute; of a tensor or a body only which one it is."""
+    """The value of an attribute; tensors and graphs count by identity."""
     value = attr.value
     if isinstance(value, (int, float, str, bytes)):
         return value

@@ -1,10 +1,10 @@
-"""One kernel for what is summed along the rows of an array and across them, as the gradient of a normalisation is.
+"""Joins a kernel that reduces rows with one that reduces columns, as in a normalisation's gradient.
 
     rows    Σ dy·s and Σ dy·s·x̂ of each row           one kernel: threads take a row at a time, keep it in registers
     sums    dx, and Σ dy·x̂ and Σ dy of each column    for its sums and for dx, and add to those of the columns
 
-Alone, the second kernel reads again all that the first has read. Joined, each block leaves a total of each column for the rows
-it had; a small kernel adds these up in a fixed order.
+Alone, the second kernel reads again all that the first has read. Joined, each block leaves a total of each column for its rows;
+a small kernel adds these up in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from graphc.backends.fusion.op_kernels import reduction_of
 from graphc.ir.facts import constant, dtype_of, size_of
 
 REGISTERS = 128
-"""Most registers of a thread for what it holds of a row and for its sums of columns."""
+"""Most registers of a thread for its part of a row and its column sums."""
 
 SHARED = 40 << 10
-"""Bytes of a block's own memory for the totals of its columns."""
+"""Bytes of a block's shared memory for the totals of its columns."""
 
 OTHERS = 56
-"""Registers that a thread takes beside these (by reading what the compiler reports)."""
+"""Further registers of a thread, as the compiler reports them."""
 
 MULTIPROCESSORS, FILE = 132, 1 << 16
-"""Of the device, and registers of each."""
+"""Multiprocessors of the device, and registers of each."""
 
 InMemory = Callable[[ir.Value], bool]
 
@@ -49,7 +49,7 @@ class Crossed:
 
 
 def cross(grouping: Grouping) -> list[Launch | Crossed]:
-    """The launches of a segment, with pairs of kernels joined where both read one large array."""
+    """The launches of a segment; pairs of kernels that read one large array are joined."""
     found: list[Launch | Crossed] = []
     for launch in grouping.launches:
         at = _partner(found, launch, grouping) if isinstance(launch, FusedKernel) else None
@@ -64,7 +64,9 @@ def cross(grouping: Grouping) -> list[Launch | Crossed]:
 
 
 def _partner(before: Sequence[Launch | Crossed], sums: FusedKernel, grouping: Grouping) -> int | None:
-    """The last launch that may wait for ``sums`` and be one with it: nothing between them reads what it writes."""
+    """The position of the last launch that can be delayed and joined with ``sums``: no launch between them reads its
+    results.
+    """
     if not sums.axes or vectorize.contiguous(sums.spec) or _elements(sums) <= SMALL:
         return None
     for k in reversed(range(max(0, len(before) - 4), len(before))):
@@ -98,15 +100,15 @@ def _reads(launch: Launch | Crossed, grouping: Grouping) -> set[ir.Value]:
 
 
 def sources(launch: Crossed, memory: set[ir.Value], *, wide: bool) -> tuple[KernelSource, KernelSource, Shape]:
-    """The kernel, that which adds up its totals, and the launch of the first, whose blocks are the parts of the second.
+    """The joined kernel, the kernel that adds up its totals, and the launch shape of the first.
 
     Args:
-        memory: the values that lie in memory.
-        wide: for a device; on the host one thread does everything.
+        memory: the values in memory.
+        wide: for a device; on the host a single thread runs the kernel.
     """
     found = _source(launch.rows, launch.sums, memory, wide=wide)
     if found is None:
-        raise NotFusibleError(f"{launch.rows.stores[0].name} and {launch.sums.stores[0].name} make no joined kernel")
+        raise NotFusibleError(f"{launch.rows.stores[0].name} and {launch.sums.stores[0].name} cannot be joined in one kernel")
     first, shape = found
     sums = launch.sums
     _, second = Generator(sums.spec, _in_memory([sums], memory), Form(strided=True)).halves()
@@ -127,7 +129,7 @@ def _in_memory(kernels: Sequence[FusedKernel], memory: set[ir.Value]) -> InMemor
 
 
 def _source(rows: FusedKernel, sums: FusedKernel, memory: set[ir.Value], *, wide: bool) -> tuple[KernelSource, Shape] | None:
-    """The joined kernel with its launch; None where it cannot be generated, or takes too many registers."""
+    """The joined kernel with its launch shape; None if it cannot be generated or needs too many registers."""
     if not Generator(sums.spec, _in_memory([sums], memory)).divides():
         return None
     whole = [v for v in (*rows.stores, *sums.stores) if size_of(v) == _elements(rows)]
@@ -164,7 +166,7 @@ def _registers(spec: KernelSpec, lanes: int, vector: int, words: int) -> int:
 
 
 def _shape(spec: KernelSpec, lanes: int, registers: int) -> Shape:
-    """As many blocks as run at once, each with many rows, so that few totals are left to add up."""
+    """Only as many blocks as run at once, with many rows each, so that few totals remain to be added up."""
     threads = max(128, lanes)
     across = threads // lanes
     blocks = MULTIPROCESSORS * max(1, FILE // ((registers + OTHERS) * threads))

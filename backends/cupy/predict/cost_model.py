@@ -1,6 +1,6 @@
-"""Predicts what the calls of a plan take on an H200, from their bytes and operations and the rates in :mod:`.hardware`.
+"""Predicts the time of a plan's calls on an H200, from bytes, operations and the rates in :mod:`.hardware`.
 
-The instructions of generated kernels are counted in their text, with counts that were found by reading compiled kernels.
+The instructions of generated kernels are counted in their text, by counts that were read from compiled kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from graphc.plan.state_rewrites import adapted
 from graphc.report.step_time import PREDICTIONS, Cost, Prediction
 
 RANDOM = {"philox_words": 60 / 4, "philox_word": 75}
-"""Instructions for a random word: one of a block of four, in which multiplications count twice, or one by itself."""
+"""Instructions per random word: one of a block of four, where multiplications count twice, or a single one."""
 
 COSTLY = {
     r"\b(?:exp|log)f?\(": 12,
@@ -60,11 +60,11 @@ COSTLY = {
     r"add_exponential": 7,
     **{rf"{name}\(": count for kernel in OP_KERNELS.values() for name, count in kernel.instructions.items()},
 }
-"""Instructions of C text that takes more than one (by reading what the compiler makes of it)."""
+"""C text that takes more than one instruction → their number, as read from compiled kernels."""
 
 
 def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
-    """The cost of a step of a training graph; nothing is allocated and no GPU is needed."""
+    """The cost of a step of a training graph; it allocates nothing and needs no GPU."""
     device = PlannedDevice()
     backend = CupyBackend(device=device)
     plan = make_plan(adapted(model, backend), shapes, backend)
@@ -82,12 +82,12 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Prediction:
 
 
 def scratch_of(segment: Segment) -> int:
-    """Bytes of the values that calls of a segment hand to each other."""
+    """Bytes of the values that a segment's calls pass to each other."""
     return scratch_layout(segment, {*segment.graph.inputs, *segment.graph.outputs})[2]
 
 
 def _calls(segment: Segment) -> Iterator[KernelCall | NodeCall]:
-    """The calls of a segment; of both branches of an If the first stands for either."""
+    """The calls of a segment; the first branch of an If counts for both."""
     for call in segment.calls:
         if isinstance(call, Control):
             yield from _calls_of(call)
@@ -100,7 +100,7 @@ def _calls_of(control: Control) -> Iterator[KernelCall | NodeCall]:
 
 
 def call_cost(call: KernelCall | NodeCall | Control) -> Cost:
-    """The cost of one call of a segment, of a loop or a branch as a whole."""
+    """The cost of one call of a segment; a loop or branch is one call."""
     if not isinstance(call, Control):
         return cost_of(call)
     costs = [cost_of(inner) for inner in _calls_of(call)]
@@ -134,8 +134,9 @@ def _kernel(call: KernelCall) -> Cost:
 def traffic(source: KernelSource, parts: int = 1) -> int:
     """Bytes that a kernel moves between memory and its threads.
 
-    What several loops over the columns read counts once where the rows that are worked on stay in the cache. So do places
-    in an array that one loop reads in the same order, as those of a window: neighbours find each other's in the cache.
+    Repeated reads by several loops over the columns count once if the rows in progress stay in the cache. So do overlapping
+    reads
+    of one loop in the same order, such as those of a window: neighbours hit each other's lines.
     """
     if not source.traffic:
         return source.moved or sum(nbytes(v) for v in source.operands)
@@ -166,7 +167,7 @@ def _moved_by(access: Access, source: KernelSource) -> int:
         if variable.name not in steps and variable.name[0] in "rc":
             distinct *= variable.size
         elif variable.name not in steps:
-            found *= variable.size  # a place that was read from memory
+            found *= variable.size  # an index that was read from memory
         steps[variable.name] = min(abs(coefficient) or 1, steps.get(variable.name, 1 << 30))
     if not any(name[0] == "r" for name in steps):
         distinct *= found
@@ -176,20 +177,20 @@ def _moved_by(access: Access, source: KernelSource) -> int:
     wanted = source.form.variable
     near = wanted is None or steps.get(wanted.name) in (1, None) or wanted.size == source.form.vector
     looped = any(step == 1 and name[0] in "rc" for name, step in steps.items())
-    if not looped:  # elements far from each other
+    if not looped:  # scattered elements
         return min(distinct * SECTOR, nbytes(access.value))
-    return distinct * itemsize * (1 if near else 4)  # neighbours are found by other threads, in the cache as a rule
+    return distinct * itemsize * (1 if near else 4)  # the rest of a line is usually in the cache, for other threads
 
 
 def _adds_partials(source: KernelSource) -> bool:
-    """Whether this is the second half of a divided sum, which adds up what the first leaves for each row."""
+    """Whether this is the second half of a divided sum, which adds up the partial totals."""
     return "PARTS" in source.body
 
 
 def _instructions(source: KernelSource) -> float:
-    """Instructions for one element, roughly; what is equal for all of a vector is computed once."""
+    """Estimated instructions per element; a value shared by a vector is computed once."""
     form = source.form
-    drawn = set(re.findall(r"(philox_words?)\b(.*?)\)[;, ]", source.body))  # equal ones are drawn once
+    drawn = set(re.findall(r"(philox_words?)\b(.*?)\)[;, ]", source.body))  # equal draws are shared
     total = float(sum(RANDOM[name] for name, _ in drawn))
     varying = {form.variable.name} if form.variable is not None else set()
     for line in source.body.splitlines():
@@ -230,7 +231,7 @@ def _product(node: ir.Node, name: str, moved: int) -> Cost:
 def _convolution(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
     found = convolution_of(node)
     moved = sum(nbytes(v) for v in values)
-    if found.kind != INPUT and found.skips:  # the pixels between those that a window of one pixel meets are not read
+    if found.kind != INPUT and found.skips:  # a strided window of one pixel skips the pixels between
         x = values[0]
         moved -= nbytes(x) - nbytes(x) * int(np.prod(found.y.dims[2:])) // int(np.prod(found.x.dims[2:]))
     channels, _, *positions = found.w.dims[1], *found.y.dims[1:]
@@ -253,11 +254,11 @@ def _attention(node: ir.Node, name: str, values: Sequence[ir.Value]) -> Cost:
 
 
 RULES = {"convolution": _convolution, "attention": _attention}
-"""Kind of library call → its cost; of any other, what it moves counts."""
+"""Kind of library call → its cost function; any other call costs its bytes."""
 
 
 def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
-    """The launches of all updates, which follow each other: over flat arrays, as a trainer joins them."""
+    """The launches of all consecutive updates, joined over flat arrays as the trainer does."""
     arrays: dict[str | ir.Value, Array] = {}
 
     def array(value: ir.Value) -> Array:
@@ -280,7 +281,7 @@ def _updates(plan: Plan, device: PlannedDevice) -> Iterator[Cost]:
 
 
 def update_cost(name: str, rows: int, moved: int) -> Cost:
-    """The cost of one launch of updates of ``rows`` buffers."""
+    """The cost of one launch that updates ``rows`` buffers."""
     return Cost("updates", f"{name} x{rows}", max(MIN_LAUNCH, LAUNCH + moved / KERNEL_MEMORY), moved)
 
 

@@ -1,7 +1,7 @@
-"""Measures every call of a step on the GPU, beside the time that the cost model predicts.
+"""Measures every call of a step on the GPU and compares it with the cost model.
 
-The step is not captured here: each call is queued between two events on the compute stream. Before every row of calls a kernel
-keeps the device busy for as long as the host needs to queue the row, so that no event waits for the host.
+The step is not captured: each call is queued between two events on the compute stream. Before every row of calls a kernel keeps
+the device busy while the host queues the row, so that no event waits for the host.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from graphc.runtime.executor import Executor
 
 ROW = 200
-"""Calls queued after one hold kernel; with their events, few enough for a stream not to block the host."""
+"""Calls queued after one hold kernel; few enough, with their events, that the stream does not block the host."""
 
 CYCLES = 4_000_000
-"""Clock cycles of the device for one launch of the hold kernel: 2 ms."""
+"""Clock cycles of one hold kernel: 2 ms."""
 
 HOLD = f"""
 extern "C" __global__ void hold() {{
@@ -50,7 +50,7 @@ class ProfiledRecording:
         self._stream = device.stream
         event = device.cupy.cuda.Event
         self._elapsed = device.cupy.cuda.get_elapsed_time
-        self._events = [(event(), event()) for _ in range(len(self.calls) + 1)]  # the last pair has nothing between
+        self._events = [(event(), event()) for _ in range(len(self.calls) + 1)]  # the last pair of events encloses no call
         self._hold = device.launch(device.compile({"hold": HOLD})["hold"], [], Shape(1, 1, 1, 1, 1))
         self._holds = 0
 
@@ -70,13 +70,13 @@ class ProfiledRecording:
             self._holds = 1 + int(1.5 * longest / 2e-3)
 
     def seconds(self) -> list[float]:
-        """Seconds of each call in the last step, minus the time of two events; call it when everything has run."""
+        """Seconds of each call in the last step, less the time of two events; call it after the step has finished."""
         *found, nothing = (self._elapsed(before, after) * 1e-3 for before, after in self._events)
         return [max(0.0, one - nothing) for one in found]
 
 
 def calls_of(runs: Sequence[Run]) -> Iterator[tuple[Cost, Run]]:
-    """Every call of a recording with its predicted cost; 0 where that is not known."""
+    """Every call of a recording with its predicted cost; 0 if there is no prediction."""
     for run in runs:
         if isinstance(run, BoundSegment):
             yield from ((call_cost(call), one) for call, one in run.calls())
@@ -87,13 +87,13 @@ def calls_of(runs: Sequence[Run]) -> Iterator[tuple[Cost, Run]]:
 
 
 def measure(backend: Backend, executor: Executor, step: Callable[[], Any], steps: int = 12) -> list[Timed]:
-    """The calls of a step in order, each with the median of its times.
+    """The calls of a step in order, each with its median time.
 
     Args:
-        backend: of the executor; it must have a GPU.
-        executor: whose recordings are taken apart while this measures.
-        step: runs it once, and returns when everything has run.
-        steps: how many count; two more are taken before.
+        backend: the executor's backend; it must have a GPU.
+        executor: its recordings run call by call during the measurement.
+        step: runs one step and returns when it has finished.
+        steps: measured steps; two warm-up steps precede them.
     """
     device: Any = getattr(backend, "device", None)
     if not isinstance(device, CudaDevice):

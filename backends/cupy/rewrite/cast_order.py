@@ -1,4 +1,4 @@
-"""Casts and transposes in the order in which products can take them in."""
+"""Reorders casts and transposes so that products can absorb them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphc.ir.facts import dtype_of, input_of, size_of
 
 
 def casts_before_views(graph: ir.Graph, op: Builder) -> None:
-    """Cast(view(x)) ─► view(Cast(x)) in front of products, which then read x's own order."""
+    """Cast(view(x)) ─► view(Cast(x)) before products, which then read x in its own order."""
     known = {(n.inputs[0], n.outputs[0].dtype): n.outputs[0] for n in graph if is_cast(n)}
     for node in [n for n in graph if is_cast(n) and n.outputs[0].dtype in TYPES]:
         source = node.inputs[0]
@@ -29,7 +29,7 @@ def casts_before_views(graph: ir.Graph, op: Builder) -> None:
 
 
 def small_casts_first(graph: ir.Graph, size: int) -> None:
-    """Casts of what comes from outside, of up to ``size`` elements, in front: there a few kernels take them all."""
+    """Move casts of the graph's inputs, up to ``size`` elements, to the front, where a few kernels run them all."""
     chosen = [
         node
         for node in graph
@@ -44,7 +44,9 @@ def small_casts_first(graph: ir.Graph, size: int) -> None:
 
 
 def small_casts_last(graph: ir.Graph, size: int) -> None:
-    """Casts of a library's results of up to ``size`` elements that nobody here reads, gradients of biases say, behind all."""
+    """Move casts of library results to the end if they are unread and have up to ``size`` elements (bias gradients, for
+    example).
+    """
     chosen = [
         node
         for node in graph
@@ -57,7 +59,9 @@ def small_casts_last(graph: ir.Graph, size: int) -> None:
 
 
 def views_before_casts(graph: ir.Graph, op: Builder) -> None:
-    """Transpose(Cast(product)) ─► Cast(Transpose(product)), so that the product is written as it is read."""
+    """Transpose(Cast(product)) ─► Cast(Transpose(product)), so that the product is written in the order that its readers
+    need.
+    """
     for node in [n for n in graph if n.op_type == "Transpose" and n.domain == ""]:
         source = node.inputs[0]
         cast = None if source is None else source.producer()

@@ -20,12 +20,12 @@ from graphc.ir.functions import emit_body, has_body
 
 
 def take_apart(graph: ir.Graph) -> None:
-    """Replace every op that has a rule in :mod:`.rules`, or that only the standard's own definition decomposes.
+    """Decompose every op that has a rule in :mod:`.rules`, or whose only decomposition is the standard's function body.
 
-    The outputs keep their names where they are results of the graph.
+    Outputs that are results of the graph keep their names.
     """
     op = Builder(graph)
-    while sum(_replaced(op, node) for node in list(graph)):  # what has been emitted may have a rule too
+    while sum(_replaced(op, node) for node in list(graph)):  # emitted nodes may have a rule too
         pass
 
 

@@ -1,11 +1,11 @@
-"""Products of a segment as library calls: views become strides, and what follows a product becomes its epilogue.
+"""Turns products into library calls: views become strides, the ops after a product its epilogue.
 
     Gemm(x, Transpose(w), b) ─► Gelu ─► …, GeluGrad(Gemm(dy, v), ·) ─► ReduceSum
         becomes    h, z = Product(x, w, b)  gelu, aux z;    dz, db = Product(dy, v, z)  gelu_grad, Σ rows
 
-This happens before the fusion compiler groups nodes, for what goes into an epilogue leaves it. Each rule asks ``choose``
-whether the library is faster with the epilogue than without it and a kernel in its place: on a GPU that is measured once,
-elsewhere :func:`.gemm.by_rule` decides.
+This runs before the fusion compiler groups nodes, because nodes of an epilogue leave the graph. Each rule asks ``choose``
+whether the library is faster with the epilogue than without it plus a kernel: a GPU measures that once; elsewhere
+:func:`.gemm.by_rule` decides.
 """
 
 from __future__ import annotations
@@ -53,17 +53,16 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dtype_of, input_of, nbytes_of, shape_of, size_of
 
 A, B, C, BIAS, AUX = range(5)
-"""Inputs of a product's node. Its outputs are d, then ``aux`` and the bias gradient where it has them."""
+"""Inputs of a product's node. Its outputs are d, then optionally ``aux`` and the bias gradient."""
 
 FITTED = "fitted"
 
 
 def join_products(graph: ir.Graph, choose: Choose = by_rule, *, loose_gelu: bool = False) -> None:
-    """Replace every Gemm and MatMul that the library runs, with all that goes into the call.
+    """Replace every Gemm and MatMul that the library runs, together with the nodes that its call absorbs.
 
     Args:
-        loose_gelu: take the tanh form, which is the library's, for the exact Gelu too: values differ by up to 5e-4, slopes
-            by up to 9e-4.
+        loose_gelu: use the library's tanh form for the exact Gelu too: values differ by up to 5e-4, slopes by up to 9e-4.
     """
     _Joiner(graph, choose, loose_gelu).run()
 
@@ -103,7 +102,7 @@ class _Joiner:
     # Products ---------------------------------------------------------------------------------------------------------
 
     def _product(self, node: ir.Node) -> ir.Node | None:
-        """The node as a product, in front of an Add where a Gemm has a third operand."""
+        """Replace the node by a product, followed by an Add if a Gemm has a third operand."""
         turned = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]  # a MatMul has no attributes
         x, y, out = input_of(node, 0), input_of(node, 1), node.outputs[0]
         a, b = (matrices(v, turned=t, left=v is x) for v, t in zip((x, y), turned, strict=True))
@@ -136,7 +135,7 @@ class _Joiner:
     def _node(
         self, p: Product, origin: Fitted, inputs: Sequence[ir.Value | None], like: Sequence[ir.Value], at: ir.Node
     ) -> ir.Node:
-        """A product's node in front of ``at``, with results like those of other values."""
+        """Insert a product's node before ``at``; its outputs take types and shapes from ``like``."""
         values = list(inputs)
         while values[-1] is None:
             values.pop()
@@ -159,7 +158,7 @@ class _Joiner:
         origin: Fitted | None = None,
         **given: ir.Value | None,
     ) -> ir.Node:
-        """``node`` with the nodes ``gone`` in it, the first of them the last in order; its outputs stand for ``results``."""
+        """``node`` extended by the nodes ``gone``, given last first; its outputs replace ``results``."""
         before: Fitted = node.meta[FITTED]
         origin = origin or before
         inputs: list[ir.Value | None] = [*node.inputs, *[None] * (5 - len(node.inputs))]
@@ -175,10 +174,10 @@ class _Joiner:
         drop(self.graph, node)
         return made
 
-    # Rules: what follows becomes part of the product -------------------------------------------------------------------
+    # Rules: ops after a product become part of it -----------------------------------------------------------------------
 
     def _scale(self, node: ir.Node) -> ir.Node | None:
-        """alpha from a constant factor."""
+        """Absorb a constant factor as alpha."""
         p, user = product_of(node), only_user(node.outputs[0])
         if user is None or not p.plain:
             return None
@@ -188,11 +187,11 @@ class _Joiner:
         return self._grown(node, replace(p, alpha=p.alpha * scaled[1]), [user[0].outputs[0]], [user[0]])
 
     def _turned(self, node: ir.Node) -> ir.Node | None:
-        """The result written in another order, before anything is added to it in that order."""
+        """Write the result transposed, before an addition in that order."""
         return self._moved(node) if product_of(node).plain and leads_to_transpose(node.outputs[0]) else None
 
     def _cast(self, node: ir.Node) -> ir.Node | None:
-        """A result in float32 where the operands have half precision, and with it the sum that takes it."""
+        """Write a float32 result of half-precision operands, together with the sum that reads it."""
         p, user = product_of(node), only_user(node.outputs[0])
         if user is None or p.dtype not in HALVES or p.result != p.dtype or p.c is not None or p.epilogue:
             return None
@@ -272,7 +271,7 @@ class _Joiner:
         return made
 
     def _gradient(self, node: ir.Node) -> ir.Node | None:
-        """The product times the slope of an activation."""
+        """Absorb a multiplication by the slope of an activation."""
         p, user = product_of(node), only_user(node.outputs[0])
         if user is None or not p.plain or p.result != p.dtype or p.dtype == ir.DataType.DOUBLE or _rows(p) is None:
             return None
@@ -289,7 +288,7 @@ class _Joiner:
         return self._grown(node, fused, [out], [gradient], aux=at) if self._pays(fused, p, saved) else None
 
     def _signed_gradient(self, node: ir.Node, gradient: ir.Node, name: str, at: ir.Value, saved: int) -> ir.Node | None:
-        """The mask that the forward product writes from now on; so both products have to be in this segment."""
+        """Use a mask that the forward product now writes; both products must be in this segment."""
         forward = self.masks.get(in_memory(at))
         if forward is None:
             return None
@@ -308,7 +307,7 @@ class _Joiner:
         return self._grown(node, fused, [gradient.outputs[0]], [gradient], aux=forward.outputs[1])
 
     def _result_sum(self, node: ir.Node) -> ir.Node | None:
-        """The bias gradient: the sum of the rows of what leaves a gradient epilogue."""
+        """The bias gradient: the row sum of the result of a gradient epilogue."""
         p, out = product_of(node), node.outputs[0]
         if p.epilogue not in BACKWARD or p.bias_gradient:
             return None
@@ -319,7 +318,7 @@ class _Joiner:
         return None
 
     def _operand_sum(self, node: ir.Node) -> ir.Node | None:
-        """The bias gradient beside a weight gradient: the sum over k of an operand that is read anyway."""
+        """The bias gradient beside a weight gradient: the sum over k of an operand that the product reads anyway."""
         p = product_of(node)
         if not p.plain or p.batch * p.rounds > 1 or p.dtype == ir.DataType.DOUBLE:
             return None
@@ -340,7 +339,7 @@ class _Joiner:
         return None
 
     def _moved(self, node: ir.Node) -> ir.Node | None:
-        """The result written where a chain of transposes and reshapes would put it."""
+        """Write the result where a chain of transposes and reshapes would move it."""
         p, origin = product_of(node), node.meta[FITTED]
         chain: list[ir.Node] = []
         value = node.outputs[0]
@@ -361,12 +360,12 @@ class _Joiner:
             return None
         return self._grown(node, moved, [value], [chain[-1]], origin=found)
 
-    # Help -------------------------------------------------------------------------------------------------------------
+    # Helpers ------------------------------------------------------------------------------------------------------------
 
     def _addend(self, node: ir.Node, add: ir.Node, index: int, seen: ir.Value) -> ir.Value | None:
-        """What an Add puts to the whole product of ``node``, where that lies in memory anyway, and did so before.
+        """The value that an Add adds to the product of ``node``, if it is in memory and computed earlier.
 
-        A product that waited for something later would keep its operands alive until then.
+        A product that waited for a later value would keep its operands alive until then.
         """
         if add.op_type != "Add" or add.domain:
             return None
@@ -384,19 +383,19 @@ class _Joiner:
         return self.choose([fused], [plain], saved)
 
     def _epilogue(self, node: ir.Node) -> Epilogue | None:
-        """The epilogue that computes the node, closely enough."""
+        """The epilogue that computes the node exactly, or closely enough if the user permits that."""
         found = op_kernel(node).epilogue
         return found if found is not None and (self.loose or found.exact(node)) else None
 
 
 def _rows(p: Product) -> Matrix | None:
-    """A whole matrix in rows, like d; None where d is none."""
+    """A contiguous matrix of d's size; None if d is not contiguous."""
     if p.batch * p.rounds > 1 or p.d.row_step != p.n or p.d.column_step != 1:
         return None
     return Matrix(p.m, p.n, p.n, 1)
 
 
 def _joins_a_kernel(value: ir.Value) -> bool:
-    """Whether a generated kernel computes with the value, so that one more op on it costs no pass over memory."""
+    """Whether a generated kernel reads the value, so that one more op on it costs no pass over memory."""
     readers = [user for user, _, _ in users(value)]
     return not is_kept(value) and bool(readers) and all(not is_product(u) and registry.special(u) is None for u in readers)

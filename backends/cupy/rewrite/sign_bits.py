@@ -1,10 +1,11 @@
-"""Masks of rectified sums as bits, written beside the sum and read in place of it.
+"""Packs the signs of rectified sums into bits, which gradients read instead of the sums.
 
     before   z = Relu(x + Relu(…))             …   Where(z > 0, dz, 0)
     after    z = Relu(x + Relu(…)), bits = PackedMask(z > 0)   …   Where(UnpackedMask(bits), dz, 0)
 
-The gradient of a residual sum asks for nothing but the sign of the sum: a sixteenth of the bytes. Where a sum follows from
-what its gradient reads anyway, as one of two normalisations does, its sign is computed again.
+The gradient of a residual sum needs only the sum's sign: a sixteenth of the bytes. A sign is recomputed instead if the sum
+follows
+from other operands of its gradient, as that of two normalisations does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def pack_masks(graph: ir.Graph, least: int) -> None:
-    """Let gradients read bits in place of the rectified sums of more than ``least`` elements whose signs they need."""
+    """Replace reads of rectified sums of more than ``least`` elements by bits where gradients need only signs."""
     for relu in [n for n in graph if n.op_type == "Relu" and n.domain == "" and _adds_rectified(n, least)]:
         asked = [user for user, index in relu.outputs[0].uses() if index == 0 and _is_sign(user)]
         if asked:

@@ -1,4 +1,4 @@
-"""Standard ops without a kernel of their own, by simpler ones; importing a file adds its rules to the records."""
+"""Decompositions of standard ops without a kernel; importing a file registers its rules."""
 
 from graphc.backends.cupy.rewrite.rules import indexing, normalisation, products, quantisation, recurrent, signals
 

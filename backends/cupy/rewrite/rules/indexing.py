@@ -1,4 +1,4 @@
-"""Ops that move elements by a rule that tables of constants or a few comparisons express."""
+"""Decomposes ops that move elements into gathers by constant tables and a few comparisons."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.resampling import RESIZE, ResizedAxis, interpolation_matrix
 
 TAPS = 4
-"""Neighbours of an element up to which an axis is interpolated by a sum of gathers; beyond, by a matrix product."""
+"""Neighbours per element up to which interpolation sums gathers; beyond, it is a matrix product."""
 
 
 @rule("Range")
 def range_of_known_length(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """start + step · k."""
+    """Range: start + step · k."""
     start, step = operand(node, 0), operand(node, 2)
     steps = op.const(np.arange(shape_of(node.outputs[0])[0]).astype(start.dtype.numpy()))
     return [op.Add(op.Mul(steps, op.Reshape(step, op.const([1]))), op.Reshape(start, op.const([1])))]
@@ -45,7 +45,7 @@ def constant_of_shape(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("Pad")
 def pad_by_what_is_there(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Reflected, repeated or wrapped edges: one gather an axis by a table of places."""
+    """Pad with reflected, repeated or wrapped edges: one gather an axis by a table of indices."""
     mode = node.attributes.get_string("mode", "constant")
     pads, axes = integers(node, 1), integers(node, 3)
     if mode == "constant" or pads is None or (optional(node, 3) is not None and axes is None):
@@ -64,7 +64,7 @@ def pad_by_what_is_there(op: Builder, node: ir.Node) -> Sequence[Any] | None:
 
 @rule("ReverseSequence")
 def reverse_sequence(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """The first ``length`` elements of each sample backwards."""
+    """ReverseSequence: the first ``length`` elements of each sample in reverse order."""
     x, lengths = operand(node, 0), operand(node, 1)
     shape = shape_of(x)
     time, batch = node.attributes.get_int("time_axis", 0), node.attributes.get_int("batch_axis", 1)
@@ -76,7 +76,7 @@ def reverse_sequence(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("TensorScatter")
 def tensor_scatter(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """A cache in which ``update`` is written from an index of its own for each sample."""
+    """TensorScatter: a cache into which ``update`` is written from an index per sample."""
     cache, update, begins = operand(node, 0), operand(node, 1), optional(node, 2)
     shape, axis = shape_of(cache), node.attributes.get_int("axis", -2) % len(shape_of(cache))
     length, count = shape[axis], shape_of(update)[axis]
@@ -92,7 +92,7 @@ def tensor_scatter(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("Compress")
 def compress(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """A gather, where the condition is known."""
+    """Compress: a gather, if the condition is known."""
     x, condition = operand(node, 0), constant(operand(node, 1))
     if condition is None:
         return None
@@ -104,7 +104,7 @@ def compress(op: Builder, node: ir.Node) -> Sequence[Any] | None:
 
 @rule("MaxUnpool")
 def max_unpool(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """Each value at its index, which counts in what the pooling read; behind it zeros up to the shape asked for."""
+    """MaxUnpool: each value at its index into the pooling's input; zeros pad the result to the given shape."""
     x, places = operand(node, 0), operand(node, 1)
     wanted, taps = shape_of(node.outputs[0]), len(shape_of(x)) - 2
     attributes = {k: list(a.as_ints()) for k, a in node.attributes.items()}
@@ -120,7 +120,9 @@ def max_unpool(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("Resize")
 def resize(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Each axis by itself: a gather for the nearest neighbour, a weighted sum of gathers, or a product with a small matrix."""
+    """Resize each axis alone: a gather for the nearest neighbour, a weighted sum of gathers, or a product with a small
+    matrix.
+    """
     x = operand(node, 0)
     attributes: dict[str, Any] = {**RESIZE, **{k: a.value for k, a in node.attributes.items()}}
     attributes = {k: v.decode() if isinstance(v, bytes) else v for k, v in attributes.items()}

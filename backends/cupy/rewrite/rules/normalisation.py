@@ -1,4 +1,4 @@
-"""Normalisations, and what is a reduction under another name."""
+"""Decomposes normalisations and ops that are reductions in other terms."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def instance_normalization(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("LpNormalization")
 def lp_normalization(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """x ÷ ‖x‖ₚ along one axis; 0 where the norm is."""
+    """x ÷ ‖x‖ₚ along one axis; 0 if the norm is 0."""
     source = operand(node, 0)
     x, axis = single(op, source), axis_of(node, -1)
     reduce = op.ReduceL1 if node.attributes.get_int("p", 2) == 1 else op.ReduceL2
@@ -171,7 +171,7 @@ def global_max_pool(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("ArgMax", "ArgMin")
 def extreme_position(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """The least (or, asked for the last, the greatest) index at which x equals the extreme, NaN being the extreme of all."""
+    """The first (or last) index at which x equals its extreme; NaN counts as the extreme."""
     x, axis = operand(node, 0), axis_of(node, 0)
     rank, size = len(shape_of(x)), shape_of(x)[axis]
     best = (op.ReduceMax if node.op_type == "ArgMax" else op.ReduceMin)(x, [axis])
@@ -194,7 +194,7 @@ def hardmax(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("Dropout")
 def dropout(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """The identity, unless it draws numbers of its own: in training graphs ``DropoutMask`` draws them."""
+    """Dropout: the identity, unless it draws random numbers; training graphs use ``DropoutMask`` for that."""
     x, training = operand(node, 0), constant(optional(node, 2))
     if optional(node, 2) is not None and (training is None or bool(training.reshape(-1)[0])):
         ratio = constant(optional(node, 1)) if optional(node, 1) is not None else np.array(0.5)

@@ -1,4 +1,4 @@
-"""Products that no library takes as they stand: vectors, batches that match in part, integers."""
+"""Decomposes products that no library runs directly: vectors, partly broadcast batches, integers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphc.ir.facts import shape_of, size_of
 
 @rule("MatMul")
 def matmul(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Vectors become matrices and batches equal; integers are multiplied and summed by a kernel."""
+    """MatMul: vectors become matrices and batches equal; a kernel multiplies and sums integers."""
     if special(node) is not None:
         return None
     a, b = operand(node, 0), operand(node, 1)
@@ -35,7 +35,7 @@ def matmul(op: Builder, node: ir.Node) -> Sequence[Any] | None:
 
 @rule("Gemm")
 def gemm(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """That of integers; α and β are 1 for them, for they are floats."""
+    """Gemm of integers; α and β, which are floats, are 1."""
     if special(node) is not None or is_float(operand(node, 0)):
         return None
     a, b, c = operand(node, 0), operand(node, 1), optional(node, 2)
@@ -54,7 +54,7 @@ def matmul_integer(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("QLinearMatMul")
 def quantised_matmul(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """The product of the whole numbers, scaled and quantised."""
+    """The integer product, scaled and quantised."""
     a, scale_a, zero_a, b, scale_b, zero_b, scale, zero = (operand(node, k) for k in range(8))
     total = op.MatMul(_centred(op, a, zero_a), _centred(op, b, zero_b, column=True))
     scales = [_along(op, s, len(shape_of(x)), column=c) for s, x, c in ((scale_a, a, False), (scale_b, b, True))]
@@ -65,7 +65,7 @@ def quantised_matmul(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("QLinearConv")
 def quantised_conv(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """The convolution of the whole numbers, scaled and quantised."""
+    """The integer convolution, scaled and quantised."""
     x, scale_x, zero_x, w, scale_w, zero_w, scale, zero = (operand(node, k) for k in range(8))
     total = op.emit("ConvInteger", [x, w, zero_x, zero_w], dict(node.attributes))[0]
     others = list(range(1, len(shape_of(x)) - 1))
@@ -78,7 +78,7 @@ def quantised_conv(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 
 def _along(op: Builder, value: Any, rank: int, *, column: bool) -> Any:
-    """A scale or zero point: one of all, of each row (of A), or of each column (of B)."""
+    """A scale or zero point: one in all, or one per row (of A) or column (of B)."""
     if column or len(shape_of(value)) != 1 or size_of(value) == 1 or rank < 2:
         return value
     return op.Unsqueeze(value, [1])

@@ -1,4 +1,4 @@
-"""Quantisation: a division, a rounding and a cast; scales of one tensor, of each channel, or of blocks."""
+"""Quantisation: a division, a rounding and a cast; scales per tensor, per channel or per block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANGES = {
 
 @rule("QuantizeLinear")
 def quantize(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """round(x ÷ scale) + zero point, cut off at the range of the type; float8 and float4 are rounded by their cast."""
+    """round(x ÷ scale) + zero point, saturated to the type's range; the cast rounds to float8 and float4."""
     source, scale, zero = operand(node, 0), operand(node, 1), optional(node, 2)
     target = dtype_of(node.outputs[0])
     x = single(op, source)

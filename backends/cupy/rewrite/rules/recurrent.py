@@ -1,4 +1,4 @@
-"""Recurrences as loops over fused kernels and products; loops over other axes than the first."""
+"""Decomposes recurrences into loops over fused kernels and products."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from graphc.ir.subgraphs import copy_body
 
 @rule("RNN", "GRU", "LSTM")
 def as_scan(op: Builder, node: ir.Node) -> Sequence[Any]:
-    """The product with all of the input at once, then a Scan over time."""
+    """One product with the whole input, then a Scan over time."""
     return list(recurrence(op, node))
 
 
 @rule("Scan")
 def over_the_first_axis(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Slices along other axes are moved to the front, and results back."""
+    """Scan along other axes: move slices to the front, and results back."""
     before, after = (_axes(node, f"scan_{way}_axes") for way in ("input", "output"))
     if not any(before) and not any(after):
         return None

@@ -1,4 +1,4 @@
-"""Fourier transforms as products with matrices of sines and cosines, which are constants."""
+"""Decomposes Fourier transforms into products with constant sine and cosine matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import shape_of
 
 LONGEST = 8192
-"""Length up to which a transform is a product; it costs length² operations."""
+"""Length up to which a transform is a product, which costs length² operations."""
 
 
 @rule("DFT")
@@ -48,7 +48,7 @@ def fourier_transform(op: Builder, node: ir.Node) -> Sequence[Any] | None:
 
 @rule("STFT")
 def short_time_transform(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Frames of the signal, times the window, transformed."""
+    """STFT: frames of the signal, multiplied by the window and transformed."""
     signal, window = operand(node, 0), optional(node, 2)
     step, length = integers(node, 1), integers(node, 3) if optional(node, 3) is not None else None
     if step is None or (optional(node, 3) is not None and length is None):
@@ -83,8 +83,9 @@ def _along(op: Builder, x: Any, matrix: Any, axis: int) -> Any:
 def _matrix(before: int, after: int, length: int, *, inverse: bool, one_sided: bool) -> np.ndarray:
     """M (before × after, complex) with y = x·M.
 
-    The inverse of a one-sided transform reads half of the frequencies; the other half are their conjugates, so that they count
-    twice, and the result is real.
+    The inverse of a one-sided transform reads half of the frequencies; the other half are their conjugates, so each counts
+    twice
+    and the result is real.
     """
     k, n = np.arange(before)[:, None], np.arange(after)[None, :]
     matrix = np.exp((2j if inverse else -2j) * np.pi * ((k * n) % length) / length)

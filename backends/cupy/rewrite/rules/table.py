@@ -1,4 +1,4 @@
-"""Registers rules that decompose an op, and holds what several of them need."""
+"""Registers decomposition rules, and provides helpers for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def rule(*ops: str, first: bool = False) -> Callable[[Decomposition], Decomposition]:
-    """Register what ``ops`` are made of.
+    """Register a function as the decomposition of ``ops``.
 
     Args:
-        first: the rule goes before a library, a kernel and the op's own decomposition, and shapes need not be static.
+        first: the rule takes precedence over a library, a kernel and the op's own function body; shapes need not be static.
     """
 
     def register(function: Decomposition) -> Decomposition:
@@ -32,17 +32,17 @@ def rule(*ops: str, first: bool = False) -> Callable[[Decomposition], Decomposit
 
 
 def operand(node: ir.Node, index: int) -> Any:
-    """An input that the op requires."""
+    """A required input."""
     return input_of(node, index)
 
 
 def optional(node: ir.Node, index: int) -> Any:
-    """An input that may be left out; None then."""
+    """An optional input; None if it is omitted."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def single(op: Builder, x: Any) -> Any:
-    """``x`` in the type in which it is summed: float32 for half precisions."""
+    """``x`` in its accumulation type: float32 for half precisions."""
     return op.Cast(x, to=int(ir.DataType.FLOAT)) if x.dtype in HALVES else x
 
 
@@ -51,10 +51,10 @@ def is_float(value: ir.Value) -> bool:
 
 
 def axis_of(node: ir.Node, default: int) -> int:
-    """The attribute ``axis``, from 0."""
+    """The attribute ``axis``, counted from 0."""
     return node.attributes.get_int("axis", default) % rank(input_of(node))
 
 
 def iota(op: Builder, size: int, axis: int, rank: int) -> Any:
-    """0, 1, … along ``axis`` and 1 along the others, int64."""
+    """An int64 constant that counts 0, 1, … along ``axis``; its other dimensions are 1."""
     return op.const(np.arange(size, dtype=np.int64).reshape([size if k == axis else 1 for k in range(rank)]))
