@@ -1,4 +1,4 @@
-"""The ``graphc`` command line: one file per sub-command, each with a function ``command`` or ``group``, light to import.
+"""The ``graphc`` command line; one quickly imported file per sub-command.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 unsupported op, 130 interrupted. Results go to standard output; progress, notes and
 errors to standard error.
@@ -34,7 +34,7 @@ COMMANDS = (
     "doctor",
     "bench",
 )
-"""In the order of ``graphc --help``; ``graphc.cli.NAME`` holds each."""
+"""Sub-commands in the order of ``graphc --help``; ``graphc.cli.NAME`` defines ``command`` or ``group`` of each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader of standard output has gone, as in 'graphc ops | head'; nothing more can be said to it.
+        # The reader closed standard output, as in 'graphc ops | head'; stop writing to it.
         output.drop_standard_output()
         return 1
     except Exception as error:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _app() -> typer.Typer:
-    # Panels and colours are for people; piped help is plain text.
+    # Panels and colours only on a terminal; piped help is plain text.
     markup: Literal["rich"] | None = "rich" if output.is_terminal("stdout") else None
     app = typer.Typer(
         rich_markup_mode=markup,
@@ -98,7 +98,7 @@ def _common(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Options before the command; each acts by itself."""
+    """Options before the sub-command; each takes effect on its own."""
 
 
 __all__ = ["COMMANDS", "main"]

@@ -1,4 +1,4 @@
-"""Reading and checking the arrays a model is fed with."""
+"""Reads and checks the arrays that feed a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from graphc.ir.ops.losses import label_checks
 
 
 def read_arrays(path: str) -> dict[str, Array]:
-    """The arrays of an ``.npz`` file (``"-"``: standard input) or of a folder of ``.npy`` files, by name.
+    """Return the arrays of an ``.npz`` file (``"-"``: standard input) or of a folder of ``.npy`` files, by name.
 
     Raises:
-        FeedError: no such file, no ``.npz``, damaged, or an array of Python objects.
+        FeedError: a missing or damaged file, not an ``.npz``, or an array of Python objects.
     """
     return open_arrays(io.BytesIO(sys.stdin.buffer.read()) if path == "-" else path)
 
 
 def gather_sequences(graph: ir.Graph, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The arrays by input; those called ``s.0``, ``s.1`` … are the elements of the sequence ``s``."""
+    """Return the arrays by input; ``s.0``, ``s.1`` … become the elements of the sequence ``s``."""
     found: dict[str, Any] = dict(arrays)
     for value in graph.inputs:
         type_ = value.type.elem_type if isinstance(value.type, ir.OptionalType) else value.type
@@ -41,15 +41,15 @@ def gather_sequences(graph: ir.Graph, arrays: Mapping[str, Array]) -> dict[str, 
 
 
 def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note: Callable[[str], None]) -> dict[str, Array]:
-    """The arrays in the order and element types of the graph's inputs, checked against names, shapes and labels.
+    """Check names, shapes and labels; return the arrays in the order and dtypes of the graph's inputs.
 
     Args:
-        where: name of the file, for messages.
-        note: called with a line for every array that is converted.
+        where: file name for messages.
+        note: called with a line for every converted array.
 
     Raises:
-        FeedError: a key too few or too many, an element type that does not convert, a shape that does not fit, a label
-            outside the classes.
+        FeedError: a missing or unknown name, a dtype that cannot be converted, a wrong shape, or a label outside the
+            classes.
     """
     wanted = {value.name or "": value for value in graph.inputs}
     for name in arrays:
@@ -71,7 +71,7 @@ def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note:
 
 
 def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> None:
-    """Raise FeedError for a class index outside the classes of the loss."""
+    """Raise FeedError for a label outside the classes of the loss."""
     for name, (low, high, ignore) in label_checks(graph).items():
         labels = arrays.get(name)
         if labels is None or labels.size == 0:
@@ -85,17 +85,17 @@ def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> No
 
 
 def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Callable[[str], None]) -> Array:
-    """``array`` as ``dtype``, where that loses nothing but digits of floating-point numbers.
+    """Convert ``array`` to ``dtype`` if only floating-point precision is lost.
 
     Raises:
-        FeedError: any other conversion, or values that a narrower type cannot hold.
+        FeedError: any other conversion, or values out of range of a narrower type.
     """
     if array.dtype == dtype:
         return array
     if dtype == np.dtype(object) and array.dtype.kind in "US":  # strings
         return array.astype(object)
     if array.dtype.kind == "V" and dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-        return array.view(dtype)  # a type that numpy's files have no name for, such as bfloat16
+        return array.view(dtype)  # a type without a name in numpy's file format, such as bfloat16
     same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")
     narrowed = array.dtype.kind == "f" and _is_float(dtype) and dtype.itemsize < array.dtype.itemsize
     if not narrowed and not (same_kind and np.can_cast(array.dtype, dtype, "safe")):

@@ -1,4 +1,4 @@
-"""``graphc backends``: what can execute a plan here."""
+"""``graphc backends``: lists the backends and whether they work here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READY = "ready"
 
 
 def statuses() -> Iterator[tuple[str, str]]:
-    """Every backend, and :data:`READY` or why it does not start here."""
+    """Return every backend with :data:`READY` or the reason why it does not start here."""
     from graphc.backend import BACKENDS
     from graphc.errors import GraphcError
 
@@ -26,7 +26,7 @@ def statuses() -> Iterator[tuple[str, str]]:
 
 
 def command(form: options.Format = Format.text) -> None:
-    """List the backends, whether each works here, and the ops it has kernels of its own for."""
+    """List the backends, whether each works here, and the ops that each has native kernels for."""
     from graphc.backend import BACKENDS, KERNELS
 
     rows: list[dict[str, Any]] = []

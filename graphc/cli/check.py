@@ -1,4 +1,4 @@
-"""``graphc check``: can this model be trained, and if not, which ops stand in the way?"""
+"""``graphc check``: reports whether a model can be trained and which ops prevent it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(
     *,
     chosen: ParameterChoice,
 ) -> None:
-    """Say whether MODEL can be trained; exit code 3 names every op that cannot."""
+    """Report whether MODEL can be trained; exit code 3: some ops have no gradient and are listed."""
     from graphc import frontends
     from graphc.compiler import check_untrained
     from graphc.errors import UnsupportedOpError
@@ -74,7 +74,7 @@ def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[
 
 
 def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
-    """What the user should know before training."""
+    """Collect warnings about the model before training."""
     from graphc.ir.facts import dims
     from graphc.ir.state import not_finite, repeats_one_value
 
@@ -107,13 +107,13 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
 
 
 _MADE_NAMES = re.compile(r"val_\d+|onnx::\w+_\d+")
-"""What PyTorch's exporters call the results of constant folding."""
+"""Names that PyTorch's exporters give to results of constant folding."""
 
 _UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, or give the module itself to graphc.compile"
 
 
 def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
-    """Warnings about weights that an exporter folded or merged, which changes training but not inference."""
+    """Warn about weights that an exporter folded or merged, which changes training but not inference."""
     from graphc.ir.state import repeats_one_value
 
     warnings = []
@@ -137,7 +137,7 @@ def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
 
 
 def _folded_normalization(graph: ir.Graph) -> list[str]:
-    """A warning where BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
+    """Warn if BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
     convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
     with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
     normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())

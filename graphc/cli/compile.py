@@ -1,4 +1,4 @@
-"""``graphc compile``: write the whole training graph of a model as an ONNX file."""
+"""``graphc compile``: writes a model's training graph as an ONNX file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
     form: options.Format = Format.text,
 ) -> None:
-    """Compile MODEL into a training graph: forward, loss, backward, AllReduces and updates in one file."""
+    """Compile MODEL into one file with forward, loss, backward, AllReduces and updates."""
     from graphc import compiler, frontends, optim
     from graphc.cli.places import check_place
     from graphc.cli.summary import print_training_graph, training_graph
@@ -81,17 +81,17 @@ def command(
 
 
 class PassTimes:
-    """Collects what ``after=`` reports."""
+    """Collects time and node count of each pass; its :meth:`record` goes to ``after=``."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, step: PassCall, model: ir.Model, seconds: float) -> None:
-        """Note that ``step`` took ``seconds`` and left ``model``."""
+        """Record that ``step`` took ``seconds`` and produced ``model``."""
         self.rows.append({"pass": step.name, "ms": round(seconds * 1e3, 2), "nodes": len(model.graph)})
 
     def print(self) -> None:
-        """One line a pass on standard error."""
+        """Print one line per pass on standard error."""
         for row in self.rows:
             output.note(f"{row['pass']:<16} {row['ms']:>10.2f} ms {row['nodes']:>8,} nodes")
         output.note(f"{'total':<16} {sum(r['ms'] for r in self.rows):>10.2f} ms")

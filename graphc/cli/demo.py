@@ -1,4 +1,4 @@
-"""``graphc demo``: the main job on real data: an ONNX file becomes a trained ONNX file on two workers."""
+"""``graphc demo``: trains a small ONNX model on real data with two workers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _save(path: Path, arrays: Mapping[str, Array]) -> str:
 
 
 def _show_compilation(job: Job, digits: Digits, form: Format) -> Prepared:
-    """Compile, and say what each pass did."""
+    """Compile, and print what each pass did."""
     from graphc import demo, frontends
     from graphc.cli import job as jobs
     from graphc.cli.compile import PassTimes
@@ -119,7 +119,7 @@ def _show_compilation(job: Job, digits: Digits, form: Format) -> Prepared:
 
 
 class Injected:
-    """Counts what ``allreduce`` puts in and what ``bucket`` makes of it."""
+    """Counts the AllReduces that ``allreduce`` inserts and the buckets that ``bucket`` makes of them."""
 
     def __init__(self) -> None:
         self.injected = 0
@@ -139,7 +139,7 @@ class Injected:
 
 
 def onnxruntime_accuracy(path: str, test: Mapping[str, Array]) -> float:
-    """The share of right answers when plain onnxruntime runs the file."""
+    """Accuracy of the file when plain onnxruntime runs it."""
     import numpy as np
 
     from graphc.errors import MissingExtraError

@@ -1,4 +1,4 @@
-"""``graphc doctor``: is everything here that graphc needs?"""
+"""``graphc doctor``: checks the installation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXTRAS = {
     "torch": ("torch", "onnxscript"),
     "demo": ("sklearn",),
 }
-"""Extra → modules it brings; the first missing one stands for the extra."""
+"""Extra → its modules; the first missing one is reported for the extra."""
 
 DISTRIBUTIONS = {"onnx_ir": "onnx-ir", "sklearn": "scikit-learn"}
-TIMEOUT = 60.0  # seconds that starting two workers may take
+TIMEOUT = 60.0  # maximum seconds to start two workers
 
 
 def command(form: options.Format = Format.text) -> int:
@@ -73,7 +73,7 @@ def _module(name: str, absent: str, remedy: str) -> Finding:
 
 
 def _registries() -> Iterator[Finding]:
-    """Every pass, op, gradient and backend can be imported."""
+    """Check that every pass, op, gradient and backend can be imported."""
     from graphc.backend import BACKENDS
     from graphc.gradient import GRADIENTS
     from graphc.ir.declare import OPS
@@ -97,7 +97,7 @@ def _cores() -> Iterator[Finding]:
 
 
 def _workers() -> Iterator[Finding]:
-    """Two real MPI processes meet at a barrier."""
+    """Check that two real MPI processes meet at a barrier."""
     from graphc.errors import GraphcError
     from graphc.launch.local import find_mpiexec
 
@@ -114,7 +114,7 @@ def _workers() -> Iterator[Finding]:
         "print('met', comm.size, flush=True) if comm.rank == 0 else None\n"
         "comm.close()\n"
     )
-    # In a process of its own, so that this command's own output stays clean whatever MPI says.
+    # In a separate process, so that MPI's messages do not mix with this command's output.
     start = [sys.executable, "-m", "graphc", "launch", "-n", "2", "-c", text]
     try:
         done = subprocess.run(start, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -129,7 +129,7 @@ def _workers() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    """Every backend is started once, as a trainer does."""
+    """Start every backend once, as a trainer does."""
     from graphc.cli.backends import statuses
 
     for name, status in statuses():
@@ -137,7 +137,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    """Where Numba keeps compiled kernels: what NUMBA_CACHE_DIR says, beside the package, or in the user's cache."""
+    """Check where Numba keeps compiled kernels: NUMBA_CACHE_DIR, beside the package, or the user's cache."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     user = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     places = [Path(named)] if named else [Path(__file__).parent.parent, user, Path(tempfile.gettempdir())]

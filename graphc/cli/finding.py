@@ -1,4 +1,4 @@
-"""What ``graphc doctor`` reports."""
+"""Findings of ``graphc doctor``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 class Finding:
     """One line of the report.
 
-    ``state`` is ``ok``, ``missing`` (of something optional), ``broken`` (of the core) or ``other`` (a version that graphc was
-    not tried with).
+    ``state`` is ``ok``, ``missing`` (an optional part), ``broken`` (a required part) or ``other`` (an untested version).
     """
 
     what: str

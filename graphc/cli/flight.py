@@ -1,4 +1,4 @@
-"""``graphc show flight``: the logs of a failed run, compared."""
+"""``graphc show flight``: compares the flight recorders' logs of a failed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(
     last: Annotated[int, typer.Option("--last", metavar="K", help="Show the last K collectives of each rank.", min=0)] = 8,
     form: options.Format = Format.text,
 ) -> None:
-    """Compare the flight logs that a failed run left behind: who is behind, and in which collective."""
+    """Compare the flight logs of a failed run: which rank is behind, and in which collective."""
     from graphc.distributed.health.flight_recorder import load
     from graphc.distributed.health.hang_report import compare
 
@@ -44,7 +44,7 @@ def command(
 
 
 def _rows(flight: RankLog, flights: Sequence[RankLog], last: int) -> list[tuple[str, ...]]:
-    """The last entries of a log, with times since the first entry shown of any rank."""
+    """Return table rows of a log's last entries; times count from the first entry shown of any rank."""
     origin = min((f.entries[-last:][0].start + f.offset for f in flights if f.entries), default=0.0)
     return [
         (

@@ -1,4 +1,4 @@
-"""Finds what training on NVIDIA GPUs needs: driver, devices, packages and backends."""
+"""Checks the driver, devices, packages and backends for training on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from graphc.cli.versions import canonical
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")
 WHEELS = {"nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"}
-"""Libraries that need not come from pip: whether they load is what counts."""
+"""Libraries that may come from elsewhere than pip; only loading them is checked."""
 
 
 def findings() -> Iterator[Finding]:
-    """One finding for the driver, each device, package and library, with the command that installs what is missing."""
+    """Yield a finding for the driver, each device, package and library, with install commands for missing ones."""
     version = driver_version()
     yield from _driver(version)
     if version is not None:
@@ -32,7 +32,7 @@ def findings() -> Iterator[Finding]:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver runs; None without a driver."""
+    """Newest CUDA version that the driver supports; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -72,13 +72,13 @@ def _devices() -> Iterator[Finding]:
 
 
 def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
-    """The packages of the extra ``gpu``, and whether the driver runs the CUDA version of CuPy."""
-    from graphc.device import LEAST_DRIVER  # NumPy comes with it, which --help does without
+    """Check the packages of the extra ``gpu``, and that the driver supports CuPy's CUDA version."""
+    from graphc.device import LEAST_DRIVER  # imports NumPy, which --help should not load
 
     installed: dict[str, str] = {}
     for found in importlib.metadata.distributions():
         if found.metadata["Name"]:
-            installed.setdefault(canonical(found.metadata["Name"]), found.version)  # as imports do, the first on the path
+            installed.setdefault(canonical(found.metadata["Name"]), found.version)  # the first on the path, as for imports
     cupies = [name for name in installed if CUPY.fullmatch(name)]
     for name in requirements("gpu"):
         if CUPY.fullmatch(name) or (name in WHEELS and name not in installed):
@@ -110,7 +110,7 @@ def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    """Load each library once, as CuPy and the bindings do: an installed library is not always found."""
+    """Load each library once, as CuPy and the bindings do: installed libraries are not always found."""
     for name, ask in LIBRARIES.items():
         try:
             yield Finding(name, "ok", str(ask()))
@@ -144,11 +144,11 @@ def _nccl() -> str:
 
 
 LIBRARIES = {"NVRTC": _nvrtc, "cuBLASLt": _cublaslt, "cuDNN": _cudnn, "NCCL": _nccl}
-"""Library → what asks it for its version."""
+"""Library → function that queries its version."""
 
 
 def _onnxruntime() -> Iterator[Finding]:
-    """Whether one of the two packages of onnxruntime is installed, and not both: they share a folder."""
+    """Check that exactly one of onnxruntime's two packages is installed: they share a folder."""
     found = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         try:
@@ -168,7 +168,7 @@ def _onnxruntime() -> Iterator[Finding]:
 
 
 def requirements(extra: str) -> list[str]:
-    """The names of the packages that an extra of graphc brings."""
+    """Names of the packages in one of graphc's extras."""
     marker = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
     lines = [line for line in importlib.metadata.requires("graphc") or () if marker.search(line)]
     return [canonical(re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0]) for line in lines]

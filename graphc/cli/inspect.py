@@ -1,4 +1,4 @@
-"""``graphc inspect``: what is in a model: nodes, parameters with the reason why they train or not, collectives."""
+"""``graphc inspect``: shows a model's nodes, parameters (and why they train), collectives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 PARTS = ("nodes", "params", "collectives")
 
 SELDOM = ("masters", "scratch", "workspace", "bound", "host", "pinned", "context", "evaluation")
-"""Kinds of memory that many a plan or backend has none of."""
+"""Kinds of memory that are shown only if they are not 0."""
 
 LAST = ("host", "total", "pinned", "context", "evaluation")
-"""The last rows: what is part of the total, and what stands beside it."""
+"""The last rows: parts of the total, and memory outside it."""
 
 
 @options.takes_options
@@ -38,7 +38,7 @@ def command(
     *,
     chosen: ParameterChoice,
 ) -> None:
-    """Show what MODEL holds: a model, or a training graph that 'compile' wrote."""
+    """Show the contents of MODEL, a model or a training graph that 'compile' wrote."""
     from graphc import frontends
     from graphc.errors import UsageError, nearest
 
@@ -76,7 +76,7 @@ def command(
 
 
 def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: Format) -> None:
-    """Bytes by kind on each worker; a graph that recomputes is measured without it as well."""
+    """Bytes by kind on each worker; a graph with recomputation is also measured without it."""
     import dataclasses
 
     from graphc.mesh import Mesh
@@ -122,7 +122,7 @@ def _cell(value: Any) -> Any:
 
 
 def is_training_graph(model: ir.Model) -> bool:
-    """Whether the model was written by ``compile``: it has nodes of the graphc domain that update state."""
+    """Whether ``compile`` wrote the model: it has graphc nodes that update state."""
     from graphc.ir.declare import is_update
 
     return any(is_update(node) for node in model.graph)
@@ -197,7 +197,7 @@ def _parameters(model: ir.Model, chosen: ParameterChoice) -> list[dict[str, Any]
 
 
 def _state(model: ir.Model) -> list[dict[str, Any]]:
-    """The initializers of a training graph with the op that updates each."""
+    """Return the initializers of a training graph with the op that updates each."""
     from graphc.cli.summary import is_trained
     from graphc.ir.facts import dims, state_updates
 

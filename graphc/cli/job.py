@@ -1,7 +1,7 @@
-"""One training run: what the command line asks for, compiled, checked, and executed by every worker.
+"""One training run of the command line: compiled, checked, executed by every worker.
 
-The command checks everything once before any worker starts, so that a wrong file or option is one message; the workers
-then repeat the same deterministic compilation and check that they agree.
+The command checks everything once before it starts workers, so a wrong file or option gives one message. The workers repeat the
+same deterministic compilation and check that they agree.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Job(options.RunOptions):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job ready to run: the program and its checked data."""
+    """A job that is ready to run: the program and its checked data."""
 
     program: Program
     arrays: Mapping[str, Array]
@@ -75,11 +75,11 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     """Compile the model and read the data.
 
     Args:
-        quiet: leave out the remarks, which the command that started the workers has made.
+        quiet: omit the notes, which the starting command has printed already.
         after: called with (step, model, seconds) after each pass.
 
     Raises:
-        GraphcError: whatever is wrong with model, options, data or output places.
+        GraphcError: an error in the model, options, data or output paths.
     """
     note = (lambda text: None) if quiet else output.note
     optimizer, loss, compilation = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), job.compilation
@@ -116,11 +116,11 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
 
 
 SAMPLE_WEIGHT = "sample_weight"
-"""Input that weighs padding with zero where no label says that a sample does not count."""
+"""Input of sample weights: 0 for padding, if no label marks samples as ignored."""
 
 
 def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
-    """The loss with a label that does not count, or with weights of samples."""
+    """Give the loss an ignored label, or sample weights."""
     if isinstance(loss, losses.Output | losses.Model):
         raise UsageError(f"--tail pad needs a loss over samples, of which some can weigh nothing; {loss.kind!r} is one number")
     if loss.sample_weight is not None:
@@ -131,14 +131,14 @@ def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
 
 
 def _weighed(arrays: dict[str, Array], loss: losses.Loss) -> dict[str, Array]:
-    """The arrays with weights of samples, all 1, where the loss wants some that the file does not have."""
+    """Add sample weights of 1 if the loss needs weights that the file lacks."""
     if loss.sample_weight == SAMPLE_WEIGHT and SAMPLE_WEIGHT not in arrays and arrays:
         arrays[SAMPLE_WEIGHT] = np.ones(len(next(iter(arrays.values()))), np.float32)
     return arrays
 
 
 def _schedule(job: Job, lr: float) -> optim.Schedule | None:
-    """What ``--scale-lr-from`` and ``--warmup-steps`` ask for."""
+    """Make the schedule of ``--scale-lr-from`` and ``--warmup-steps``."""
     if job.scale_lr_from is None and job.warmup_steps == 0:
         return None
     batch = job.batch_size if job.scale_lr_from is not None else None
@@ -146,7 +146,7 @@ def _schedule(job: Job, lr: float) -> optim.Schedule | None:
 
 
 def fixed_batch(model: ir.Model) -> int | None:
-    """The batch size that all inputs of a model have baked in, or None."""
+    """The fixed batch size that all inputs of a model share, or None."""
     sizes = set()
     for value in model.graph.inputs:
         if not value.is_initializer():
@@ -157,7 +157,7 @@ def fixed_batch(model: ir.Model) -> int | None:
 
 
 def _check_places(job: Job) -> None:
-    """Fail before training where a result cannot be written, or would replace a file that is read."""
+    """Fail before training if an output cannot be written or would replace an input file."""
     for what, name in (("MODEL", job.model), ("--data", job.data), ("--eval-data", job.eval_data), ("--resume", job.resume)):
         check_named(what, name)
     data = {"the data": job.data, "the data of --eval-data": job.eval_data}
@@ -173,14 +173,14 @@ def _check_places(job: Job) -> None:
 
 
 def _check_weights(job: Job, model: ir.Model) -> None:
-    """Refuse to write over the file that holds the model's weights, which the model itself would miss then."""
+    """Refuse to overwrite the file with the model's external weights."""
     weights = frontends.files_of(model)[1:]
     for option, place in (("--output", job.output), ("--trace", job.trace)):
         check_place(option, place, {f"the weights of the model, {Path(file).name}": file for file in weights})
 
 
 def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int) -> Shards:
-    """This rank's shares of the evaluation data: every sample once, in the order of the file."""
+    """Yield this rank's shares of the evaluation data: every sample once, in file order."""
     return shard(arrays, global_batch=job.batch_size, rank=rank, size=size, shuffle=False)
 
 
@@ -201,10 +201,10 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
 
 
 def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> None:
-    """Train as one worker: the one that ``comm`` says, or that the environment says.
+    """Train as one worker: the rank of ``comm``, or else of the environment.
 
     Raises:
-        NonFiniteError: on every rank, after the last good state was exported.
+        NonFiniteError: on every rank, after the last good state is exported.
     """
     start = time.perf_counter()
     failure: NonFiniteError | None = None
@@ -227,7 +227,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         trainer.attach(batches)
         if job.resume is not None:
             trainer.restore(job.resume)
-            if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of somebody's own loop, which knew no position
+            if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of a custom loop, without a position
                 epoch, done = divmod(trainer.steps_done, len(batches))
                 batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
         steps = job.epochs * len(batches) * trainer.strategy.steps_per_batch
@@ -243,14 +243,14 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
                     event |= _traced(job, communication)
                 if job.output is not None:
                     trainer.export(job.output)
-                # Inside the block: on a terminal these lines and the progress bar take one way, and so keep their order.
+                # Inside the block: on a terminal these lines go through the progress bar and keep their order.
                 reporter.end(event)
     if failure is not None:
         raise failure
 
 
 def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
-    """The last event; making it checks that all ranks hold the same state."""
+    """Make the last event; its state hash checks that all ranks hold the same state."""
     number, _ = per_step(collectives(trainer.program.model.graph)) if trainer.size > 1 else (0, 0)
     return {
         "event": "end",
@@ -265,7 +265,7 @@ def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
 
 
 def _traced(job: Job, found: Summary) -> dict[str, Any]:
-    """What the last event says about a traced run; times are milliseconds per step, means over the workers."""
+    """Fields of a traced run in the last event; times are milliseconds per step, means over the workers."""
     return {
         "trace": job.trace,
         "traced_steps": found.steps,
@@ -278,7 +278,7 @@ def _traced(job: Job, found: Summary) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Turn an unexpected exception into one line, before the runtime prints it for every worker."""
+    """Turn an unexpected exception into one line instead of a traceback from every worker."""
     try:
         yield
     except GraphcError:
@@ -290,7 +290,7 @@ def without_tracebacks() -> Iterator[None]:
 
 
 def _train(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
-    """Train up to ``job.epochs`` epochs in total, from where the data stands."""
+    """Train up to ``job.epochs`` epochs in total, from the data's position on."""
     start = time.perf_counter()
     rank, size = (0, 1) if trainer.servers else (trainer.rank, trainer.size)  # of an evaluation
 
@@ -319,7 +319,7 @@ def _train(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, repo
 
 
 def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFiniteError:
-    """Export the state of the last good step beside the file that is not written."""
+    """Export the state of the last good step beside the requested output, which is not written."""
     if job.output is None:
         return error
     target = Path(job.output)
@@ -336,6 +336,6 @@ def to_json(job: Job) -> str:
 
 
 def from_json(text: str) -> Job:
-    """What :func:`to_json` wrote."""
+    """Read the job that :func:`to_json` wrote."""
     fields = json.loads(text)
     return Job(**{**fields, "form": output.Format(fields["form"]), "compilation": CompileOptions(**fields["compilation"])})

@@ -1,4 +1,4 @@
-"""``graphc launch``: run a Python script as several workers of one machine."""
+"""``graphc launch``: runs a Python script as several workers on one machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from graphc.cli import options
 
 SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
-"""What follows SCRIPT belongs to the script."""
+"""Context settings that pass everything after SCRIPT to the script."""
 
 
 def command(

@@ -1,4 +1,4 @@
-"""``graphc ops``: how every operator is differentiated, and which backends run it natively."""
+"""``graphc ops``: lists every operator's gradient and native kernels."""
 
 from __future__ import annotations
 

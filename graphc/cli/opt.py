@@ -1,4 +1,4 @@
-"""``graphc opt``: run a pipeline of passes over a model; the tool for writing and testing passes."""
+"""``graphc opt``: runs a pipeline over a model, for writing and testing passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graphc.pipeline import PassCall
 
 TEXT = ".onnxtxt"
-"""Ending of files in ONNX text syntax."""
+"""Suffix of files in ONNX text syntax."""
 
 
 def command(
@@ -81,7 +81,7 @@ def command(
     else:
         if out.endswith(TEXT):
             with atomic_write(out) as file:
-                file.write(to_text(working, weights=True).encode())  # a file must not lose the weights
+                file.write(to_text(working, weights=True).encode())  # the file keeps the weights
         else:
             frontends.save(working, out)
         if form is Format.json and out != "-":

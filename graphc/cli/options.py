@@ -58,7 +58,7 @@ Backend = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of ``graphc train`` that do not belong to compilation."""
+    """Options of ``graphc train`` beyond those of compilation."""
 
     model: Model
     data: Annotated[
@@ -152,11 +152,11 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
 
 
 _TEXT_TYPES: dict[Any, Any] = {Sequence[str] | None: list[str] | None, int | str | None: str | None}
-"""Types of options that typer does not know → what it reads in their place."""
+"""Option types that typer does not know → the type that it parses instead."""
 
 
 def loss_of(text: str, *, metrics: bool = False) -> Loss:
-    """The loss; with ``metrics`` it also reports the accuracy where it has one."""
+    """Parse the loss; with ``metrics`` it also reports accuracy if it has one."""
     import dataclasses
 
     from graphc import losses

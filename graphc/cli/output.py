@@ -1,6 +1,6 @@
-"""What the commands print, and where: results on standard output, everything else on standard error, on rank 0 only.
+"""Output of the commands: results on stdout, the rest on stderr, rank 0 only.
 
-Tables have lines and colours on a terminal, are plain aligned text in a pipe, and JSON on demand.
+Tables have lines and colours on a terminal, are plain aligned text in a pipe, and JSON on request.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from graphc.errors import GraphcError
 from graphc.errors import counted as counted
 
 TERMINALS = "GRAPHC_TERMINALS"
-"""Environment variable set for worker processes: which of the launching command's streams are terminals."""
+"""Environment variable for worker processes: lists the launching command's streams that are terminals."""
 
 DEBUG = "GRAPHC_DEBUG"
 """Environment variable: any value shows tracebacks."""
 
 
 class Format(enum.StrEnum):
-    """How results are printed."""
+    """Formats of results."""
 
     text = "text"
     json = "json"
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the caller has closed, so that no file of ours gets their number.
+    """Reopen closed standard streams, so that no other file gets their descriptors.
 
-    A library that writes to its standard error would write into such a file.
+    Otherwise a library that writes to standard error could write into that file.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def drop_standard_output() -> None:
-    """Let nothing more be written, where what reads standard output has gone or its disk is full."""
+    """Discard further output after standard output's reader closed it or its disk is full."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def is_terminal(stream: str) -> bool:
-    """Whether ``stdout`` or ``stderr`` is a terminal, seen through the pipes of a launcher."""
+    """Whether ``stdout`` or ``stderr`` is a terminal, even behind a launcher's pipes."""
     inherited = os.environ.get(TERMINALS)
     if inherited is not None:
         return stream in inherited.split(",")
@@ -59,12 +59,12 @@ def is_terminal(stream: str) -> bool:
 
 
 def terminals() -> str:
-    """The value of :data:`TERMINALS` for child processes."""
+    """Value of :data:`TERMINALS` for child processes."""
     return ",".join(stream for stream in ("stdout", "stderr") if is_terminal(stream))
 
 
 def is_main() -> bool:
-    """Whether this worker speaks for all: rank 0, or no worker at all."""
+    """Whether this process prints: rank 0, or not a worker."""
     from graphc.distributed.world import find_world
 
     try:
@@ -74,11 +74,11 @@ def is_main() -> bool:
 
 
 def say(text: str = "") -> None:
-    """A result, on standard output.
+    """Print a result on standard output.
 
     Raises:
-        BrokenPipeError: its reader has gone.
-        GraphcError: it cannot be written to, because a disk is full perhaps.
+        BrokenPipeError: the reader has closed it.
+        GraphcError: writing failed, for example on a full disk.
     """
     if not is_main():
         return
@@ -92,36 +92,36 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """A remark on the way, on standard error."""
+    """Print a note on standard error."""
     if is_main():
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 
 def error(text: str) -> None:
-    """The reason why the command fails."""
+    """Print the error that makes the command fail."""
     if is_main():
         print(f"graphc: error: {text}", file=sys.stderr, flush=True)
 
 
 def unexpected(problem: Exception) -> str:
-    """One line for an exception that graphc did not raise on purpose."""
+    """Format an unexpected exception as one line."""
     text = " ".join(str(problem).split()) or "no message"
     where = "".join(f" {note}" for note in getattr(problem, "__notes__", ()))
     return f"unexpected {type(problem).__name__}{where}: {text} (run with {DEBUG}=1 for the traceback)"
 
 
 def document(value: Any) -> None:
-    """A result as one JSON document."""
+    """Print a result as one JSON document."""
     say(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def event(value: Mapping[str, Any]) -> None:
-    """A result as one line of JSON."""
+    """Print a result as one line of JSON."""
     say(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with None in place of NaN and infinities, which JSON cannot write."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> None:
-    """A table; numbers are aligned to the right."""
+    """Print a table; numbers are right-aligned."""
     if not is_main():
         return
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
@@ -161,14 +161,14 @@ def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric:
 
 
 def pairs(entries: Mapping[str, Any]) -> None:
-    """Name and value, a line each."""
+    """Print name and value, one pair per line."""
     width = max((len(name) for name in entries), default=0)
     for name, value in entries.items():
         say(f"{name:<{width}}  {value}")
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that reads best: ``41.2 kB``, powers of 1000."""
+    """Format bytes in a readable unit (powers of 1000): ``41.2 kB``."""
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""``graphc passes``: the passes and their options."""
+"""``graphc passes``: lists the passes and their options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this pass, with its whole documentation.")] = None,
     form: options.Format = Format.text,
 ) -> None:
-    """List the passes that pipelines are made of, with their options and defaults."""
+    """List the passes of pipelines with their options and defaults."""
     from graphc.pipeline import PASSES
 
     if name is not None:

@@ -1,4 +1,4 @@
-"""Checks, before the work begins, that results can be written and replace no input."""
+"""Checks before a run that outputs can be written and replace no input."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from graphc.errors import ModelError, UsageError
 
 
 def check_place(option: str, place: str | None, reads: Mapping[str, str | None]) -> None:
-    """Check before a run that its result can be written.
+    """Check before a run that an output can be written.
 
     Args:
-        option: of the command line, for messages.
-        place: the file it names; None and ``"-"``: no file.
-        reads: what the command reads → its file, which must not be overwritten.
+        option: the command-line option, for messages.
+        place: its value, a file; None and ``"-"``: no file.
+        reads: description of an input → its file, which must not be overwritten.
 
     Raises:
-        UsageError: no name, or that of a file which the command reads.
-        ModelError: no such folder, a folder, or a place that cannot be written to.
+        UsageError: an empty name, or the name of an input file.
+        ModelError: the folder is missing, the name is a folder, or it cannot be written.
     """
     if place is None or place == "-":
         return
@@ -40,11 +40,11 @@ def check_place(option: str, place: str | None, reads: Mapping[str, str | None])
 
 
 def check_checkpoint(option: str, place: str) -> None:
-    """Check that checkpoints can be written to a folder, which need not exist yet.
+    """Check that checkpoints can be written to a folder, which may not exist yet.
 
     Raises:
-        UsageError: no name.
-        ModelError: a file, no folder to make it in, or one that cannot be written to.
+        UsageError: an empty name.
+        ModelError: the name is a file, its parent folder is missing, or it cannot be written.
     """
     check_named(option, place)
     folder = Path(place).absolute()
@@ -60,7 +60,7 @@ def check_checkpoint(option: str, place: str) -> None:
 
 
 def check_named(option: str, place: str | None) -> None:
-    """Refuse an empty name, which a shell makes of an unset variable and which would mean the working directory.
+    """Refuse an empty name: a shell expands an unset variable to it, and it would mean the working directory.
 
     Raises:
         UsageError: the name is empty.

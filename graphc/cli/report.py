@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 JSON_LOG_EVERY = 10
-"""Steps between ``step`` events when ``--log-every`` is not given; text then has none."""
+"""Steps between ``step`` events without ``--log-every``; text output then has none."""
 
 
 class Reporter:
-    """Prints events on rank 0. A closed standard output does not end the run: its results are files.
+    """Prints events on rank 0. A closed standard output does not end the run, whose results are files.
 
     Args:
-        form: ``json`` for a line an event, ``text`` for people.
-        steps: steps of the whole run.
+        form: ``json``: one line per event; ``text``: for people.
+        steps: total steps of the run.
         log_every: steps between ``step`` events; 0 takes the default of the form.
-        done: steps that a resumed run has behind it.
+        done: steps that a resumed run has already done.
     """
 
     def __init__(self, form: Format, steps: int, log_every: int, *, done: int = 0) -> None:
@@ -65,7 +65,7 @@ class Reporter:
         self._stack.close()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step`` is finished."""
+        """Report that step ``step`` is finished."""
         if not self._main:
             return
         if self._progress is not None and self._task is not None:
@@ -79,14 +79,14 @@ class Reporter:
                 self._say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
 
     def skipped(self, step: int, count: int) -> None:
-        """Step ``step`` changed nothing; it is the ``count``-th such step of the run."""
+        """Report that step ``step`` was skipped, the ``count``-th skipped step of the run."""
         if self._main and self._json:
             self._event({"event": "skipped", "step": step, "skipped": count})
         elif self._main:
             self._say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.counted(count, 'step')} so far)")
 
     def epoch(self, event: Mapping[str, Any]) -> None:
-        """An epoch is finished."""
+        """Report the end of an epoch."""
         if not self._main:
             return
         if self._json:
@@ -98,7 +98,7 @@ class Reporter:
         self._say("  ".join(f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns))
 
     def end(self, event: Mapping[str, Any]) -> None:
-        """The run is finished."""
+        """Report the end of the run."""
         if not self._main:
             return
         if self._json:

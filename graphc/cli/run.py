@@ -1,4 +1,4 @@
-"""``graphc run``: inference, through graphc's own plan and backend."""
+"""``graphc run``: inference through graphc's own plan and backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(
             feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)
     results = _flat(run_model(loaded, gather_sequences(loaded.graph, feeds), backend))
     if out == "-":
-        # Written at once: numpy seeks while it writes, which standard output may not do.
+        # Written in one piece: numpy seeks while writing, which standard output may not support.
         buffer = io.BytesIO()
         np.savez(buffer, **results)
         write_standard_output(buffer.getvalue())
@@ -60,7 +60,7 @@ def command(
 
 
 def _flat(results: dict[str, Any]) -> dict[str, Any]:
-    """One array per entry: the elements of a sequence ``s`` are ``s.0``, ``s.1`` …; an optional without a value is left out."""
+    """Return one array per entry: the elements of a sequence ``s`` as ``s.0``, ``s.1`` …; empty optionals are left out."""
     import numpy as np
 
     flat: dict[str, Any] = {}

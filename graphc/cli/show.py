@@ -1,4 +1,4 @@
-"""``graphc show``: the plan of a training graph, and the flight logs of a run, as text."""
+"""``graphc show``: prints a training graph's plan, or a run's flight logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
 ) -> None:
-    """Show what the workers execute for a training graph that 'compile' wrote: overlap, steps and buffers in order."""
+    """Show the workers' plan of a training graph that 'compile' wrote: overlap, steps and buffers in order."""
     from graphc import frontends
     from graphc.cli.inspect import is_training_graph
     from graphc.errors import UsageError
@@ -74,7 +74,7 @@ def plan(
         found = make_plan(loaded, shapes, engine, world_size=size, guarded=guarded)
         host = _on_host(found, engine)
         plans = [found] * size
-        if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have one plan
+        if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have the same plan
             ranks = range(1, size)
             plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=rank, guarded=guarded) for rank in ranks]
     finally:
@@ -94,7 +94,7 @@ def plan(
 
 
 def _engine(backend: str) -> Backend:
-    """The backend, or its planner where it needs a device."""
+    """Return the backend, or its planner if it needs a device."""
     from graphc.backend import BACKENDS, PLANNERS, check_backend, make_backend, name_of
 
     BACKENDS.load()
@@ -104,7 +104,7 @@ def _engine(backend: str) -> Backend:
 
 
 def _on_host(found: Plan, engine: Backend) -> list[Fallback] | None:
-    """The nodes that the host runs in the middle of device segments; None for a backend of the host."""
+    """Nodes inside device segments that run on the host; None for a host backend."""
     from graphc.backend import PLANNERS
     from graphc.plan.segment_model import segment_model
 
@@ -122,7 +122,7 @@ def _host_lines(found: Sequence[Fallback] | None) -> list[str]:
 
 
 def _show_roles(plans: Mapping[str, Plan], form: Format) -> None:
-    """The plan of a worker and that of each parameter server."""
+    """Print the plan of a worker and of each parameter server."""
     if form is Format.text:
         for role, found in plans.items():
             _, *lines = found.text().splitlines()

@@ -18,19 +18,19 @@ from graphc.ir.updates import state_of, trains
 
 
 def elements(value: ir.Value) -> int:
-    """Elements of a value of static shape; 0 where the shape is not known."""
+    """Number of elements of a value; 0 if its shape is not static."""
     shape = static_dims(value)
     return int(np.prod(shape, dtype=np.int64)) if shape is not None else 0
 
 
 def op_counts(graph: ir.Graph) -> dict[str, int]:
-    """Op → number of nodes, constants left out, the most frequent first."""
+    """Count nodes by op, without constants, the most frequent first."""
     counts = Counter(key_of(node.domain, node.op_type) for node in graph if node.op_type != "Constant")
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
-    """The collectives of a graph in order: tag, group, reduction, number of tensors, bytes, steps from one to the next."""
+    """List the collectives of a graph in order: tag, group, reduction, tensors, bytes, and steps between two runs."""
     rows = []
     for node in graph:
         if collective_of(node) is None or node.op_type.endswith("Wait"):
@@ -45,7 +45,7 @@ def collectives(graph: ir.Graph) -> list[dict[str, Any]]:
 
 
 def per_step(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Collectives of a step and their bytes, of the rows of :func:`collectives`: one of every n steps counts 1/n."""
+    """Collectives per step and their bytes, from the rows of :func:`collectives`; one every n steps counts 1/n."""
     shares = [Fraction(1, row.get("every", 1)) for row in rows]
     number, size = sum(shares), sum(share * row["bytes"] for share, row in zip(shares, rows, strict=True))
     return _rounded(number), _rounded(size)
@@ -56,7 +56,7 @@ def _rounded(number: Fraction | int) -> float:
 
 
 def training_graph(model: ir.Model) -> dict[str, Any]:
-    """Counts over a training graph."""
+    """Count nodes, collectives and parameters of a training graph."""
     from graphc.compiler import nodes_by_kind
 
     trained = {state.name: state for node, state, _ in state_updates(model.graph) if is_trained(node, state)}

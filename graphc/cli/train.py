@@ -1,4 +1,4 @@
-"""``graphc train``: train an ONNX model on arrays from a file, on one or several workers."""
+"""``graphc train``: trains an ONNX model on arrays from a file."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def command(
 
 
 def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | None:
-    """The text of ``--recompute``, with the batch of one worker added unless it names a batch."""
+    """Add the batch of one worker to the text of ``--recompute`` unless it names a batch."""
     if recompute in (None, "none") or "batch=" in recompute:
         return recompute
     return f"{recompute},batch={max(1, -(-batch_size // workers))}"
 
 
 def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -> int:
-    """Run ``job`` on as many workers (and parameter servers) as it says; returns the exit code.
+    """Run ``job`` on its number of workers (and parameter servers); return the exit code.
 
     Args:
-        alone: this process is no worker yet, so that it has to start them.
-        prepared: the job's program and data, when they are at hand.
+        alone: this process is not a worker, so it starts the workers.
+        prepared: the job's program and data, if already prepared.
     """
     from graphc.cli.job import execute, prepare
     from graphc.distributed.threads import run_threads
@@ -86,7 +86,7 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
         if several and job.transport != "threads":
             job = _on_disk(job, Path(name))
             if prepared is None:
-                prepare(job)  # every error in the arguments shows here, once, and before any worker starts
+                prepare(job)  # errors in the arguments are reported once, before any worker starts
             return _launch(job, Path(name))
         ready = prepared or prepare(job)
         try:
@@ -101,7 +101,7 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
 
 
 def _on_disk(job: Job, folder: Path) -> Job:
-    """Save a model from standard input as a file that every worker can read."""
+    """Save a model from standard input to a file that every worker can read."""
     if job.model != "-":
         return job
     target = folder / "model.onnx"
@@ -115,7 +115,7 @@ def _launch(job: Job, folder: Path) -> int:
 
     path = folder / "job.json"
     path.write_text(to_json(job))
-    # The workers write into pipes; what they look like on the user's terminal is decided by what this process has.
+    # The workers write into pipes; whether this process has a terminal decides how their output looks.
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
     argv = ["-m", "graphc.cli.worker", str(path)]
     served = job.processes > job.workers

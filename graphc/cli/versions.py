@@ -14,7 +14,7 @@ from graphc.cli.finding import Finding
 
 @functools.cache
 def declared() -> dict[str, Requirement]:
-    """Canonical name of a package → what graphc, or the first of its extras that names it, asks for."""
+    """Canonical package name → version requirement of graphc, or of its first extra that names the package."""
     found: dict[str, Requirement] = {}
     for line in importlib.metadata.requires("graphc") or ():
         requirement = Requirement(line)
@@ -23,7 +23,7 @@ def declared() -> dict[str, Requirement]:
 
 
 def wanted(name: str, version: str) -> str:
-    """The versions that graphc asks for, where the installed one is not among them; otherwise empty."""
+    """Return the required versions if the installed one is not among them; otherwise ""."""
     requirement = declared().get(canonical(name))
     if requirement is None or requirement.specifier.contains(version, prereleases=True):
         return ""
@@ -31,7 +31,7 @@ def wanted(name: str, version: str) -> str:
 
 
 def installed(name: str, version: str, remedy: str) -> Finding:
-    """The finding about an installed package."""
+    """Make the finding about an installed package."""
     try:
         asked = wanted(name, version)
     except InvalidVersion:
@@ -40,11 +40,11 @@ def installed(name: str, version: str, remedy: str) -> Finding:
 
 
 def pinned(name: str) -> str:
-    """The requirement for pip: the name with the versions that graphc asks for."""
+    """Make pip's requirement: the name with the versions that graphc requires."""
     requirement = declared().get(canonical(name))
     return f"{name}{requirement.specifier}" if requirement is not None else name
 
 
 def canonical(name: str) -> str:
-    """A name as package indexes compare it."""
+    """Normalise a name as package indexes do."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,4 +1,4 @@
-"""What every worker process of ``graphc train -n N`` runs: ``python -m graphc.cli.worker JOB.json``."""
+"""Worker process of ``graphc train -n N``: ``python -m graphc.cli.worker JOB.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphc.cli.job import execute, from_json, prepare, without_tracebacks
 
 
 def main(path: str) -> None:
-    """Run the job stored at ``path`` as the rank the environment says."""
+    """Run the job stored at ``path`` as the rank given by the environment."""
     job = from_json(Path(path).read_text())
     with without_tracebacks():
         execute(job, prepare(job, quiet=True))

@@ -174,9 +174,7 @@ def _smaller_batch(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
         return
     yield f"a {kind} of {fits} on each worker in place of {case.batch} needs {size(found[fits])}", True
     whole = case.batch * done
-    for part in sorted(
-        {max(1, fits // divisor) for divisor in (1, 2, 4)}, reverse=True
-    ):  # accumulated gradients take memory too
+    for part in sorted({max(1, fits // divisor) for divisor in (1, 2, 4)}, reverse=True):  # accumulated gradients count too
         steps = next(k for k in range(1, whole + 1) if whole % k == 0 and whole // k <= part)
         remade = case.remade(accumulate=steps)
         total = None if remade is None else case.memory(make(), remade, batch=whole // steps)
