@@ -161,9 +161,7 @@ class _Grouper(Launches):
         wanted.reads = self.needed_reads(wanted, len(self.launches))
         first = max((self.made.get(v, 0) for v in wanted.reads), default=0)
         earlier = list(range(len(self.launches) - 1, max(first - 1, len(self.launches) - 1 - LOOK_BACK), -1))
-        if (
-            wanted.axes
-        ):  # reductions with their like: a value that needs only some of them may then share a pass with one that needs all
+        if wanted.axes:  # reductions with their like: one that needs only some of them may share the pass of one that needs all
             earlier.sort(key=lambda k: not _walks_like(self.launches[k], wanted))
         for k in earlier:
             launch = self.launches[k]

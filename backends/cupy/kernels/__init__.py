@@ -1,4 +1,4 @@
-"""Kernels written by hand, one family of ops a file; importing a file registers its kernels."""
+"""Handwritten kernels, one family of ops a file; importing a file registers its kernels."""
 
 from graphc.backends.cupy.kernels import algebra, convolution, pooling, sampling, scan, scatter, sorting
 

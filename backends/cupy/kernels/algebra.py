@@ -1,4 +1,4 @@
-"""Sums of products over any indices, and determinants."""
+"""Einsum and determinants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphc.ir.facts import input_of, shape_of, size_of
 
 @node_kernel("Einsum", dtypes=STORED)
 def einsum(node: ir.Node) -> Sequence[Launch]:
-    """Σ Π x_k over the indices that the result lacks: threads share the sum of one element of the result."""
+    """Σ Π x_k over the indices that the result lacks: threads share the sum of one element."""
     operands = [v for v in node.inputs if v is not None]
     y = node.outputs[0]
     terms, result = _letters(node)
@@ -44,7 +44,7 @@ def _name(letter: str) -> str:
 
 
 def _letters(node: ir.Node) -> tuple[list[str], str]:
-    """One letter per dimension of each operand, and of the result; those of an ellipsis are digits."""
+    """One letter per dimension of each operand and of the result; digits stand for an ellipsis."""
     text = node.attributes["equation"].as_string().replace(" ", "")
     left, arrow, right = text.partition("->")
     terms, wide = [], 0
@@ -62,7 +62,7 @@ def _letters(node: ir.Node) -> tuple[list[str], str]:
 
 @node_kernel("Det", dtypes=FLOATS)
 def determinant(node: ir.Node) -> Sequence[Launch]:
-    """One thread a matrix: elimination with the largest pivot of each column."""
+    """Gaussian elimination with the largest pivot of each column; one thread a matrix."""
     x, y = input_of(node), node.outputs[0]
     n, kind = shape_of(x)[-1], computed(x)
     wide = ir.DataType.DOUBLE if kind == "double" else ir.DataType.FLOAT

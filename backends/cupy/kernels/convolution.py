@@ -1,6 +1,7 @@
-"""Convolutions one thread an element of the result: for the types and ranks that no library takes, and for small tensors.
+"""Direct convolutions, one thread an element of the result.
 
-They read every operand from memory as often as it is used, so a library is far faster where there is one.
+They serve types and ranks that no library supports, and small tensors. They read an operand from memory once per use, so a
+library is far faster.
 """
 
 from __future__ import annotations

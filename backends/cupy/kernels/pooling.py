@@ -1,6 +1,7 @@
-"""Pooling and its gradients, one thread an element of the result: a gradient looks for the windows that read its element.
+"""Pooling and its gradients, one thread an element of the result.
 
-So no two threads write to one place, and sums have one order. Tensors are N × C × spatial axes, or have their channels last.
+A gradient gathers from the windows that read its element, so no two threads write to one place and sums have a fixed order.
+Tensors are N × C × spatial axes, or have their channels last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _has_window(node: ir.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How the tensors of a pooling node lie: planes of spatial axes, or, where ``channels`` is not 0, pixels of channels.
+    """The layout of a pooling node's tensors: planes of spatial axes or, if ``channels`` is not 0, channels last.
 
     Attributes:
         size, out: spatial sizes of the tensor under the window and of the result.
@@ -53,14 +54,14 @@ class Grid:
         return Grid(size, out, shape_of(x)[-1] if last else 0, window)
 
     def taken_apart(self, sizes: Sequence[int], letter: str) -> str:
-        """Statements: the row as ``plane``, an index per spatial axis, and the channel."""
+        """Statements that split the row into ``plane``, an index per spatial axis, and the channel."""
         names = ["plane", *indices(letter, len(sizes))]
         if self.channels:
             return unflattened("row", [0, *sizes, self.channels], [*names, "channel"])
         return unflattened("row", [0, *sizes], names)
 
     def at(self, sizes: Sequence[int], letter: str) -> str:
-        """The element at these spatial indices."""
+        """The flat index of the element at these spatial indices."""
         names = ["plane", *indices(letter, len(sizes))]
         if self.channels:
             return flattened([*names, "channel"], [0, *sizes, self.channels])
@@ -69,7 +70,7 @@ class Grid:
 
 @node_kernel("MaxPool", f"graphc::{PREFIX}MaxPool", dtypes=STORED, when=_has_window)
 def max_pool(node: ir.Node) -> Sequence[Launch]:
-    """The greatest element of each window; NaN is greater than all. Places count in x, by rows or by columns."""
+    """The maximum of each window; NaN is greatest. Indices count in x, in row- or column-major order."""
     x, y = input_of(node), node.outputs[0]
     grid = Grid.of(node, x, y)
     window, size = grid.window, grid.size
@@ -92,7 +93,7 @@ long long place = -1;
 
 @node_kernel("graphc::MaxPoolGrad", f"graphc::{PREFIX}MaxPoolGrad", dtypes=FLOATS, when=_has_window)
 def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
-    """Σ dy over the windows of which this element is the maximum: the first of equal ones, the last NaN."""
+    """Σ dy over the windows whose maximum is this element: the first of equal elements, the last NaN."""
     dy, x, y = (input_of(node, k) for k in range(3))
     dx = node.outputs[0]
     grid = Grid.of(node, x, y)
@@ -100,7 +101,7 @@ def max_pool_grad(node: ir.Node) -> Sequence[Launch]:
     n, kind = len(size), computed(x)
     same = f"""const {kind} other = {load(x, "x", grid.at(size, "j"))};
 if (other == mine || (other != other && mine != mine)) first = false;"""
-    # Taps in front of this one, in row-major order; behind it where it is NaN.
+    # Taps before this one in row-major order; for NaN, those after it.
     skipped = f"(mine == mine ? {_not_before(n, 'u', 't')} : {_not_before(n, 't', 'u')})"
     earlier = over_taps(window, size, f"if (!first || {skipped}) continue;\n{same}", into="j", tap="u")
     at = grid.at(grid.out, "o")
@@ -118,7 +119,7 @@ const {kind} mine = {load(x, "x", "row")};
 
 
 def _not_before(n: int, u: str, t: str) -> str:
-    """Whether tap u comes at or behind tap t in row-major order."""
+    """Whether tap u equals or follows tap t in row-major order."""
     text = f"{u}{n - 1} >= {t}{n - 1}"
     for k in reversed(range(n - 1)):
         text = f"({u}{k} > {t}{k} || ({u}{k} == {t}{k} && {text}))"
@@ -175,7 +176,7 @@ static DEVICE inline int taps_inside(long long start, int taps, int step, long l
 
 
 def _count(node: ir.Node, window: Window, size: Sequence[int]) -> str:
-    """The number of elements that the mean of window o0, o1, … is over."""
+    """The number of elements that window o0, o1, … averages."""
     begin, end = window.padding
     padded = bool(attributes_of(node).get("count_include_pad", 0))
     factors = []
@@ -190,4 +191,4 @@ def _least(value: ir.Value) -> str:
     dtype = dtype_of(value)
     if dtype.is_floating_point():
         return literal(dtype, float("-inf"))
-    return literal(dtype, 0)  # never compared: the first element of a window is always taken
+    return literal(dtype, 0)  # never compared: the first element of a window always replaces it

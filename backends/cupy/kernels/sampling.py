@@ -1,4 +1,4 @@
-"""Samples of an image at places that are computed: grids, regions of interest, deformable convolutions; col2im."""
+"""Samples images at computed places: grids, regions of interest, deformable convolutions; Col2Im."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ total = any && total > c ? total : c; any = true;"""
 
 @node_kernel("GridSample", dtypes=FLOATS)
 def grid_sample(node: ir.Node) -> Sequence[Launch]:
-    """X at the coordinates of the grid, which run from −1 to 1 and count the last axis first."""
+    """Sample X at the grid's coordinates, which run from −1 to 1, last axis first."""
     x, grid, y = node.inputs[0], node.inputs[1], node.outputs[0]
     size, out = shape_of(x)[2:], shape_of(y)[2:]
     n, channels = len(size), shape_of(x)[1]
@@ -108,7 +108,7 @@ const double w{k} = {outer} * {weight};
 
 @node_kernel("RoiAlign", dtypes=FLOATS)
 def roi_align(node: ir.Node) -> Sequence[Launch]:
-    """Mean or maximum of samples in each bin of each region."""
+    """RoiAlign: mean or maximum of samples in each bin of each region."""
     x, rois, batches = node.inputs
     y = node.outputs[0]
     (channels, height, width), (rows, columns) = shape_of(x)[1:], shape_of(y)[2:]
@@ -142,7 +142,7 @@ const int count = grid_h * grid_w > 1 ? grid_h * grid_w : 1;
 
 @node_kernel("MaxRoiPool", dtypes=FLOATS)
 def max_roi_pool(node: ir.Node) -> Sequence[Launch]:
-    """The maximum of each bin of each region, whose corners are rounded to pixels; 0 where a bin is empty."""
+    """MaxRoiPool: the maximum of each bin of each region, whose corners are rounded to pixels; 0 for an empty bin."""
     x, rois, y = node.inputs[0], node.inputs[1], node.outputs[0]
     (channels, height, width), (rows, columns) = shape_of(x)[1:], shape_of(y)[2:]
     scale, kind = node.attributes.get_float("spatial_scale", 1.0), computed(x)
@@ -169,7 +169,7 @@ def _two_axes(node: ir.Node) -> bool:
 
 @node_kernel("DeformConv", dtypes=FLOATS, when=_two_axes)
 def deform_conv(node: ir.Node) -> Sequence[Launch]:
-    """A convolution whose taps are moved by offsets, in pixels, and weighted by a mask."""
+    """A convolution whose taps are shifted by offsets, in pixels, and weighted by a mask."""
     x, w, offset = node.inputs[:3]
     bias, mask = (node.inputs[k] if k < len(node.inputs) else None for k in (3, 4))
     y = node.outputs[0]
@@ -210,7 +210,7 @@ def _blocks_are_known(node: ir.Node) -> bool:
 
 @node_kernel("Col2Im", dtypes=FLOATS, when=_blocks_are_known)
 def col2im(node: ir.Node) -> Sequence[Launch]:
-    """Each pixel is the sum of the columns' elements that stand for it."""
+    """Col2Im: each pixel is the sum of its elements in the columns."""
     x, y = node.inputs[0], node.outputs[0]
     kernel, size = tuple(integers(node, 2) or ()), shape_of(y)[2:]
     window = Window.of(attributes_of(node), size, kernel)

@@ -1,4 +1,4 @@
-"""Running sums and products along an axis: one thread a line where there are many lines, else a block a line."""
+"""Running sums and products along an axis: one thread a line if there are many, else one block a line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _axis_is_known(node: ir.Node) -> bool:
 
 @node_kernel("CumSum", "CumProd", dtypes=STORED, when=_axis_is_known)
 def running(node: ir.Node) -> Sequence[Launch]:
-    """y[k] = x[0] ∘ … ∘ x[k]; ``exclusive`` leaves x[k] out, ``reverse`` begins at the end."""
+    """y[k] = x[0] ∘ … ∘ x[k]; ``exclusive`` omits x[k], ``reverse`` starts at the end."""
     x, y = input_of(node), node.outputs[0]
     shape = shape_of(x)
     axis = (integers(node, 1) or [0])[0] % len(shape)

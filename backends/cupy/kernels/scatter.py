@@ -1,12 +1,12 @@
-"""Scatters. Nothing is added atomically: every run gives the same bits.
+"""Scatters without atomics: every run gives the same bits.
 
     few updates a line     one thread a line (all elements that differ in the axis only) applies its updates in order
-    else                   updates are sorted by where they go; threads sum runs of equal places, first within chunks of about
-                           √n updates, then what goes on over the edge of a chunk
+    else                   updates are sorted by destination; threads sum runs of equal destinations, first within chunks of
+                           about √n updates, then across the edges of chunks
 
-The gradient of an embedding is the second: for 16,384 tokens into 50,257 × 768 it writes the zeros (154 MB), sorts 16,384
-indices by counting (some 50 µs), and reads every token's gradient once. Where it is added to another gradient of the same
-weights, it goes there, and there are no zeros:
+The gradient of an embedding is the second case: for 16,384 tokens into 50,257 × 768 it writes the zeros (154 MB), sorts 16,384
+indices by counting (some 50 µs), and reads every token's gradient once. If it is added to another gradient of the same weights,
+it is accumulated there, without zeros:
 
     Add(Cast(Product), ScatterND(0, i, g))   becomes   ScatterND(Product in float32, i, g), in place
 """
@@ -32,7 +32,7 @@ LINES = 2048
 """Lines from which one thread a line keeps a device busy."""
 
 BUSY = 1 << 18
-"""Threads that keep a device busy: chunks are as long as leaves so many, but for a factor of two around √n."""
+"""Threads that keep a device busy: chunks are long enough to leave about so many, from √n ÷ 4 to 2 √n."""
 
 MOST = 1 << 31
 
@@ -40,7 +40,7 @@ COMBINE: Mapping[str, str] = {"add": "Sum", "mul": "Prod", "max": "Maximum", "mi
 
 
 def fill_of(value: ir.Value | None) -> np.ndarray | None:
-    """The number that every element of ``value`` is known to be."""
+    """The number that fills all of ``value``; None if it is not known."""
     producer = value.producer() if value is not None else None
     while producer is not None and producer.domain == "" and producer.op_type in ("Expand", "Reshape", "Identity"):
         value = producer.inputs[0]
@@ -50,7 +50,7 @@ def fill_of(value: ir.Value | None) -> np.ndarray | None:
 
 
 def omit_fills(graph: ir.Graph) -> None:
-    """Let scatters into tensors of one number read that number: the tensor itself is never written to memory."""
+    """Replace a constant-filled operand of a scatter by its number, so that the operand is never written to memory."""
     for node in graph:
         if node.domain == "" and node.op_type in ("ScatterND", "ScatterElements") and fill_of(node.inputs[0]) is not None:
             value = input_of(node)
@@ -61,7 +61,7 @@ def omit_fills(graph: ir.Graph) -> None:
 
 
 def scatter_into_sums(graph: ir.Graph) -> None:
-    """Let sums that are added to something else be added there, in its memory."""
+    """Accumulate a scatter's sums in place in the value that they are added to."""
     for node in [n for n in graph if n.domain == "" and n.op_type == "ScatterND"]:
         fill, y = fill_of(node.inputs[0]), node.outputs[0]
         add = direct_user(y)
@@ -80,7 +80,7 @@ def scatter_into_sums(graph: ir.Graph) -> None:
 
 
 def _is_free(value: ir.Value) -> bool:
-    """Whether what holds ``value`` in memory is computed here, and read as ``value`` only."""
+    """Whether this segment computes the memory of ``value``, and reads it only as ``value``."""
     producer = value.producer()
     if producer is None or constant(value) is not None:
         return False
@@ -91,7 +91,7 @@ def _is_free(value: ir.Value) -> bool:
 
 
 def _start(node: ir.Node) -> list[Launch]:
-    """The launch that makes the result what it is before the first update."""
+    """The launch that initialises the result before the first update; none for an update in place."""
     data, y = input_of(node), node.outputs[0]
     if INTO in node.meta:
         return []
@@ -116,14 +116,14 @@ def _not_fusible(node: ir.Node) -> bool:
 
 
 def _is_counted(node: ir.Node) -> bool:
-    """Whether the slices of the result have numbers of 32 bits, by which updates are sorted."""
+    """Whether 32-bit numbers suffice for the result's slices; updates are sorted by them."""
     depth = shape_of(node.inputs[1])[-1]
     return _not_fusible(node) and math.prod(shape_of(node.outputs[0])[:depth]) < MOST
 
 
 @node_kernel("ScatterND", dtypes=STORED, when=_is_counted)
 def scatter_nd(node: ir.Node) -> Sequence[Launch]:
-    """Slices of y at index tuples are replaced by, or combined with, slices of the updates."""
+    """ScatterND: write or combine slices of the updates at index tuples of y."""
     indices, updates, y = input_of(node, 1), input_of(node, 2), node.outputs[0]
     shape, depth = shape_of(y), shape_of(indices)[-1]
     inner = int(np.prod(shape[depth:], dtype=np.int64))
@@ -142,7 +142,7 @@ def scatter_nd(node: ir.Node) -> Sequence[Launch]:
 
 @node_kernel("ScatterElements", dtypes=STORED, when=_not_fusible)
 def scatter_elements(node: ir.Node) -> Sequence[Launch]:
-    """Elements of y at indices along one axis are replaced by, or combined with, the updates."""
+    """ScatterElements: write or combine updates at indices along one axis of y."""
     indices, updates, y = input_of(node, 1), input_of(node, 2), node.outputs[0]
     shape, axis = shape_of(y), node.attributes.get_int("axis", 0) % len(shape_of(y))
     start = _start(node)
@@ -162,7 +162,7 @@ def scatter_elements(node: ir.Node) -> Sequence[Launch]:
 
 
 def _places(shape: Sequence[int], strides: Sequence[int], axis: int, *, lines: bool = False) -> str:
-    """``base``: the offset in y of element ``row`` of an array of ``shape``, without the part of ``axis``.
+    """Statements that define ``base``: the offset in y of element ``row`` of an array of ``shape``, without ``axis``.
 
     Args:
         lines: ``row`` counts lines, which have no index along ``axis``.
@@ -178,7 +178,7 @@ def _places(shape: Sequence[int], strides: Sequence[int], axis: int, *, lines: b
 
 
 def _by_lines(node: ir.Node, indices: ir.Value, updates: ir.Value, y: ir.Value, axis: int, strides: Sequence[int]) -> Launch:
-    """One thread a line, its updates one after another."""
+    """One thread a line applies its updates in order."""
     shape, size = shape_of(indices), shape_of(y)[axis]
     own = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
     outer = "\n".join(f"from += i{k} * {own[k]};" for k in range(len(shape)) if k != axis)
@@ -199,7 +199,7 @@ const INDEX to = base + {_clamped("index", size)} * {strides[axis]};
 
 
 def _apply(node: ir.Node, keys: ir.Value, updates: ir.Value, y: ir.Value, inner: int) -> list[Launch]:
-    """Slice k of ``updates`` goes to slice ``keys[k]`` of y; a slice has ``inner`` elements."""
+    """Apply slice k of ``updates`` to slice ``keys[k]`` of y; a slice has ``inner`` elements."""
     count, reduction = size_of(keys), node.attributes.get_string("reduction", "none")
     if reduction == "none":
         body = f"y[(INDEX)places[row / {inner}] * {inner} + row % {inner}] = updates[row];"
@@ -212,7 +212,7 @@ def _apply(node: ir.Node, keys: ir.Value, updates: ir.Value, y: ir.Value, inner:
     wide = ir.DataType.FLOAT if kind == "float" else dtype_of(y)
     edges = {
         name: temporary(wide, [chunks * inner], f"{y.name}.{name}") for name in ("head", "tail")
-    }  # sums of the run that a chunk begins in the middle of, and of that which goes on behind it
+    }  # sums of the run that continues from the previous chunk, and of the run that continues into the next
     common = f"""const INDEX c = row / {inner}, column = row % {inner};
 const int begin = (int)c * {chunk}, end = begin + {chunk} < {count} ? begin + {chunk} : {count};"""
     old = load(y, "y", f"(INDEX)place * {inner} + column")

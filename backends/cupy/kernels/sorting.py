@@ -1,8 +1,8 @@
-"""Sorting without atomics, so that every run gives the same order: ranks by counting, and a bitonic network.
+"""Sorts without atomics, so that every run gives the same order.
 
-Counting compares every element with every other: n² comparisons, some 50 µs for 16,384 on a GPU of today. Beyond
-:data:`COUNTED` elements a bitonic network over 64-bit pairs (key, position) takes log²(n)/2 passes, of which those within a
-block of :data:`TILE` run in one launch. Equal keys keep their order in both.
+Up to :data:`COUNTED` elements, ranks are counted: n² comparisons, some 50 µs for 16,384 on a current GPU. Beyond, a bitonic
+network over 64-bit pairs (key, position) takes log²(n)/2 passes, of which those within a block of :data:`TILE` run in one
+launch. Equal keys keep their order in both.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel,
 from graphc.ir.facts import dtype_of, input_of, shape_of, size_of
 
 COUNTED = 1 << 15
-"""Elements of a row up to which ranks are counted."""
+"""Largest row whose ranks are counted."""
 
 TILE = 2048
 """Pairs that one block sorts in shared memory."""
 
 Put: TypeAlias = "Callable[[str, str], str]"
-"""(place in the result, index in the row) → statements that write the element and its index."""
+"""(index in the result, index in the row) → statements that write the element and its index."""
 
 Written: TypeAlias = "Mapping[str, ir.Value]"
 
 FEW = 32
-"""Elements up to which TopK looks for one after the other."""
+"""Largest k for which TopK selects one element after another."""
 
 
 def sorted_order(keys: ir.Value, name: str) -> tuple[list[Launch], ir.Value]:
-    """Launches that leave the positions of ``keys`` (int32, n), least key first, in a temporary (int32, n)."""
+    """Launches that sort ``keys`` (int32, n) in ascending order and leave their positions in a temporary (int32, n)."""
     n = size_of(keys)
     order = temporary(ir.DataType.INT32, [n], f"{name}.order")
     if n <= COUNTED:
@@ -50,7 +50,7 @@ if (LANE == 0) order[rank] = (int)row;"""
 
 
 def _sorted_pairs(reads: dict[str, ir.Value], fill: str, n: int, count: int, name: str) -> tuple[ir.Value, list[Launch]]:
-    """``count`` rows of at least ``n`` int64 pairs (padded to a power of two), each sorted upwards.
+    """Launches that sort ``count`` rows of int64 pairs in ascending order; rows are padded from ``n`` to a power of two.
 
     Args:
         fill: statements that define ``pair`` from ``row``, the number of a padded element.
@@ -75,7 +75,7 @@ def _sorted_pairs(reads: dict[str, ir.Value], fill: str, n: int, count: int, nam
 
 
 def _steps(size: int, reach: int, row: int) -> ir.Value:
-    """Numbers that a launch reads, so that all steps of a network are one kernel: its size, its reach, a mask of the row."""
+    """Operand of a launch, so that all steps of a network share one kernel: its size, its reach, a mask of the row."""
     held = ir.tensor(np.array([size, reach, row - 1], dtype=np.int64), name=f"steps.{size}.{reach}")
     return ir.Value(name=held.name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([3]), const_value=held)
 
@@ -103,7 +103,7 @@ for (int k = THREAD; k < {TILE}; k += THREADS) pairs[start + k] = tile[k];"""
 
 @node_kernel("TopK", dtypes=STORED)
 def top_k(node: ir.Node) -> Sequence[Launch]:
-    """The k greatest (or least) of each row in order; of equals the one with the lower index comes first."""
+    """The k greatest (or least) elements of each row in order; among equals the lower index comes first."""
     x, values, places = input_of(node), node.outputs[0], node.outputs[1]
     axis = node.attributes.get_int("axis", -1) % len(shape_of(x))
     shape, k = shape_of(x), shape_of(values)[axis]
@@ -143,14 +143,14 @@ if (LANE == 0 && rank < {k}) {{
 
 
 def _before(*, largest: bool) -> str:
-    """C functions: whether a comes in front of b, and the reduction to what comes first. NaN is greater than all."""
+    """C functions: whether a precedes b, and the reduction to the foremost element. NaN is greatest."""
     test = "a > b || (a != a && b == b)" if largest else "a < b || (b != b && a == a)"
     return f"""template <class T> static DEVICE inline bool before(T a, T b) {{ return {test}; }}
 struct Foremost {{ template <class T> static DEVICE T of(T a, T b) {{ return before(b, a) ? b : a; }} }};"""
 
 
 def _selected(x: ir.Value, writes: Written, put: Put, element: str, *, largest: bool, n: int, k: int, rows: int) -> Launch:
-    """One pass over the row for each result: the best of what comes behind the last one found."""
+    """One pass over the row per result: it selects the best element after the last one selected."""
     kind = computed(x)
     done = "if (found > 0 && (before(value, last) || (!before(last, value) && j <= last_place))) continue;"
     body = f"""const INDEX r = row;
@@ -192,7 +192,7 @@ for (int found = 0; found < {k}; ++found) {{
 def _by_network(
     x: ir.Value, writes: Written, put: Put, element: str, *, largest: bool, n: int, k: int, rows: int
 ) -> Iterator[Launch]:
-    """Each row as pairs (value in the order of whole numbers, position), sorted by a bitonic network."""
+    """Sort each row by a bitonic network, as pairs (key that orders as an integer, position)."""
     padded = max(TILE, 1 << (n - 1).bit_length())
     value = load(x, "x", f"(INDEX)({element.format('i')})")
     bits = f"({value} != {value} ? 0x7fc00000u : float_to_bits((float){value} + 0.0f))"

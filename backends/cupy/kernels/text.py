@@ -1,4 +1,4 @@
-"""Pieces of C text that kernels share: indices of a flat number, loops over windows, loads and stores."""
+"""C text that kernels share: flat indices, loops over windows, loads and stores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from graphc.ir.ops.convolution import Window
 
 
 def computed(value: ir.Value | None) -> str:
-    """The C type in which elements of ``value`` are computed."""
+    """The C type that computes elements of ``value``."""
     return expressions.compute_type(dtype_of(value))
 
 
 def load(value: ir.Value | None, name: str, place: str) -> str:
-    """An element of ``value``, whose pointer is ``name``."""
+    """C text that loads an element of ``value``, whose pointer is ``name``."""
     return expressions.load(dtype_of(value), f"{name}[{place}]")
 
 
@@ -29,7 +29,7 @@ def store(value: ir.Value | None, name: str, place: str, result: str) -> str:
 
 
 def unflattened(source: str, shape: Sequence[int], names: Sequence[str]) -> str:
-    """Statements that take the flat number ``source`` apart into one index per dimension, the last counting fastest."""
+    """Statements that split the flat index ``source`` into one index per dimension, in row-major order."""
     lines, rest = [], source
     for k in reversed(range(len(shape))):
         if k == 0:
@@ -41,7 +41,7 @@ def unflattened(source: str, shape: Sequence[int], names: Sequence[str]) -> str:
 
 
 def flattened(names: Sequence[str], shape: Sequence[int]) -> str:
-    """The flat number of an index."""
+    """The flat index of a tuple of indices, in row-major order."""
     text = names[0] if names else "0"
     for name, size in zip(names[1:], shape[1:], strict=True):
         text = f"({text}) * {size} + {name}"
@@ -57,13 +57,13 @@ def attributes_of(node: ir.Node) -> dict[str, Any]:
 
 
 def window_of(node: ir.Node, x: ir.Value | None, w: ir.Value | None = None) -> Window:
-    """The window of a convolution or pooling over ``x``; ``w`` gives the kernel's sizes where no attribute does."""
+    """The window of a convolution or pooling over ``x``; without an attribute, ``w`` gives the kernel's sizes."""
     kernel = shape_of(w)[2:] if w is not None else None
     return Window.of(attributes_of(node), shape_of(x)[2:], kernel)
 
 
 def over_taps(window: Window, size: Sequence[int], inside: str, *, at: str = "o", into: str = "i", tap: str = "t") -> str:
-    """Loops over the taps of the window at ``o0, o1, …`` that lie inside: ``i0, i1, …`` for each tap ``t0, t1, …``."""
+    """Loops over the taps ``t0, t1, …`` of the window at ``o0, o1, …`` that read an element ``i0, i1, …`` inside the tensor."""
     begin, _ = window.padding
     text = inside
     for k in reversed(range(len(window.kernel))):
@@ -76,7 +76,7 @@ def over_taps(window: Window, size: Sequence[int], inside: str, *, at: str = "o"
 
 
 def over_windows(window: Window, out: Sequence[int], inside: str, *, of: str = "i", at: str = "o", tap: str = "t") -> str:
-    """Loops over the windows ``o0, o1, …`` that read the element ``i0, i1, …``, and the tap ``t0, t1, …`` that does."""
+    """Loops over the windows ``o0, o1, …`` that read the element ``i0, i1, …``, each by its tap ``t0, t1, …``."""
     begin, _ = window.padding
     text = inside
     for k in reversed(range(len(window.kernel))):
@@ -94,5 +94,5 @@ def indices(prefix: str, count: int) -> list[str]:
 
 
 def given(**values: ir.Value | None) -> Mapping[str, ir.Value]:
-    """Those values that are there."""
+    """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
