@@ -55,7 +55,7 @@ def test_a_lost_gpu_ends_all_ranks_and_says_what_is_known(
     assert done.code != 0, done.text
     assert done.out.count("Nccl" if devices == 2 else "Staged") == 2, done.text
     saved = f"the last checkpoint is {folder}, after step 2" if step > 1 else "no checkpoint was saved"
-    found = re.search(rf"rank 1 lost its GPU in step {step} {during}.*{meaning}.*start again.*{re.escape(saved)}", done.err)
+    found = re.search(rf"rank 1 lost its GPU in step {step} {during}.*{meaning}.*restart from.*{re.escape(saved)}", done.err)
     assert found, done.text
 
 

@@ -206,9 +206,7 @@ def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], output
     """
     masked = (node.inputs[4] if node.op_type.endswith("Grad") else (*node.inputs, None)[3]) is not None
     keep, q = _keep(node), node.inputs[1 if node.op_type.endswith("Grad") else 0]
-    rewritten = keep is None or (
-        q is not None and keep.dtype == q.dtype
-    )  # cuDNN reads the mask's zeros and ones in this type; the drawn mask is float32
+    rewritten = keep is None or (q is not None and keep.dtype == q.dtype)  # the mask is drawn as float32
     plain = masked and not node.attributes.get_int("finite", 0)
     if node.attributes.get_string("saves", "") != "logsumexp" or plain or not rewritten:
         raise GraphcError(f"{describe(node)} is not in the form that cuDNN takes: run the pass flash_attention")

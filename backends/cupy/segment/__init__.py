@@ -1,1 +1,1 @@
-"""One segment on a GPU: compiled, bound, cached on disk."""
+"""Compiles one segment for a GPU, binds it to memory, and caches it on disk."""

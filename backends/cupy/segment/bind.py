@@ -1,6 +1,6 @@
-"""A segment bound to memory: every address is settled, and a run is a walk over closures.
+"""Binds a segment to memory: every address is fixed, and a run calls a list of closures.
 
-Values that never leave a segment lie in one scratch buffer that all segments of a backend share, for they run one after
+Values that never leave a segment lie in one scratch buffer. All segments of a backend share it, since they run one after
 another.
 """
 
@@ -28,10 +28,11 @@ from graphc.plan.arena import Arena
 
 
 class SegmentScratch:
-    """Memory that bound segments take turns to use.
+    """Scratch memory that bound segments share.
 
-    How much it is, and which kernels there are, is known when the last segment of a plan is bound: :meth:`settle` allocates
-    it, compiles all of them together, and gives the segments their addresses.
+    Its size and the list of kernels are known once the last segment of a plan is bound. :meth:`settle` then allocates the
+    scratch,
+    compiles all kernels together, and gives the segments their addresses.
 
     Args:
         report: called with the segments that are settled together.
@@ -44,7 +45,7 @@ class SegmentScratch:
         self._waiting: list[BoundSegment] = []
 
     def add(self, segment: BoundSegment, nbytes: int) -> None:
-        """``segment`` needs ``nbytes``; what was handed out before keeps its memory."""
+        """Register a segment that needs ``nbytes``; segments that are already bound keep their memory."""
         if nbytes > self.nbytes:
             self.nbytes, self._memory = nbytes, None
         self._waiting.append(segment)
@@ -53,11 +54,11 @@ class SegmentScratch:
         try:
             return self.device.empty(self.nbytes)
         except GraphcError:
-            self.nbytes = 0  # the next plan, which may be smaller, asks for no more than its own
+            self.nbytes = 0  # the next plan, perhaps a smaller one, asks only for its own need
             raise
 
     def settle(self) -> None:
-        """Bind the segments that wait."""
+        """Bind the waiting segments."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -74,8 +75,8 @@ class BoundSegment:
     """A callable that runs ``segment``.
 
     Args:
-        inputs, outputs: arrays on the device for the inputs and outputs of the segment's graph, by name.
-        constants: arrays of constants, where several bindings of one segment share them.
+        inputs, outputs: device arrays for the inputs and outputs of the segment's graph, by name.
+        constants: device arrays of constants, if several bindings of one segment share them.
         reusable_buffers: see :meth:`graphc.backend.Backend.bind_segment`.
     """
 
@@ -109,11 +110,11 @@ class BoundSegment:
         scratch.add(self, nbytes)
 
     def texts(self) -> dict[str, str]:
-        """The kernels of the segment and of the bodies in it, by name."""
+        """Kernel texts of the segment and its bodies, by name."""
         return _texts(self.segment)
 
     def bind(self, kernels: Mapping[str, Any], memory: Array) -> None:
-        """Give every call its kernel and its addresses; ``memory`` is the scratch."""
+        """Bind every call to its kernel and addresses; ``memory`` is the scratch."""
         self._kernels, self._memory = kernels, memory
         self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
 
@@ -123,7 +124,7 @@ class BoundSegment:
         return self.segment.queued
 
     def calls(self) -> list[tuple[KernelCall | NodeCall | Control, Run]]:
-        """Every call and what runs it, once the segment is bound."""
+        """Every call and its closure, once the segment is bound."""
         return list(zip(self.segment.calls, self._runs, strict=True))
 
     def __call__(self) -> None:
@@ -205,7 +206,7 @@ def _bind_body(
 def _output_scratch(
     segment: Segment, reusable_buffers: Sequence[Array], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> OutputScratch:
-    """The outputs in ``reusable_buffers`` as scratch until they are written."""
+    """The outputs in ``reusable_buffers``, as scratch until they are written."""
     base = _bases(segment)
     written: dict[ir.Value, int] = {}
     for k, call in enumerate(segment.calls):
@@ -216,7 +217,7 @@ def _output_scratch(
 
 
 def _bases(segment: Segment) -> Callable[[ir.Value], ir.Value]:
-    """Value → the value whose memory it is."""
+    """Map each value to the value whose memory it uses."""
 
     def base(value: ir.Value) -> ir.Value:
         while value in segment.aliases:
@@ -232,11 +233,11 @@ def scratch_layout(
     outputs: OutputScratch | None = None,
     in_outputs: dict[ir.Value, tuple[int, int]] | None = None,
 ) -> tuple[dict[ir.Value, int], dict[int, tuple[int, ...]], int]:
-    """Scratch offsets in bytes of values and of partial totals by call, and the bytes that they need together.
+    """Scratch offsets in bytes of values, and of partial totals by call, and the total size.
 
     Args:
         placed: the values that have memory already.
-        outputs: where values go first; ``in_outputs`` then tells (buffer, offset) of each.
+        outputs: output buffers to try first; ``in_outputs`` receives (buffer, offset) of each value placed there.
     """
     base = _bases(segment)
     last = {base(v): k for k, call in enumerate(segment.calls) for v in (*reads(call), *writes(call))}

@@ -1,4 +1,4 @@
-"""A segment as a list of calls: generated kernels and nodes left to a library or the host."""
+"""Compiles a segment to a list of calls: kernels, library calls, host nodes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def compile_segment(
     choose: Choose = by_rule,
     loose_gelu: bool = False,
 ) -> Segment:
-    """Turn a segment of standard ops with static shapes into calls.
+    """Compile a segment of standard ops with static shapes.
 
     Args:
-        device: write CUDA C; otherwise C++ for the host.
-        splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: what keeps a device busy.
-        choose, loose_gelu: what becomes the epilogue of a product (:func:`.gemm_epilogues.join_products`).
+        device: generate CUDA C; otherwise C++ for the host.
+        splits: (rows, columns, whether columns are contiguous) → blocks that share a row; None: enough to keep a device busy.
+        choose, loose_gelu: how products get epilogues (:func:`.gemm_epilogues.join_products`).
     """
     graph = ir.from_proto(model).graph
-    graph.initializers.clear()  # they keep their values: in a segment they are constants, of whatever type and rank
+    graph.initializers.clear()  # their values stay: a segment treats initializers of any type and rank as constants
     propagate(graph)
     take_apart(graph)
     propagate(graph)
@@ -84,7 +84,7 @@ def compile_segment(
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:
     if not any(size_of(out) for out in registry.results(node)):
-        return []  # nothing to compute: every result is empty
+        return []  # every result is empty
     found = registry.special(node)
     if not isinstance(found, registry.NodeKernel):
         return [NodeCall(node, found)]
@@ -101,7 +101,7 @@ def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) 
         elif launch.lanes:
             shape = shared_rows(source.rows, launch.lanes)
         elif source.columns == 1:
-            shape = shared_rows(source.rows, 1)  # a thread has more to do than to store one number
+            shape = shared_rows(source.rows, 1)  # a thread does more work than storing one number
         else:
             shape = spread(source.rows, source.columns)
         name, text = render(source, shape, device=device)

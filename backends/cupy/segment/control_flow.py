@@ -1,6 +1,6 @@
-"""If, Loop and Scan on the device: bodies are segments of their own, bound once for every iteration whose number is known.
+"""If, Loop and Scan on the device: each body is a segment, bound once per known iteration.
 
-Scan, Loop of known length   each iteration reads its slices and the states of the one before where they lie: only queued
+Scan, Loop of known length   each iteration reads its slices and the previous states in place; everything only queues
 Loop until a condition       the host reads the condition after each iteration, so such a segment cannot be captured
 If                           the host reads the condition, then queues the branch
 """
@@ -27,17 +27,17 @@ from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
 
 BindBody: TypeAlias = "Callable[..., Run]"
-"""What binds a segment to arrays by name: the constructor of :class:`.bind.BoundSegment`, with scratch memory of its own."""
+"""Binds a segment to arrays by name: the constructor of :class:`.bind.BoundSegment`, with scratch memory of its own."""
 
 
 def body_models(node: ir.Node) -> list[onnx.ModelProto] | None:
-    """The bodies as segments: what they capture are inputs behind their own. None where a size depends on data."""
+    """The bodies as segments, with captured values as inputs after their own; None if a size depends on data."""
     found = list(bodies(node))
     values = [v for body in found for v in (*body.inputs, *(o for n in body for o in results(n)))]
     if any(v.dtype is None or static_dims(v) is None for v in (*values, *results(node))):
         return None
     if node.op_type == "Loop" and trip_count(node) is None and len(node.outputs) > len(node.inputs) - 2:
-        return None  # what it stacks up has a length that nobody knows
+        return None  # the length of its stacked outputs is unknown
     if node.op_type == "Scan" and any(a for way in ("input", "output") for a in _listed(node, f"scan_{way}_axes")):
         return None
     return [_model(node, body) for body in found]
@@ -61,7 +61,7 @@ class _Binder:
     """Binds the bodies of one node.
 
     Attributes:
-        captures: what bodies read from outside, by name.
+        captures: the values that bodies read from outside, by name.
         constants: arrays of constants, which all iterations share.
     """
 
@@ -79,14 +79,14 @@ class _Binder:
         return self.bind(segment, feeds, results_, constants=self.constants)
 
     def like(self, value: ir.Value) -> Array:
-        """New memory for a value."""
+        """Allocate memory for a value."""
         dtype, shape = np.dtype(dtype_of(value).numpy()), shape_of(value)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return self.device.empty(nbytes).view(dtype).reshape(shape)
 
 
 def bind(call: Control, device: Device, array: Callable[[ir.Value], Array], bind_body: BindBody) -> Run:
-    """What runs a node with bodies.
+    """Bind a node with bodies.
 
     Args:
         array: the memory of an operand or result.
@@ -120,13 +120,13 @@ def _branch_names(node: ir.Node) -> list[str]:
 
 
 def _target(b: _Binder, k: int, outputs: Sequence[Array | None], of: int | None = None) -> Array:
-    """The memory of output ``k`` of the node, or some that nobody reads where the output is left out."""
+    """The memory of output ``k`` of the node, or unused memory if that output is absent."""
     found = outputs[k] if k < len(outputs) else None
     return found if found is not None else b.like(b.call.bodies[0].graph.outputs[k if of is None else of])
 
 
 def _iterations(b: _Binder, inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> Run:
-    """Every iteration bound to its slices; states change between two places until the last, which writes the results."""
+    """Bind every iteration to its slices; states alternate between two buffers, and the last iteration writes the results."""
     node = b.call.node
     loop = node.op_type == "Loop"
     width = 0 if loop else node.attributes["num_scan_inputs"].as_int()
@@ -166,7 +166,7 @@ def _slice(array: Array | None, t: int, count: int, ways: Sequence[int], k: int)
 
 
 def _until(b: _Binder, inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> Run:
-    """A loop whose end the host finds out, after every iteration."""
+    """Bind a loop whose condition the host reads after every iteration."""
     limit, condition, *start = inputs
     states = [x for x in start if x is not None]
     graph = b.call.bodies[0].graph

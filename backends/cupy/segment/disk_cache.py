@@ -1,11 +1,11 @@
-"""Compiled segments on disk: calls, kernel texts and aliases of a segment that an earlier process has compiled.
+"""Caches compiled segments on disk: their calls, kernel texts and aliases.
 
-    key = digest of: this package's sources, versions of what it builds on, the options of the compilation, the segment
+    key = digest of: this package's sources, versions of its dependencies, the options of the compilation, the segment
 
-So nothing that is found is out of date. A file begins with a digest of the rest: one that is damaged is as good as none, and
-one that cannot be written is not missed. Segments with bodies, and those that a plugin has a hand in, are compiled every time.
+So a segment that is found is never out of date. A file begins with a digest of the rest: a damaged file is ignored, and a file
+that cannot be written is skipped. Segments with bodies, and those that involve a plugin, are compiled every time.
 
-What comes back is what :class:`.bind.BoundSegment` and ``predict/cost_model`` need: of the graph, only the nodes of libraries.
+A cached segment has what :class:`.bind.BoundSegment` and ``predict/cost_model`` need: of the graph, only the library nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SegmentCache:
     """The segments of one folder.
 
     Args:
-        folder: made when it is first needed.
+        folder: created on first use.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class SegmentCache:
         """The segment of ``model``, from disk or from ``compile``.
 
         Args:
-            options: whatever else decides what ``compile`` gives.
+            options: every other setting that affects what ``compile`` returns.
         """
         sources = _sources() if _is_ours(model) else b""
         if not sources:
@@ -70,7 +70,7 @@ class SegmentCache:
 
 
 def _is_ours(model: onnx.ModelProto) -> bool:
-    """Whether only code of this package has to do with a segment."""
+    """Whether only code of this package compiles the segment."""
     makers = [call.build for found in OP_KERNELS.values() for call in found.kernels]
     binders = [call.bind for found in OP_KERNELS.values() for call in found.libraries]
     known = all(maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
@@ -79,7 +79,7 @@ def _is_ours(model: onnx.ModelProto) -> bool:
 
 @functools.cache
 def _sources() -> bytes:
-    """Digest of this package's sources and of the versions of what they build on; nothing where there are no sources."""
+    """Digest of this package's sources and of its dependencies' versions; empty if there are no sources."""
     packages = [importlib.util.find_spec(name) for name in ("graphc", "graphc.backends", "graphc.passes")]
     folders = {folder for spec in packages if spec is not None for folder in spec.submodule_search_locations or ()}
     files = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
@@ -110,15 +110,15 @@ def _write(path: Path, segment: Segment) -> None:
         partial.write_bytes(hashlib.sha256(held).digest() + held)
         partial.replace(path)
     except OSError:
-        return  # kernels are kept in the same place, and that is warned about
+        return  # the kernel cache uses the same folder and warns
 
 
 class _NotKeptError(Exception):
-    """The segment has something that no file can hold."""
+    """The segment holds something that cannot be stored."""
 
 
 class _Writer(pickle.Pickler):
-    """A segment as bytes: values and nodes as tables, of which everything else holds numbers."""
+    """Serializes a segment: values and nodes go into tables, and everything else refers to them by index."""
 
     def __init__(self, segment: Segment) -> None:
         self._buffer = io.BytesIO()
@@ -180,7 +180,7 @@ def _described_value(value: ir.Value) -> tuple[Any, ...]:
 
 
 class _Reader(pickle.Unpickler):
-    """The way back."""
+    """Reads a segment that :class:`_Writer` wrote."""
 
     def __init__(self, held: bytes) -> None:
         size = int.from_bytes(held[:8], "little")

@@ -1,4 +1,4 @@
-"""Nodes that the host runs in the middle of a segment, and the report of what runs where."""
+"""Runs unsupported nodes on the host within a segment, and reports what runs where."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from graphc.plan.steps import PlanStep
 LOG = logging.getLogger("graphc.cupy")
 
 FOLDED = frozenset({"Constant", "Shape", "Size"})
-"""Ops whose results are known before anything runs."""
+"""Ops whose results are known at compile time."""
 
 
 class HostNode:
-    """Computes one node on the host, from arrays of the host: onnxruntime does, or numpy where that cannot.
+    """Computes one node on host arrays, with onnxruntime, or numpy if onnxruntime does not support the op.
 
     Attributes:
-        reads: the values that it takes, in order; constants are in the model.
+        reads: the node's operands in order, without constants, which are in the model.
     """
 
     def __init__(self, node: ir.Node) -> None:
@@ -52,7 +52,7 @@ class HostNode:
 
     @functools.cached_property
     def _bound(self) -> tuple[list[Array], list[Array], Run]:
-        """Operands, results, and what computes these from those."""
+        """Operand arrays, result arrays, and the closure that computes the results."""
         arrays = {v.name or "": np.zeros(shape_of(v), dtype_of(v).numpy()) for v in (*self.reads, *self._writes)}
         inputs, outputs = ({v.name or "": arrays[v.name or ""] for v in part} for part in (self.reads, self._writes))
         try:
@@ -63,7 +63,7 @@ class HostNode:
 
 
 def fallbacks_of(segment: Segment) -> list[Fallback]:
-    """The nodes of a segment that the host runs, with what is copied for them."""
+    """The nodes of a segment that the host runs, with the bytes copied for each."""
     found = []
     for node in segment.fallbacks:
         moved = [v for v in registry.operands(node) if v is not None and constant(v) is None] + registry.results(node)
@@ -73,7 +73,7 @@ def fallbacks_of(segment: Segment) -> list[Fallback]:
 
 
 def warn(segments: Sequence[Segment]) -> None:
-    """One line about everything that the host runs in these segments, which are those of a plan."""
+    """Log one line about every node that the host runs in these segments of a plan."""
     found = [fallback for segment in segments for fallback in fallbacks_of(segment)]
     if found:
         counts = Counter(fallback.op for fallback in found)
@@ -87,7 +87,7 @@ def warn(segments: Sequence[Segment]) -> None:
 
 
 def how(key: str) -> str:
-    """How the backend runs an op: generated, library, kernel, decomposed, folded, loop or host; the best of them first."""
+    """How the backend runs an op: generated, library, kernel, decomposed, folded, loop or host; the best first."""
     domain, _, name = key.rpartition("::")
     found = []
     if name in FOLDED and not domain:

@@ -1,12 +1,12 @@
-"""Results of kernels in the memory of what they are computed from, where nobody reads that any more.
+"""Lets kernels write their results in place of operands that nothing reads afterwards.
 
-    before   d = (exp(x − max) ÷ Σ − hot) · dy      x and d beside each other: of logits, two gigabytes each
-    after    the same kernel, d where x lay         d is an alias of x
+    before   d = (exp(x − max) ÷ Σ − hot) · dy      x and d side by side; for logits, two gigabytes each
+    after    the same kernel, with d in x's memory  d is an alias of x
 
 A kernel may write over an operand when each thread reads an element before it writes the one in its place, and no thread reads
-another's: the places of both are the same function of the loop variables, and of a row that several threads share both are
-accessed in its columns. Such a kernel promises the compiler nothing about these two arrays (no ``__restrict__``, no loads
-through the read-only cache).
+another's: both places are the same function of the loop variables, and in a row that several threads share, both are
+accessed by column. Such a kernel makes no aliasing promise about these two arrays (no ``__restrict__``, no loads through the
+read-only cache).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAIN, CHANGING = "load_pack", "load_changing"
 def overwrite(
     graph: ir.Graph, calls: Sequence[Call], aliases: Mapping[ir.Value, ir.Value], *, device: bool
 ) -> tuple[list[Call], dict[ir.Value, ir.Value]]:
-    """``calls`` and ``aliases`` (value → the value whose memory it is) with results in the memory of operands.
+    """Return ``calls`` and ``aliases`` (value → the value whose memory it uses) with results in place of operands.
 
     Args:
         device: see :func:`.launch_shape.render`.
@@ -62,10 +62,10 @@ def _same_size(one: ir.Value, other: ir.Value) -> bool:
 
 
 def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
-    """Whether the thread that writes an element of ``result`` is the only one that reads this element of ``operand``."""
+    """Whether the thread that writes an element of ``result`` is the only one that reads the same element of ``operand``."""
     source = call.source
     if not _same_size(operand, result) or (source.form.strided and source.rows % call.shape.span):
-        return False  # threads beyond the last of strided rows do its work again
+        return False  # threads beyond the last strided row repeat its work
     read = [access for access in source.traffic if access.value is operand]
     written = [access for access in source.traffic if access.value is result]
     places = {access.offset for access in (*read, *written)}
@@ -74,7 +74,7 @@ def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
 
 
 def _changing(call: KernelCall, operand: ir.Value, result: ir.Value, device: bool) -> KernelCall:
-    """The call with a kernel that knows that ``operand`` changes."""
+    """The call with a kernel that allows ``operand`` to change."""
     source = call.source
     start, end = source.body.index("("), source.body.index(")")
     parameters, body = source.body[start + 1 : end].split(", "), source.body[end:]

@@ -1,4 +1,4 @@
-"""A compiled segment as data: its calls in order, and what each call reads and writes."""
+"""A compiled segment as data: its calls in order, with what each reads and writes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import shape_of
 
 MOST_ITERATIONS = 4096
-"""Iterations of a loop up to which each is bound to memory of its own."""
+"""Most iterations of a loop for which each iteration is bound separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A generated kernel, or a launch of a node's own.
+    """A launch of a generated or handwritten kernel.
 
     Attributes:
         source: its operands, and the partial totals it shares with the call before or after it.
-        name, text: what is compiled.
-        shape: how it is launched.
-        parts: partial totals of each row; 1 where nothing is shared.
+        name, text: the name and text to compile.
+        shape: the launch shape.
+        parts: partial totals per row; 1 if the call has none.
     """
 
     source: KernelSource
@@ -37,7 +37,7 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """A node that a library runs; without a library, the host runs it."""
+    """A node that a library runs, or the host if ``library`` is None."""
 
     node: ir.Node
     library: registry.LibraryOp | None = None
@@ -48,7 +48,7 @@ class Control:
     """An If, Loop or Scan.
 
     Attributes:
-        bodies: one segment for each body, in the order of the attributes.
+        bodies: one segment per body, in the order of the attributes.
     """
 
     node: ir.Node
@@ -56,14 +56,14 @@ class Control:
 
     @property
     def iterations(self) -> int:
-        """How often the bodies run; 1 where only the run will tell."""
+        """How often the bodies run; 1 if only the run can tell."""
         if self.node.op_type == "Scan":
             return shape_of(self.node.inputs[-1])[0]
         return (trip_count(self.node) or 1) if self.node.op_type == "Loop" else 1
 
     @property
     def queued(self) -> bool:
-        """Whether the host has to read nothing while the node runs."""
+        """Whether the node runs without the host reading any result."""
         known = self.node.op_type == "Scan" or (self.node.op_type == "Loop" and trip_count(self.node) is not None)
         return known and all(body.queued for body in self.bodies)
 
@@ -86,7 +86,7 @@ class Segment:
 
     @property
     def fallbacks(self) -> list[ir.Node]:
-        """The nodes that run on the host: their operands are fetched and their results copied back in every run."""
+        """The nodes that run on the host; every run fetches their operands and copies their results back."""
         own = [call.node for call in self.calls if isinstance(call, NodeCall) and call.library is None]
         inner = [body for call in self.calls if isinstance(call, Control) for body in call.bodies]
         return [*own, *(node for body in inner for node in body.fallbacks)]
@@ -98,18 +98,18 @@ class Segment:
 
 
 def reads(call: Call) -> Sequence[ir.Value]:
-    """What the call reads."""
+    """The values that the call reads."""
     if isinstance(call, KernelCall):
         return call.source.operands[: call.source.reads]
     return [v for v in registry.operands(call.node) if v is not None]
 
 
 def writes(call: Call) -> Sequence[ir.Value]:
-    """What the call writes."""
+    """The values that the call writes."""
     return call.source.operands[call.source.reads :] if isinstance(call, KernelCall) else registry.results(call.node)
 
 
 def trip_count(node: ir.Node) -> int | None:
-    """The iterations of a Loop that are bound one by one; None where the host reads the condition after each."""
+    """The number of iterations of a Loop that are bound one by one; None if the host reads the condition after each."""
     count = static_trip_count(node)
     return count if count is not None and count <= MOST_ITERATIONS else None

@@ -15,12 +15,12 @@ from graphc.backends.cupy.device.cuda_memory import ALIGNMENT, address
 from graphc.device import Array
 
 MIN_BYTES = 64 << 10
-"""Bytes from which a value is put into an output buffer."""
+"""Smallest value in bytes that is put into an output buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRange:
-    """Addresses of an output that call ``written`` writes."""
+    """The address range of an output that call ``written`` writes."""
 
     start: int
     stop: int
@@ -38,9 +38,9 @@ class OutputScratch:
     """Allocates scratch in outputs that are not written yet.
 
     Args:
-        reusable_buffers: the arrays of bytes that hold the outputs.
+        reusable_buffers: the byte arrays that hold the outputs.
         outputs: the array of each output, and the call that writes it.
-        inputs: arrays that the segment reads: nothing is put where one of them lies.
+        inputs: arrays that the segment reads; their memory is never used as scratch.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OutputScratch:
         end = 0
         for start, stop, written in ranges:
             if start == stop or start < end or any(start < b and a < stop for a, b in read):
-                end = max(end, stop)  # several outputs, or an input, in one place
+                end = max(end, stop)  # several outputs share memory, or an input lies there
                 continue
             run = self._runs[-1] if self._runs else None
             if run is not None and start == run[-1].stop and self._buffer(start) == self._buffer(run[0].start):
@@ -67,7 +67,7 @@ class OutputScratch:
         return next((k for k, (start, stop) in enumerate(self._reusable) if start <= address < stop), None)
 
     def take(self, nbytes: int, now: int, until: int) -> tuple[int, int] | None:
-        """Allocate ``nbytes`` from call ``now`` to call ``until``: (buffer, offset), or None where nothing is free.
+        """Allocate ``nbytes`` from call ``now`` to call ``until``: (buffer, offset), or None if nothing is free.
 
         The first fit is taken: outputs of one bucket lie in the order in which they are written.
         """

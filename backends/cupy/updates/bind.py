@@ -1,10 +1,10 @@
-"""Updates of state on a device: bound one by one, joined where a step is recorded.
+"""Binds state updates on a device one by one, and joins them when a step is recorded.
 
     Increment, RunningAverage × 106, AdamW(bucket 0), Narrow(bucket 0), AdamW(bucket 1), Narrow(bucket 1)
         become three launches: Increment | RunningAverage × 106 | (AdamW with Narrow) × 2
 
-Two updates of arrays of one length, of which the second reads what the first writes, become one kernel; equal kernels become
-one launch over a table of arrays. Order is kept wherever one touches what another writes.
+Two updates over arrays of one length become one kernel if the second reads what the first writes. Equal kernels become one
+launch over a table of arrays. Updates that depend on each other keep their order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from graphc.ir.declare import PLACEMENT, declaration_of, declared, is_update, re
 from graphc.ir.facts import required
 
 SLOTS = 40
-"""Most arrays of one kernel."""
+"""Most arrays per kernel."""
 
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """Updates that are one kernel, over arrays of one length.
+    """Updates that form one kernel, over arrays of one length.
 
     Attributes:
         arrays: the array of each slot of the program.
-        count: elements of the flat ones.
+        count: elements of each flat array.
     """
 
     device: Device
@@ -58,12 +58,12 @@ class Update:
 
     @property
     def reads(self) -> list[tuple[int, int]]:
-        """(begin, end) in bytes of all arrays."""
+        """Byte ranges (begin, end) of all arrays."""
         return [(address(a), address(a) + a.nbytes) for a in self.arrays]
 
     @property
     def writes(self) -> list[tuple[int, int]]:
-        """(begin, end) in bytes of the arrays that change."""
+        """Byte ranges (begin, end) of the arrays that change."""
         places = self.reads
         return [places[k] for k in self.program.written]
 
@@ -103,7 +103,7 @@ def _can_be_written(
 
 
 def _attributes(node: ir.Node) -> dict[str, Any]:
-    """As hashable Python values, by which equal updates have equal kernels; where they run is no part of it."""
+    """The attributes as hashable values, without placement, so that equal updates share a kernel."""
     found = {name: attr.value for name, attr in node.attributes.items() if name not in PLACEMENT}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
@@ -130,7 +130,7 @@ def _program(
 
 
 def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -> Update:
-    """One update of flat arrays, in place."""
+    """Bind one in-place update of flat arrays."""
     flat = required_declaration(node).flat
     count = next(a.size for k, a in enumerate(inputs) if k in flat and a is not None)
     arrays: list[Array] = []
@@ -157,7 +157,7 @@ def bind_update(device: Device, node: ir.Node, inputs: Sequence[Array | None]) -
 
 
 def join_updates(runs: Iterable[Run]) -> list[Run]:
-    """``runs`` with every row of updates in as few launches as their order allows."""
+    """Join consecutive updates in ``runs`` into as few launches as their order allows."""
     found: list[Run] = []
     row: list[Update] = []
     for run in runs:
@@ -171,7 +171,7 @@ def join_updates(runs: Iterable[Run]) -> list[Run]:
 
 
 def launches_of(updates: Sequence[Update]) -> list[list[Update]]:
-    """The updates of each launch, in order; those that become one kernel are one."""
+    """The updates of each launch, in order; fused updates count as one."""
     kernels: list[Update] = []
     for update in updates:
         k = _latest(kernels, update, lambda earlier, new: _fused(earlier, new) is not None)
@@ -208,7 +208,7 @@ def _latest(
 
 
 def _conflict(a: Update, b: Update) -> bool:
-    """Whether one writes what the other touches."""
+    """Whether one update writes memory that the other reads or writes."""
     return _overlap(a.writes, b.reads) or _overlap(b.writes, a.reads)
 
 
@@ -217,7 +217,7 @@ def _overlap(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
 
 
 def _fused(a: Update, b: Update) -> Update | None:
-    """Both as one kernel: ``b`` reads elements of what ``a`` writes, and those of the same index only."""
+    """Fuse both into one kernel if ``b`` reads results of ``a`` at the same index only; None otherwise."""
     if a.count != b.count or a.program.vector != b.program.vector:
         return None
     slots, arrays = list(a.program.slots), list(a.arrays)
@@ -243,7 +243,7 @@ def _fused(a: Update, b: Update) -> Update | None:
     if _overlap([(address(x), address(x) + x.nbytes) for x in changed], a.reads):
         return None
     if any(k in a.program.written and not slots[k][1] for k in moved.values()):
-        return None  # a scalar that the first changes is read once a block, before that
+        return None  # each block reads scalars once, before the first update changes them
     skips = (a.program.skip, None if b.program.skip is None else moved[b.program.skip])
     if skips[0] != skips[1]:
         return None
@@ -260,7 +260,7 @@ def _renumbered(call: UpdateCall, moved: Mapping[int, int]) -> UpdateCall:
 
 
 def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
-    """One launch for each row of updates with equal programs."""
+    """Bind one launch per row of updates with equal programs."""
     if not rows:
         return []
     device = rows[0][0].device
@@ -274,7 +274,7 @@ def bind_launches(rows: Sequence[Sequence[Update]]) -> list[Run]:
 
 
 def name_of(update: Update) -> str:
-    """The ops that one kernel computes."""
+    """The ops of an update's kernel, joined by "+"."""
     return "+".join(call.op for call in update.program.calls)
 
 

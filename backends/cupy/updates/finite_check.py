@@ -1,8 +1,8 @@
-"""One pass over all gradients: whether they are finite, and the sum of their squares.
+"""Checks all gradients for NaN and infinity, and sums their squares, in one pass each.
 
-    AnyNonFinite(dW₁, …, dW₁₄₈), SumOfSquares(dW₁, …, dW₁₄₈)      two launches each, however many there are
+    AnyNonFinite(dW₁, …, dW₁₄₈), SumOfSquares(dW₁, …, dW₁₄₈)      two launches each, for any number of gradients
 
-Sums are taken in float64: each block leaves its part in memory, and one block adds up the parts in a fixed order.
+Sums are taken in float64: each block stores a partial sum, and one block adds up the partial sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ AT_ONCE = 16
 
 
 def _one_type(node: ir.Node) -> bool:
-    """Whether all operands are of one type."""
+    """Whether all operands have one element type."""
     return len({v.dtype for v in node.inputs if v is not None}) == 1
 
 
 @library("graphc::AnyNonFinite", dtypes=FLOATS, when=_one_type, launches_kernels=True)
 def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-    """The flag is cleared, and set by every block that meets a NaN or an infinity."""
+    """Clear the flag; every block that finds a NaN or an infinity sets it."""
     clear = "KERNEL $name(unsigned char* out) { if (THREAD == 0) out[0] = 0; }"
     return _bind(
         device, node, inputs, outputs[0],
@@ -43,7 +43,7 @@ def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None]
 
 @library("graphc::SumOfSquares", dtypes=FLOATS, when=_one_type, launches_kernels=True)
 def sum_of_squares(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
-    """Parts of blocks, then their sum."""
+    """Compute a partial sum per block, then their total."""
     count = blocks_of(_rows(inputs))
     parts: Any = device.zeros(8 * max(1, count)).view(np.float64)
     run = _bind(
@@ -72,7 +72,7 @@ def _bind(
     result: str,
     before: str = "",
 ) -> Run:
-    """``each`` for every element v of all inputs, between ``start`` and ``end`` of a block."""
+    """Bind a kernel that runs ``start``, then ``each`` for every element v of all inputs, then ``end``, per block."""
     dtype = dtype_of(node.inputs[0])
     rows = _rows(inputs)
     width = AT_ONCE // int(dtype.itemsize)

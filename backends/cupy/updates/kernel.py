@@ -1,13 +1,13 @@
-"""The text of an update kernel, from the decompositions of the updates in it: one pass over flat arrays, in place.
+"""Generates update kernels from the updates' decompositions: one in-place pass over flat arrays.
 
     AdamW(W, dW, m, v, step, lr, divisor, skip), Narrow(W::bf16, ·)      becomes
 
-    if (skip) return;                                    nothing is written in a step that is to leave no trace
-    once a block: lr ÷ (1 − β1ᵗ), … in float64           what depends on scalars only
+    if (skip) return;                                    a skipped step writes nothing
+    once a block: lr ÷ (1 − β1ᵗ), … in float64           expressions of scalars only
     four elements a thread: read W, dW, m, v;  write W, m, v, W::bf16
 
-The kernel gets its arrays by a table in memory, an entry for each group of arrays, so that one launch updates any number of
-groups of one kind: twenty buckets, or the running statistics of a hundred layers.
+A table in memory holds the kernel's arrays, one entry per group of arrays, so one launch updates any number of similar groups:
+twenty buckets, or the running statistics of a hundred layers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WIDTH = 4
 """Elements that a thread reads at once."""
 
 SAME = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
-"""Ops that leave a scalar, or each element of a flat array, as it is."""
+"""Ops that do not change the value of a scalar or of an element."""
 
 LENGTH = 64
-"""Elements of the arrays for which the text is made: it is the same for all lengths."""
+"""Array length for which the text is generated; the text is the same for all lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class UpdateCall:
     """One update op over slots.
 
     Attributes:
-        inputs: the slot of each operand; None where it is left out.
-        targets: the slot that each result is written to; None: nobody asks for it.
+        inputs: the slot of each operand; None for an absent one.
+        targets: the slot that each result is written to; None for an unused result.
     """
 
     domain: str
@@ -57,12 +57,12 @@ class UpdateCall:
 
 @dataclass(frozen=True, slots=True)
 class UpdateProgram:
-    """What an update kernel computes.
+    """The computation of an update kernel.
 
     Attributes:
-        slots: element type of each array, and whether it is flat; others hold one number.
-        calls: the updates, in order; a later one sees what an earlier one wrote.
-        skip: the slot of the flag in whose presence nothing is written.
+        slots: element type of each array, and whether it is flat; other arrays hold one number.
+        calls: the updates, in order; later ones see what earlier ones wrote.
+        skip: the slot of the skip flag; if the flag is set, nothing is written.
         vector: whether every flat array is aligned for reads of :data:`WIDTH` elements.
     """
 
@@ -78,11 +78,11 @@ class UpdateProgram:
 
 
 class NotElementwiseError(Exception):
-    """The update does something else than arithmetic on single elements."""
+    """The update is not elementwise arithmetic."""
 
 
 def skip_index(domain: str, op: str) -> int | None:
-    """Which operand holds the update back where it is true: the optional one of the name ``skip``."""
+    """Index of the optional operand ``skip``, which suppresses the update when true; None if the op has none."""
     declaration = declared(domain, op)
     if declaration is None:
         return None
@@ -90,7 +90,7 @@ def skip_index(domain: str, op: str) -> int | None:
 
 
 class _Writer:
-    """Statements for scalars and for the elements of one index."""
+    """Collects the statements for scalars and for the elements at one index."""
 
     def __init__(self, program: UpdateProgram) -> None:
         self.program = program
@@ -132,12 +132,12 @@ class _Writer:
         for k, value in zip(self.program.written, graph.outputs, strict=True):
             dtype, flat = self.program.slots[k]
             if not flat or value.dtype != dtype:
-                raise NotElementwiseError(f"{value.name} is no flat array of {dtype}")
+                raise NotElementwiseError(f"{value.name} is not a flat array of {dtype}")
             self.each.append(expressions.store(dtype, f"o{k}", self._texts[value]))
 
     @property
     def read(self) -> list[int]:
-        """The flat slots of which elements are read: not those of a result that replaces whatever was there."""
+        """The flat slots that the statements read; results that are only overwritten are not among them."""
         words = set(re.findall(r"\w+", " ".join(self.each)))
         return [k for k, (_, flat) in enumerate(self.program.slots) if flat and f"i{k}" in words]
 
@@ -147,7 +147,7 @@ class _Writer:
         operands = [v for v in node.inputs if v is not None]
         flat = any(v in self._flat for v in operands)
         if len(node.outputs) != 1 or node.domain:
-            raise NotElementwiseError(f"{node.op_type} is no arithmetic")
+            raise NotElementwiseError(f"{node.op_type} is not elementwise arithmetic")
         out = node.outputs[0]
         dtype = dtype_of(out)
         text = self._expression(node, dtype)
@@ -167,7 +167,7 @@ class _Writer:
             return expressions.cast(dtype_of(first), dtype, self._text(first), node)
         kernel = op_kernel(node)
         if kernel.expression is None:
-            raise NotElementwiseError(f"{node.op_type} is no arithmetic")
+            raise NotElementwiseError(f"{node.op_type} is not elementwise arithmetic")
         operands = ["" if v is None else self._text(v) for v in node.inputs]
         return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
 
@@ -189,10 +189,10 @@ class _Writer:
 
 
 def written(program: UpdateProgram, *, device: bool) -> tuple[str, str]:
-    """(name, text) of the kernel.
+    """Render the kernel as (name, text).
 
     Raises:
-        NotElementwiseError: something in it is no arithmetic on single elements.
+        NotElementwiseError: some op is not elementwise arithmetic.
     """
     writer = _Writer(program)
     writer.run()
@@ -242,6 +242,6 @@ def _loaded(dtype: ir.DataType, slot: int, place: str) -> str:
 
 
 def _placed(line: str, places: Mapping[int, str]) -> str:
-    """The statement with its result where it belongs."""
+    """The statement with its result stored in the right place."""
     found = re.match(r"o(\d+)\b", line)
     return line if found is None else places[int(found[1])] + line[found.end() :]

@@ -1,4 +1,4 @@
-"""Launches over any number of arrays: their addresses come by a table in memory, in place of one launch for each.
+"""One launch over any number of arrays, whose addresses are in a table in memory.
 
 table    a row for each group of arrays of one length: their addresses, and the length
 chunks   (row, part) for each block, which works on that part of :data:`ELEMENTS` elements
@@ -22,7 +22,7 @@ from graphc.device import Array, Run
 THREADS = 256
 
 ELEMENTS = 16384
-"""Elements of a block: what it does once, with scalars say, costs it a microsecond."""
+"""Elements per block: enough to amortise work done once per block, such as scalars, which takes a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Launched:
     """A bound launch, with the arrays behind its table.
 
     Attributes:
-        name: of what it computes.
-        traffic: bytes that it moves, where that is known.
+        name: the ops that it computes.
+        traffic: bytes that it moves, if known.
     """
 
     run: Run
@@ -52,27 +52,27 @@ class Launched:
 
 
 def blocks_of(rows: Sequence[TableRow]) -> int:
-    """Blocks of a launch over ``rows``."""
+    """The number of blocks of a launch over ``rows``."""
     return sum(-(-row.count // ELEMENTS) for row in rows)
 
 
 def bind_table(device: Device, kernel: Any, rows: Sequence[TableRow], more: Sequence[Array] = ()) -> Launched:
-    """A launch of ``kernel(table, chunks, *more)``."""
+    """Bind a launch of ``kernel(table, chunks, *more)``."""
     table = np.array([[*map(address, row.arrays), row.count] for row in rows], dtype=np.int64)
     chunks = [(k, part) for k, row in enumerate(rows) for part in range(-(-row.count // ELEMENTS))]
     if not chunks:
-        return Launched(_nothing, tuple(rows))  # no grid may be empty
+        return Launched(_nothing, tuple(rows))  # CUDA refuses an empty grid
     held = [device.put(table.reshape(-1)), device.put(np.array(chunks, dtype=np.int32).reshape(-1))]
     return Launched(device.launch(kernel, [*held, *more], block_shape(device, len(chunks))), tuple(rows))
 
 
 def block_shape(device: Device, blocks: int) -> Shape:
-    """A launch of whole blocks."""
+    """The launch shape of ``blocks`` whole blocks."""
     return Shape(THREADS if device.writes_cuda else 1, 1, 1, 1, blocks)
 
 
 def named(body: str, device: bool) -> tuple[str, str]:
-    """(name, text) of a kernel that calls itself ``$name``; rows, columns and their forms are not used here."""
+    """(name, text) of a kernel that calls itself ``$name``; it uses no rows or columns."""
     threads = THREADS if device else 1
     unused = dict.fromkeys(("SPAN", "SPLITS", "PARTS", "ROWS", "COLUMNS", "CHUNK", "VECTOR"), 1)
     macros = {"INDEX": "long long", "THREADS": threads, "LANES": threads, **unused, "STRIDED": 0, "HOLD": 0}
@@ -83,4 +83,4 @@ def named(body: str, device: bool) -> tuple[str, str]:
 
 
 def _nothing() -> None:
-    """What there is to do for arrays without elements."""
+    """Does nothing: the arrays are empty."""
