@@ -1,6 +1,6 @@
-"""Kernels compiled for the host, many to a library, and kept on disk by the hash that is their name.
+"""Compiles kernels for the host, many per library, and caches them on disk by hash.
 
-Two ways: what is written for the host, where one thread plays every role; and CUDA C itself, on an emulation of threads,
+Two ways: kernels generated for the host, where one thread plays every role; and CUDA C itself, on an emulation of threads,
 barriers and shuffles (``cuda_emulator.h``).
 """
 
@@ -26,12 +26,12 @@ static void call(void (*f)(A...), void** a, std::index_sequence<I...>) { f((A)a[
 """
 COMMAND = ("g++", "-std=c++17", "-O0", "-ffp-contract=off", "-w", "-fPIC")
 CHECKS = ("-fsanitize=alignment,bounds", "-fno-strict-aliasing")
-"""Where CUDA is emulated: its vector loads need addresses that the host does not ask for."""
+"""Flags for emulated CUDA, whose vector loads need alignment that the host does not require."""
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.h")
 CHECKER = Path(__file__).with_name("access_checker.cpp")
 WATCHED = ("-fsanitize=thread", "-DWATCHED")
-"""Where every access to memory is looked at."""
+"""Flags that check every memory access."""
 
 CONVERSIONS = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));': "_Float16 h; memcpy(&h, &x, 2); y = (float)h;",
@@ -40,7 +40,7 @@ CONVERSIONS = {
 """PTX in the prelude → C++."""
 
 MOST = 150
-"""Kernels of one library."""
+"""Most kernels per library."""
 
 _LOADED: dict[str, Any] = {}
 _LOCK = threading.Lock()
@@ -48,19 +48,19 @@ _LOCK = threading.Lock()
 
 @functools.cache
 def folder() -> Path:
-    """Where libraries are kept: of this user and machine, and as long as the machine keeps its temporary files."""
+    """The folder of libraries, per user, in the machine's temporary files."""
     made = Path(tempfile.gettempdir()) / f"graphc-host-kernels-{getpass.getuser()}"
     made.mkdir(mode=0o700, exist_ok=True)
     return made
 
 
 def compile_kernels(texts: Mapping[str, str], *, emulate: bool = False, watch: bool = False) -> dict[str, Any]:
-    """Each kernel as a function.
+    """Compile each kernel to a function.
 
     Args:
-        emulate: the texts are CUDA C. The functions take (pointers, blocks, threads of a block, order in which threads run)
-            and return None or what is wrong, as bytes. Otherwise they take (pointers, blocks).
-        watch: emulated kernels take (…, ranges, count) besides, the memory that they may touch (``access_checker.cpp``).
+        emulate: the texts are CUDA C. The functions take (pointers, blocks, threads of a block, thread order) and return None
+            or an error as bytes. Otherwise they take (pointers, blocks).
+        watch: emulated kernels also take (…, ranges, count): the memory that they may touch (``access_checker.cpp``).
     """
     with _LOCK:
         return _compiled(texts, emulate, watch)
@@ -93,7 +93,7 @@ def _load(name: str, key: str, library: Path) -> None:
 
 @functools.cache
 def _library(path: Path) -> ctypes.PyDLL:
-    return ctypes.PyDLL(str(path))  # kernels keep their place in variables of the library: one thread at a time
+    return ctypes.PyDLL(str(path))  # kernels keep their position in global variables of the library, so one thread at a time
 
 
 def _compile(start: str, texts: Mapping[str, str], emulate: bool, watch: bool) -> Path:
@@ -107,7 +107,7 @@ def _compile(start: str, texts: Mapping[str, str], emulate: bool, watch: bool) -
     with tempfile.TemporaryDirectory(dir=folder()) as work:
         source, made = Path(work) / "kernels.cc", Path(work) / "kernels.so"
         source.write_text(text)
-        if watch:  # the checker stands for the runtime that the flags would link
+        if watch:  # the checker replaces the runtime that the flags would link
             _run(*flags, "-c", "-o", f"{work}/kernels.o", str(source))
             _run("g++", "-shared", "-o", str(made), f"{work}/kernels.o", str(_checker()))
         else:
@@ -118,7 +118,7 @@ def _compile(start: str, texts: Mapping[str, str], emulate: bool, watch: bool) -
 
 @functools.cache
 def _header(text: str, flags: tuple[str, ...]) -> Path:
-    """What all libraries begin with, compiled once: that is most of what a small library takes."""
+    """The precompiled header of all libraries; parsing it takes most of a small library's compile time."""
     header = folder() / f"{hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:20]}.h"
     compiled = header.with_suffix(".h.gch")
     if not compiled.exists():
@@ -131,7 +131,7 @@ def _header(text: str, flags: tuple[str, ...]) -> Path:
 
 @functools.cache
 def _checker() -> Path:
-    """What looks at accesses, compiled once."""
+    """The access checker, compiled once."""
     made = folder() / f"{hashlib.sha256(CHECKER.read_bytes()).hexdigest()[:24]}.o"
     if not made.exists():
         partial = made.with_suffix(f".{os.getpid()}")
@@ -141,7 +141,7 @@ def _checker() -> Path:
 
 
 def refused_by_cuda(texts: Mapping[str, str]) -> str:
-    """What CUDA's own compiler says against the kernels, for the architecture of the H200; empty where it takes all."""
+    """Errors of CUDA's own compiler for the kernels, on the H200's architecture; empty if it accepts all."""
     parts: list[str] = []
     for name, text in texts.items():
         parts += [f"namespace in_{name} {{", text, "}", *(f"#undef {word}" for word in _macros(text))]
@@ -150,7 +150,7 @@ def refused_by_cuda(texts: Mapping[str, str]) -> str:
         source.write_text("\n".join(parts))
         command = ["nvcc", "-arch=sm_90", "-std=c++17", "-ptx", "-o", f"{work}/kernels.ptx", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stderr[:3000] if done.returncode else ""  # a warning refuses nothing
+        return done.stderr[:3000] if done.returncode else ""  # warnings are ignored
 
 
 def _run(*command: str) -> None:

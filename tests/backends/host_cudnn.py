@@ -1,4 +1,4 @@
-"""What cuDNN makes of a description: tensors are read through the sizes and strides it is given, in float64, by numpy.
+"""Evaluates cuDNN descriptions with numpy in float64, through their sizes and strides.
 
 Nothing here looks at the node or its attributes, so a wrong stride, padding or flag shows.
 """
@@ -17,7 +17,7 @@ from tests.backends.strict import host_of
 
 
 class HostDnn:
-    """In place of :class:`graphc.backends.cupy.libraries.cudnn.Dnn`."""
+    """Replaces :class:`graphc.backends.cupy.libraries.cudnn.Dnn` on the host."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class HostDnn:
 
 
 def view(array: Any, tensor: Tensor) -> Any:
-    """The elements of ``array`` as the library reaches them: from its beginning, by strides."""
+    """The elements of ``array`` as the library reads them: from its beginning, by strides."""
     assert array.dtype == np.dtype(tensor.dtype.numpy())
     last = sum((n - 1) * s for n, s in zip(tensor.dims, tensor.strides, strict=True))
     assert last < array.size, "the library would read beyond the end"
@@ -56,7 +56,7 @@ def compute(description: Description, read: Mapping[str, Any]) -> dict[str, Any]
 
 
 def attend(a: Attention, read: Mapping[str, Any]) -> dict[str, Any]:
-    """Attention with one number saved per row, from which the gradient computes the probabilities again."""
+    """Attention that saves one number per row, from which the gradient recomputes the probabilities."""
     group = a.q.dims[1] // a.k.dims[1]
     q, k, v = read["q"], *(np.repeat(read[name], group, axis=1) for name in "kv")
     scores = a.scale * q @ k.swapaxes(2, 3)
@@ -77,7 +77,7 @@ def attend(a: Attention, read: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convolve(c: Convolution, read: Mapping[str, Any]) -> dict[str, Any]:
-    """The sum over taps that defines a convolution, or its transposes."""
+    """The defining sum of a convolution over its taps, or its gradients."""
     space = c.y.dims[2:]
     padded = [n + b + e for n, b, e in zip(c.x.dims[2:], c.begin, c.end, strict=True)]
     axes = list(zip(padded, c.w.dims[2:], c.strides, c.dilations, strict=True))

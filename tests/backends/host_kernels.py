@@ -1,4 +1,4 @@
-"""Running a compiled segment on the host: generated kernels through the system's C++ compiler, other nodes through numpy.
+"""Runs compiled segments on the host: generated kernels in C++, other nodes in numpy.
 
 One thread plays every role of the device, so this tests what kernels compute, not how fast or in which order of sums.
 """
@@ -33,12 +33,12 @@ from tests.backends.strict import DeviceArray, StrictMemory, host_of
 
 
 def is_aligned(array: Any) -> bool:
-    """Whether an array begins where vectors of its elements may: they are of a size that divides its own, up to 16 bytes."""
+    """Whether the array's address suits vector accesses: vectors have a size that divides the array's, up to 16 bytes."""
     return bool(array.ctypes.data % math.gcd(array.nbytes or 16, 16) == 0)
 
 
 class HostDevice(StrictMemory):
-    """The machine of the tests in place of a GPU: its memory is closed to the host, and work waits until somebody asks."""
+    """The test device in place of a GPU: the host cannot access its memory, and work runs when somebody waits."""
 
     writes_cuda = False
     options = CudaOptions()
@@ -61,13 +61,13 @@ class HostDevice(StrictMemory):
         assert all(is_aligned(a) for a in held), "a GPU cannot read an operand in vectors"
         pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
 
-        def run(held: Any = held) -> None:  # the arrays live as long as the launch
+        def run(held: Any = held) -> None:  # keeps the arrays alive as long as the launch
             kernel(pointers, ctypes.c_longlong(shape.blocks))
 
         return self.queued(run)
 
     def library(self, kind: Any) -> Any:
-        """What stands for the vendor's library on the host."""
+        """The host's replacement for a vendor library."""
         assert kind is Dnn
         return self.dnn
 
@@ -95,12 +95,12 @@ class HostDevice(StrictMemory):
 
 
 class EmulatedDevice(HostDevice):
-    """The machine of the tests that runs CUDA C itself, thread by thread.
+    """The test device that runs CUDA C itself, thread by thread.
 
     Attributes:
-        order: in which threads run between barriers, and blocks: 0: ascending, 1: descending, above: as chance has it.
-        watched: every access of a kernel to memory is looked at: no thread may read what another writes without a barrier
-            between, nor shared memory that nobody wrote, nor anything but the kernel's operands.
+        order: the order of threads between barriers, and of blocks: 0: ascending, 1: descending, above: random.
+        watched: check every memory access of a kernel: no thread may read what another wrote without a barrier between, read
+            shared memory that nothing wrote, or touch anything but the kernel's operands.
     """
 
     writes_cuda = True
@@ -119,7 +119,7 @@ class EmulatedDevice(HostDevice):
         pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
         name, function = kernel
 
-        def run(held: Any = held) -> None:  # the arrays live as long as the launch
+        def run(held: Any = held) -> None:  # keeps the arrays alive as long as the launch
             more = self._ranges(held, name) if self.watched else ()
             wrong = function(pointers, ctypes.c_longlong(shape.blocks), shape.threads, self.order, *more)
             assert wrong is None, f"{name}: {wrong.decode()}"
@@ -127,8 +127,8 @@ class EmulatedDevice(HostDevice):
         return self.queued(run)
 
     def _ranges(self, operands: Sequence[Any], name: str) -> tuple[ctypes.c_void_p, int]:
-        """Begin, end and bytes of an element of what a kernel may touch; the rest of the device's memory with 0."""
-        if name.startswith("t"):  # it finds its arrays by a table
+        """(begin, end, element bytes) of the memory that a kernel may touch; 0 bytes for the rest of the device's memory."""
+        if name.startswith("t"):  # the kernel finds its arrays through a table
             operands = [host_of(a) for a in self.allocations]
         found: list[list[int]] = []
         for begin, nbytes, unit in sorted((a.ctypes.data, a.nbytes, a.itemsize) for a in operands if a.nbytes):
@@ -148,12 +148,12 @@ class EmulatedDevice(HostDevice):
 
 
 def every_epilogue(joined: Sequence[Product], apart: Sequence[Product], saved: int) -> bool:
-    """Takes every epilogue, so that every one is tested."""
+    """Take every epilogue, so that every one is tested."""
     return True
 
 
 def cupy_on(device: HostDevice) -> CupyBackend:
-    """The GPU backend on a machine of the tests."""
+    """The GPU backend on a test device."""
     return CupyBackend(device=device, choose=every_epilogue)
 
 
@@ -166,10 +166,11 @@ def run_segment(
     loose_gelu: bool = False,
     choose: Choose | None = None,
 ) -> tuple[dict[str, Any], Segment]:
-    """Outputs by name, and the calls that made them; rows with over 3 columns are shared by ``splits`` blocks.
+    """Compile and run a segment; returns its outputs by name, and the compiled segment.
 
     Args:
-        choose: which epilogues are taken; None: those that pay on a GPU, on the host all of them.
+        splits: blocks that share a row of more than 3 columns.
+        choose: which epilogues to take; None: those that save time on a GPU, all of them on the host.
     """
     if choose is None:
         choose = every_epilogue if isinstance(device, HostDevice) else device.library(Products).pays
@@ -181,6 +182,6 @@ def run_segment(
         dtype, shape = np.dtype(value.dtype.numpy()), shape_of(value)
         outputs[value.name] = device.empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
     bound = BoundSegment(segment, device, SegmentScratch(device), inputs, outputs)
-    for _ in range(2):  # the second run meets memory that the first has used
+    for _ in range(2):  # the second run finds memory that the first has used
         bound()
     return {name: device.fetch(array) for name, array in outputs.items()}, segment

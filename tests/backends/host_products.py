@@ -1,9 +1,9 @@
-"""What cuBLASLt makes of the layouts, attributes and epilogues it is given, in numpy.
+"""Evaluates cuBLASLt layouts, attributes and epilogues with numpy.
 
-After the library's documentation (cublasLt.h, CUDA 13): matrices are read column by column; D = epilogue(alpha·op(A)·op(B) +
-beta·C + bias), the bias along the rows of D; RELU_AUX writes a mask of one bit an element, GELU_AUX what GELU is taken of;
-DRELU and DGELU multiply the product by the slope there; BGRAD sums D, BGRADA op(A), BGRADB op(B), all over what is no row
-(BGRADB: no column) of D. GELU is the tanh form.
+Follows the library's documentation (cublasLt.h, CUDA 13): matrices are column-major; D = epilogue(alpha·op(A)·op(B) +
+beta·C + bias), with the bias along the rows of D; RELU_AUX writes a mask of one bit per element, GELU_AUX the operand of GELU;
+DRELU and DGELU multiply the product by the slope there; BGRAD sums D, BGRADA op(A), BGRADB op(B), each over every dimension
+but the rows (BGRADB: the columns) of D. GELU is the tanh form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MULTIPLES = {"RELU": MASK_BITS, "GELU": 8}
 
 
 def bind_product(p: Product, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
-    """A closure that evaluates the call; arrays are numpy's."""
+    """A closure that evaluates the call on numpy arrays."""
     call = call_of(p)
     given = [*inputs, *[None] * (5 - len(inputs))]
     results = list(outputs)
@@ -63,7 +63,7 @@ def bind_product(p: Product, inputs: Sequence[Any], outputs: Sequence[Any]) -> C
 
 
 def _matrices(array: Any, layout: MatrixLayout, m: Matrix, step: int) -> Any:
-    """[batch, rows, columns], read column by column."""
+    """A column-major matrix as [batch, rows, columns]."""
     size = array.itemsize
     flat = array.reshape(-1)[m.offset + step * m.round_step :]
     last = (layout.batch - 1) * layout.stride + (layout.columns - 1) * layout.ld + layout.rows

@@ -1,4 +1,4 @@
-"""The backend ``pretended``, for processes of their own: a GPU made of kernels that the host's compiler builds."""
+"""Registers the backend ``pretended`` in a process: a GPU whose kernels run on the host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Memory of a device that only looks like a GPU: bytes of the host behind a wall.
+"""A pretended GPU memory: bytes of the host that the host cannot access directly.
 
-A :class:`DeviceArray` has what ``cupy.ndarray`` shares with numpy and raises wherever the host would look at its elements or
-write them. Work is queued and runs when somebody waits, so a result that is read too early, or memory of the host that is
-changed too early, gives wrong numbers here as on a device.
+A :class:`DeviceArray` has what ``cupy.ndarray`` shares with numpy, and raises on any direct host access to its elements.
+Work is queued and runs when somebody waits. So reading a result too early, or changing host memory too early, gives wrong
+numbers here as on a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from graphc.errors import DeviceMemoryError
 
 GARBAGE = 0xCD
-"""What fresh memory holds that nobody has promised to be zero."""
+"""Fills fresh memory that is not promised to be zero."""
 
 
 class DeviceArray:
@@ -82,12 +82,12 @@ class _Flags:
 
 
 def host_of(array: Any) -> Any:
-    """The elements of an array of the device, for who plays the device; any other array as it is."""
+    """The elements of a device array, for code that plays the device; any other array unchanged."""
     return array._held if isinstance(array, DeviceArray) else array
 
 
 class Event:
-    """A point in queued work: what comes before it runs when somebody waits for it, once."""
+    """A point in queued work; the first wait runs the work before it."""
 
     before: Callable[[], None] | None = None
 
@@ -101,10 +101,10 @@ class StrictMemory:
     """Memory of the pretended device (see :class:`graphc.device.Memory`).
 
     Attributes:
-        allocations: the arrays handed out, oldest first.
+        allocations: the allocated arrays, oldest first.
         limit: bytes of the device.
-        lost: the error that a device which is gone answers every wait with.
-        early: whether what :meth:`send` sends arrives as early as can be, not as late.
+        lost: the error that every wait raises, to play a lost device.
+        early: whether data of :meth:`send` arrives as early as possible instead of as late as possible.
     """
 
     on_host = False
@@ -123,11 +123,11 @@ class StrictMemory:
         return lambda: self._queue.append(run)
 
     def empty(self, nbytes: int) -> DeviceArray:
-        """Bytes that hold garbage."""
+        """Allocate bytes that hold garbage."""
         return self._new(nbytes, GARBAGE)
 
     def zeros(self, nbytes: int) -> DeviceArray:
-        """Bytes that are set to zero when their turn comes, behind what is queued, and not for whom does not wait for that."""
+        """Allocate bytes that become zero when the queue reaches them; code that does not wait sees garbage."""
         self._not_captured()
         array = self._new(nbytes, GARBAGE)
         held = host_of(array)
@@ -176,7 +176,7 @@ class StrictMemory:
         return self.queued(lambda: held.fill(value))
 
     def send(self, target: DeviceArray, source: np.ndarray[Any, Any], after: Event | None = None) -> Event:
-        """The copy is made as late as can be, when somebody waits for it, and reads what ``source`` holds then."""
+        """Copy as late as possible, when somebody waits, reading what ``source`` holds then."""
         to, event = host_of(target), Event()
         assert (to.shape, to.dtype) == (source.shape, source.dtype)
 
@@ -211,7 +211,7 @@ class StrictMemory:
         return self.limit - sum(array.nbytes for array in self.allocations)
 
     def capture(self, runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        """What ``runs`` queue, to be queued again by every call without them; the host may not take part in it."""
+        """Record what ``runs`` queue, and replay it without them; the host may not take part."""
         queue, self._queue = self._queue, collections.deque()
         self._capturing = True
         try:

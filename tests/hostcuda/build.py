@@ -1,8 +1,8 @@
-"""Make the environment in which the real CuPy, nvmath and NCCL bindings run on a CUDA of the host, and run tests in it.
+"""Builds an environment where real CuPy, nvmath and NCCL bindings run on an emulated CUDA, and runs tests in it.
 
-The packages are installed without what they drive (cuBLAS, cuDNN, NCCL and NVRTC are some gigabytes), over the packages of the
-environment that runs this. CuPy's wheel has the CUDA runtime linked into one of its modules, which is therefore built anew from
-CuPy's source, with ours. Everything lies in ``build/hostcuda``; what is there and newer than its source is kept.
+The packages are installed without the libraries they drive (cuBLAS, cuDNN, NCCL and NVRTC take several gigabytes), on top of
+the current environment's packages. CuPy's wheel links the CUDA runtime into one of its modules, so that module is rebuilt from
+CuPy's source with the emulated runtime. Everything lies in ``build/hostcuda``; files newer than their source are kept.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PACKAGES = (
     "cython==3.2.4",
 )
 HIDDEN = {"nvidia/cu13/lib": ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13"), "nvidia/nccl/lib": ("libnccl.so.2",)}
-"""Where the packages look for libraries first → what we put there."""
+"""Where the packages look for libraries first → the emulated libraries placed there."""
 
 KERNELS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-strict-aliasing")
-"""How kernels are compiled: rounded as written, and with the alignment that a GPU asks for."""
+"""Compiler flags for kernels: round as written, and check the alignment that a GPU requires."""
 
 CONSTANTS = {
     "CUPY_CUDA_VERSION": 13000,
@@ -48,7 +48,7 @@ CONSTANTS = {
     "CUPY_CUFFT_STATIC": False,
     "CUPY_CYTHON_VERSION": "3.2.4",
 }
-"""What CuPy's own build tells Cython."""
+"""Constants that CuPy's own build passes to Cython."""
 
 
 def run(*command: str | Path, **options: object) -> None:
@@ -58,7 +58,7 @@ def run(*command: str | Path, **options: object) -> None:
 
 
 def install() -> Path:
-    """The environment; returns its folder of packages."""
+    """Create the environment; returns its package folder."""
     packages = MADE / "env" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     stamp = MADE / "installed"
     if stamp.exists() and stamp.read_text() == repr(PACKAGES):
@@ -73,7 +73,7 @@ def install() -> Path:
 
 
 def source_of_cupy() -> Path:
-    """CuPy's source, unpacked. pip leaves it where it tried, and failed, to prepare a build: that needs all of CUDA."""
+    """CuPy's unpacked source, which pip leaves behind when preparing the build fails for lack of CUDA."""
     folder = MADE / "source"
     if not list(folder.glob("*/*/cupy_backends/cuda/api/runtime.pyx")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +100,7 @@ def source_of_cupy() -> Path:
 
 
 def compile_runtime(packages: Path, include: Path) -> Path:
-    """CuPy's module over the CUDA runtime, not yet linked."""
+    """Compile CuPy's CUDA runtime module, without linking it."""
     made = MADE / "runtime.o"
     if not made.exists():
         source = source_of_cupy()
@@ -122,7 +122,7 @@ sys.exit(compile("cupy_backends/cuda/api/runtime.pyx", options).num_errors)
 
 
 def build(packages: Path) -> None:
-    """The libraries, and CuPy's module linked with them."""
+    """Build the libraries, and link CuPy's module with them."""
     include, library = packages / "nvidia" / "cu13" / "include", MADE / "lib" / "libhostcuda.so"
     runtime = compile_runtime(packages, include)
     sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), SOURCES / "missing.c"]
@@ -154,7 +154,7 @@ def digest_of(texts: Iterable[str]) -> str:
 
 
 def kernel_header(include: Path) -> tuple[str, Path]:
-    """The compiler's flags for kernels, whose header is compiled once, and the folder of what they and the header made."""
+    """The compiler's flags for kernels with a precompiled header, and the folder that caches both."""
     texts = [(ROOT / "tests" / "backends" / "cuda_emulator.h").read_text(), (SOURCES / "kernel.h").read_text()]
     folder = MADE / "cache" / digest_of((*KERNELS, *texts))
     flags = (*KERNELS, f"-I{folder}", f"-I{include}")
@@ -168,9 +168,9 @@ def kernel_header(include: Path) -> tuple[str, Path]:
 
 
 def main() -> None:
-    """Build what is missing, then run pytest with the arguments given over the tests of a GPU."""
+    """Build whatever is missing, then run pytest on the GPU tests with the given arguments."""
     MADE.mkdir(parents=True, exist_ok=True)
-    with (MADE / "lock").open("w") as lock:  # one at a time
+    with (MADE / "lock").open("w") as lock:  # one build at a time
         fcntl.flock(lock, fcntl.LOCK_EX)
         packages = install()
         build(packages)

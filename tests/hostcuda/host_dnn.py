@@ -1,4 +1,4 @@
-"""Convolutions and attention, which cuDNN runs on a GPU, by numpy in a host function of the stream, once this is imported."""
+"""Replaces cuDNN's convolutions and attention, once imported, by numpy in a host function of the stream."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _host(array: Any) -> Any:
 
 
 class OnStream:
-    """In place of :class:`graphc.backends.cupy.libraries.cudnn.Dnn`."""
+    """Replaces :class:`graphc.backends.cupy.libraries.cudnn.Dnn` on an emulated stream."""
 
     def __init__(self, device: Any) -> None:
         self.device, self.deterministic = device, True
-        self._workspace = device.empty(WORKSPACE)  # which the library has, used or not
+        self._workspace = device.empty(WORKSPACE)  # the library allocates it, used or not
 
     def bind(self, description: Any, arrays: Mapping[str, Any]) -> Callable[[], None]:
         held = dict(arrays)
@@ -37,7 +37,7 @@ class OnStream:
                 found = compute(description, {name: views[name].astype(np.float64) for name in description.operands})
                 for name in results:
                     views[name][...] = found[name].astype(views[name].dtype)
-            except BaseException:  # nothing of Python's may leave a function that the stream calls
+            except BaseException:  # no Python exception may leave a function that the stream calls
                 traceback.print_exc()
 
         stream = self.device.stream

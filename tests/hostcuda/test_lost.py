@@ -1,6 +1,7 @@
-"""A GPU or a link that fails in the middle of a run: who, when, what was under way, what is saved; and nobody hangs.
+"""A GPU or link that fails during a run ends all ranks with a full report.
 
-The error is put in by the made-up CUDA, so these cannot run on a real one.
+The report says which rank failed, when, what was running and what is saved. The emulated CUDA injects the error, so these tests
+cannot run on a real GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every strategy on two workers with the GPU backend: over NCCL with a GPU each, through host memory on one that they share.
+"""Every strategy on two workers with the GPU backend: over NCCL, and through host memory on a shared GPU.
 
-Both are made up on the host, and so is what they are compared with: the same on two workers with onnxruntime.
+The GPUs are emulated on the host; over NCCL each worker has its own. The reference is two workers with onnxruntime.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 TOLERANCES = {"bf16": 2e-3, "bf16, zero 3, offload": 2e-3, "bf16 gradients": 1e-4, "fp16": 3e-4}
 
 OUTSIDE: dict[str, int] = {"local sgd": 1, "local sgd, start": 1, "powersgd, start": 1, "fp16": 1}
-"""Strategy → what of a step over NCCL is not captured: a look at the step's number, or at the loss scale."""
+"""Strategy → how many runs of a step over NCCL are not captured, since they read the step number or the loss scale."""
 
 HOST = {"zero 1, offload", "bf16, zero 3, offload", "central storage", "topk", "adasum", "any world"}
-"""Where the host takes part in the middle of a step."""
+"""Strategies in which the host takes part in the middle of a step."""
 
 
 def sizes_of(name: str) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def sizes_of(name: str) -> tuple[int, ...]:
 
 
 def on_gpus(comm: Communicator, names: list[str], transport: str) -> dict[str, Any]:
-    """What each strategy gives on this rank; how its collectives travel, and what of a step is called, not replayed."""
+    """Train each strategy on this rank; returns its results, how its collectives travel, and which runs are not replayed."""
     comm.close = lambda: None  # type: ignore[method-assign]  # one world for all of them
     found: dict[str, Any] = {}
     for name in names:
@@ -130,7 +130,7 @@ def test_batchnorm_over_all_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def served(comm: Communicator, backend: str) -> dict[str, Any]:
-    """A server and two workers."""
+    """Train with a server and two workers."""
     losses = []
     program = small.compiled(strategies.ADAM, backend=backend, strategy="parameter_server:servers=1,staleness=0")
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
@@ -154,7 +154,7 @@ def test_parameter_servers() -> None:
 
 
 def twenty(comm: Communicator, precision: str | None) -> dict[str, Any]:
-    """Twenty steps on a GPU that both ranks share; the bits of what each holds."""
+    """Train twenty steps on a GPU that both ranks share; returns losses and the bits of each state."""
     program = small.compiled(strategies.MOMENTUM, backend="cupy", precision=precision)
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
         losses = []

@@ -1,4 +1,4 @@
-"""Which tests of a GPU are not run on the made-up one, and why."""
+"""Skips the GPU tests that the emulated CUDA cannot run, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 LEFT_OUT = {
     "test_feeds_travel_beside_the_compute_stream": "it measures time",
-    "test_onnxruntime_on_the_gpu_follows_the_cpu": "onnxruntime's CUDA provider is not made up",
+    "test_onnxruntime_on_the_gpu_follows_the_cpu": "onnxruntime's CUDA provider is not emulated",
 }
 """Part of a test's name → the reason."""
 

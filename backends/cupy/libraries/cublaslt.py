@@ -51,9 +51,7 @@ REFUSALS = (7, 8, 15)
 BYTES_PER_SECOND = 3.5e12
 LAUNCH = 2e-6
 FLOPS_PER_SECOND = 6e14
-"""Cost of a kernel that replaces an epilogue: memory bandwidth of an H200 and launch time; and the rate of an unmeasured
-product.
-"""
+"""Cost of a kernel that replaces an epilogue (bandwidth of an H200, launch time), and the rate of unmeasured products."""
 
 NOISE = {2: (0x83FF, 0x3800), 14: (0x807F, 0x3F00), 0: (0x807FFFFF, 0x3F000000), 1: (0x800FFFFFFFFFFFFF, 0x3FE << 52)}
 """CUDA type → (random bits, set bits) of numbers between ½ and 1 of either sign."""
