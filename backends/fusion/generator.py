@@ -63,7 +63,7 @@ class Generator(Values):
         return len(self._levels()) == 1 and not self._online() and not any(self._reductions_before(v, {}) for v in whole)
 
     def halves(self) -> tuple[KernelSource, KernelSource]:
-        """Split the kernel in two: blocks sum parts of one row's columns, then a second kernel sums the parts.
+        """Split the kernel in two: blocks reduce parts of a row, a second kernel combines them.
 
         Requires :meth:`divides`.
         """

@@ -110,8 +110,9 @@ class Values:
         return name
 
     def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
-        """Define a variable in ``scope``; in a vector of rows each row has its own, which the loops over the columns can
-        read.
+        """Define a variable in ``scope``.
+
+        In a vector of rows each row has its own, which the loops over the columns can read.
         """
         name = self._name(letter)
         if scope is self._row and self.form.strided:

@@ -30,7 +30,10 @@ WORDS = 4
 
 
 class Lowering(Protocol):
-    """The part of a kernel's lowering that rules may use. ``guard`` names the condition under which a value is read."""
+    """The part of a kernel's lowering that rules may use.
+
+    ``guard`` names the condition under which a value is read.
+    """
 
     def element(self, value: ir.Value | None, index: Map, guard: str | None) -> str:
         """The name or literal of element ``index`` of ``value``."""

@@ -1,4 +1,4 @@
-"""One record per op: its code in generated kernels, its cost, its library calls.
+"""One record per op: its generated code, cost and library calls.
 
     "Gelu": OpKernel(e.gelu, work=12, epilogue=Epilogue("gelu", exact=is_tanh_form))
 

@@ -1,9 +1,10 @@
-"""Groups the nodes of a segment into launches: fused kernels, library calls and handwritten kernels.
+"""Groups the nodes of a segment into launches.
 
     Add ─► ReduceMean ─► Sub ─► Mul ─► … ─► Gemm        becomes        [Add … normalisation] , [Gemm]
 
-A value that several kernels need is written to memory; all others live in registers. A value joins the last kernel that loops
-over the same elements, shares an operand with it, and comes after everything the value depends on.
+A launch is a fused kernel, a library call or a handwritten kernel. A value that several kernels need is written to memory; all
+others live in registers. A value joins the last kernel that loops over the same elements, shares an operand with it, and comes
+after everything the value depends on.
 """
 
 from __future__ import annotations

@@ -183,7 +183,10 @@ class Launches:
         return again, total
 
     def lighten(self) -> None:
-        """Recompute values that follow from other operands of the same kernel: a mask from a normalised value, for example."""
+        """Recompute values that follow from other operands of the same kernel.
+
+        For example, a mask from the normalised value.
+        """
         for k, launch in enumerate(self.launches):
             if isinstance(launch, FusedKernel):
                 for value in sorted(launch.reads, key=lambda v: v.name or ""):

@@ -64,8 +64,9 @@ def cross(grouping: Grouping) -> list[Launch | Crossed]:
 
 
 def _partner(before: Sequence[Launch | Crossed], sums: FusedKernel, grouping: Grouping) -> int | None:
-    """The position of the last launch that can be delayed and joined with ``sums``: no launch between them reads its
-    results.
+    """The position of the last launch that can be delayed and joined with ``sums``.
+
+    No launch between them reads its results.
     """
     if not sums.axes or vectorize.contiguous(sums.spec) or _elements(sums) <= SMALL:
         return None

@@ -1,4 +1,7 @@
-"""Running sums and products along an axis: one thread a line if there are many, else one block a line."""
+"""Running sums and products along an axis.
+
+One thread takes a line if there are many lines; otherwise one block does.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LINES = 2048
 """Lines from which one thread a line keeps a device busy."""
 
 BUSY = 1 << 18
-"""Threads that keep a device busy: chunks are long enough to leave about so many, from √n ÷ 4 to 2 √n."""
+"""Threads that keep a device busy: chunks are long enough to leave about this number, from √n ÷ 4 to 2 √n."""
 
 MOST = 1 << 31
 

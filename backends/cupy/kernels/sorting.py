@@ -50,7 +50,9 @@ if (LANE == 0) order[rank] = (int)row;"""
 
 
 def _sorted_pairs(reads: dict[str, ir.Value], fill: str, n: int, count: int, name: str) -> tuple[ir.Value, list[Launch]]:
-    """Launches that sort ``count`` rows of int64 pairs in ascending order; rows are padded from ``n`` to a power of two.
+    """Launches that sort ``count`` rows of int64 pairs in ascending order.
+
+    Rows are padded from ``n`` to a power of two.
 
     Args:
         fill: statements that define ``pair`` from ``row``, the number of a padded element.

@@ -1,6 +1,7 @@
-"""Predicts the time of a plan's calls on an H200, from bytes, operations and the rates in :mod:`.hardware`.
+"""Predicts the time of a plan's calls on an H200.
 
-The instructions of generated kernels are counted in their text, by counts that were read from compiled kernels.
+The time follows from bytes, operations and the rates in :mod:`.hardware`. The instructions of generated kernels are counted in
+their text, by counts that were read from compiled kernels.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ def casts_before_views(graph: ir.Graph, op: Builder) -> None:
 
 
 def small_casts_first(graph: ir.Graph, size: int) -> None:
-    """Move casts of the graph's inputs, up to ``size`` elements, to the front, where a few kernels run them all."""
+    """Move small casts of the graph's inputs to the front, where a few kernels run them all.
+
+    Casts of up to ``size`` elements are small.
+    """
     chosen = [
         node
         for node in graph
@@ -44,8 +47,9 @@ def small_casts_first(graph: ir.Graph, size: int) -> None:
 
 
 def small_casts_last(graph: ir.Graph, size: int) -> None:
-    """Move casts of library results to the end if they are unread and have up to ``size`` elements (bias gradients, for
-    example).
+    """Move small unread casts of library results (bias gradients, for example) to the end.
+
+    Casts of up to ``size`` elements are small.
     """
     chosen = [
         node

@@ -2,7 +2,7 @@
 
     Softmax(x)   ─►   e = Exp(x − ReduceMax(x));  e ÷ ReduceSum(e)
 
-Sums over half-precision operands are taken in float32, as the standard's ``stash_type`` asks.
+Half-precision operands are summed in float32, as the standard's ``stash_type`` asks.
 """
 
 from __future__ import annotations

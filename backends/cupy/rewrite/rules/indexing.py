@@ -1,4 +1,4 @@
-"""Decomposes ops that move elements into gathers by constant tables and a few comparisons."""
+"""Decomposes ops that move elements into gathers and comparisons."""
 
 from __future__ import annotations
 
@@ -120,8 +120,9 @@ def max_unpool(op: Builder, node: ir.Node) -> Sequence[Any]:
 
 @rule("Resize")
 def resize(op: Builder, node: ir.Node) -> Sequence[Any] | None:
-    """Resize each axis alone: a gather for the nearest neighbour, a weighted sum of gathers, or a product with a small
-    matrix.
+    """Resize each axis alone.
+
+    An axis becomes a gather (nearest neighbour), a weighted sum of gathers, or a product with a small matrix.
     """
     x = operand(node, 0)
     attributes: dict[str, Any] = {**RESIZE, **{k: a.value for k, a in node.attributes.items()}}

@@ -1,4 +1,7 @@
-"""Quantisation: a division, a rounding and a cast; scales per tensor, per channel or per block."""
+"""Decomposes quantisation into a division, a rounding and a cast.
+
+Scales are per tensor, per channel or per block.
+"""
 
 from __future__ import annotations
 
