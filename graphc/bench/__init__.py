@@ -1,1 +1,1 @@
-"""``graphc bench``: step times against PyTorch, measured side by side in one run."""
+"""``graphc bench``: compares step times with PyTorch's, measured in turn in one run."""

@@ -1,13 +1,13 @@
-"""Measures AllReduces of graphc against MPI's own.
+"""Compares the bandwidth of graphc's AllReduce with MPI's and NCCL's.
 
 ``graphc launch -n 2 -m graphc.bench.bandwidth`` prints one JSON line for each worker.
 
-Both reduce the same float32 buffer in place, in turn, in one run: graphc as a training step does it that has nothing to
-compute meanwhile (``begin``, then ``wait``), MPI by one ``MPI_Allreduce(MPI_IN_PLACE)`` over the whole buffer.
+Both reduce the same float32 buffer in place, in turn, in one run: graphc by ``begin`` and ``wait``, like a training step
+without other work; MPI by one ``MPI_Allreduce(MPI_IN_PLACE)`` over the whole buffer.
 
-With ``--backend cupy`` the buffers lie on GPUs, up to 256 MiB. Where NCCL reduces them, its own calls on the same stream,
-without the events and counters around them, are the other side. ``bus_gb_s`` is what crosses the slowest link: 2 (N - 1) / N
-of the bytes, over the time.
+With ``--backend cupy`` the buffers are on GPUs, up to 256 MiB. If NCCL reduces them, graphc is compared with plain NCCL calls
+on the same stream, without events and counters. ``bus_gb_s`` is the traffic of the slowest link: 2 (N - 1) / N of the bytes,
+divided by the time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from graphc.distributed.nccl.device_transport import for_memory
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 DEVICE_SIZES = (*SIZES, 128, 256)
-"""MiB of the buffers."""
+"""Sizes of the buffers in MiB."""
 
 LAUNCHES = 20
-"""AllReduces that are queued on a GPU before somebody waits for them, as in a training step."""
+"""AllReduces queued on a GPU between two waits, as in a training step."""
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def _on_host(comm: Communicator, seconds: float) -> list[dict[str, float]]:
 
 
 def on_device(comm: Communicator, memory: Memory, sizes: Sequence[int], seconds: float) -> list[dict[str, float]]:
-    """A row for each of ``sizes`` (MiB) of float32 buffers in ``memory``."""
+    """Measure float32 buffers of ``sizes`` (MiB) in ``memory``; one row for each size."""
     rows = []
     for size in sizes:
         buffer = memory.zeros(size << 20).view(np.dtype(np.float32))
@@ -108,7 +108,7 @@ def _launches(comm: Communicator, memory: Memory, handle: Handle, launches: int)
 
 
 def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
-    """A closure that reduces ``buffer`` by NCCL calls alone, :data:`LAUNCHES` times."""
+    """Return a closure that reduces ``buffer`` :data:`LAUNCHES` times by plain NCCL calls."""
     stream = comm.gpu.communication
     calls = plan_calls("allreduce", "sum", buffer.dtype, buffer.size, (), 0, comm.rank)
     reduce = comm.nccl.bind(calls, int(buffer.data.ptr), int(stream.ptr))
@@ -122,7 +122,7 @@ def _plain_nccl(comm: NcclCommunicator, buffer: Any) -> Callable[[], None]:
 
 
 def _in_turn(calls: Sequence[Callable[[], None]], seconds: float, comm: Communicator) -> list[tuple[float, float]]:
-    """Median and minimum seconds of each call. All workers start together; worker 0 decides the number of rounds."""
+    """Return median and minimum seconds of each call. All workers start together; worker 0 chooses the number of rounds."""
     for call in (*calls, *calls, *calls):
         call()
     start = time.perf_counter()

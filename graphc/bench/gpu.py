@@ -1,14 +1,14 @@
-"""``make gpu-bench`` compares training steps on a GPU with PyTorch's; it writes one JSON file.
+"""``make gpu-bench``: compares training steps on a GPU with PyTorch's; writes JSON.
 
     python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--kernels 12] [--dry]
 
 For every job: graphc trains from the exported ONNX file (kernels uncached, then cached), PyTorch trains the module it was
 exported from (eager, torch.compile, torch.compile with CUDA graphs), and the two processes measure in turn. While PyTorch
-compiles, twenty steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch. The best of the
-rounds counts on both sides. At last every call of graphc's step is measured by itself, beside what the cost model says of it.
+compiles, the losses of twenty steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch.
+The best round counts on both sides. Finally every call of graphc's step is measured alone and compared with the cost model.
 
-What goes wrong is part of the result, which is written anew after every part of every job; no part waits beyond the whole
-run's time. With ``--dry`` all of it runs at tiny sizes on the host, in place of a GPU.
+Failures are part of the result, which is rewritten after every part of every job; no part waits beyond the time budget of the
+run. With ``--dry`` everything runs at tiny sizes on the host instead of a GPU.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from graphc.bench.kernel_table import markdown
 from graphc.errors import UsageError
 
 SMALL = {"gpt2": (2, 1), "bert": (2, 4), "resnet50": (0, 8), "mlp-wide": (0, 64)}
-"""Layers (0: all) and batch of the copies that are compared step by step."""
+"""Layers (0: all) and batch of the copies whose losses are compared step by step."""
 
 GENTLE = {"resnet50": "sgd:lr=1e-5,momentum=0.9"}
-"""Optimizers of these copies where the job's own does not let two right computations stay together: rounding decides on which
-side of a ReLU a number lies. With lr=0.01 PyTorch and graphc, both in float32 on one CPU, are 6e-3 apart after the first step
-of ResNet-50 on 8 pictures and 5e-2 after the eleventh; with 1e-4 still 2e-3 after the second."""
+"""Optimizers of these copies, if two correct runs diverge under the job's own optimizer because rounding flips the sign of ReLU
+inputs. With lr=0.01 PyTorch and graphc, both in float32 on one CPU, are 6e-3 apart after the first step of ResNet-50 on 8
+pictures and 5e-2 after the eleventh; with 1e-4 still 2e-3 after the second."""
 
 FIRST_STEP, CACHED_STEP = 20.0, 3.0
-"""Seconds to the first step that are aimed at, without and with compiled kernels on disk."""
+"""Goals for the seconds to the first step, without and with compiled kernels on disk."""
 
 FLOAT32, BFLOAT16 = 1e-3, 2e-2
-"""Relative difference of losses that is aimed at."""
+"""Goals for the relative difference of losses."""
 
 WORKER = ("-m", "graphc.bench.gpu_worker")
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 where a part of a job failed, and 0 without a GPU, after saying so."""
+    """Run the benchmark; return 1 if a part of a job failed. Without a GPU print the reason and return 0."""
     parser = argparse.ArgumentParser(description="Training steps on a GPU beside PyTorch's.")
     parser.add_argument("--output", type=Path, default=Path("build/gpu_bench.json"))
     parser.add_argument("--only", "--models", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
@@ -81,7 +81,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def missing(backend: str) -> str:
-    """Why nothing can be measured here, or an empty string; asked in a child process, which takes its CUDA context with it."""
+    """Return why nothing can be measured here, or "". A child process asks, so its CUDA context ends with it."""
     code = f"""
 import json
 from graphc.backend import make_backend
@@ -143,11 +143,11 @@ def machine() -> dict[str, str]:
 
 @dataclass
 class JobRun:
-    """One job on both sides.
+    """Runs one job on both sides.
 
     Attributes:
-        files: exported models by (job, layers), or why there is none.
-        found: the result, filled part by part.
+        files: exported model by (job, layers), or why the export failed.
+        found: the result; every part adds to it.
         save: called after every part.
     """
 
@@ -170,7 +170,7 @@ class JobRun:
             self._keep(uncached, "uncached")
             graphc = self._begin(stack, "graphc", self._graphc)
             torch = None
-            with ThreadPoolExecutor(1) as beside:  # PyTorch compiles meanwhile
+            with ThreadPoolExecutor(1) as beside:  # while PyTorch compiles
                 parity = beside.submit(self._part, "parity", self._parity)
                 if self.arguments.modes != "none":
                     torch = self._begin(stack, "torch", self._torch)
@@ -181,7 +181,7 @@ class JobRun:
                 self._part("kernels", lambda: self.found.update(kernels=graphc.measure("kernels").get("kernels", [])))
 
     def _part(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, or None and the reason under ``failed``."""
+        """Return the result of ``work``; on an error None, with the reason under ``failed``."""
         try:
             return work() if self.clock.left() else self._fail(name, "the time is spent")
         except Exception as error:
@@ -198,7 +198,7 @@ class JobRun:
             try:
                 told = worker.read(self.arguments.patience)
             except RuntimeError:
-                worker.stop()  # or it would disturb what is measured next
+                worker.stop()  # else it would disturb the next measurement
                 raise
             self._keep(told, "cached" if side == "graphc" else "torch")
             if said := worker.said():
@@ -250,7 +250,7 @@ class JobRun:
     # Parity -----------------------------------------------------------------------------------------------------------
 
     def _parity(self) -> None:
-        """Largest relative difference of losses over twenty steps of a smaller copy; the four runs go at the same time."""
+        """Largest relative difference of losses over twenty steps of a smaller copy; the four runs are concurrent."""
         layers, batch = _layers(self.model, self.arguments), 0 if self.arguments.dry else SMALL[self.model][1]
         own = ["--file", self._file(layers), "--backend"]
         steps = "5" if self.arguments.dry else "20"
@@ -278,7 +278,7 @@ class JobRun:
 
 
 def best_of(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The minimum time of every mode, and the ratio of PyTorch's fastest mode to graphc."""
+    """Return the minimum time of every mode, and PyTorch's fastest mode ÷ graphc."""
     best = {mode: min(r[mode] for r in rounds if mode in r) for mode in dict.fromkeys(m for r in rounds for m in r)}
     ours = best.pop("graphc", None)
     fastest = min(best, key=lambda mode: best[mode], default="")
@@ -287,7 +287,7 @@ def best_of(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def summary(model: str, found: dict[str, Any]) -> str:
-    """One line a job, and one for each part that failed."""
+    """Format one line per job, and one per failed part."""
 
     def number(value: Any, form: str = ".2f") -> str:
         return format(value, form) if isinstance(value, (int, float)) and math.isfinite(value) else "-"
@@ -311,7 +311,7 @@ def _layers(model: str, arguments: argparse.Namespace) -> int:
 
 
 def _caches(folder: Path) -> dict[str, str]:
-    """The environment of a job: compiled kernels of both sides go into a new folder."""
+    """Environment of a job: both sides cache compiled kernels in a new folder."""
     return {**os.environ, "GRAPHC_CACHE_DIR": str(folder / "graphc"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 

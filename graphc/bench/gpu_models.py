@@ -1,9 +1,9 @@
-"""The jobs of ``make gpu-bench`` as PyTorch modules, and as the ONNX files that graphc trains.
+"""The jobs of ``make gpu-bench`` as PyTorch modules and ONNX files.
 
     python -m graphc.bench.gpu_models gpt2 gpt2.onnx --layers 2
 
-Attention is ``scaled_dot_product_attention`` and activations are PyTorch's own, so that the peer runs its fastest kernels and
-graphc has to find the patterns in what the exporter writes.
+Attention is ``scaled_dot_product_attention`` and activations are PyTorch's own: PyTorch runs its fastest kernels, and graphc
+must find the patterns in the exported graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward network, each with a residual; GPT-2 normalises in front, BERT behind."""
+    """Attention and a feed-forward network, each with a residual; GPT-2 normalises before them, BERT after."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """GPT-2 (Radford et al., 2019) or, not ``causal``, BERT (Devlin et al., 2018) without dropout, with a tied head."""
+    """GPT-2 (Radford et al., 2019) if ``causal``, else BERT (Devlin et al., 2018); no dropout, a tied head."""
 
     def __init__(self, job: BenchJob, causal: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
 
 
 def build(name: str, job: BenchJob | None = None, seed: int = 0) -> nn.Module:
-    """The module of a job with seeded weights."""
+    """Make the module of a job with seeded weights."""
     job = job or JOBS[name]
     torch.manual_seed(seed)
     if name in ("gpt2", "bert"):

@@ -1,4 +1,4 @@
-"""Child processes of ``make gpu-bench``: workers that answer in lines of JSON, and exports of models."""
+"""Child processes of ``make gpu-bench``: measuring workers and model exports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 TAIL = 1500
-"""Characters of what a process wrote on its error stream that its failure is told with."""
+"""Number of characters of a failed process's standard error in messages."""
 
 
 class Clock:
-    """Counts down the seconds of a run."""
+    """Counts down the seconds of a run's time budget."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -30,11 +30,11 @@ class Clock:
 
 
 class BenchProcess:
-    """A process that prints a line of JSON when it is set up, and one for every line that it reads.
+    """A process that prints one line of JSON after its set-up and one per request line.
 
     Args:
-        command: what follows the name of the Python interpreter.
-        clock: when it has run out, reading fails in place of waiting.
+        command: arguments of the Python interpreter.
+        clock: time budget; reading fails after its end instead of waiting.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> None:
@@ -71,10 +71,10 @@ class BenchProcess:
         self._lines.put(None)
 
     def read(self, seconds: float = float("inf")) -> dict[str, Any]:
-        """The next line that is a result.
+        """Read the next result line.
 
         Raises:
-            RuntimeError: the process ended before, or the time.
+            RuntimeError: the process or the time budget ended first.
         """
         try:
             line = self._lines.get(timeout=min(self._clock.left(seconds), threading.TIMEOUT_MAX))
@@ -86,13 +86,13 @@ class BenchProcess:
         return found
 
     def said(self) -> str:
-        """The end of what it wrote on its error stream."""
+        """The last characters of its standard error."""
         self._errors.flush()
         self._errors.seek(0)
         return self._errors.read()[-TAIL:].strip()
 
     def measure(self, what: str = "go") -> dict[str, Any]:
-        """One measurement; see :func:`.gpu_worker.serve` for what can be asked for.
+        """Request one measurement; :func:`.gpu_worker.serve` lists the requests.
 
         Raises:
             RuntimeError: as for :meth:`read`.
@@ -101,12 +101,12 @@ class BenchProcess:
             self._input.write(f"{what}\n")
             self._input.flush()
         except OSError:
-            pass  # it has ended; reading tells how
+            pass  # the process has ended; read() reports how
         return self.read()
 
 
 def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, seconds: float = float("inf")) -> dict[str, Any]:
-    """Start a process, return its first result within ``seconds``, and end it."""
+    """Start a process, return its first result within ``seconds``, and kill it."""
     with BenchProcess(command, environment, clock) as worker:
         return worker.read(seconds)
 
@@ -114,7 +114,7 @@ def once(command: Sequence[str], environment: Mapping[str, str], clock: Clock, s
 def export_all(
     models: Sequence[tuple[str, int]], folder: Path, *, tiny: bool, clock: Clock
 ) -> dict[tuple[str, int], Path | str]:
-    """Export every (job, layers) in parallel; returns its file, or the reason why the export failed."""
+    """Export every (job, layers) in parallel; return each one's file, or why the export failed."""
 
     def export(wanted: tuple[str, int]) -> Path | str:
         model, layers = wanted

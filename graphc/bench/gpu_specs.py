@@ -1,4 +1,4 @@
-"""The four benchmark jobs of ``make gpu-bench``: sizes, feeds, loss, optimizer and precision, without importing PyTorch."""
+"""The four jobs of ``make gpu-bench``, defined without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class BenchJob:
 
     Attributes:
         batch: samples of a step.
-        inputs: shape of a sample; ``tokens``: of a vocabulary of that many ids, otherwise float32 images.
-        classes: what each label (or each position's label) is one of.
-        per_token: whether every position of a sample has a label.
+        inputs: shape of a sample.
+        tokens: vocabulary size of token inputs; 0: float32 images.
+        classes: number of classes of each label.
+        per_token: whether every position of a sample has its own label.
         layers, width, heads: of a transformer.
-        optimizer, precision: as ``graphc train`` takes them; precision ``tf32`` leaves the graph in float32.
-        goal_ms: time of a step on an H200 that is aimed at.
+        optimizer, precision: as for ``graphc train``; precision ``tf32`` leaves the graph in float32.
+        goal_ms: goal for the time of a step on an H200.
     """
 
     batch: int
@@ -44,7 +45,7 @@ class BenchJob:
     heads: int = 0
 
     def feeds(self, seed: int = 0) -> Arrays:
-        """One batch of random samples: ``input`` and ``label``."""
+        """Make one batch of random samples: ``input`` and ``label``."""
         rng = np.random.default_rng(seed)
         shape = (self.batch, *self.inputs)
         x: Any = rng.integers(0, self.tokens, shape) if self.tokens else rng.standard_normal(shape, dtype=np.float32)
@@ -56,17 +57,17 @@ class BenchJob:
         return {"input": [self.batch, *self.inputs], "label": list(label)}
 
     def options(self) -> dict[str, Any]:
-        """What ``graphc.compile`` takes besides the model."""
+        """Arguments of ``graphc.compile`` besides the model."""
         loss = losses.SoftmaxCrossEntropy(axis=2 if self.per_token else 1)
         precision = None if self.precision == "tf32" else self.precision
         return {"loss": loss, "optimizer": optim.parse(self.optimizer), "precision": precision}
 
     def smaller(self, *, layers: int = 0, batch: int = 0) -> BenchJob:
-        """The same job with other sizes; 0 keeps what it has."""
+        """Return the job with other sizes; 0 keeps a size."""
         return replace(self, layers=layers or self.layers, batch=batch or self.batch)
 
     def tiny(self) -> BenchJob:
-        """The same kind of job at a tiny size, which tests the benchmark itself on any machine."""
+        """Return the job at a tiny size, to test the benchmark itself on any machine."""
         if self.tokens:
             return replace(self, batch=2, inputs=(16,), classes=48, tokens=48, layers=1, width=32, heads=2)
         if len(self.inputs) == 3:
@@ -88,14 +89,14 @@ position, ResNet-50 and an MLP 784-4096-4096-10."""
 
 
 def check_jobs(names: Iterable[str]) -> None:
-    """Raise UsageError for a name that is none of the jobs."""
+    """Raise UsageError for an unknown job name."""
     for name in names:
         if name not in JOBS:
             raise UsageError(f"there is no job {name!r}{nearest(name, JOBS)}; jobs are {', '.join(JOBS)}")
 
 
 def write_json(path: Path, result: Any) -> None:
-    """Write a result, whole or not at all, in place of an earlier one."""
+    """Write a result atomically, replacing an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(f"{json.dumps(result, indent=1)}\n".encode())

@@ -1,8 +1,8 @@
-"""One side of ``make gpu-bench`` in a process of its own: ``python -m graphc.bench.gpu_worker graphc|torch JOB …``.
+"""One side of ``make gpu-bench``: ``python -m graphc.bench.gpu_worker graphc|torch JOB …``.
 
-It sets up, prints a JSON line with what the set-up took, then measures once for every line that it reads and prints what it
-found, until its input ends; for the line ``kernels`` graphc's side measures every call of its step. So two sides can take
-turns on one GPU, each with a process that imports only its own libraries.
+It prints a JSON line with the costs of the set-up, then measures once per line of input and prints the result, until its input
+ends; for the line ``kernels`` graphc's side measures every call of its step. So both sides take turns on one GPU, and each
+process imports only its own libraries.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def main() -> None:
 
 
 def say(result: dict[str, Any]) -> None:
-    """One JSON line for the other process."""
+    """Print one JSON line for the parent process."""
     print(json.dumps(result), flush=True)
 
 
 def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: float, answers: Answers | None = None) -> None:
-    """Report the set-up, then answer every line of standard input, mostly with the milliseconds of a step in every mode."""
+    """Report the set-up, then answer every line of standard input; by default with the step's milliseconds in every mode."""
     say(found)
     for line in sys.stdin:
         answer = (answers or {}).get(line.strip())
@@ -76,7 +76,7 @@ def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: fl
 
 
 def milliseconds(step: Step, wait: Step, seconds: float) -> float:
-    """Of one step, over as many as fit into ``seconds``; the clock stops when all of them have run."""
+    """Mean milliseconds of a step over as many steps as fit into ``seconds``; the clock stops when all have run."""
     for _ in range(2):
         step()
     wait()
@@ -101,7 +101,7 @@ def _program(job: BenchJob, path: str, backend: str, precision: str) -> Any:
     from graphc.errors import UsageError
 
     if precision == "tf32":
-        with contextlib.suppress(UsageError):  # one that knows nothing of TF32
+        with contextlib.suppress(UsageError):  # a backend without a TF32 mode
             backend_of(f"{backend}:tf32=true")
             backend += ":tf32=true"
     options = {**job.options(), "precision": None if precision in ("tf32", "fp32") else precision}
@@ -109,9 +109,9 @@ def _program(job: BenchJob, path: str, backend: str, precision: str) -> Any:
 
 
 def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
-    """Make a trainer and take its first steps: one measures kernels, the next is captured as a CUDA graph.
+    """Make a trainer and run its first steps: one tunes kernels, the next is captured as a CUDA graph.
 
-    Feeds lie on the device, as PyTorch's do.
+    Feeds are on the device, as PyTorch's are.
     """
     marks = [time.perf_counter()]
 
@@ -148,14 +148,14 @@ def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple
 
 
 def kernels(trainer: Any, feeds: dict[str, Any]) -> list[Row]:
-    """Every call of a step, measured and predicted; none where the backend cannot measure them."""
+    """Return every call of a step, measured and predicted; empty if the backend cannot measure calls."""
     timer = TIMERS.get(trainer.backend.name)
     (executor,) = trainer.plans.training.values()
     return rows(timer(trainer.backend, executor, lambda: trainer.step(feeds))) if timer else []
 
 
 def free_bytes() -> int | None:
-    """Bytes free on the GPU, or None without one; makes a CUDA context."""
+    """Return the free bytes of the GPU, or None without one; makes a CUDA context."""
     try:
         from cupy.cuda import runtime
 
@@ -165,7 +165,7 @@ def free_bytes() -> int | None:
 
 
 def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
-    """Copies in the memory of a backend."""
+    """Copy arrays to the memory of a backend."""
     if memory.on_host:
         return dict(arrays)
     found = {name: memory.zeros(array.nbytes).view(array.dtype).reshape(array.shape) for name, array in arrays.items()}
@@ -175,7 +175,7 @@ def on_device(memory: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def graphc_losses(job: BenchJob, path: str, backend: str, precision: str, steps: int) -> list[float]:
-    """The losses of the first steps, each on a new batch: repeated on one batch, they would soon vanish."""
+    """Losses of the first steps, each on a new batch: on a repeated batch they would soon vanish."""
     import graphc
 
     with graphc.Trainer(_program(job, path, backend, precision)) as trainer:
@@ -189,7 +189,7 @@ def _torch_step(name: str, job: BenchJob, precision: str, mode: str, device: str
     """One training step of the module: fused optimizer, autocast to bfloat16, channels last for pictures.
 
     Args:
-        feeds: filled with the tensors that a step reads.
+        feeds: receives the tensors that a step reads.
     """
     import torch
 
@@ -269,7 +269,7 @@ def torch_side(
             for _ in range(4):
                 step()
             wait()
-        except Exception as error:  # a mode that this version of PyTorch cannot run is left out and named
+        except Exception as error:  # modes that this version of PyTorch cannot run are reported and left out
             found["failed"][mode] = f"{type(error).__name__}: {str(error)[-300:]}"
             continue
         found["peak_bytes"][mode] = cuda.max_memory_allocated() - before if cuda else None
@@ -278,7 +278,7 @@ def torch_side(
 
 
 def torch_losses(name: str, job: BenchJob, precision: str, steps: int) -> list[float]:
-    """The losses of the same steps in eager PyTorch."""
+    """Losses of the same steps in eager PyTorch."""
     feeds: dict[str, Any] = {}
     step = _torch_step(name, job, precision, "eager", _torch_device(precision), feeds)
     losses = []
@@ -290,7 +290,7 @@ def torch_losses(name: str, job: BenchJob, precision: str, steps: int) -> list[f
 
 
 def _nothing() -> None:
-    """Every step waits for its own results."""
+    """Wait for nothing: the step itself waits for its results."""
 
 
 def _tensor(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compares the measured calls of a step with the cost model: one row for equal calls, the largest loss first."""
+"""Compares a step's measured calls with the cost model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Row = dict[str, Any]
 
 
 def rows(calls: Sequence[Timed]) -> list[Row]:
-    """One row for all calls of a kind, bytes and operations, by microseconds beyond the prediction.
+    """Make one row for all calls with equal kind, bytes and operations; sorted by microseconds beyond the prediction.
 
-    A row has ``centre``, ``name`` (of its first call), ``calls``, and for all of them together ``measured_us``,
-    ``predicted_us``, ``excess_us``, ``bytes`` and ``flops``; ``ratio`` is measured over predicted, None without a prediction.
+    A row has ``centre``, ``name`` (of its first call), ``calls``, and their sums ``measured_us``, ``predicted_us``,
+    ``excess_us``, ``bytes`` and ``flops``; ``ratio`` is measured ÷ predicted, None without a prediction.
     """
     found: dict[tuple[Any, ...], list[Timed]] = {}
     for timed in calls:
@@ -24,7 +24,7 @@ def rows(calls: Sequence[Timed]) -> list[Row]:
 
 
 def centres(table: Sequence[Row]) -> list[Row]:
-    """The sums of :func:`rows` by cost centre, the most expensive first."""
+    """Sum the :func:`rows` by cost centre, the most expensive first."""
     found: dict[str, list[Row]] = {}
     for row in table:
         found.setdefault(row["centre"], []).append(row)
@@ -33,7 +33,7 @@ def centres(table: Sequence[Row]) -> list[Row]:
 
 
 def markdown(table: Sequence[Row], most: int) -> str:
-    """The sums, and the ``most`` rows that lose most."""
+    """Format the sums and the ``most`` rows with the largest excess."""
     head = "| µs | predicted | ratio | calls | TB/s | TFLOP/s | centre | call |\n|---:|---:|---:|---:|---:|---:|---|---|"
     sums = centres(table)
     lines = [_line(row) for row in (_sum("all", "", sums), *sums, *table[:most])] if sums else []

@@ -1,7 +1,8 @@
-"""One measurement in a process of its own: ``python -m graphc.bench.measure graphc|torch MODEL …`` prints a JSON line.
+"""One measurement: ``python -m graphc.bench.measure graphc|torch MODEL …`` prints a JSON line.
 
-Each side has its process to itself, so that neither's thread pool disturbs the other's. With a world of several workers
-the same command runs in each: graphc over MPI, PyTorch under DistributedDataParallel over gloo.
+Each side runs in its own process, so that the thread pools do not disturb each other. With several workers the same command
+runs
+in each: graphc over MPI, PyTorch under DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def graphc_side(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Median step time of graphc, time to the first step, and Python time outside steps of the plan."""
+    """Measure graphc: median step time, time to the first step, Python time outside plan steps."""
     import graphc
     from graphc.bench.profile import StepTimer
 
@@ -68,7 +69,7 @@ def graphc_side(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _python_overhead(trainer: Any, feeds: dict[str, Any]) -> float:
-    """Milliseconds of Python per step: the step with every entry of the plan replaced by an empty function."""
+    """Milliseconds of Python per step: times a step whose plan steps are replaced by empty functions."""
     (executor,) = trainer.plans.training.values()
     executor.runs = [lambda: None] * len(executor.runs)
     times = []
@@ -80,7 +81,7 @@ def _python_overhead(trainer: Any, feeds: dict[str, Any]) -> float:
 
 
 def torch_side(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Median step time of PyTorch eager, or of DistributedDataParallel when the environment names a world."""
+    """Measure PyTorch's median step time: eager, or DistributedDataParallel if the environment names a world."""
     import torch
     from torch import nn
 
@@ -115,7 +116,7 @@ def _share(model: str, rank: int, size: int) -> tuple[np.ndarray[Any, Any], np.n
 
 
 def _measure(step: Callable[[], Any], seconds: float) -> float:
-    """Median milliseconds of a step; the first few steps decide their number, on which all workers agree."""
+    """Median milliseconds of a step; the time of the first steps sets their number, equal on all workers."""
     for _ in range(3):
         step()
     start = time.perf_counter()
@@ -131,7 +132,7 @@ def _measure(step: Callable[[], Any], seconds: float) -> float:
 
 
 def _agreed(count: int) -> int:
-    """Rank 0's number of steps on all workers: one that stopped early would leave the others waiting."""
+    """Broadcast rank 0's number of steps: a worker that stopped early would block the others."""
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         from mpi4py import MPI
 

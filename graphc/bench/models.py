@@ -1,6 +1,6 @@
 """The benchmark and parity models as PyTorch modules.
 
-They are the peers' side of every comparison; graphc gets the ONNX file exported from the same module.
+PyTorch trains the module itself; graphc trains the ONNX file exported from it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """The module called ``name`` with seeded weights."""
+    """Make the module ``name`` with seeded weights."""
     torch.manual_seed(seed)
     return MAKERS[name]()
 

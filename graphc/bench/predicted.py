@@ -1,4 +1,4 @@
-"""``graphc bench --predict`` predicts the step time of a GPU job or a training graph, without a GPU."""
+"""``graphc bench --predict``: predicts step times of GPU jobs or training graphs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from graphc.report.step_time import PREDICTIONS, Prediction
 
 
 def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJob | None = None) -> Prediction:
-    """Predict a job by name, which PyTorch exports first, or a file that ``graphc compile`` wrote.
+    """Predict a named job, which PyTorch exports first, or a file that ``graphc compile`` wrote.
 
     Args:
         batch: size of every symbolic dimension of a file.
-        job: other sizes than those of the name.
+        job: replaces the named job, for other sizes.
 
     Raises:
-        UsageError: neither a job nor a training graph.
+        UsageError: ``model`` is neither a job nor a training graph.
     """
     from graphc import frontends
     from graphc.report.memory import feed_shapes

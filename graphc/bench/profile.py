@@ -1,4 +1,4 @@
-"""Where a step's time goes: one timer around every entry of the plan."""
+"""Profiles a training step: one timer around every plan step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphc.device import Run
 
 
 class StepTimer:
-    """Hand :meth:`wrap` to :class:`graphc.Trainer`; :meth:`report` prints the most expensive entries on stderr."""
+    """Profiler: pass :meth:`wrap` to :class:`graphc.Trainer`; :meth:`report` prints the most expensive steps on stderr."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -27,7 +27,7 @@ class StepTimer:
         return timed
 
     def report(self, steps: int, most: int = 25) -> None:
-        """Milliseconds per step by kind, then the ``most`` expensive entries."""
+        """Print milliseconds per step by kind, then the ``most`` expensive plan steps."""
         kinds: dict[str, float] = defaultdict(float)
         for (kind, _), spent in self.seconds.items():
             kinds[kind] += spent

@@ -1,4 +1,4 @@
-"""The benchmark suite: every figure is a ratio of two medians measured in turn in one run."""
+"""The benchmark suite; every figure compares two medians measured in turn in one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One line of the table; ``ratio`` is how many times as fast as the peer graphc is."""
+    """One row of the table; ``ratio`` is the peer's time ÷ graphc's."""
 
     name: str
     ours_ms: float
@@ -36,12 +36,12 @@ class BenchRow:
 def run_suite(
     models: Sequence[str] = TIMED, *, workers: bool = True, zoo: bool = True, rounds: int = 3, seconds: float = 3.0, say: Report
 ) -> list[BenchRow]:
-    """Measure step times on one worker and on two, AllReduces between two, and compile times of the zoo.
+    """Measure step times on one and two workers, AllReduces between two, and compile times of the zoo.
 
     Args:
-        models: which of the benchmark models.
-        rounds: graphc and its peer are measured in turn this often; the median round counts.
-        seconds: time a measurement takes.
+        models: benchmark models to measure.
+        rounds: number of times graphc and its peer are measured in turn; the median round counts.
+        seconds: duration of one measurement.
         say: called with a line of progress.
     """
     rows: list[BenchRow] = []
@@ -86,7 +86,7 @@ def _two_workers(model: str, path: str, rounds: int, seconds: float, say: Report
 
 
 def _bandwidth(seconds: float, say: Report) -> list[BenchRow]:
-    """An AllReduce between two workers beside MPI's own, by size."""
+    """Measure AllReduces between two workers against MPI's own, by size."""
     found = _launch_graphc([sys.executable, "-m", "graphc.bench.bandwidth", "--seconds", str(seconds)])
     rows = []
     for size in found["rows"]:
@@ -97,7 +97,7 @@ def _bandwidth(seconds: float, say: Report) -> list[BenchRow]:
 
 
 def _zoo_compile(say: Report) -> list[BenchRow]:
-    """Compile times of the ONNX package's nine models against the limit of three seconds."""
+    """Measure compile times of the ONNX package's nine models against the limit of three seconds."""
     import onnx
 
     import graphc
@@ -141,7 +141,7 @@ def _launch_graphc(command: list[str]) -> dict[str, Any]:
 
 
 def _launch_torch(command: list[str]) -> dict[str, Any]:
-    """Two processes with PyTorch's environment variables; the result of rank 0."""
+    """Run two processes with PyTorch's environment variables; return rank 0's result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What each benchmark model is fed; kept apart from the modules so that measuring graphc imports no PyTorch."""
+"""Feeds of the benchmark models; separate, so that measuring graphc imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """Input shape without the batch, number of classes, global batch size, and the vocabulary of a token model."""
+    """A model's input shape without the batch, number of classes, global batch size, and vocabulary for token models."""
 
     inputs: tuple[int, ...]
     classes: int
@@ -18,7 +18,7 @@ class BenchModel:
     tokens: int = 0
 
     def batch(self, count: int, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """``count`` random samples: (float32 images or int64 tokens, int64 labels)."""
+        """Make ``count`` random samples: (float32 images or int64 tokens, int64 labels)."""
         rng = np.random.default_rng(seed)
         x: np.ndarray[Any, Any]
         if self.tokens:

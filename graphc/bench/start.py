@@ -1,11 +1,11 @@
-"""Measures the host's work up to the first step of the GPU jobs, without a GPU:
+"""Measures the host time up to a GPU job's first step, without a GPU:
 
     graphc bench --start [gpt2 resnet50 …]
 
-Each job is exported, then started twice in processes of its own, with an empty cache folder and with what the first start
-left in it. The figure is processor time: the interpreter, imports, reading the file, compiling, state, the plan, binding it,
-and the first call of ``step``. It does not include the driver and its libraries (context, loading kernels, copies, plans of
-cuDNN), nor the imports of CuPy, nvmath and cuDNN.
+Each job is exported, then started in two processes: with an empty cache folder, then with the cache of the first start. The
+figure is processor time: the interpreter, imports, reading the file, compiling, state, the plan, binding it, and the first call
+of ``step``. It does not include the driver and its libraries (context, loading kernels, copies, plans of cuDNN), nor the
+imports of CuPy, nvmath and cuDNN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphc.bench.gpu_processes import Clock, export_all, once
 from graphc.bench.gpu_specs import JOBS
 
 LIMIT = 600.0
-"""Seconds that one start, and the export of all models, may take."""
+"""Maximum seconds of one start, and of the export of all models."""
 
 Seconds = dict[str, float]
 """Processor seconds by part; ``total``: their sum."""
@@ -44,14 +44,14 @@ def starts(models: Sequence[str], *, tiny: bool = False) -> Iterator[tuple[str, 
                 raise RuntimeError(found)
             command = ("-m", __name__, model, str(found), str(folder / "kept"), *(["--tiny"] if tiny else []))
             environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(Path(name) / "compiled")}
-            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its modules compiled
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled modules, as in an installed package
             first, second = (once(command, environment, Clock(LIMIT)) for _ in range(2))
             found.unlink()
             yield model, first, second
 
 
 def main() -> None:
-    """One start in this process; prints its seconds as a line of JSON."""
+    """Start once in this process; print the seconds as a line of JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", choices=sorted(JOBS))
     parser.add_argument("file")
@@ -63,12 +63,12 @@ def main() -> None:
 
 
 def measured(job: Any, path: str, kept: Path) -> Seconds:
-    """Processor seconds by part of a start; the part ``import`` is all that the process has done before."""
+    """Processor seconds by part of a start; ``import`` covers everything that the process did before."""
     import graphc
     from graphc.backend import BACKENDS, PLANNERS, backend_of
     from graphc.bench.gpu_worker import on_device
 
-    backend_of("cupy")  # imports this backend alone, as a trainer does
+    backend_of("cupy")  # imports only this backend, as a trainer does
     planner = PLANNERS["cupy"]
     made: Callable[..., Any] = lambda threads, spin, **_: planner(cache=kept)  # noqa: E731
     BACKENDS.register("planned", made, origin=__name__)

@@ -1,4 +1,4 @@
-"""``graphc bench``: step and compile times beside PyTorch's, as ratios of one run."""
+"""``graphc bench``: step and compile times compared with PyTorch's in one run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def command(
 
 
 def _start(models: list[str] | None, form: Format) -> None:
-    """Processor seconds of both starts of each job."""
+    """Print processor seconds of both starts of each job."""
     from graphc.bench.gpu_specs import JOBS, check_jobs
     from graphc.bench.start import starts
 
@@ -97,7 +97,7 @@ def _start(models: list[str] | None, form: Format) -> None:
 
 
 def _predict(models: list[str] | None, batch: int, form: Format) -> None:
-    """A table of cost centres for each model."""
+    """Print a table of cost centres for each model."""
     from graphc.bench.gpu_specs import JOBS
     from graphc.bench.predicted import predicted
 

@@ -60,8 +60,7 @@ class Shards:
     """Global batches over a source, cut into one worker's shares; made by :func:`graphc.data.shard`.
 
     Iterating continues from the current position to the end of the epoch; the next iteration takes the next epoch.
-    :meth:`epoch`
-    iterates over any epoch from its beginning and does not move the position.
+    :meth:`epoch` iterates over any epoch from its beginning and does not move the position.
 
     Args:
         source: source of the samples.

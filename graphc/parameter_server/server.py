@@ -10,14 +10,11 @@ Ranks 0 … S-1 are servers, the W ranks after them workers. Only servers have w
 A worker writes its gradients into its mailbox on every server, then commits the push by writing its number into one cell of
 server 0. Server 0 orders the pushes in its log, and every server applies them in that order, each with the learning rate of its
 log entry. So every push is applied exactly once on all servers, or on none if its worker died halfway, and all servers apply
-the
-same sequence of updates.
+the same sequence of updates.
 
 A worker waits only for parameters that contain its own last push, and for the staleness bound. With staleness k it starts step
-c
-when every live worker has finished step c - k (stale synchronous parallel; Ho et al. 2013). With staleness 0 server 0 gathers
-the
-pushes of all live workers into one step and reduces them in rank order.
+c when every live worker has finished step c - k (stale synchronous parallel; Ho et al. 2013). With staleness 0 server 0 gathers
+the pushes of all live workers into one step and reduces them in rank order.
 """
 
 from __future__ import annotations
