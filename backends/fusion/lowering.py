@@ -110,10 +110,7 @@ class Values:
         return name
 
     def _define(self, scope: Scope, letter: str, kind: str, text: str) -> str:
-        """Define a variable in ``scope``.
-
-        In a vector of rows each row has its own, which the loops over the columns can read.
-        """
+        """Define a variable in ``scope``; each row of a vector has its own, for the loops over the columns."""
         name = self._name(letter)
         if scope is self._row and self.form.strided:
             scope.heads.append(f"{kind} {name}[VECTOR];")
@@ -129,7 +126,7 @@ class Values:
         return name
 
     def _varies(self, text: str) -> bool:
-        """Whether ``text`` differs between elements of one vector; the C compiler does not detect that it does not."""
+        """Whether ``text`` differs between elements of one vector; the C compiler does not hoist uniform text."""
         words = re.findall(r"\w+", text)
         if self.form.variable is None or "v" in words or not self._varying.isdisjoint(words):
             return True
@@ -203,10 +200,7 @@ class Values:
         return True
 
     def _pack(self, scope: Scope, value: ir.Value, array: str, offset: Linear, held: bool, guard: str | None) -> str:
-        """The vector of elements at ``offset``: loaded here, or kept in registers by an earlier loop.
-
-        It holds zeros if ``guard`` is false.
-        """
+        """The vector at ``offset``, loaded here or by an earlier loop; zeros if ``guard`` is false."""
         kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
         load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
         if held:

@@ -158,7 +158,7 @@ class _Joiner:
         origin: Fitted | None = None,
         **given: ir.Value | None,
     ) -> ir.Node:
-        """``node`` extended by the nodes ``gone``, given last first; its outputs replace ``results``."""
+        """``node`` extended by the nodes ``gone``, the last one first; its outputs replace ``results``."""
         before: Fitted = node.meta[FITTED]
         origin = origin or before
         inputs: list[ir.Value | None] = [*node.inputs, *[None] * (5 - len(node.inputs))]
@@ -363,9 +363,8 @@ class _Joiner:
     # Helpers ------------------------------------------------------------------------------------------------------------
 
     def _addend(self, node: ir.Node, add: ir.Node, index: int, seen: ir.Value) -> ir.Value | None:
-        """The value that an Add adds to the product of ``node``, if it is in memory and computed earlier.
-
-        A product that waited for a later value would keep its operands alive until then.
+        """The value that an Add adds to ``node``'s product, if it is computed earlier and in memory: waiting extends
+        operand lifetimes.
         """
         if add.op_type != "Add" or add.domain:
             return None
