@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("job", choices=sorted(JOBS))
     parser.add_argument("--file", help="the ONNX file of the model (graphc's side)")
     parser.add_argument("--backend", default="cupy")
-    parser.add_argument("--load", help="a module to import first, which registers the backend, say")
+    parser.add_argument("--load", help="a module to import first, for example to register the backend")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)

@@ -60,7 +60,7 @@ def _folder(folder: Path) -> dict[str, Array]:
 
 def _archive(file: Path | io.BytesIO, where: str) -> dict[str, Array]:
     if not zipfile.is_zipfile(file):
-        raise FeedError(f"{where} is no .npz file, or a damaged one; write it with numpy.savez(file, name=array, …)")
+        raise FeedError(f"{where} is not an .npz file, or is damaged; write it with numpy.savez(file, name=array, …)")
     found: dict[str, Array] = {}
     try:
         with zipfile.ZipFile(file) as archive, np.load(file, allow_pickle=False) as arrays:

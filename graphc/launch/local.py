@@ -77,7 +77,7 @@ def launch(
         raise UsageError(f"the number of workers must be at least 1, not {workers}")
     wanted = wanted_transport(transport)
     if wanted == "tcp":
-        raise UsageError("the workers that are started here talk by MPI; 'tcp' is for those that torchrun or a script starts")
+        raise UsageError("graphc launch starts workers over MPI; 'tcp' is for workers that torchrun or a script starts")
     _check_program(argv)
     if wanted == "threads":
         return _launch_threads(workers, list(argv), deadline)

@@ -45,7 +45,7 @@ class ParameterServer(Strategy):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         if trainer.trace is not None:
-            raise UsageError("a trace is put together from all ranks, of which workers may die; parameter servers write none")
+            raise UsageError("parameter servers cannot write a trace: it needs all ranks, and workers may die")
         self._layout = ServerLayout(trainer.program.model, trainer.size)
         self._synchronous = self._layout.options.staleness == 0
         self.steps_per_batch = 1 if self._synchronous else self._layout.workers
@@ -66,7 +66,7 @@ class ParameterServer(Strategy):
         if shards.size != self._layout.workers:
             raise UsageError(
                 f"the data is cut for {shards.size} workers, there are {self._layout.workers} beside the servers;"
-                " give shard(…, rank=0, size=trainer.workers): each takes the next share that nobody has taken"
+                " give shard(…, rank=0, size=trainer.workers): each worker takes the next free share"
             )
         if shards.tail == "weight-zero":
             raise UsageError("a push needs a sample: with parameter servers tail is keep, drop or pad")

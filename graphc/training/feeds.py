@@ -24,7 +24,7 @@ def feed_shape(feed: Any) -> tuple[int, ...]:
     try:
         return tuple(np.shape(feed) if found is None else found)
     except ValueError as error:
-        raise FeedError(f"a feed is no array: {error}") from None
+        raise FeedError(f"a feed is not an array: {error}") from None
 
 
 _MAPPING = "a mapping from the names of the graph's inputs to arrays"
@@ -128,10 +128,10 @@ def _array(name: str, feed: Any, memory: Memory) -> Array:
         try:
             return np.asarray(feed)
         except (ValueError, RuntimeError) as error:  # ragged rows, or a tensor that requires grad
-            raise FeedError(f"feed {name!r} is no array: {error}") from None
+            raise FeedError(f"feed {name!r} is not an array: {error}") from None
         except TypeError as error:
             where = "the host" if memory.on_host else "this worker's device or the host"
-            raise FeedError(f"feed {name!r} does not lie in the memory of {where} ({error}); copy it there first") from error
+            raise FeedError(f"feed {name!r} is not in the memory of {where} ({error}); copy it there first") from error
     if not found.flags.c_contiguous:
-        raise FeedError(f"feed {name!r} does not lie in one piece on the device; make it contiguous first")
+        raise FeedError(f"feed {name!r} is not contiguous on the device; make it contiguous first")
     return found

@@ -211,9 +211,9 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "shape": (wrong_shape, 1, "shape [96, 5]"),
     "lengths": (unequal_lengths, 1, "one entry per sample"),
     "label out of range": (label_out_of_range, 1, "label 3 at label[7] is outside 0 … 2"),
-    "not an npz": (not_npz, 1, "bad.npz is no .npz file"),
+    "not an npz": (not_npz, 1, "bad.npz is not an .npz file"),
     "objects": (objects, 1, "'x' of bad.npz holds Python objects"),
-    "an npy": (array_file, 1, "bad.npy is no .npz file"),
+    "an npy": (array_file, 1, "bad.npy is not an .npz file"),
     "no such data": (lambda _: train(data="e.npz"), 1, "no such file: e.npz"),
     "batch smaller than the world": (
         lambda _: [*train("-n", "20"), "--transport", "threads"],
@@ -254,7 +254,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "tcp from here": (
         lambda _: train("-n", "2", "--transport", "tcp"),
         2,
-        "'tcp' is for those that torchrun or a script starts",
+        "'tcp' is for workers that torchrun or a script starts",
     ),
     "nccl on the host": (lambda _: train("--transport", "nccl"), 2, "'nccl' moves arrays of GPUs"),
     "command": (lambda _: ["trian"], 2, "trian"),

@@ -110,13 +110,13 @@ def test_a_feed_that_cannot_be_taken_from_its_device_is_named() -> None:
     inputs = {"x": memory.zeros(48).view(np.float32).reshape(3, 4)}
     for kind, message in (
         (2, "'x' on a device cannot be taken: it is still needed"),
-        (10, "'x' does not lie in the memory of"),
+        (10, "'x' is not in the memory of"),
     ):
         with pytest.raises(FeedError, match=message):
             check_arrays({"x": Tensor(kind)}, inputs, {}, memory)  # type: ignore[dict-item]
-    with pytest.raises(FeedError, match="'x' does not lie in the memory of the host"):
+    with pytest.raises(FeedError, match="'x' is not in the memory of the host"):
         check_arrays({"x": Tensor(2)}, {"x": np.zeros((3, 4), np.float32)}, {}, HostMemory())  # type: ignore[dict-item]
-    with pytest.raises(FeedError, match="'x' does not lie in one piece"):
+    with pytest.raises(FeedError, match="'x' is not contiguous on the device"):
         check_arrays({"x": memory.zeros(96).view(np.float32).reshape(3, 8)[:, :4]}, inputs, {}, memory)
     with pytest.raises(FeedError, match="'x' is float64, the model wants float32"):
         check_arrays({"x": memory.zeros(96).view(np.float64).reshape(3, 4)}, inputs, {}, memory)
