@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -31,7 +32,7 @@ class Strategy:
     steps_per_batch = 1
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        self.trainer: Trainer = weakref.proxy(trainer)  # no circle: its memory goes with the trainer
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -268,3 +270,37 @@ def test_the_signature_names_every_option() -> None:
     parameters = inspect.signature(graphc.Trainer).parameters
     assert {"program", "comm", "threads", "seed", "schedule", "trace", "transport"} < parameters.keys()
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_a_trainer_may_be_used_and_dropped_on_another_thread(exported: Callable[[str], str]) -> None:
+    """oneDNN's own scratch memory would belong to the thread that made the primitive."""
+    path = exported("resnet18-small")
+    batch = feeds(name="resnet18-small")
+    expected = [make(path).step(batch)["loss"] for _ in range(2)]
+    made_here, found = [make(path)], list[float]()
+
+    def elsewhere() -> None:
+        with make(path) as other:
+            found.append(made_here[0].step(batch)["loss"])
+            made_here.pop().close()
+            found.append(other.step(batch)["loss"])
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == expected
+
+
+def test_a_trainer_is_freed_with_its_last_reference(exported: Callable[[str], str]) -> None:
+    assert make_and_leave(exported("mlp"))() is None
+
+
+def make_and_leave(path: str) -> weakref.ref[graphc.Trainer]:
+    """A step, with Python's collector of circles paused: references alone must free what the trainer holds."""
+    gc.disable()
+    try:
+        with make(path) as made:
+            made.step(feeds())
+        return weakref.ref(made)
+    finally:
+        gc.enable()

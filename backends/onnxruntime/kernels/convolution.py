@@ -6,21 +6,18 @@ ConvTranspose plus the Numba weight gradient.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, Pool, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
-from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, Scratchpad, library
+from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
-
-_SCRATCH: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()
 
 
 def _with_onednn(node: ir.Node) -> bool:
@@ -70,7 +67,7 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
         pads=window.pads,
         blocked=group > 1 or _blocked_is_faster(kind, window, w.shape, y.shape[2:]),
         threads=k.pool.threads,
-        scratch=_SCRATCH.setdefault(k.pool, Scratchpad()),
+        scratch=scratchpad_of(k.pool),
     ).runner()
 
 

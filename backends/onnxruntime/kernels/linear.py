@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
+from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library, scratchpad_of
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 
@@ -61,4 +61,4 @@ def matmul(k: Binding) -> Run:
 def _product(k: Binding, a: Array, b: Array, c: Array, bias: Array | None) -> Run:
     lib = library()
     assert lib is not None
-    return MatmulPrimitive(lib, a, b, c, bias, threads=k.pool.threads).runner()
+    return MatmulPrimitive(lib, a, b, c, bias, threads=k.pool.threads, scratch=scratchpad_of(k.pool)).runner()

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from graphc.backend import Pool
+
 Handle: TypeAlias = "ctypes.c_void_p"
 
 # values of the C enumerations in dnnl_types.h
@@ -33,6 +35,7 @@ _SRC_LAYOUT, _WEIGHTS_LAYOUT, _DST_LAYOUT = 129, 131, 133
 _DIFF_SRC_LAYOUT, _DIFF_WEIGHTS_LAYOUT, _DIFF_DST_LAYOUT = 130, 132, 134
 _SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41
 _DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS = 129, 145, 161
+_SCRATCHPAD, _SCRATCHPAD_LAYOUT, _OF_THE_CALLER = 80, 136, 1
 
 _DESTROYERS = (
     (r"dnnl_memory_desc_create\w*", "dnnl_memory_desc_destroy"),
@@ -80,6 +83,10 @@ class OneDNN:
         self.engine = self.create("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
         # executions on the CPU are synchronous and a stream holds no state, so one serves all threads
         self.stream = self.create("dnnl_stream_create", self.engine, _IN_ORDER)
+        # By default primitives work in memory of the thread that made them: running or destroying one on another thread is a
+        # use after free there. So the caller gives the memory.
+        self.attributes = self.create("dnnl_primitive_attr_create")
+        self._lib.dnnl_primitive_attr_set_scratchpad_mode(self.attributes, _OF_THE_CALLER)
 
     def create(self, function: str, *arguments: Any) -> Handle:
         """Call a C function that writes a new object to its first argument."""
@@ -164,6 +171,14 @@ class Scratchpad:
         return -(-int(self._raw.ctypes.data) // 64) * 64
 
 
+_SCRATCHPADS: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()
+
+
+def scratchpad_of(pool: Pool) -> Scratchpad:
+    """The scratchpad of all primitives that one pool runs."""
+    return _SCRATCHPADS.setdefault(pool, Scratchpad())
+
+
 class Primitive:
     """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose."""
 
@@ -207,11 +222,15 @@ class Primitive:
 
     def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
         lib = self._lib
-        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, None)
-        primitive = self._create("dnnl_primitive_create", description)
-        self._call(primitive, [(_SRC, source_memory), (_DST, target_memory)])
+        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, lib.attributes)
+        self._call(description, [(_SRC, source_memory), (_DST, target_memory)])
 
-    def _call(self, primitive: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
+    def _call(self, description: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
+        """Make the primitive of ``description`` the next to run, with scratch of its own."""
+        primitive = self._create("dnnl_primitive_create", description)
+        needed = ctypes.c_void_p(self._lib.query(description, _SCRATCHPAD_LAYOUT, 0))
+        if needed and self._lib.size(needed):
+            arguments = [*arguments, (_SCRATCHPAD, self._scratch_memory(needed))]
         packed = (_Argument * len(arguments))(*(_Argument(role, memory.value) for role, memory in arguments))
         self._alive.append(packed)
         self._calls.append((primitive, self._lib.stream, len(arguments), ctypes.addressof(packed)))
@@ -283,20 +302,20 @@ class ConvolutionPrimitive(Primitive):
         bias_layout = self._plain(bias.shape) if bias is not None else None
         forward = self._create(
             "dnnl_convolution_forward_primitive_desc_create",
-            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, None),
+            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, lib.attributes),
         )
         if kind == "forward":
             chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
         elif kind == "input":
             chosen = self._create(
                 "dnnl_convolution_backward_data_primitive_desc_create",
-                *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, None),
+                *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, lib.attributes),
             )
             roles = (_DIFF_SRC, _DIFF_SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
         else:
             chosen = self._create(
                 "dnnl_convolution_backward_weights_primitive_desc_create",
-                *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, None),
+                *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, lib.attributes),
             )
             roles = (_SRC, _SRC_LAYOUT), (_DIFF_WEIGHTS, _DIFF_WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
         written = {"forward": 2, "input": 0, "weight": 1}[kind]
@@ -315,7 +334,7 @@ class ConvolutionPrimitive(Primitive):
             arguments.append((role, memory))
         if bias is not None and bias_layout is not None:
             arguments.append((_BIAS, self._memory(bias_layout, bias.ctypes.data)))
-        self._call(self._create("dnnl_primitive_create", chosen), arguments)
+        self._call(chosen, arguments)
         for source, source_memory, target, target_memory in after:
             self._copy(source, source_memory, target, target_memory)
         scratch.reserve(self._used)
@@ -342,18 +361,20 @@ class MatmulPrimitive(Primitive):
         bias: np.ndarray[Any, Any] | None,
         *,
         threads: int,
+        scratch: Scratchpad,
     ) -> None:
-        super().__init__(lib, [a, b, c, bias], threads, Scratchpad())
+        super().__init__(lib, [a, b, c, bias], threads, scratch)
         before = lib.threads_in_use()
         lib.use_threads(threads)
         operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]
         layouts = [self._strided(m.shape, [step // m.itemsize for step in m.strides]) for _, m in operands]
         row = self._plain((1, c.shape[1])) if bias is not None else None
         description = self._create(
-            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], None
+            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], lib.attributes
         )
         arguments = [(role, self._memory(held, m.ctypes.data)) for (role, m), held in zip(operands, layouts, strict=True)]
         if bias is not None and row is not None:
             arguments.append((_BIAS, self._memory(row, bias.ctypes.data)))
-        self._call(self._create("dnnl_primitive_create", description), arguments)
+        self._call(description, arguments)
+        scratch.reserve(self._used)
         lib.use_threads(before)
