@@ -16,13 +16,14 @@ import onnx_ir as ir
 
 from graphc import frontends, parallel
 from graphc.backend import check_backend
-from graphc.errors import UnsupportedOpError, UsageError, nearest
+from graphc.errors import UnsupportedOpError, UsageError, counted, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import describe_value
 from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH, RESERVED
 from graphc.ir.ops.collectives import collective_of
+from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
@@ -88,7 +89,7 @@ class CompileArguments(CompileOptions):
     after: Callable[[PassCall, ir.Model, float], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Program:
     """A compiled training program; hand it to :class:`graphc.Trainer`.
 
@@ -109,6 +110,18 @@ class Program:
     pipeline: str
     log: list[str]
     imports: tuple[PassCall, ...]
+
+    def __repr__(self) -> str:
+        graph, kinds = self.model.graph, nodes_by_kind(self.model)
+        trained = sum(is_update(node) and trains(node) for node in graph)
+        inputs, outputs = (", ".join(map(describe_value, values)) for values in (graph.inputs, graph.outputs))
+        mesh = "" if self.mesh is None else f", mesh {self.mesh}"
+        return (
+            f"Program {graph.name!r} trains {counted(trained, 'parameter')}: {counted(kinds['compute'], 'node')}, "
+            f"{counted(kinds['collectives'], 'collective')}, backend {self.backend}{mesh}\n"
+            f"  takes    {inputs}\n"
+            f"  reports  {outputs}"
+        )
 
     @property
     def mesh(self) -> Mesh | None:

@@ -13,6 +13,24 @@ from typing import Any, ClassVar
 from graphc.errors import UsageError, nearest
 from graphc.pipeline import PASSES, PassCall
 
+__all__ = [
+    "L1",
+    "LOSSES",
+    "MSE",
+    "NLL",
+    "BCEWithLogits",
+    "Huber",
+    "Loss",
+    "Model",
+    "Output",
+    "SoftmaxCrossEntropy",
+    "parse",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:

@@ -18,6 +18,26 @@ from graphc.losses import split_choice
 from graphc.pipeline import PassCall, convert
 from graphc.registry import Registry
 
+__all__ = [
+    "DECAYS",
+    "OPTIMIZERS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "RMSprop",
+    "Schedule",
+    "make",
+    "parse",
+    "register",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "graphc.optimizers")
 """Name on the command line → optimizer."""
 

@@ -16,6 +16,8 @@ from graphc.cli.job import Job, from_json, to_json
 from graphc.errors import MissingExtraError, UsageError
 from graphc.options import CompileOptions
 from graphc.pipeline import PassCall, parse
+from tests.cli.models import MLP
+from tests.cli.models import parse as parsed
 
 LOSS, OPTIMIZER = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
 OPTIONS = [field.name for field in dataclasses.fields(CompileOptions)]
@@ -89,3 +91,27 @@ def test_recompile_changes_what_it_is_told_and_nothing_else(exported: Callable[[
     own = graphc.compile(exported("mlp"), loss=LOSS, optimizer=OPTIMIZER, passes=program.pipeline)
     with pytest.raises(UsageError, match="pipeline of its own"):
         own.recompile(accumulate=2)
+
+
+def test_a_program_prints_as_three_lines() -> None:
+    program = graphc.compile(parsed(MLP), loss=LOSS, optimizer=OPTIMIZER)
+    first, takes, reports = str(program).split("\n")
+    assert "trains 4 parameters" in first
+    assert "x:float[N,4], label:int64[N]" in takes
+    assert "loss" in reports
+
+
+def test_losses_and_optimizers_offer_only_what_is_theirs() -> None:
+    for module in (graphc.losses, graphc.optim):
+        assert all(getattr(module, name).__module__ == module.__name__ for name in dir(module) if not name.isupper())
+        assert "PassCall" not in dir(module)
+    assert {"SGD", "Adam", "Schedule", "parse"} <= set(dir(graphc.optim))
+    assert {"MSE", "SoftmaxCrossEntropy", "Model", "parse"} <= set(dir(graphc.losses))
+
+
+def test_a_trainer_has_a_signature_of_types_and_refuses_what_is_no_program() -> None:
+    parameters = inspect.signature(graphc.Trainer).parameters
+    assert parameters["program"].annotation is graphc.Program
+    assert parameters["threads"].annotation == int | None
+    with pytest.raises(UsageError, match="is not a compiled program; pass the result of"):
+        graphc.Trainer("m.onnx")  # type: ignore[arg-type]

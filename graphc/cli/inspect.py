@@ -29,7 +29,7 @@ def command(
         str | None, typer.Option("--show", metavar="LIST", help="Comma-separated: nodes, params, collectives.")
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Bytes of a step on one worker, before and after recompute.")
+        bool, typer.Option("--memory", help="Bytes of a step on one worker; of a plain model, of its forward pass.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch", help="With --memory: size of every symbolic dimension.", min=1)] = 1,
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="With --memory: the workers, data=N.")] = "data=1",
@@ -83,7 +83,8 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     from graphc.pipeline import PassCall, run
     from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
 
-    if not is_training_graph(model):
+    inference = not is_training_graph(model)
+    if inference:
         model = model.clone()
         run(model, [PassCall("legalize"), PassCall("simplify")])
     workers = Mesh.parse(mesh).size
@@ -98,7 +99,8 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
             rank = title if len(set(ranks)) > 1 else ""
             found[f"{name} {rank}".strip() or "bytes"] = {**dataclasses.asdict(measured), "total": measured.total}
     if form is Format.json:
-        output.document({"batch": batch, "workers": workers, **found.get("bytes", found)})
+        step = "inference" if inference else "training"
+        output.document({"batch": batch, "workers": workers, "step": step, **found.get("bytes", found)})
         return
     columns = list(found)
     shown = [kind for kind in found[columns[0]] if kind not in SELDOM or any(found[c][kind] for c in columns)]
@@ -113,6 +115,8 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     cells = [[names.get(kind, kind.replace("_", " ")), *(output.size(found[c][kind]) for c in columns)] for kind in shown]
     title = "one worker" if workers == 1 else f"each of {workers} workers"
     output.table(["memory", *columns], cells, title=f"{title}, batch {batch}")
+    if inference:
+        output.say("This is the forward pass alone. For a training step, inspect the file that 'graphc compile' writes.")
 
 
 def _cell(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +86,8 @@ class Trainer:
         deadline: float | None = None,
         transport: str | None = None,
     ) -> None:
+        if not isinstance(program, Program):
+            raise UsageError(f"program={program!r} is not a compiled program; pass the result of graphc.compile")
         graph = program.model.graph
         world = find_world(transport=transport) if comm is None else None
         self.comm = open_communicator(world) if comm is None else comm
@@ -401,3 +404,6 @@ class Trainer:
         if trace is None or wrap is None:
             return trace.wrap if trace is not None else wrap
         return lambda kind, name, run: trace.wrap(kind, name, wrap(kind, name, run))
+
+
+Trainer.__signature__ = inspect.signature(Trainer, eval_str=True)  # type: ignore[attr-defined]  # types, not their names

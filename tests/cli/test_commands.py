@@ -125,6 +125,16 @@ def test_compile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "start" in plan
 
 
+def test_memory_of_a_plain_model_is_that_of_its_forward_pass(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "mlp.onnx", "--memory"]) == 0
+    assert "forward pass alone" in capfd.readouterr().out
+    assert document(capfd, "inspect", "mlp.onnx", "--memory")["step"] == "inference"
+    document(capfd, "compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adam")
+    assert document(capfd, "inspect", "t.onnx", "--memory")["step"] == "training"
+    assert main(["inspect", "t.onnx", "--memory"]) == 0
+    assert "forward pass" not in capfd.readouterr().out
+
+
 def test_inspect_shows_the_memory_of_each_worker(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Adam's 8 bytes a parameter are divided by ZeRO, and lie on the host of rank 0 with central storage."""
     command = ["compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adam", "--strategy"]
