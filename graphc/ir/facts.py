@@ -43,6 +43,12 @@ def static_dims(value: ir.Value) -> tuple[int, ...] | None:
     return found  # type: ignore[return-value]
 
 
+def batch_dim(graph: ir.Graph) -> Dim:
+    """The batch dimension: the first one of the first graph input that has any; None when unknown or there is none."""
+    fed = (dims(value) for value in graph.inputs if not value.is_initializer())
+    return next((found[0] for found in fed if found), None)
+
+
 def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     """The static shape of a value.
 
