@@ -65,7 +65,10 @@ class SoftmaxCrossEntropy(Loss):
         logits: value with the scores; None: the model's only output.
         label: value of the graph, or name of a new input.
         ignore_index: label that does not count; None: every label counts.
-        axis: class axis; None: that of an absorbed Softmax, else 1.
+        axis: class axis; None: that of an absorbed Softmax, else the only one that fits the label, else the feature axis of
+            the layer that computes the scores (last of a MatMul, 1 of a convolution), else 1.
+        label_shape: sizes of a new label, −1 where they vary, to find the class axis with; ``graphc train`` takes them from
+            the data.
         label_smoothing: share in [0, 1] of each label that is spread evenly over the classes.
         class_weight: one number per class, or the name of an initializer.
         label_kind: ``class``, ``probabilities`` or ``auto`` (by the type of an existing label; else ``class``).
@@ -77,6 +80,7 @@ class SoftmaxCrossEntropy(Loss):
     label: str = "label"
     ignore_index: int | None = None
     axis: int | None = None
+    label_shape: Sequence[int] | None = None
     label_smoothing: float = 0.0
     class_weight: Sequence[float] | str | None = None
     label_kind: str = "auto"
@@ -92,6 +96,7 @@ class NLL(Loss):
     label: str = "label"
     ignore_index: int | None = None
     axis: int | None = None
+    label_shape: Sequence[int] | None = None
     class_weight: Sequence[float] | str | None = None
     metrics: bool = False
 

@@ -95,9 +95,10 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         if fixed is not None:
             compilation = dataclasses.replace(compilation, batch="batch")
             note(f"rebatch: the model was exported for batches of {fixed}; trained with a dynamic batch dimension")
+    data = _weighed(read_arrays(job.data), loss)
     program = compiler.compile(
         model,
-        loss=loss,
+        loss=_with_label_shape(loss, data),
         optimizer=optimizer,
         mesh=Mesh(data=job.workers),
         backend=job.backend,
@@ -105,7 +106,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         **vars(compilation),
     )
     graph = program.model.graph
-    arrays = match_inputs(_weighed(read_arrays(job.data), loss), graph, job.data, note)
+    arrays = match_inputs(data, graph, job.data, note)
     _training_batches(job, program, arrays, 0, loss.sample_weight)
     evaluation = None
     if job.eval_data is not None:
@@ -128,6 +129,13 @@ def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
     if isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL) and getattr(loss, "label_kind", "class") != "probabilities":
         return loss if loss.ignore_index is not None else dataclasses.replace(loss, ignore_index=-100)
     return dataclasses.replace(loss, sample_weight=SAMPLE_WEIGHT)
+
+
+def _with_label_shape(loss: losses.Loss, data: Mapping[str, Array]) -> losses.Loss:
+    """Tell a loss over classes the shape of the data's labels, so that it finds the class axis."""
+    if not isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL) or loss.label not in data or loss.label_shape is not None:
+        return loss
+    return dataclasses.replace(loss, label_shape=[-1, *data[loss.label].shape[1:]])
 
 
 def _weighed(arrays: dict[str, Array], loss: losses.Loss) -> dict[str, Array]:

@@ -25,7 +25,7 @@ from graphc.passes.training.loss_request import LossRequest, Sums, check_same_sh
 from graphc.pipeline import Context, graph_pass
 
 ELEMENTWISE = ("prediction", "label", "sample_weight")
-OVER_CLASSES = ("logits", "label", "axis", "ignore_index", "class_weight", "sample_weight")
+OVER_CLASSES = ("logits", "label", "label_shape", "axis", "ignore_index", "class_weight", "sample_weight")
 
 OPTIONS: Mapping[str, Sequence[str]] = {
     "softmax_cross_entropy": (*OVER_CLASSES, "label_smoothing", "label_kind"),
@@ -53,6 +53,7 @@ def loss(
     path: str | None = None,
     reduction: str = "mean",
     axis: int | None = None,
+    label_shape: Sequence[int] | None = None,
     ignore_index: int | None = None,
     label_smoothing: float | None = None,
     class_weight: Sequence[float] | str | None = None,
@@ -72,7 +73,8 @@ def loss(
         name: of the scalar, for ``output``; default: the model's only output.
         path: of the ONNX file, for ``model``. Its inputs are matched by name to values of this graph.
         reduction: ``mean`` (over what counts: samples, elements; over ranks for output and model) or ``sum``.
-        axis: the class axis; default: that of an absorbed Softmax, else 1.
+        axis: the class axis; default: that of an absorbed Softmax, or the one that fits the label (see :mod:`.loss_axis`).
+        label_shape: sizes of a new label, −1 where they vary; only the search for the class axis reads them.
         ignore_index: label that does not count (PyTorch's default is -100; here none).
         label_smoothing: share in [0, 1] of the label spread evenly over the classes.
         class_weight: a number per class, or the name of an initializer that holds them; constant in either case.
@@ -88,8 +90,8 @@ def loss(
     """
     given = {
         "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "axis": axis,
-        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weight": class_weight,
-        "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
+        "label_shape": label_shape, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+        "class_weight": class_weight, "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
     }  # fmt: skip
     options = {key: value for key, value in given.items() if value is not None}
     if kind not in OPTIONS:

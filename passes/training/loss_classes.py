@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import array_of, describe_value, dims, dtype_of, input_of, is_float, rank, required
+from graphc.ir.facts import Dim, array_of, describe_value, dims, dtype_of, input_of, is_float, rank, required
 from graphc.ir.ops.losses import class_count
+from graphc.passes.training.loss_axis import axes_that_fit, class_axis
 from graphc.passes.training.loss_request import (
     LossRequest,
     Sums,
@@ -33,7 +34,8 @@ def softmax_cross_entropy(request: LossRequest) -> Sums:
     label = request.existing_label()
     if kind == "auto":
         kind = "probabilities" if label is not None and is_float(label) else "class"
-    logits, axis = _without_softmax(request, request.scored("logits"), ("Softmax", "LogSoftmax"))
+    known = None if kind == "probabilities" else _label_shape(request, label)
+    logits, axis = _without_softmax(request, request.scored("logits"), ("Softmax", "LogSoftmax"), known)
     if kind == "probabilities":
         return _probabilities(request, logits, label, axis, smoothing)
     logits, label = _match_labels(request, logits, label, axis)
@@ -53,9 +55,10 @@ def negative_log_likelihood(request: LossRequest) -> Sums:
         raise UsageError(
             f"nll takes log-probabilities, but {value.name!r} is a Softmax: use softmax_cross_entropy, which absorbs it"
         )
-    scores, axis = _without_softmax(request, value, ("LogSoftmax",))
+    label = request.existing_label()
+    scores, axis = _without_softmax(request, value, ("LogSoftmax",), _label_shape(request, label))
     fused = scores is not value
-    scores, label = _match_labels(request, scores, request.existing_label(), axis)
+    scores, label = _match_labels(request, scores, label, axis)
     inputs = (scores, label, _class_weight(request, scores, axis))
     attributes = {"axis": axis, "ignore_index": request.options.get("ignore_index")}
     if "sample_weight" in request.options:
@@ -128,8 +131,18 @@ def _probabilities(request: LossRequest, logits: ir.Value, label: ir.Value | Non
     return Sums(total, positions, hits(request, op.Equal(*best)), op.Cast(positions, to=int(ir.DataType.FLOAT)))
 
 
-def _without_softmax(request: LossRequest, value: ir.Value, kinds: Sequence[str]) -> tuple[ir.Value, int]:
-    """Return the input of a trailing Softmax and its class axis; without one, ``value`` and the requested axis."""
+def _label_shape(request: LossRequest, label: ir.Value | None) -> Sequence[Dim] | None:
+    """The shape of the label, or what ``label_shape`` says of a new one; None: nothing is known."""
+    if label is not None:
+        return dims(label)
+    given = request.options.get("label_shape")
+    return None if given is None else [None if size < 0 else size for size in given]
+
+
+def _without_softmax(
+    request: LossRequest, value: ir.Value, kinds: Sequence[str], label: Sequence[Dim] | None
+) -> tuple[ir.Value, int]:
+    """Return the input of a trailing Softmax and its class axis; without one, ``value`` and the requested or found axis."""
     axis = request.options.get("axis")
     if axis is not None:
         if not -rank(value) <= axis < rank(value):
@@ -137,13 +150,13 @@ def _without_softmax(request: LossRequest, value: ir.Value, kinds: Sequence[str]
         axis %= rank(value)
     softmax = producer_behind_views(value, kinds)
     if softmax is None:
-        return value, min(1, rank(value) - 1) if axis is None else axis
+        return value, class_axis(value, label) if axis is None else axis
     scores = input_of(softmax)
     own = softmax.attributes["axis"].as_int() if "axis" in softmax.attributes else -1
     own %= rank(scores)
     if not _same_but_ones(value, scores):
         request.ctx.note(f"loss: {softmax.op_type} {softmax.name!r} is not absorbed, for a reshape follows it")
-        return value, min(1, rank(value) - 1) if axis is None else axis
+        return value, class_axis(value, label) if axis is None else axis
     if axis is not None and (dims(value) or ())[axis] != (dims(scores) or ())[own]:
         raise UsageError(
             f"{value.name!r} is the {softmax.op_type} over axis {own} of {describe_value(scores)}, but the loss is over"
@@ -172,6 +185,9 @@ def _without_trailing_ones(op: Builder, scores: ir.Value, axis: int) -> ir.Value
 def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None, axis: int) -> tuple[ir.Value, ir.Value]:
     """Reshape scores and class indices until their shapes differ by the class axis only."""
     op = request.op
+    given = request.options.get("label_shape") or ()
+    if label is None and len(given) == rank(scores) and given[axis] == 1:
+        label = request.new_label(ir.DataType.INT64, [*scores.shape.dims[:axis], 1, *scores.shape.dims[axis + 1 :]])
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
         return scores, request.new_label(ir.DataType.INT64, [d for k, d in enumerate(required(scores.shape).dims) if k != axis])
@@ -185,9 +201,11 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
     have, want = dims(label) or (), tuple(d for k, d in enumerate(dims(scores) or ()) if k != axis)
     clash = any(isinstance(h, int) and isinstance(w, int) and h != w for h, w in zip(have, want, strict=False))
     if len(have) != len(want) or clash:
-        last = (dims(scores) or ())[:-1]
-        hint = "; with the classes last, say axis=-1" if len(have) == len(last) and axis != rank(scores) - 1 else ""
-        raise UsageError(f"label {describe_value(label)} does not fit logits {describe_value(scores)} over axis {axis}{hint}")
+        others = [f"axis={other}" for other in axes_that_fit(dims(scores) or (), have) if other != axis]
+        hint = f"; it fits with {' or '.join(others)}" if others else "; its shape must be that of the logits without one axis"
+        raise UsageError(
+            f"label {describe_value(label)} does not fit logits {describe_value(scores)} with the classes on axis {axis}{hint}"
+        )
     if label.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
         label = op.Cast(label, to=int(ir.DataType.INT64))
     return scores, label
