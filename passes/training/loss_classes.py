@@ -187,7 +187,8 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
     op = request.op
     given = request.options.get("label_shape") or ()
     if label is None and len(given) == rank(scores) and given[axis] == 1:
-        label = request.new_label(ir.DataType.INT64, [*scores.shape.dims[:axis], 1, *scores.shape.dims[axis + 1 :]])
+        column = [1 if k == axis else d for k, d in enumerate(required(scores.shape).dims)]
+        label = request.new_label(ir.DataType.INT64, column)
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
         return scores, request.new_label(ir.DataType.INT64, [d for k, d in enumerate(required(scores.shape).dims) if k != axis])
