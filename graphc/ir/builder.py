@@ -1,4 +1,4 @@
-"""Creates nodes: schema-checked, typed at birth, deterministically named.
+"""Creates nodes: schema-checked, typed at birth, deterministically named; indices are int64.
 
 op = Builder(graph)                        # appends; Builder(graph, before=node) inserts
 y = op.Mul(x, 2.0)                         # Python scalars and arrays become constants of x's type
@@ -18,9 +18,9 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.declare import OPS, declared
-from graphc.ir.facts import FLOATS, dtype_of, neighbourhood, rank, same_dims, static_dims
+from graphc.ir.facts import FLOATS, constant, dtype_of, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
-from graphc.ir.signatures import declared_signature, standard_signature
+from graphc.ir.signatures import declared_signature, index_operands, standard_signature
 from graphc.ir.subgraphs import bodies
 
 Operand = Any
@@ -110,6 +110,8 @@ class Builder:
         if isinstance(outputs, str):
             outputs = [outputs]
         values = self._operands(op_type, inputs)
+        if domain == "":
+            self._widen_indices(op_type, values)
         attrs, count = _check(op_type, domain, len(values), attributes or {})
         if outputs is not None:
             count = outputs if isinstance(outputs, int) else len(outputs)
@@ -160,6 +162,19 @@ class Builder:
         else:
             self.graph.insert_before(self.before, copy)
         return tuple(copy.outputs)
+
+    def _widen_indices(self, op_type: str, values: list[ir.Value | None]) -> None:
+        for k in index_operands(op_type, OPSET):
+            value = values[k] if k < len(values) else None
+            if value is not None and value.dtype == ir.DataType.INT32:
+                values[k] = self.int64(value)
+
+    def int64(self, value: ir.Value) -> ir.Value:
+        """``value`` as int64; a constant stays one."""
+        known = constant(value)
+        if known is not None:
+            return self.const(known.astype(np.int64))
+        return self.Cast(value, to=int(ir.DataType.INT64))  # type: ignore[no-any-return]
 
     def _operands(self, op_type: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
         values = list(inputs)

@@ -64,6 +64,17 @@ class Signature:
         return "" if least <= count <= most else f"{op} takes {count_range(least, most, 'input')}, not {count}"
 
 
+_INDEX_TYPES = frozenset({"tensor(int32)", "tensor(int64)"})
+
+
+@functools.cache
+def index_operands(op_type: str, version: int) -> tuple[int, ...]:
+    """The inputs of a standard op that take int32 or int64 and nothing else: indices, axes and lengths."""
+    signature = standard_signature(op_type, "", version)
+    formals = signature.inputs if signature is not None else ()
+    return tuple(k for k, formal in enumerate(formals) if formal.allowed == _INDEX_TYPES)
+
+
 def count_range(least: int, most: int, what: str) -> str:
     """``1 input``, ``2 to 3 inputs`` or ``at least 1 input``."""
     number = str(least) if least == most else f"at least {least}" if most >= ENDLESS else f"{least} to {most}"

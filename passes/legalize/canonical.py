@@ -1,6 +1,7 @@
 """Rewrites each node to the one canonical form of its op.
 
-ONNX has several forms for some computations; the inputs of the nodes are typed already.
+ONNX has several forms for some computations; the inputs of the nodes are typed already. Indices, axes and lengths, for
+which ONNX takes int32 too, are int64 in every legal graph.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphc.errors import ModelError
+from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
+from graphc.ir.signatures import index_operands
 from graphc.passes.legalize.parameters import constant_tensor
 
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
@@ -26,8 +29,14 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     """Rewrite ``node`` to its canonical form; returns new output values where the node had to be replaced."""
     while node.inputs and node.inputs[-1] is None:
         node.resize_inputs(len(node.inputs) - 1)
+    for k in index_operands(node.op_type, OPSET) if node.domain == "" else ():
+        value = node.inputs[k] if k < len(node.inputs) else None
+        if value is not None and value.dtype == ir.DataType.INT32:
+            node.replace_input_with(k, op.int64(value))
     if node.op_type in _WINDOWED:
         explicit_pads(node)
+    elif node.op_type == "STFT" and len(dims(_first(node)) or ()) == 2:  # runtimes disagree about a signal of two axes
+        node.replace_input_with(0, op.Unsqueeze(node.inputs[0], [2]))
     elif node.op_type in _OF_ONE and len(node.inputs) == 1:
         return [op.Identity(node.inputs[0])]
     elif node.op_type in ("Dropout", "MaxPool", "LayerNormalization"):
