@@ -144,27 +144,35 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class Output(Loss):
-    """A scalar that the model computes itself; several workers take its mean.
+    """A scalar that the model computes itself; several workers give what one gives on the whole batch.
+
+    Each worker computes the scalar over its share of the batch, and shares may be uneven. A mean is weighted: by ``weight``, or
+    by what the model's last ops divide by (``Σ a / b``, or the labels that count in a cross-entropy), or else by the samples of
+    the share. A sum over the batch (``reduction="sum"``, or a model that ends in one) is added up.
 
     Attributes:
         name: name of the scalar; None: the model's only output.
+        weight: name of a scalar that the loss was divided by, such as the number of tokens; None: see above.
     """
 
     kind: ClassVar[str] = "output"
     name: str | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
 class Model(Loss):
-    """The scalar output of another ONNX file; several workers take its mean.
+    """The scalar output of another ONNX file; workers with uneven shares combine theirs as for :class:`Output`.
 
     Attributes:
         path: path of the file. Its inputs are values of the model if their names match, else new inputs; its weights are
-        constant.
+            constant.
+        weight: name of a second output of the file, a scalar that the loss was divided by.
     """
 
     kind: ClassVar[str] = "model"
     path: str
+    weight: str | None = None
 
 
 LOSSES: Mapping[str, type[Loss]] = {

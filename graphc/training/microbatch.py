@@ -1,7 +1,7 @@
 """Cuts a worker's share of a batch into micro-batches.
 
-Every rank takes part in every collective. A rank without samples runs a sample of an earlier step (zeros at first) with
-``graphc.live`` = 0: its loss, loss weight and batch-statistics counts are then 0.
+Every rank takes part in every collective. A rank without samples runs a sample of an earlier step (at first ones, and zeros for
+integers) with ``graphc.live`` = 0: its loss, loss weight and batch-statistics counts are then 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from graphc.data import Batch, share
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
 from graphc.errors import FeedError, UsageError, counted
+from graphc.ir.batch import batched_input
 from graphc.ir.facts import dims
 from graphc.ir.names import LIVE, SAMPLE_OFFSET
 from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
@@ -62,8 +63,9 @@ class MicroBatches:
         self._steps, self._aligned, self._equal = steps, aligned, equal
         self._shapes = {v.name or "": dims(v) or () for v in graph.inputs}
         self._types = {v.name or "": v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
-        first = next(((name, shape[0]) for name, shape in self._shapes.items() if shape), ("", None))
-        self.first, self._axis = first
+        first = batched_input(graph)
+        self.first = "" if first is None else first.name or ""
+        self._axis = self._shapes[self.first][0] if first is not None else None
         self.batched = [name for name, shape in self._shapes.items() if shape and (shape[0] is None or shape[0] == self._axis)]
         self._last: Mapping[str, Array] = {}
 
@@ -139,7 +141,8 @@ class MicroBatches:
             if last is not None and feed_shape(last)[1:] == shape[1:] and len(last) >= size:
                 found[name] = last[-size:]
             else:
-                found[name] = np.zeros((size, *shape[1:]), self._types[name])
+                floating = self._types[name].kind not in "biu"  # a model may divide by it, or take its logarithm
+                found[name] = np.full((size, *shape[1:]), int(floating), self._types[name])
         return found
 
 

@@ -10,18 +10,19 @@ the end of the file is absorbed: the loss takes its input and stays exact where 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe_value, dtype_of, is_float, required, static_dims
+from graphc.ir.facts import dtype_of, required
 from graphc.ir.names import LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
-from graphc.passes.training.loss_model import inline_model
 from graphc.passes.training.loss_request import LossRequest, Sums, check_same_shape, hits, over_elements, producer_behind_views
+from graphc.passes.training.loss_scalar import model_output, other_model
 from graphc.pipeline import Context, graph_pass
 
 ELEMENTWISE = ("prediction", "label", "sample_weight")
@@ -34,8 +35,8 @@ OPTIONS: Mapping[str, Sequence[str]] = {
     "mse": ELEMENTWISE,
     "l1": ELEMENTWISE,
     "huber": (*ELEMENTWISE, "delta"),
-    "output": ("name",),
-    "model": ("path",),
+    "output": ("name", "weight"),
+    "model": ("path", "weight"),
 }
 """Kind of loss → its options besides ``reduction``, ``metrics`` and ``keep_outputs``."""
 
@@ -51,6 +52,7 @@ def loss(
     label: str | None = None,
     name: str | None = None,
     path: str | None = None,
+    weight: str | None = None,
     reduction: str = "mean",
     axis: int | None = None,
     label_shape: Sequence[int] | None = None,
@@ -72,7 +74,10 @@ def loss(
         label: a value of the graph, or the name of a new input; default ``label``.
         name: of the scalar, for ``output``; default: the model's only output.
         path: of the ONNX file, for ``model``. Its inputs are matched by name to values of this graph.
-        reduction: ``mean`` (over what counts: samples, elements; over ranks for output and model) or ``sum``.
+        weight: of output and model: a scalar that the loss of a share was divided by, such as a number of tokens; default:
+            what the last ops before the scalar divide by, else the samples of the share.
+        reduction: ``mean`` (over what counts: samples, elements) or ``sum``. An output that is evidently a sum over the batch
+            is summed in either case.
         axis: the class axis; default: that of an absorbed Softmax, or the one that fits the label (see :mod:`.loss_axis`).
         label_shape: sizes of a new label, −1 where they vary; only the search for the class axis reads them.
         ignore_index: label that does not count (PyTorch's default is -100; here none).
@@ -89,7 +94,7 @@ def loss(
         UsageError: an unknown kind, an option the kind lacks, a value that does not exist, or shapes that do not fit.
     """
     given = {
-        "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "axis": axis,
+        "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "weight": weight, "axis": axis,
         "label_shape": label_shape, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "class_weight": class_weight, "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
     }  # fmt: skip
@@ -102,7 +107,8 @@ def loss(
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction={reduction!r}{nearest(reduction, ('mean', 'sum'))}; it is mean or sum")
     op = Builder(model.graph, scope="loss")
-    sums = _where_live(model.graph, op, _KINDS[kind](LossRequest(model.graph, ctx, op, kind, options, metrics)))
+    sums = _where_live(model.graph, op, _KINDS[kind](LossRequest(model.graph, ctx, op, kind, options, metrics, reduction)))
+    reduction = "sum" if sums.summed else reduction
     _finish(model.graph, ctx, op, sums, reduction, keep_outputs)
     ctx.note(f"loss: {kind} ({reduction})")
     return True
@@ -115,8 +121,10 @@ def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
     def gate(value: ir.Value) -> ir.Value:
         return op.Where(alive, value, op.scalar(0.0, value))  # type: ignore[no-any-return]
 
-    counts = () if sums.correct is None or sums.counted is None else (gate(sums.correct), gate(sums.counted))
-    return Sums(gate(sums.total), gate(sums.weight), *counts)
+    found = replace(sums, total=gate(sums.total), weight=gate(sums.weight))
+    if sums.correct is not None and sums.counted is not None:
+        found = replace(found, correct=gate(sums.correct), counted=gate(sums.counted))
+    return found
 
 
 def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: str, keep_outputs: bool) -> None:
@@ -192,26 +200,6 @@ def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.
     return request.op.cast_like(label, value)
 
 
-def _scalar_sums(op: Builder, value: ir.Value) -> Sums:
-    """Use a scalar of the graph as the total, with weight 1: the mean is over ranks."""
-    if not is_float(value) or static_dims(value) not in ((), (1,), (1, 1)):
-        raise UsageError(f"{describe_value(value)} is not a floating-point scalar: reduce it, or choose another loss")
-    if value.producer() is None or constant(value) is not None:
-        raise UsageError(f"{describe_value(value)} is not computed by the model")
-    total = value if static_dims(value) == () else op.Reshape(value, np.array([], dtype=np.int64))
-    return Sums(total, op.scalar(1.0, total))
-
-
-def _output(request: LossRequest) -> Sums:
-    return _scalar_sums(request.op, request.scored("name"))
-
-
-def _model(request: LossRequest) -> Sums:
-    if "path" not in request.options:
-        raise UsageError("loss 'model' needs path=FILE.onnx")
-    return _scalar_sums(request.op, inline_model(request.graph, request.ctx, request.op, request.options["path"]))
-
-
 _KINDS: Mapping[str, Callable[[LossRequest], Sums]] = {
     "softmax_cross_entropy": softmax_cross_entropy,
     "nll": negative_log_likelihood,
@@ -219,6 +207,6 @@ _KINDS: Mapping[str, Callable[[LossRequest], Sums]] = {
     "mse": _elementwise(lambda request, difference: request.op.Mul(difference, difference)),
     "l1": _elementwise(lambda request, difference: request.op.Abs(difference)),
     "huber": _elementwise(_huber),
-    "output": _output,
-    "model": _model,
+    "output": model_output,
+    "model": other_model,
 }

@@ -17,22 +17,20 @@ from graphc.pipeline import PASSES, Context
 _SUBGRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
-def inline_model(graph: ir.Graph, ctx: Context, op: Builder, path: str) -> ir.Value:
-    """Copy the nodes of the ONNX file ``path`` into ``graph``; returns the value of its only output.
+def inline_model(graph: ir.Graph, ctx: Context, op: Builder, path: str) -> dict[str, ir.Value]:
+    """Copy the nodes of the ONNX file ``path`` into ``graph``; returns the values of its outputs.
 
     Its inputs are values of ``graph`` where the names agree, and new graph inputs elsewhere. Its weights become constants:
     a loss does not train.
 
     Raises:
         ModelError: the file cannot be read.
-        UsageError: not one output, or an input whose type does not fit the value of its name.
+        UsageError: an input whose type does not fit the value of its name.
         UnsupportedOpError: control flow in the loss model.
     """
     other = _load(path)
     PASSES["legalize"].function(other, ctx)
     source = other.graph
-    if len(source.outputs) != 1:
-        raise UsageError(f"a loss model has one output, {path} has {len(source.outputs)}")
     known: dict[ir.Value, ir.Value] = {value: _matched(graph, value, path) for value in source.inputs}
     for value in source.initializers.values():
         if value not in known:
@@ -48,7 +46,7 @@ def inline_model(graph: ir.Graph, ctx: Context, op: Builder, path: str) -> ir.Va
             node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs), name=f"{op.scope}/{node.name}"
         )
         known.update(zip(node.outputs, outputs, strict=True))
-    return known[source.outputs[0]]
+    return {value.name or "": known[value] for value in source.outputs}
 
 
 def _load(path: str) -> ir.Model:

@@ -18,12 +18,17 @@ from graphc.pipeline import Context
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The sums that a loss returns, all scalars: Σ loss, its divisor, and the counts behind the accuracy (if any)."""
+    """The sums that a loss returns, all scalars: Σ loss, its divisor, and the counts behind the accuracy (if any).
+
+    Attributes:
+        summed: the loss is a sum over the batch, whatever its ``reduction`` says.
+    """
 
     total: ir.Value
     weight: ir.Value
     correct: ir.Value | None = None
     counted: ir.Value | None = None
+    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class LossRequest:
     kind: str
     options: Mapping[str, Any]
     metrics: bool
+    reduction: str
 
     def scored(self, option: str) -> ir.Value:
         """The value that ``option`` names, by default the model's only output; floating point, of known rank."""

@@ -166,7 +166,7 @@ def test_onnx_own_losses_over_classes(function: str, reduction: str, weighted: b
     x, label = data(3, 5, 2)
     x /= 3
     assert label_checks(model.graph) == {"t": (0, 5, 2)}
-    got = run(model, {"x": x, "t": label, "w": np.array(WEIGHTS)}, kind="output")
+    got = run(model, {"x": x, "t": label, "w": np.array(WEIGHTS)}, of="loss", kind="output")
 
     def scalar(leaf: Any, target: Any) -> Any:
         weight = torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None

@@ -106,7 +106,7 @@ def test_any_scalar_of_the_model_is_a_loss(shape: str) -> None:
     keep = "keepdims=0" if not shape else "keepdims=1"
     model = graph_of(f"double[6] x) => (double[{shape}] loss", f"q = Mul(x, x) loss = ReduceMean<{keep}>(q)")
     x, _ = data(6, 1)
-    got = run(model, {"x": x[:, 0]}, of=None, kind="output")
+    got = run(model, {"x": x[:, 0]}, of="loss", kind="output")
     np.testing.assert_allclose(got["loss"], (x**2).mean(), rtol=1e-12)
     np.testing.assert_allclose(got["x::grad"], x[:, 0] / 3, rtol=1e-10)
     assert got["loss"].shape == ()
@@ -124,7 +124,7 @@ def test_a_second_model_as_loss(tmp_path: Any) -> None:
     model = scores("N,5")
     x, _ = data(3, 5)
     target = x + 1
-    got = run(model, {"x": x, "target": target}, kind="model", path=str(path))
+    got = run(model, {"x": x, "target": target}, of="loss", kind="model", path=str(path))
     np.testing.assert_allclose(got["loss"], np.mean(np.arange(1, 6) ** 2.0), rtol=1e-12)
     np.testing.assert_allclose(got["x::grad"], np.broadcast_to(-2 * np.arange(1, 6) ** 2.0 / 15, (3, 5)), rtol=1e-10)
     assert list(model.graph.initializers) == ["graphc.live"], "weights of the loss do not train"
