@@ -260,7 +260,7 @@ def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -
     Args:
         original: the model as it was loaded, before ``legalize``.
         values: name → array, for initializers and for values computed by ``ConstantOfShape``, ``Constant``, ``Identity``
-            or ``Cast`` nodes, which become initializers of that name.
+            or ``Cast`` nodes, which become initializers of that name. An axis of size 1 is repeated to the file's size.
 
     Returns:
         A new model of the same opset, names and element types, with BatchNormalization and Dropout in inference mode.
@@ -291,6 +291,8 @@ def _set_initializer(value: ir.Value, array: np.ndarray[Any, Any]) -> None:
     old = value.const_value
     dtype = old.dtype if old is not None else value.dtype
     shape = tuple(old.shape.numpy()) if old is not None else np.shape(array)
+    if array.ndim == len(shape) and all(have in (size, 1) for have, size in zip(array.shape, shape, strict=True)):
+        array = np.broadcast_to(array, shape)  # the file repeats it for each sample of its batch, see rebatch
     if tuple(array.shape) != shape:
         raise ModelError(f"the new value of {value.name!r} has shape {list(array.shape)}, the file has {list(shape)}")
     value.const_value = _tensor(array, dtype, value.name or "")

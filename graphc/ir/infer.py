@@ -294,17 +294,12 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     """Evaluate a single-output standard node whose inputs are constants of at most ``limit`` elements; else None."""
     if node.domain != "" or node.op_type in NOT_DETERMINED or len(node.outputs) != 1:
         return None
-    feeds: dict[str, np.ndarray] = {}
-    names: list[str] = []
-    for k, value in enumerate(node.inputs):
-        if value is None:
-            names.append("")
-            continue
+    arrays: list[np.ndarray | None] = []
+    for value in node.inputs:
         known = constant(value)
-        if known is None or known.size > limit:
+        if value is not None and (known is None or known.size > limit):
             return None
-        names.append(f"i{k}")
-        feeds[f"i{k}"] = known
+        arrays.append(known)
     if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
         return None
     if node.outputs[0].type is not None and not isinstance(node.outputs[0].type, ir.TensorType):
@@ -313,9 +308,22 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
     static = [d for d in found or () if isinstance(d, int)]
     if found is not None and len(static) == len(found) and math.prod(static) > limit:
         return None
+    found_outputs = compute(node, arrays)
+    return found_outputs[0] if found_outputs is not None else None
+
+
+def compute(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
+    """Compute the outputs of a standard node without bodies from its operands; None where that is impossible."""
+    if node.domain != "" or node.op_type in NOT_DETERMINED:
+        return None
+    if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+        return None
     from onnx.reference import ReferenceEvaluator
 
-    proto = onnx.NodeProto(op_type=node.op_type, domain="", input=names, output=["o"])
+    names = ["" if array is None else f"i{k}" for k, array in enumerate(arrays)]
+    feeds = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+    outputs = [f"o{k}" for k in range(len(node.outputs))]
+    proto = onnx.NodeProto(op_type=node.op_type, domain="", input=names, output=outputs)
     proto.attribute.extend(_attribute_proto(attr) for attr in node.attributes.values())
     graph = onnx.helper.make_graph(
         [proto],
@@ -324,11 +332,11 @@ def evaluate(node: ir.Node, *, limit: int) -> np.ndarray | None:
             onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
             for n, a in feeds.items()
         ],
-        [onnx.helper.make_empty_tensor_value_info("o")],
+        [onnx.helper.make_empty_tensor_value_info(name) for name in outputs],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     try:
-        outputs: Any = ReferenceEvaluator(model).run(None, feeds)
-        return np.asarray(outputs[0])
+        found: Any = ReferenceEvaluator(model).run(None, feeds)
+        return [np.asarray(array) for array in found]
     except Exception:
         return None  # the reference evaluator lacks the op: keep the node

@@ -65,6 +65,14 @@ def quotient(a: Dim, b: Dim) -> Dim:
     return _text(number // divisor, left) if number % divisor == 0 else None
 
 
+def substituted(size: Dim, name: str, number: int) -> Dim:
+    """``size`` with ``number`` for every factor ``name``: ``8*batch`` with 2 for ``batch`` is 16."""
+    if not isinstance(size, str):
+        return size
+    known, names = _factors(size)
+    return _text(known * number ** names.count(name), [n for n in names if n != name])
+
+
 def _factors(size: int | str) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
@@ -192,6 +200,12 @@ def _most(starts: ir.Value | None) -> Dim:
     return 1 if known is not None and known.size == 1 and int(known.reshape(-1)[0]) == 1 else None
 
 
+def _range(node: ir.Node) -> Sequence[Dim] | None:
+    """Counting from 0 to a size in steps that divide it."""
+    start, limit, delta = (held(value) for value in node.inputs)
+    return [quotient(limit[0], delta[0])] if start == (0,) and limit is not None and delta is not None else None
+
+
 def _resize(node: ir.Node) -> Sequence[Dim] | None:
     """Axes that are not resized keep their size."""
     source = _dims_of(node.inputs[0])
@@ -208,6 +222,7 @@ def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
 _SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
     "ConstantOfShape": _constant_of_shape,
     "Expand": _expand,
+    "Range": _range,
     "Reshape": _reshape,
     "Resize": _resize,
     "Slice": _slice_shape,

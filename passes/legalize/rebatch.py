@@ -20,7 +20,8 @@ from graphc.errors import ModelError, UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims
 from graphc.ir.infer import apply, fold, propagate
-from graphc.passes.legalize.rebatch_repair import REPAIRS, Change
+from graphc.passes.legalize.rebatch_change import Change
+from graphc.passes.legalize.rebatch_repair import REPAIRS
 from graphc.passes.legalize.structure import remove_dead
 from graphc.pipeline import Context, graph_pass
 
@@ -112,6 +113,7 @@ def _walk(graph: ir.Graph, change: Change) -> None:
             if repair is not None:
                 repair(change, node)
             apply(node)
+            change.sharpen(node)
         except ModelError as error:
             raise ModelError(f"the batch size cannot change at {describe(node)}: {error}\n{_HELP}") from None
         fold(node)

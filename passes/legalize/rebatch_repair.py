@@ -3,79 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir.builder import Builder
-from graphc.ir.facts import Dim, constant, dims
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The context of a repair.
-
-    Attributes:
-        op: builds nodes before the node to repair.
-        symbol: name of the new batch dimension.
-        declared: the old batch size.
-        before: shape that each value had for the old batch size.
-        source: a graph input whose first dimension is the batch.
-        outer: for values that share the batch axis with an outer dimension (time × batch): the size of that dimension.
-    """
-
-    op: Builder
-    symbol: str
-    declared: int
-    before: Mapping[ir.Value, tuple[Dim, ...] | None]
-    source: ir.Value
-    outer: dict[ir.Value, int] = field(default_factory=dict)
-
-    def axis(self, value: ir.Value | None) -> int | None:
-        """Return the axis of ``value`` that holds the batch; None when there is none.
-
-        Raises:
-            ModelError: the batch is in several axes.
-        """
-        found = dims(value) if value is not None else None
-        axes = [k for k, d in enumerate(found or ()) if isinstance(d, str) and self.symbol in d.split("*")]
-        if len(axes) > 1:
-            raise ModelError(f"the batch is in several dimensions of {value.name if value else None!r}: {found}")
-        return axes[0] if axes else None
-
-    def old(self, value: ir.Value) -> list[int] | None:
-        """The old shape, when all its dimensions are numbers."""
-        found = self.before.get(value)
-        return (
-            None
-            if found is None or not all(isinstance(d, int) for d in found)
-            else [int(d) for d in found if isinstance(d, int)]
-        )
-
-    def inherit(self, node: ir.Node) -> None:
-        """Record the outer size of an output whose batch axis is as long as an input's: its order is the same."""
-        for out in node.outputs:
-            axis = None if out in self.outer else self.axis(out)
-            for value in node.inputs if axis is not None else ():
-                place = self.axis(value) if value in self.outer else None
-                if value is not None and place is not None and (dims(value) or ())[place] == (dims(out) or ())[axis or 0]:
-                    self.outer[out] = self.outer[value]
-
-    def repeated(self, value: ir.Value, axis: int) -> ir.Value:
-        """Repeat ``value``, which has size 1 or the old batch size along ``axis``, for the new batch."""
-        rank = self.op.rank(value)
-        if (dims(value) or ())[axis] != 1:
-            value = self.op.Slice(value, [0], [1], [axis])
-        size = self.op.Shape(self.source, start=0, end=1)
-        ones = np.ones(1, dtype=np.int64)
-        target = self.op.Concat(*(size if k == axis else ones for k in range(rank)), axis=0) if rank > 1 else size
-        return self.op.Expand(value, target)  # type: ignore[no-any-return]
-
+from graphc.ir.facts import constant, dims, input_of
+from graphc.ir.symbolic_dims import held
+from graphc.passes.legalize import rebatch_index
+from graphc.passes.legalize.rebatch_change import Change
 
 Repair = Callable[[Change, ir.Node], None]
+
+
+# Shapes as operands -----------------------------------------------------------------------------------------------------
 
 
 def _reshape(change: Change, node: ir.Node) -> None:
@@ -104,8 +46,8 @@ def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
     """Return the axis of ``result`` that takes the batch; ``position`` is the product of the sizes before it.
 
     Reshape keeps the order of elements, so that product is the same before and after. A batch of 1 leaves a choice: first an
-    axis
-    that holds only the batch, then the axis after that product; never the last axis (the features) if the axis before it fits.
+    axis that holds only the batch, then the axis after that product; never the last axis (the features) if the axis before it
+    fits.
     """
     candidates = []
     for k, size in enumerate(result):
@@ -122,32 +64,40 @@ def batch_place(position: int, result: Sequence[int], batch: int) -> int | None:
 
 def _expand(change: Change, node: ir.Node) -> None:
     """Make the target of an Expand 1 along the batch: an Expand to the old size does nothing there."""
-    x, target = node.inputs[0], constant(node.inputs[1])
-    axis = change.axis(x)
-    if x is None or axis is None or target is None:
+    x, target, sizes = node.inputs[0], constant(node.inputs[1]), held(node.inputs[1])
+    if x is None:
         return
-    place = len(target) - change.op.rank(x) + axis
-    if 0 <= place < len(target) and target[place] != 1:
-        new = target.copy()
-        new[place] = 1
+    for back, size in enumerate(reversed(sizes or ()), start=1):  # entries for each sample, and a target that follows the batch
+        have = (dims(x) or ())[-back] if back <= change.op.rank(x) else 1
+        if change.is_batch(size) and not change.is_batch(have) and have != 1 and have == change.old_size(size):
+            x = change.rows(x, -back)
+            node.replace_input_with(0, x)
+    if target is None:
+        return
+    new = target.copy()
+    for axis in change.axes(x):
+        place = len(new) - change.op.rank(x) + axis
+        if place >= 0:
+            new[place] = 1
+    if not np.array_equal(new, target):
         node.replace_input_with(1, change.op.const(new))
 
 
 def _slice(change: Change, node: ir.Node) -> None:
     """Extend a Slice that took the whole old batch to the whole new one."""
     x = node.inputs[0]
-    axis = change.axis(x)
     starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
-    if x is None or axis is None or starts is None or ends is None:
+    if x is None or not change.axes(x) or starts is None or ends is None:
         return
     axes = constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else np.arange(len(starts))
     steps = constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones_like(starts)
-    size = (change.before.get(x) or ())[axis]
-    if axes is None or steps is None or not isinstance(size, int):
+    if axes is None or steps is None:
         return
     new = ends.copy()
     for k, a in enumerate(axes):
-        if int(a) % change.op.rank(x) == axis and starts[k] == 0 and steps[k] == 1 and size <= ends[k]:
+        axis = int(a) % change.op.rank(x)
+        size = change.old_size((dims(x) or ())[axis])
+        if axis in change.axes(x) and size is not None and starts[k] in (0, -size) and steps[k] == 1 and size <= ends[k]:
             new[k] = np.iinfo(ends.dtype).max
     if not np.array_equal(new, ends):
         node.replace_input_with(2, change.op.const(new))
@@ -164,43 +114,137 @@ def _resize(change: Change, node: ir.Node) -> None:
     node.replace_input_with(3, change.op.const(sizes[others]))
 
 
+def _squeeze(change: Change, node: ir.Node) -> None:
+    """Name the axes of a Squeeze without axes: those of size 1, but not the batch."""
+    x = node.inputs[0]
+    if x is None or (len(node.inputs) > 1 and node.inputs[1] is not None) or not change.axes(x):
+        return
+    axes = [k for k, d in enumerate(dims(x) or ()) if d == 1]
+    node.resize_inputs(2)
+    node.replace_input_with(1, change.op.const(axes))
+
+
+# Operands that lie beside the batch -------------------------------------------------------------------------------------
+
+
+def _broadcast(change: Change, node: ir.Node, trailing: int = 0) -> None:
+    """Make operands with entries for each sample of the old batch follow the new one.
+
+    Args:
+        trailing: last axes that do not broadcast.
+    """
+    for k in range(len(node.inputs)):
+        _follow(change, node, k, trailing)
+
+
+def _matmul(change: Change, node: ir.Node) -> None:
+    _broadcast(change, node, trailing=2)
+
+
+def _follow(change: Change, node: ir.Node, index: int, trailing: int) -> None:
+    """Make operand ``index`` follow the batch in the axes, counted from the last, in which another operand has it."""
+    value = node.inputs[index]
+    for back in range(trailing + 1, len(dims(value) or ()) + 1 if value is not None else 0):
+        have = (dims(value) or ())[-back] if value is not None else None
+        for leader in node.inputs:
+            found = dims(leader) if leader is not None and leader is not value else None
+            if value is None or leader is None or found is None or len(found) < back or not change.is_batch(found[-back]):
+                continue
+            if not change.is_batch(have) and have == change.old_size(found[-back]) and have != 1:
+                made = change.rows(value, -back, outer=change.outer.get(leader, 1))
+                node.replace_input_with(index, made)
+                value, have = made, (dims(made) or ())[-back]
+
+
+def _gemm(change: Change, node: ir.Node) -> None:
+    """Make the addend follow the rows of the product."""
+    a, c = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    axis = 1 if node.attributes.get_int("transA", 0) else 0
+    if a is None or c is None or len(dims(c) or ()) < 2 or not change.is_batch((dims(a) or ())[axis]):
+        return
+    rows = (dims(c) or ())[-2]
+    if rows != 1 and rows == change.old_size((dims(a) or ())[axis]):
+        node.replace_input_with(2, change.rows(c, -2, outer=change.outer.get(a, 1)))
+
+
 def _concat(change: Change, node: ir.Node) -> None:
     """Repeat operands of the old batch size (a class token) for the new batch size."""
-    places = {axis for v in node.inputs if (axis := change.axis(v)) is not None}
-    if len(places) != 1:
-        return
-    (axis,) = places
     rank = change.op.rank(node.outputs[0])
-    if node.attributes["axis"].as_int() % rank == axis:
+    joined = node.attributes["axis"].as_int() % rank
+    every = [v for v in node.inputs if v is not None]
+    leader = next((v for v in every if any(a != joined for a in change.axes(v))), None)
+    if leader is None:
         return
-    _repeat_operands(change, node, range(len(node.inputs)), axis)
+    for k, value in enumerate(node.inputs):
+        for axis in change.axes(leader):
+            if axis != joined and value is not None and not change.is_batch((dims(value) or ())[axis]):
+                value = change.rows(value, axis, outer=change.outer.get(leader, 1), exact=True)
+                node.replace_input_with(k, value)
 
 
 def _recurrent(change: Change, node: ir.Node) -> None:
-    """Repeat initial states of the old batch size for the new batch size."""
+    """Drop initial states of zeros, and repeat others of the old batch size for the new batch size."""
     axis = 0 if "layout" in node.attributes and node.attributes["layout"].as_int() else 1
-    if change.axis(node.inputs[0]) == axis:
-        _repeat_operands(change, node, range(5, min(7, len(node.inputs))), axis)
+    x = node.inputs[0]
+    if not change.is_batch((dims(x) or (None, None))[axis] if x is not None else None):
+        return
+    for k, place in ((4, 0), (5, axis), (6, axis)):
+        value = node.inputs[k] if k < len(node.inputs) else None
+        if value is not None and not change.axes(value):
+            array = change.number(value)
+            zeros = k > 4 and array is not None and not array.any() and not value.is_initializer()
+            node.replace_input_with(k, None if zeros else change.rows(value, place, exact=True))
 
 
-def _repeat_operands(change: Change, node: ir.Node, indices: Sequence[int], axis: int) -> None:
-    for index in indices:
-        value = node.inputs[index]
-        if value is None or change.axis(value) is not None:
+def _attention(change: Change, node: ir.Node) -> None:
+    """Make the mask, and keys and values of earlier steps, follow the batch of the queries."""
+    query = input_of(node)
+    for k in range(len(node.inputs)):
+        value, mask = node.inputs[k], k == 3
+        shape = (dims(value) or ()) if value is not None else ()
+        if value is None or not shape or change.axes(value) or shape[0] != change.declared or (mask and len(shape) < 4):
             continue
-        found = change.before.get(value) or dims(value)
-        if found is not None and found[axis] == change.declared:
-            node.replace_input_with(index, change.repeated(value, axis))
+        if k and change.is_batch((dims(query) or (None,))[0]) and not (mask and change.declared == 1):
+            node.replace_input_with(k, change.rows(value, 0, exact=not mask))
+
+
+def _channels(change: Change, node: ir.Node) -> None:
+    """Repeat per-channel operands where the batch lies in the channels (one group a sample)."""
+    x = node.inputs[0]
+    if x is None or not change.is_batch((dims(x) or (None, None))[1]):
+        return
+    for k, value in enumerate(node.inputs):
+        if k and value is not None and not change.axes(value):
+            node.replace_input_with(k, change.rows(value, 0, outer=change.outer.get(x, 1), exact=True))
+
+
+BROADCAST = (
+    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less",
+    "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
+)  # fmt: skip
+"""Ops whose operands broadcast in every axis."""
 
 
 REPAIRS: dict[str, Repair] = {
+    **dict.fromkeys(BROADCAST, _broadcast),
+    "Attention": _attention,
+    "BatchNormalization": _channels,
     "Concat": _concat,
     "Expand": _expand,
     "GRU": _recurrent,
+    "Gather": rebatch_index.gather,
+    "GatherElements": rebatch_index.gather_elements,
+    "GatherND": rebatch_index.gather_nd,
+    "Gemm": _gemm,
+    "InstanceNormalization": _channels,
     "LSTM": _recurrent,
+    "MatMul": _matmul,
     "RNN": _recurrent,
     "Reshape": _reshape,
     "Resize": _resize,
+    "ScatterElements": rebatch_index.scatter_elements,
+    "ScatterND": rebatch_index.scatter_nd,
     "Slice": _slice,
+    "Squeeze": _squeeze,
 }
 """Op type → repair of a node, applied before its outputs are inferred again."""

@@ -19,6 +19,12 @@ from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, new_b
 def hoist_initializers(graph: ir.Graph) -> None:
     """Move the initializers of bodies to the graph, so that they can train; the bodies capture them."""
     for body, value, name in body_initializers(graph):
+        for k, result in enumerate(body.outputs):
+            if result is value:  # a body returns values of its own nodes only
+                node = ir.node("Identity", [value])
+                (body.outputs[k],) = node.outputs
+                node.outputs[0].name, node.outputs[0].type = f"{name}/result.{k}", value.type
+                body.append(node)
         del body.initializers[value.name or ""]
         value.name = name
         graph.register_initializer(value)
