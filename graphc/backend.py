@@ -338,6 +338,11 @@ def check_backend(text: str) -> None:
             backend_of(text)
 
 
+def backend_options(name: str) -> list[str]:
+    """The options of a backend, each true or false."""
+    return _options(BACKENDS[name])
+
+
 def _options(factory: Callable[..., Backend]) -> list[str]:
     parameters = inspect.signature(factory).parameters.values()
     return [p.name for p in parameters if isinstance(p.default, bool) and p.name != "spin"]

@@ -117,6 +117,20 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+LISTED = 40
+"""Most names that a message lists."""
+
+
+def listed(noun: str, names: Iterable[str], plural: str = "") -> str:
+    """``the backends are cupy, numpy``: what there is, for an error about an unknown name; at most :data:`LISTED` names."""
+    found = list(names)
+    plural = plural or f"{noun}{'es' if noun.endswith('s') else 's'}"
+    if not found:
+        return f"there are no {plural}"
+    rest = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return f"the {plural} are {', '.join(found[:LISTED])}{rest}" if len(found) > 1 else f"the only {noun} is {found[0]}"
+
+
 def counted(number: float, noun: str, plural: str = "") -> str:
     """``1 node``, ``2 nodes``; ``plural`` for nouns that do not end in ``s``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"

@@ -3,6 +3,8 @@
 Built-ins and plugins register in one way: a module named by an entry point of group ``graphc.ops``, ``graphc.passes``,
 ``graphc.gradients``, ``graphc.optimizers`` or ``graphc.backends`` is imported, and the decorators in it add entries to the
 table of that group. No module of the core imports a pass, a gradient or a backend by name.
+
+A plugin whose module fails to import is left out with one :class:`PluginWarning`; everything else works on.
 """
 
 from __future__ import annotations
@@ -11,12 +13,37 @@ import contextlib
 import importlib
 import importlib.metadata
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from graphc.errors import MissingExtraError, UsageError, nearest
+from graphc.errors import MissingExtraError, UsageError, listed, nearest
 
 T = TypeVar("T")
+
+OWN = "graphc."
+"""What the names of graphc's own modules begin with; one that fails to import is a bug and stops everything."""
+
+
+class PluginWarning(UserWarning):
+    """A plugin of another package fails to import and is left out."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """An entry point: the module to import, and which plugin of which package it is."""
+
+    name: str
+    module: str
+    package: str = ""
+
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} of package {self.package}" if self.package else f"plugin {self.name!r}"
+
+
+BROKEN: dict[str, str] = {}
+"""Module of a plugin that failed to import → plugin, package and error in one line."""
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -35,6 +62,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._origin: dict[str, str] = {}
         self._overrides: set[str] = set()
         self._missing: dict[str, MissingExtraError] = {}
+        self._broken: dict[str, str] = {}
         self._loaded = False
         self._loading = False
         self._lock = threading.RLock()
@@ -48,8 +76,8 @@ class Registry(Mapping[str, T], Generic[T]):
                 return
             self._loading = True
             try:
-                for name, module in self._points():
-                    self._import(name, module)
+                for point in self._points():
+                    self._import(point)
                 self._loaded = True
             finally:
                 self._loading = False
@@ -59,20 +87,39 @@ class Registry(Mapping[str, T], Generic[T]):
         if self._loaded or self._loading or not self._apart or name in self._items:
             return
         with self._lock:
-            for point, module in self._points():
-                if point == name:
-                    self._import(name, module)
+            for point in self._points():
+                if point.name == name:
+                    self._import(point)
 
-    def _points(self) -> list[tuple[str, str]]:
-        points = importlib.metadata.entry_points(group=self.group)
-        return sorted({(point.name, point.value.partition(":")[0]) for point in points})
+    def _points(self) -> list[Point]:
+        return sorted({_point(found) for found in importlib.metadata.entry_points(group=self.group)})
 
-    def _import(self, name: str, module: str) -> None:
+    def _import(self, point: Point) -> None:
+        before = dict(self._items), dict(self._origin), set(self._overrides)
         try:
-            importlib.import_module(module)
+            importlib.import_module(point.module)
         except MissingExtraError as error:
             # the others stay usable; asking for this one by name raises the error that says what to install
-            self._missing[name] = error
+            self._missing[point.name] = error
+        except (Exception, SystemExit) as error:
+            if point.module.startswith(OWN) and not self._apart:
+                raise
+            self._take_back(point.module, *before)
+            reason = " ".join(str(error).split()) or "no message"
+            problem = f"{point} cannot be imported from {point.module}: {type(error).__name__}: {reason}"
+            self._broken[point.name] = problem
+            if BROKEN.setdefault(point.module, problem) is problem:
+                text = f"{problem}; it is left out until you repair, update or uninstall it"
+                warnings.warn(text, PluginWarning, stacklevel=2)
+
+    def _take_back(self, module: str, items: dict[str, T], origins: dict[str, str], overrides: set[str]) -> None:
+        """Undo what ``module`` registered before it failed; what it has imported stays."""
+        for name in [name for name, origin in self._origin.items() if origin == module and origins.get(name) != module]:
+            del self._items[name], self._origin[name]
+            self._overrides.discard(name)
+            if name in items:
+                self._items[name], self._origin[name] = items[name], origins[name]
+                self._overrides |= {name} & overrides
 
     def register(self, name: str, item: T, *, origin: str, override: bool = False) -> None:
         """Add ``item``; a second registration from another module is refused unless ``override`` is set.
@@ -124,7 +171,11 @@ class Registry(Mapping[str, T], Generic[T]):
         except KeyError:
             if name in self._missing:
                 raise self._missing[name] from None
-            raise UsageError(f"unknown {self.kind} {name!r}{nearest(name, self._items)}") from None
+            if name in self._broken:
+                raise UsageError(f"{self.kind} {name!r} cannot be used: {self._broken[name]}") from None
+            also = f"; left out: {'; '.join(self._broken.values())}" if self._broken else ""
+            text = f"unknown {self.kind} {name!r}{nearest(name, self._items)}; {listed(self.kind, self)}{also}"
+            raise UsageError(text) from None
 
     def get(self, name: str, default: T | None = None) -> T | None:  # type: ignore[override]
         self.load()
@@ -141,3 +192,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         self.load()
         return len(self._items)
+
+
+def _point(found: importlib.metadata.EntryPoint) -> Point:
+    package = f"{found.dist.name} {found.dist.version}" if found.dist is not None else ""
+    return Point(found.name, found.value.partition(":")[0].strip(), package)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
 
 from graphc import __version__
-from graphc.cli import output
+from graphc.cli import options, output, streams, usage
 from graphc.errors import GraphcError
 
 COMMANDS = (
@@ -39,7 +40,13 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    output.open_standard_streams()
+    streams.open_standard_streams()
+    with warnings.catch_warnings():
+        warnings.showwarning = output.warning
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     try:
         result = _app()(args=arguments, prog_name="graphc", standalone_mode=False)
         sys.stdout.flush()
@@ -57,9 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.drop_standard_output()
         return 1
     except Exception as error:
-        usage = getattr(error, "format_message", None)
-        if usage is not None:
-            output.error(f"{usage()}; 'graphc --help' lists the commands, 'graphc COMMAND --help' its options")
+        if hasattr(error, "format_message"):
+            output.error(usage.explain(error, sys.argv[1:] if arguments is None else arguments, COMMANDS))
             return int(getattr(error, "exit_code", 2))
         if os.environ.get(output.DEBUG):
             raise
@@ -73,17 +79,17 @@ def _app() -> typer.Typer:
     app = typer.Typer(
         rich_markup_mode=markup,
         pretty_exceptions_enable=False,
-        add_completion=False,
-        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Train ONNX models: a dataflow-graph compiler with autodiff, AllReduce injection and data-parallel workers.",
     )
-    app.callback()(_common)
+    app.callback(invoke_without_command=True)(_common)
     for name in COMMANDS:
         module = importlib.import_module(f"graphc.cli.{name}")
         if hasattr(module, "group"):
             app.add_typer(module.group(), name=name)
         else:
-            app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+            settings = getattr(module, "SETTINGS", {})
+            app.command(name, cls=usage.with_examples(module.EXAMPLES), **settings)(module.command)
     return app
 
 
@@ -94,11 +100,13 @@ def _print_version(wanted: bool) -> None:
 
 
 def _common(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", "-V", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Options before the sub-command; each takes effect on its own."""
+    options.help_unless_named(context)
 
 
 __all__ = ["COMMANDS", "main"]

@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
 
+EXAMPLES = (
+    "graphc backends",
+    "graphc backends onnxruntime",
+)
+
+
 READY = "ready"
 
 
-def statuses() -> Iterator[tuple[str, str]]:
-    """Return every backend with :data:`READY` or the reason why it does not start here."""
+def statuses(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Return every backend, or those of ``names``, with :data:`READY` or the reason why it does not start here."""
     from graphc.backend import BACKENDS
     from graphc.errors import GraphcError
 
-    for name in BACKENDS:
+    for name in BACKENDS if names is None else names:
+        factory = BACKENDS[name]
         try:
-            BACKENDS[name](threads=1, spin=False).close()
+            factory(threads=1, spin=False).close()
         except (GraphcError, ImportError) as error:
             yield name, str(error)
+        except Exception as error:  # of a plugin, or of a library beneath it
+            yield name, f"does not start: {type(error).__name__}: {error}"
         else:
             yield name, READY
 
 
-def command(form: options.Format = Format.text) -> None:
-    """List the backends, whether each works here, and the ops that each has native kernels for."""
-    from graphc.backend import BACKENDS, KERNELS
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this backend, with its options and kernels.")] = None,
+    form: options.Format = Format.text,
+) -> None:
+    """List the backends and whether each works here."""
+    from graphc.backend import BACKENDS, KERNELS, backend_options
 
     rows: list[dict[str, Any]] = []
-    for name, status in statuses():
-        kernels = sorted(op for backend, op in KERNELS if backend == name)
-        rows.append({"name": name, "status": status, "kernels": kernels, "origin": BACKENDS.origin(name)})
+    for found, status in statuses(None if name is None else (name,)):
+        kernels = sorted(op for backend, op in KERNELS if backend == found)
+        origin, known = BACKENDS.origin(found), list(backend_options(found))
+        rows.append({"name": found, "status": status, "options": known, "kernels": kernels, "origin": origin})
     if form is Format.json:
-        output.document(rows)
-        return
-    output.table(
-        ("backend", "status", "native kernels", "module"),
-        [(row["name"], row["status"], ", ".join(row["kernels"]) or "none", row["origin"]) for row in rows],
-    )
+        output.document(rows if name is None else rows[0])
+    elif name is None:
+        output.table(
+            ("backend", "native kernels", "module", "status"),
+            [(row["name"], len(row["kernels"]), row["origin"], row["status"]) for row in rows],
+        )
+    else:
+        row = rows[0]
+        output.pairs(
+            {
+                "backend": row["name"],
+                "module": row["origin"],
+                "status": row["status"],
+                "options": ", ".join(row["options"]) or "none",
+                "kernels": ", ".join(row["kernels"]) or "none of its own: it runs standard ops",
+            }
+        )

@@ -11,6 +11,11 @@ import typer
 from graphc.cli import options, output
 from graphc.cli.output import Format
 
+EXAMPLES = (
+    "graphc bench",
+    "graphc bench mlp --rounds 1",
+)
+
 
 def command(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]…", help="Which models; all by default.")] = None,

@@ -14,6 +14,12 @@ from graphc.options import ParameterChoice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+EXAMPLES = (
+    "graphc check model.onnx",
+    "graphc check model.onnx --loss softmax_cross_entropy:logits=logits,label=label",
+    "graphc check model.onnx --freeze 'encoder.*' --json",
+)
+
 
 @options.takes_options
 def command(

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
     from graphc.pipeline import PassCall
 
+EXAMPLES = (
+    "graphc compile model.onnx -o training.onnx --loss mse --optimizer adam -n 2",
+    "graphc compile model.onnx -o step.onnx --standard \\",
+    "    --loss softmax_cross_entropy:logits=logits,label=label --optimizer sgd:lr=0.1",
+)
+
 
 @options.takes_options
 def command(

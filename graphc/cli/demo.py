@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from graphc.demo import Digits
     from graphc.device import Array
 
+EXAMPLES = (
+    "graphc demo",
+    "graphc demo --epochs 3 -n 1 -o trained.onnx",
+)
+
 
 def command(
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,

@@ -19,6 +19,9 @@ from graphc.cli.backends import READY
 from graphc.cli.finding import Finding
 from graphc.cli.output import Format
 
+EXAMPLES = ("graphc doctor",)
+
+
 CORE = ("numpy", "onnx", "onnx_ir", "ml_dtypes", "typer", "rich")
 EXTRAS = {
     "cpu": ("onnxruntime", "numba", "scipy", "threadpoolctl"),
@@ -77,10 +80,11 @@ def _registries() -> Iterator[Finding]:
     from graphc.backend import BACKENDS
     from graphc.gradient import GRADIENTS
     from graphc.ir.declare import OPS
+    from graphc.optim import OPTIMIZERS
     from graphc.pipeline import PASSES
-    from graphc.registry import Registry
+    from graphc.registry import BROKEN, Registry
 
-    registries: tuple[Registry[object], ...] = (PASSES, OPS, GRADIENTS, BACKENDS)  # type: ignore[assignment]
+    registries: tuple[Registry[object], ...] = (PASSES, OPS, GRADIENTS, OPTIMIZERS, BACKENDS)  # type: ignore[assignment]
     for registry in registries:
         try:
             number = len(registry)
@@ -88,6 +92,8 @@ def _registries() -> Iterator[Finding]:
             yield Finding(registry.group, "broken", f"{type(error).__name__}: {error}")
         else:
             yield Finding(registry.group, "ok" if number else "broken", f"{number} registered")
+    for problem in BROKEN.values():
+        yield Finding("plugin", "missing", problem)
 
 
 def _cores() -> Iterator[Finding]:

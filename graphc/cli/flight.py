@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from graphc.distributed.health.flight_recorder import RankLog
 
 
+EXAMPLES = ("graphc show flight graphc-flight-20261121-114206-11399 --last 2",)
+
+
 def command(
     dumps: Annotated[
         list[Path], typer.Argument(metavar="DUMP…", help="Logs of ranks, or folders of them.", show_default=False)

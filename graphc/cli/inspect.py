@@ -13,6 +13,13 @@ from graphc.options import ParameterChoice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+EXAMPLES = (
+    "graphc inspect model.onnx",
+    "graphc inspect model.onnx --show params,nodes",
+    "graphc inspect training.onnx --memory --batch-size 64",
+)
+
+
 PARTS = ("nodes", "params", "collectives")
 
 SELDOM = ("masters", "scratch", "workspace", "bound", "host", "pinned", "context", "evaluation")
@@ -31,7 +38,7 @@ def command(
     memory: Annotated[
         bool, typer.Option("--memory", help="Bytes of a step on one worker; of a plain model, of its forward pass.")
     ] = False,
-    batch: Annotated[int, typer.Option("--batch", help="With --memory: size of every symbolic dimension.", min=1)] = 1,
+    batch: options.Batch = 1,
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="With --memory: the workers, data=N.")] = "data=1",
     backend: options.Backend = "auto",
     form: options.Format = Format.text,

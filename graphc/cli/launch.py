@@ -8,6 +8,12 @@ import typer
 
 from graphc.cli import options
 
+EXAMPLES = (
+    "graphc launch -n 2 train.py --epochs 3",
+    "graphc launch -n 2 -m my_package.train",
+)
+
+
 SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 """Context settings that pass everything after SCRIPT to the script."""
 

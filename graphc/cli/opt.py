@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
     from graphc.pipeline import PassCall
 
+EXAMPLES = (
+    "graphc opt model.onnx -p legalize,simplify",
+    "graphc opt model.onnx -p 'legalize,initialize{method=he}' -o fresh.onnx --time-passes",
+)
+
+
 TEXT = ".onnxtxt"
 """Suffix of files in ONNX text syntax."""
 

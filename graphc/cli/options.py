@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="An ONNX file; '-' reads standard input.", show_default=False)]
-Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or JSON.")]
+Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or JSON; --json is short for it.")]
 LossText = Annotated[
     str,
     typer.Option(
@@ -49,6 +49,12 @@ Transport = Annotated[
         "--transport",
         help="How workers talk. auto: processes, by MPI or as their launcher says, and GPUs by NCCL where every worker has its"
         " own; nccl: that or an error; mpi, tcp: GPUs through host memory too; threads: all workers in one process.",
+    ),
+]
+Batch = Annotated[
+    int,
+    typer.Option(
+        "--batch-size", "--batch", metavar="N", help="Samples of one worker: the size of every symbolic dimension.", min=1
     ),
 ]
 Backend = Annotated[
@@ -112,6 +118,12 @@ class RunOptions:
     ] = None
     deadline: Deadline = None
     form: Format = Formats.text
+
+
+def help_unless_named(context: typer.Context) -> None:
+    """The callback of a group of commands: without one of them, print the help."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def takes_options(command: Callable[..., R]) -> Callable[..., R]:

@@ -1,6 +1,6 @@
 """Output of the commands: results on stdout, the rest on stderr, rank 0 only.
 
-Tables have lines and colours on a terminal, are plain aligned text in a pipe, and JSON on request.
+Tables fit the terminal, are plain aligned text in a pipe, and JSON on request.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import enum
 import json
 import math
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from graphc.cli import streams, tables
 from graphc.errors import GraphcError
 from graphc.errors import counted as counted
 
@@ -28,19 +31,6 @@ class Format(enum.StrEnum):
 
     text = "text"
     json = "json"
-
-
-def open_standard_streams() -> None:
-    """Reopen closed standard streams, so that no other file gets their descriptors.
-
-    Otherwise a library that writes to standard error could write into that file.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def drop_standard_output() -> None:
@@ -97,6 +87,11 @@ def note(text: str) -> None:
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 
+def warning(message: Warning | str, *place: object) -> None:
+    """Print a warning on standard error; the arguments are those of :func:`warnings.showwarning`."""
+    note(f"warning: {message}")
+
+
 def error(text: str) -> None:
     """Print the error that makes the command fail."""
     if is_main():
@@ -112,12 +107,12 @@ def unexpected(problem: Exception) -> str:
 
 def document(value: Any) -> None:
     """Print a result as one JSON document."""
-    say(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+    say(json.dumps(_finite(value), indent=2, ensure_ascii=not streams.writes_unicode(), allow_nan=False))
 
 
 def event(value: Mapping[str, Any]) -> None:
     """Print a result as one line of JSON."""
-    say(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+    say(json.dumps(_finite(value), ensure_ascii=not streams.writes_unicode(), allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -130,41 +125,43 @@ def _finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> None:
-    """Print a table; numbers are right-aligned."""
+    """Print a table as wide as the terminal at most; numbers are right-aligned."""
     if not is_main():
         return
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     numeric = [bool(rows) and all(isinstance(row[k], int | float) for row in rows) for k in range(len(columns))]
-    if is_terminal("stdout"):
-        _rich_table(columns, cells, numeric, title)
-        return
-    widths = [max(len(c) for c in column) for column in zip(columns, *cells, strict=True)]
-    lines = [title] if title else []
-    for line in (columns, *cells):
-        padded = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    say("\n".join(lines))
+    bold = is_terminal("stdout") and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    lines = [
+        f"\x1b[1m{line}\x1b[0m" if heading and bold else line
+        for line, heading in tables.layout(columns, cells, numeric, width())
+    ]
+    say("\n".join([title, *lines] if title else lines))
 
 
-def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], title: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    shown = Table(title=escape(title) or None, title_justify="left", box=SIMPLE_HEAD)
-    for name, right in zip(columns, numeric, strict=True):
-        shown.add_column(name, justify="right" if right else "left", overflow="fold")
-    for line in cells:
-        shown.add_row(*(escape(c) for c in line))
-    Console(file=sys.stdout, force_terminal=True).print(shown)
+def width() -> int | None:
+    """Columns that results may take: those of the terminal, or of COLUMNS; None: any number, in a pipe or a file."""
+    if not is_terminal("stdout") and not os.environ.get("COLUMNS", "").isdecimal():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def pairs(entries: Mapping[str, Any]) -> None:
     """Print name and value, one pair per line."""
-    width = max((len(name) for name in entries), default=0)
+    indent, columns = max((len(name) for name in entries), default=0) + tables.GAP, width()
     for name, value in entries.items():
-        say(f"{name:<{width}}  {value}")
+        line = f"{name:<{indent}}{value}"
+        say(line if columns is None else "\n".join(tables.wrapped(line, columns, indent=" " * indent)))
+
+
+def plain(text: str) -> str:
+    """Text of a docstring without its markup: ``x`` becomes 'x', a reference its name."""
+    text = re.sub(r":[a-z:]+:`(?:[^`<]*<)?~?([^`>]+)>?`", r"\1", text)
+    return re.sub(r"``([^`]+)``|`([^`]+)`", lambda found: _quoted(found[1] or found[2]), text)
+
+
+def _quoted(code: str) -> str:
+    """A word of code, in quotes where it could be taken for a word of the sentence."""
+    return f"'{code}'" if re.fullmatch(r"[a-z]+", code) else code
 
 
 def size(nbytes: float) -> str:

@@ -13,6 +13,11 @@ from graphc.cli.output import Format
 if TYPE_CHECKING:
     from graphc.pipeline import Pass
 
+EXAMPLES = (
+    "graphc passes",
+    "graphc passes mixed_precision",
+)
+
 
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this pass, with its whole documentation.")] = None,
@@ -24,14 +29,14 @@ def command(
     if name is not None:
         entry = PASSES[name]
         if form is Format.json:
-            output.document({**_row(entry), "documentation": entry.doc})
+            output.document({**_row(entry), "documentation": output.plain(entry.doc)})
             return
         output.say(f"{entry.name}  ({PASSES.origin(entry.name)})")
         output.say(f"requires {', '.join(entry.requires)}" if entry.requires else "requires nothing")
         if entry.aliases:
             output.say(f"also called {', '.join(entry.aliases)}")
-        output.say("\n" + entry.doc + "\n")
-        rows = [(o["name"], o["type"], o["default"]) for o in _options(entry)]
+        output.say("\n" + output.plain(entry.doc) + "\n")
+        rows = [(o["name"], _in_words(o["type"]), o["default"]) for o in _options(entry)]
         if rows:
             output.table(("option", "type", "default"), rows)
         return
@@ -62,7 +67,7 @@ def _row(entry: Pass) -> dict[str, Any]:
 
     return {
         "name": entry.name,
-        "doc": entry.doc.partition("\n")[0],
+        "doc": output.plain(entry.doc.partition("\n")[0]),
         "requires": list(entry.requires),
         "aliases": list(entry.aliases),
         "options": _options(entry),
@@ -79,6 +84,14 @@ def _options(entry: Pass) -> list[dict[str, Any]]:
         }
         for key, parameter in entry.options.items()
     ]
+
+
+_WORDS = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "Sequence[str]": "texts: a|b"}
+
+
+def _in_words(kind: str) -> str:
+    """A type for people: an option may always be left out where it has a default."""
+    return " or ".join(_WORDS.get(part, part) for part in kind.split(" | ") if part != "None")
 
 
 def _type(kind: Any) -> str:

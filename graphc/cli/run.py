@@ -10,6 +10,11 @@ import typer
 from graphc.cli import options, output
 from graphc.cli.output import Format
 
+EXAMPLES = (
+    "graphc run model.onnx --inputs inputs.npz -o outputs.npz",
+    "graphc run model.onnx --inputs inputs.npz --backend numpy",
+)
+
 
 def command(
     model: options.Model,

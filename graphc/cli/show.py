@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from graphc.cli import flight, options, output
+from graphc.cli import flight, options, output, usage
 from graphc.cli.output import Format
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from graphc.backend import Backend, Fallback, Planner
     from graphc.plan.partition import Plan
+
+
+EXAMPLES = ("graphc show training.onnx", "graphc show plan training.onnx -n 2 --batch-size 8")
 
 
 class _PlanUnlessNamed(TyperGroup):
@@ -30,16 +33,17 @@ class _PlanUnlessNamed(TyperGroup):
 def group() -> typer.Typer:
     """The sub-commands."""
     app = typer.Typer(cls=_PlanUnlessNamed, help="Show a plan, or what the workers of a failed run did.")
-    app.command("plan")(plan)
-    app.command("flight")(flight.command)
+    app.callback(invoke_without_command=True)(options.help_unless_named)
+    app.command("plan", cls=usage.with_examples(EXAMPLES))(plan)
+    app.command("flight", cls=usage.with_examples(flight.EXAMPLES))(flight.command)
     return app
 
 
 def plan(
     model: options.Model,
-    batch: Annotated[int, typer.Option("--batch", help="Size of every symbolic dimension: samples of one worker.", min=1)] = 1,
+    batch: options.Batch = 1,
     workers: Annotated[
-        int | None, typer.Option("-n", "--workers", help="Default: the mesh the graph was compiled for.", min=1)
+        int | None, typer.Option("-n", "--workers", metavar="N", help="Default: the mesh the graph was compiled for.", min=1)
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,

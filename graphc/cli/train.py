@@ -17,6 +17,16 @@ from graphc.options import CompileOptions
 if TYPE_CHECKING:
     from graphc.cli.job import Job, Prepared
 
+EXAMPLES = (
+    "graphc train model.onnx --data train.npz --loss softmax_cross_entropy \\",
+    "    --optimizer adam:lr=1e-3 -o trained.onnx",
+    "graphc train model.onnx --data train.npz --eval-data test.npz -n 2 \\",
+    "    --loss mse:prediction=y,label=target --optimizer sgd:lr=0.1,momentum=0.9 \\",
+    "    --epochs 10 --batch-size 64 --checkpoint ckpt -o trained.onnx",
+    "graphc train model.onnx --data train.npz --loss mse --optimizer adam \\",
+    "    --epochs 20 --resume ckpt -o trained.onnx",
+)
+
 
 @options.takes_options
 def command(
