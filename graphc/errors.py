@@ -118,17 +118,17 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 LISTED = 40
-"""Most names that a message lists."""
+"""Most names that a message lists by default."""
 
 
-def listed(noun: str, names: Iterable[str], plural: str = "") -> str:
-    """``the backends are cupy, numpy``: what there is, for an error about an unknown name; at most :data:`LISTED` names."""
+def listed(noun: str, names: Iterable[str], plural: str = "", *, most: int = LISTED) -> str:
+    """``the backends are cupy, numpy``: what there is, for an error about an unknown name; at most ``most`` names."""
     found = list(names)
     plural = plural or f"{noun}{'es' if noun.endswith('s') else 's'}"
     if not found:
         return f"there are no {plural}"
-    rest = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return f"the {plural} are {', '.join(found[:LISTED])}{rest}" if len(found) > 1 else f"the only {noun} is {found[0]}"
+    rest = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"the {plural} are {', '.join(found[:most])}{rest}" if len(found) > 1 else f"the only {noun} is {found[0]}"
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:

@@ -192,8 +192,6 @@ def make(name: str, options: Mapping[str, Any]) -> Optimizer:
     Raises:
         UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
     """
-    if name not in OPTIMIZERS:
-        raise UsageError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}; known are {', '.join(OPTIMIZERS)}")
     kind, known = OPTIMIZERS[name], [f.name for f in fields(OPTIMIZERS[name])]
     for key in options:
         if key not in known:

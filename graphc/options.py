@@ -49,8 +49,8 @@ class CompileOptions(ParameterChoice):
         str | None,
         Option("Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.", "METHOD"),
     ] = None
-    seed: Annotated[int, Option("Of initialisation, shuffling and Dropout.")] = 0
-    bucket_mb: Annotated[float, Option("Size of a gradient bucket in megabytes.")] = 25.0
+    seed: Annotated[int, Option("Of initialisation, shuffling and Dropout.", "N")] = 0
+    bucket_mb: Annotated[float, Option("Size of a gradient bucket in megabytes.", "N")] = 25.0
     precision: Annotated[
         str | None, Option("bf16 or fp16: mixed precision; with options: 'bf16:deny=Conv|head/*'.", "TYPE")
     ] = None
@@ -67,8 +67,8 @@ class CompileOptions(ParameterChoice):
     ] = "mirrored"
     accumulate: Annotated[int, Option("Micro-batches of a step.", "K", minimum=1)] = 1
     sync_batchnorm: Annotated[bool, Option("BatchNormalization over the global batch, not each worker's share.")] = False
-    clip_norm: Annotated[float | None, Option("Bound of the global norm of the gradient.")] = None
-    clip_value: Annotated[float | None, Option("Bound of every element of the gradient.")] = None
+    clip_norm: Annotated[float | None, Option("Bound of the global norm of the gradient.", "N")] = None
+    clip_value: Annotated[float | None, Option("Bound of every element of the gradient.", "N")] = None
     compress: Annotated[str | None, Option("What travels: fp16, bf16, powersgd:rank=4 or topk:ratio=0.01.", "METHOD")] = None
     deterministic: Annotated[
         str | None, Option("run: equal runs have equal bits; any-world: on 1, 2 and 4 workers too.", "MODE")

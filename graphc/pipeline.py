@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from graphc.errors import GraphcError, UsageError, nearest
+from graphc.errors import GraphcError, UsageError, listed, nearest
 from graphc.registry import Registry
 
 PassFunction: TypeAlias = "Callable[..., bool]"
@@ -76,7 +76,9 @@ class Pass:
                 bound[key] = value
                 continue
             if key not in self.options:
-                raise UsageError(f"pass {self.name!r} has no option {key!r}{nearest(key, self.options)}")
+                raise UsageError(
+                    f"pass {self.name!r} has no option {key!r}{nearest(key, self.options)}; {listed('option', self.options)}"
+                )
             bound[key] = convert(self.name, key, value, self.types.get(key, str))
         for key, parameter in self.options.items():
             if parameter.default is inspect.Parameter.empty and key not in bound:
@@ -141,14 +143,13 @@ def parse(text: str) -> list[PassCall]:
         if match is None:
             raise UsageError(f"cannot read the pipeline at column {position + 1}: {text[position : position + 30]!r}")
         name, body, _ = match.groups()
-        if name not in PASSES:
-            raise UsageError(f"unknown pass {name!r}{nearest(name, PASSES)}")
+        entry = PASSES[name]
         options: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in (body or "").split(","))):
             key, equals, value = item.partition("=")
             options[key.strip()] = value.strip() if equals else True
-        PASSES[name].bind(options)
-        steps.append(PassCall(PASSES[name].name, options))
+        entry.bind(options)
+        steps.append(PassCall(entry.name, options))
         position = match.end()
     if not steps:
         raise UsageError("the pipeline is empty; 'graphc passes' lists the passes")

@@ -19,11 +19,15 @@ EXAMPLES = (
 
 def command(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]…", help="Which models; all by default.")] = None,
-    destination: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows as JSON to this file.")] = None,
+    destination: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Also write the rows as JSON to this file."),
+    ] = None,
     rounds: Annotated[
-        int, typer.Option(help="Number of times that graphc and PyTorch are measured in turn; the median counts.")
+        int,
+        typer.Option(metavar="N", min=1, help="Measure graphc and PyTorch N times in turn; the median counts."),
     ] = 3,
-    seconds: Annotated[float, typer.Option(help="Time of one measurement.")] = 3.0,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds of one measurement.")] = 3.0,
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
     predict: Annotated[
@@ -39,7 +43,7 @@ def command(
             "--start", help="Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU."
         ),
     ] = False,
-    batch: Annotated[int, typer.Option(help="With --predict: size of every symbolic dimension of a file.", min=1)] = 1,
+    batch: options.Batch = 1,
     form: options.Format = Format.text,
 ) -> None:
     """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""

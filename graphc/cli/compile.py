@@ -30,14 +30,14 @@ def command(
     loss: options.LossText,
     optimizer: options.OptimizerText,
     compilation: CompileOptions,
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Replicas along the data axis.", min=1)] = 1,
+    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Replicas along the data axis.", min=1)] = 1,
     standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
     training_info: Annotated[
         bool,
         typer.Option("--training-info", help="As --standard, in ONNX's TrainingInfoProto beside the inference model."),
     ] = False,
     passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
-    dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
+    dump_dir: options.DumpDir = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
     form: options.Format = Format.text,
 ) -> None:

@@ -27,8 +27,8 @@ EXAMPLES = (
 
 
 def command(
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
-    workers: Annotated[int, typer.Option("-n", "--workers", min=1)] = 2,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="Passes over the data.", min=1)] = 10,
+    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Processes that compute.", min=1)] = 2,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The trained model.")] = "trained.onnx",
     transport: options.Transport = "auto",
     form: options.Format = Format.text,

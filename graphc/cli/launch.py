@@ -20,7 +20,7 @@ SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unkno
 
 def command(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]…", help="As for 'python': a file, or -m MODULE.")],
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", show_default=False)],
+    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Number of workers.", show_default=False)],
     transport: options.Transport = "auto",
     keep_going: Annotated[
         bool,

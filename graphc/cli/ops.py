@@ -46,7 +46,7 @@ def command(
         ("standard op", "since", "gradient", "second order", "native kernels", "on a GPU"),
         [[output.plain(cell) for cell in row.cells] for row in rows],
     )
-    output.say(
+    output.prose(
         f"{counts['operators']} operators: {counts['covered']} of {counts['differentiable']} differentiable ones covered "
         f"({counts['direct']} direct, {counts['through_body']} through body), {counts['zero']} zero, {counts['none']} none; "
         f"{counts['second_order']} twice"

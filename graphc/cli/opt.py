@@ -49,7 +49,7 @@ def command(
     ] = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
     verify_each: Annotated[bool, typer.Option("--verify-each", help="Verify the graph after every pass.")] = False,
-    dump_dir: Annotated[Path | None, typer.Option("--dump-dir", help="Save the model after each pass here.")] = None,
+    dump_dir: options.DumpDir = None,
     form: options.Format = Format.text,
 ) -> None:
     """Run PIPELINE over MODEL ('graphc passes' lists the passes)."""

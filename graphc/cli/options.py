@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
@@ -47,6 +48,7 @@ Transport = Annotated[
     str,
     typer.Option(
         "--transport",
+        metavar="HOW",
         help="How workers talk. auto: processes, by MPI or as their launcher says, and GPUs by NCCL where every worker has its"
         " own; nccl: that or an error; mpi, tcp: GPUs through host memory too; threads: all workers in one process.",
     ),
@@ -57,8 +59,12 @@ Batch = Annotated[
         "--batch-size", "--batch", metavar="N", help="Samples of one worker: the size of every symbolic dimension.", min=1
     ),
 ]
+DumpDir = Annotated[Path | None, typer.Option("--dump-dir", metavar="FOLDER", help="Save the model after each pass here.")]
 Backend = Annotated[
-    str, typer.Option("--backend", help="'auto', or a name that 'graphc backends' lists; with options: 'cupy:tf32=true'.")
+    str,
+    typer.Option(
+        "--backend", metavar="NAME", help="'auto', or a name that 'graphc backends' lists; options: 'cupy:tf32=true'."
+    ),
 ]
 
 
@@ -78,7 +84,7 @@ class RunOptions:
     ]
     loss: LossText
     optimizer: OptimizerText
-    epochs: Annotated[int, typer.Option("--epochs", help="In total, those before --resume included.", min=1)] = 1
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="In total, those before --resume included.", min=1)] = 1
     transport: Transport = "auto"
     backend: Backend = "auto"
     no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False

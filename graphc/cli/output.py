@@ -89,7 +89,7 @@ def note(text: str) -> None:
 
 def warning(message: Warning | str, *place: object) -> None:
     """Print a warning on standard error; the arguments are those of :func:`warnings.showwarning`."""
-    note(f"warning: {message}")
+    note(f"warning: {' '.join(str(message).split())}")
 
 
 def error(text: str) -> None:
@@ -151,6 +151,14 @@ def pairs(entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
         line = f"{name:<{indent}}{value}"
         say(line if columns is None else "\n".join(tables.wrapped(line, columns, indent=" " * indent)))
+
+
+def prose(text: str) -> None:
+    """Print text whose lines are wrapped to the terminal, each with its own indentation."""
+    columns = width()
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        say(line if columns is None else "\n".join(tables.wrapped(line, columns, indent=indent)))
 
 
 def plain(text: str) -> str:

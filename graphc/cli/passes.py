@@ -35,7 +35,8 @@ def command(
         output.say(f"requires {', '.join(entry.requires)}" if entry.requires else "requires nothing")
         if entry.aliases:
             output.say(f"also called {', '.join(entry.aliases)}")
-        output.say("\n" + output.plain(entry.doc) + "\n")
+        output.prose("\n" + output.plain(entry.doc) + "\n")
+        output.say()
         rows = [(o["name"], _in_words(o["type"]), o["default"]) for o in _options(entry)]
         if rows:
             output.table(("option", "type", "default"), rows)

@@ -32,16 +32,17 @@ EXAMPLES = (
 def command(
     *,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Samples of one step over all workers. Default: 32.", min=1)
+        int | None, typer.Option("--batch-size", metavar="N", help="Samples of one step over all workers. Default: 32.", min=1)
     ] = None,
     per_worker_batch: Annotated[
-        int | None, typer.Option("--per-worker-batch", help="Samples of one step on one worker, instead.", min=1)
+        int | None, typer.Option("--per-worker-batch", metavar="N", help="Samples of one step on one worker, instead.", min=1)
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
             "-n",
             "--workers",
+            metavar="N",
             help="Processes that compute; parameter servers come on top. Default: 1, or the world this process was started in.",
             min=1,
         ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, listed, nearest
 from graphc.ir.declare import Role
 from graphc.ir.facts import is_parameter
 from graphc.ir.updates import has_role
@@ -73,7 +73,8 @@ def find_value(graph: ir.Graph, name: str) -> ir.Value:
     for node in graph:
         known.update({v.name: v for v in node.outputs if v.name})
     if name not in known:
-        raise UsageError(f"the graph has no value {name!r}{nearest(name, known)}")
+        outputs = [v.name for v in graph.outputs if v.name]
+        raise UsageError(f"the graph has no value {name!r}{nearest(name, known)}; {listed('output', outputs, most=8)}")
     return known[name]
 
 
@@ -97,7 +98,8 @@ def explain_trainable(
     """Every initializer with ``"trains"`` or the reason why it does not train."""
     for pattern in [*(train or ()), *(freeze or ())]:
         if not fnmatch.filter(graph.initializers, pattern):
-            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, graph.initializers)}")
+            known = graph.initializers
+            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, known)}; {listed('parameter', known, most=8)}")
     result = []
     for name, value in graph.initializers.items():
         if not is_parameter(value):

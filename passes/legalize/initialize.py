@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, listed, nearest
 from graphc.ir.declare import Role
 from graphc.ir.facts import dtype_of, is_parameter, static_dims
 from graphc.ir.updates import role_of, source_of
@@ -94,11 +94,11 @@ def initialize(
         UsageError: an unknown method, or a pattern that matches no parameter.
     """
     if method not in METHODS:
-        raise UsageError(f"unknown initialization {method!r} (known: {', '.join(METHODS)}){nearest(method, METHODS)}")
+        raise UsageError(f"unknown initialization {method!r} {nearest(method, METHODS)}; {listed('method', METHODS)}")
     roles = {name: _role(value) for name, value in model.graph.initializers.items() if is_parameter(value)}
     for pattern in only or ():
         if not fnmatch.filter(roles, pattern):
-            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, roles)}")
+            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, roles)}; {listed('parameter', roles, most=8)}")
     constant = {
         name: _is_constant(model.graph.initializers[name]) for name, role in roles.items() if role in (_WEIGHT, _EMBEDDING)
     }

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphc.errors import ModelError, UsageError, nearest
+from graphc.errors import ModelError, UsageError, listed, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims
 from graphc.ir.infer import apply, fold, propagate
@@ -72,7 +72,7 @@ def _batch_inputs(graph: ir.Graph, patterns: Sequence[str] | None) -> list[ir.Va
     names = [v.name or "" for v in graph.inputs]
     for pattern in patterns or ():
         if not fnmatch.filter(names, pattern):
-            raise UsageError(f"no graph input matches {pattern!r}{nearest(pattern, names)}")
+            raise UsageError(f"no graph input matches {pattern!r}{nearest(pattern, names)}; {listed('input', names, most=8)}")
     if patterns:
         chosen = [v for v in graph.inputs if any(fnmatch.fnmatchcase(v.name or "", p) for p in patterns)]
     else:
