@@ -87,7 +87,7 @@ def note(text: str) -> None:
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 
-def warning(message: Warning | str, *place: object) -> None:
+def warning(message: Warning | str, *place: object, **more: object) -> None:
     """Print a warning on standard error; the arguments are those of :func:`warnings.showwarning`."""
     note(f"warning: {' '.join(str(message).split())}")
 
