@@ -44,6 +44,22 @@ class Context:
     def note(self, line: str) -> None:
         self.log.append(line)
 
+    def warn(self, owner: str, text: str) -> None:
+        """Note what the user should know before training; :func:`warnings_in` finds it.
+
+        Args:
+            owner: name of the pass.
+        """
+        self.note(f"{owner}{_WARNING}{text}")
+
+
+_WARNING = ": warning: "
+
+
+def warnings_in(log: Sequence[str]) -> list[str]:
+    """The warnings in a log, without the names of the passes."""
+    return [line.partition(_WARNING)[2] for line in log if _WARNING in line]
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +45,7 @@ def command(
     if loss is not None:
         run(working, [options.loss_of(loss).step()], ctx)
     run(working, [PassCall("check", vars(chosen))], ctx)
-    report = _report(original, working, ctx.values["check"])
+    report = _report(original, working, ctx.values["check"], ctx.log)
     if form is Format.json:
         output.document(report)
     else:
@@ -57,7 +58,7 @@ def command(
         )
 
 
-def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[str, Any]:
+def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any], log: Sequence[str]) -> dict[str, Any]:
     from graphc.cli.summary import elements, op_counts
     from graphc.ir.facts import describe_value
 
@@ -75,16 +76,17 @@ def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any]) -> dict[
         "trained_parameters": len(trains),
         "trained_elements": sum(elements(values[name]) for name in trains),
         "missing": found["missing"],
-        "warnings": _warnings(legal, trains),
+        "warnings": _warnings(legal, trains, log),
     }
 
 
-def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
-    """Collect warnings about the model before training."""
+def _warnings(model: ir.Model, trains: set[str], log: Sequence[str]) -> list[str]:
+    """Collect warnings about the model before training; ``log``: what the passes said of the file."""
     from graphc.ir.facts import dims
-    from graphc.ir.state import not_finite, repeats_one_value
+    from graphc.ir.state import repeats_one_value
+    from graphc.pipeline import warnings_in
 
-    warnings = []
+    warnings = warnings_in(log)
     if not trains:
         warnings.append("nothing to train: no float initializer of rank ≥ 1 lies on a differentiable path to the loss")
     constant = []
@@ -97,10 +99,6 @@ def _warnings(model: ir.Model, trains: set[str]) -> list[str]:
             f"{output.counted(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved"
             " without trained weights; train with --initialize he"
         )
-    broken = not_finite(model.graph)
-    if broken:
-        names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
-        warnings.append(f"NaN or infinity in {names}; training stops at the first step")
     warnings.extend(_folded_normalization(model.graph))
     warnings.extend(_rewritten_weights(model.graph, trains))
     for value in model.graph.inputs:

@@ -36,7 +36,7 @@ from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.options import CompileOptions
 from graphc.parallel import servers
-from graphc.pipeline import PassCall
+from graphc.pipeline import PassCall, warnings_in
 from graphc.report.trace import Summary, Trace
 from graphc.training.trainer import Trainer
 
@@ -105,6 +105,8 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         after=after,
         **vars(compilation),
     )
+    for text in warnings_in(program.log):
+        note(f"warning: {text}")
     graph = program.model.graph
     arrays = match_inputs(data, graph, job.data, note)
     _training_batches(job, program, arrays, 0, loss.sample_weight)

@@ -24,6 +24,7 @@ from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.subgraphs import body_initializers
 from graphc.ir.toposort import silent_reader, sort_and_link
+from graphc.ir.unknown_sizes import forget_unknown_sizes
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
@@ -141,7 +142,7 @@ def _from_proto(
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AssertionError) as error:
         cause = error.__cause__ or error
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
-    _forget_negative_sizes(model.graph)
+    forget_unknown_sizes(model.graph)
     try:
         sort_and_link(model.graph)
     except ModelError as error:
@@ -165,13 +166,6 @@ def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryv
     names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
     if any(isinstance(name, bytes) for group in names for name in group):  # protobuf returns text that is not UTF-8 as bytes
         raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
-
-
-def _forget_negative_sizes(graph: ir.Graph) -> None:
-    """Treat negative sizes as unknown, which is what some exporters mean."""
-    for value in (*graph.inputs, *graph.outputs, *(out for node in graph.all_nodes() for out in node.outputs)):
-        if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
-            value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
 
 
 def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memoryview]) -> None:

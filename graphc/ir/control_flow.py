@@ -34,7 +34,7 @@ def infer_control(
         propagate(body)
 
     if op_type == "If":
-        return _infer_if(attributes, run)
+        return _infer_if(inputs[0], attributes, run)
     body = attributes["body"].as_graph()
     type_body_inputs(op_type, inputs, attributes)
     if op_type == "Loop":
@@ -77,8 +77,11 @@ def int_list(attributes: Mapping[str, ir.Attr], name: str, count: int) -> list[i
     return list(attributes[name].as_ints()) if name in attributes else [0] * count
 
 
-def _infer_if(attributes: Mapping[str, ir.Attr], run: Callable[[ir.Graph], None]) -> list[Types]:
+def _infer_if(condition: ir.Value | None, attributes: Mapping[str, ir.Attr], run: Callable[[ir.Graph], None]) -> list[Types]:
     branches = [attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    decided = constant(condition)
+    if decided is not None:  # what the other branch makes of these shapes does not matter
+        branches = [branches[0 if bool(np.all(decided)) else 1]] * 2
     for branch in branches:
         run(branch)
     found: list[Types] = []

@@ -33,6 +33,14 @@ def bodies(node: ir.Node) -> Sequence[ir.Graph]:
     return found
 
 
+def reachable_bodies(node: ir.Node) -> Sequence[ir.Graph]:
+    """The bodies of ``node`` that can run: of an If with a known condition, one of the two."""
+    decided = constant(node.inputs[0]) if node.op_type == "If" and node.domain == "" else None
+    if decided is None:
+        return bodies(node)
+    return [node.attributes["then_branch" if bool(np.all(decided)) else "else_branch"].as_graph()]
+
+
 def captured(node: ir.Node) -> list[ir.Value]:
     """The outer values that the bodies of ``node`` read, at any depth, each once, in order of first use."""
     found: dict[ir.Value, None] = {}

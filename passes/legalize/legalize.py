@@ -25,10 +25,12 @@ from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.opset_adapters import adapt
 from graphc.ir.state import not_finite
-from graphc.ir.subgraphs import CONTROL, bodies
+from graphc.ir.subgraphs import CONTROL, reachable_bodies
 from graphc.ir.toposort import sort_and_link
+from graphc.ir.unknown_sizes import forget_unknown_sizes
 from graphc.ir.verify import refused_type
 from graphc.passes.gradients.attention import by_parts as attention_by_parts
+from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
@@ -37,13 +39,14 @@ from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import (
     initializers_are_no_inputs,
     inline_functions,
+    is_placed,
     name_everything,
     normalise_domains,
     opset_of,
     remove_dead,
     untyped,
 )
-from graphc.passes.legalize.subgraphs import hoist_initializers, name_inputs
+from graphc.passes.legalize.subgraphs import decided_branch, hoist_initializers, name_inputs
 from graphc.pipeline import Context, graph_pass
 
 _WINDOW = frozenset({"left_window_size", "right_window_size"})
@@ -59,6 +62,7 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
         UnsupportedOpError: an operator of a domain without declarations.
     """
     graph, version, before = model.graph, opset_of(model), len(model.graph)
+    placed = is_placed(model)
     normalise_domains(model)
     sort_and_link(graph)
     hoist_initializers(graph)
@@ -74,8 +78,11 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     remove_dead(graph)
     small_initializers_to_constants(graph)
     put_gradients_last(graph)
-    _convert(graph, version, model.opset_imports)
+    forget_unknown_sizes(graph)
+    annotations = Annotations(graph)
+    _convert(graph, version, model.opset_imports, annotations)
     dissolve(graph)
+    annotations.finish(OPSET)
     _complete_shapes(model, version)
     remove_dead(graph)
     _refuse_untyped(graph)
@@ -87,7 +94,12 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     broken = not_finite(graph)
     if broken:
         names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
-        ctx.note(f"legalize: warning: NaN or infinity in {names}")
+        ctx.warn("legalize", f"NaN or infinity in {names}; training stops at the first step")
+    if placed:
+        ctx.warn("legalize", "the file places nodes on devices and shards tensors over them; that is not followed")
+    wrong = annotations.warning()
+    if wrong:
+        ctx.warn("legalize", wrong)
     ctx.note(
         f"legalize: opset {version} → {OPSET}, {before} → {len(graph)} nodes, "
         f"{counted(parameters, 'parameter')} taken from nodes"
@@ -95,55 +107,45 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     return True
 
 
-def _convert(graph: ir.Graph, version: int, imports: dict[str, int], inner: Builder | None = None) -> None:
+def _convert(
+    graph: ir.Graph, version: int, imports: dict[str, int], annotations: Annotations, inner: Builder | None = None
+) -> None:
     """Convert, canonicalise and type every node, in order, so that each adapter sees typed inputs."""
     op = inner or Builder(graph)
     for node in list(graph):
         op.before, op.scope = node, node.name or node.op_type
         if node.domain == "" and node.op_type in CONTROL and not (node.op_type == "Scan" and version < 9):
             type_body_inputs(node.op_type, node.inputs, node.attributes)
-        for body in bodies(node):
-            _convert(body, version, imports, op.inside(body))
-        replaced = _replacement(op, node, version)
+        for body in reachable_bodies(node):
+            _convert(body, version, imports, annotations, op.inside(body))
+        replaced = _replacement(op, node, version, annotations)
         if replaced is not None:
-            if inner is None:
-                for old, new in zip(node.outputs, replaced, strict=False):
-                    _agree(node, old.name, (old.type, old.shape), new)
+            for old, new in zip(node.outputs, replaced, strict=False):
+                annotations.compare(old.name, new)
             _substitute(graph, op, node, replaced)
+            annotations.complete(replaced, node.inputs)
             continue
         _check_known(node, version)
-        if any(v is not None and v.type is None for v in node.inputs):
-            continue
-        annotated = [(v.type, v.shape) for v in node.outputs]
-        apply(node, version=OPSET if node.domain == "" else imports.get(node.domain, 1))
-        fold(node)
-        if inner is None:
-            for said, value in zip(annotated, node.outputs, strict=True):
-                _agree(node, value.name, said, value)
+        if all(v is None or v.type is not None for v in node.inputs):
+            _type(node, OPSET if node.domain == "" else imports.get(node.domain, 1), annotations)
+        annotations.complete(node.outputs, node.inputs)
 
 
-def _agree(node: ir.Node, name: str | None, said: tuple[ir.TypeProtocol | None, ir.Shape | None], value: ir.Value) -> None:
-    """Reject a value whose type in the file (``value_info`` or graph output) contradicts the inferred one."""
-    type_, shape = said
-    if not isinstance(type_, ir.TensorType) or not isinstance(value.type, ir.TensorType):
-        return
-    wrong = type_ != value.type
-    if not wrong and shape is not None and value.shape is not None:
-        pairs = zip(shape.dims, value.shape.dims, strict=False)
-        wrong = len(shape) != len(value.shape) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
-    if wrong:
-        raise ModelError(
-            f"the file says that {name!r} is {_show(type_, shape)}, but its node makes {_show(value.type, value.shape)}: "
-            f"{describe(node)}; correct the value_info of {name!r}, or remove it"
-        )
+def _type(node: ir.Node, version: int, annotations: Annotations) -> None:
+    try:
+        apply(node, version=version)
+    except ModelError:
+        if not annotations.doubt(node.inputs):
+            raise
+        apply(node, version=version)
+    fold(node)
+    for value in node.outputs:
+        annotations.compare(value.name, value)
 
 
-def _show(type_: ir.TypeProtocol | None, shape: ir.Shape | None) -> str:
-    dtype = type_.dtype.name.lower() if isinstance(type_, ir.TensorType) else str(type_)
-    return dtype + ("" if shape is None else "[" + ", ".join(str(d) for d in shape.dims) + "]")
-
-
-def _replacement(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
+def _replacement(op: Builder, node: ir.Node, version: int, annotations: Annotations) -> Sequence[ir.Value] | None:
+    if node.op_type == "If" and node.domain == "":
+        return decided_branch(op, node, annotations.rank)
     if node.domain != DOMAIN and declaration_of(node) is not None:
         return None  # the declaration of an op decides its type
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
@@ -269,8 +271,8 @@ def _whole_graph_inference(model: ir.Model) -> dict[str, onnx.TypeProto]:
     graph.inputs.extend(held)
     try:
         proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise ModelError(f"the model is ill-typed: {error}") from None
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return {}  # each node has been checked on its own; this inference is stricter than the runtimes
     finally:
         graph.inputs.clear()
         graph.inputs.extend(inputs)

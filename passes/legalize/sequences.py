@@ -25,6 +25,7 @@ from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import constant, dims, producer_of, required, static_dims
 from graphc.ir.infer import apply, propagate
 from graphc.ir.subgraphs import CONTROL, bodies, inline, prune
+from graphc.passes.legalize.subgraphs import decided_branch
 
 Elements = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, for sequences whose elements are known."""
@@ -63,7 +64,7 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
             changed = True
             continue
         before = set(graph) if node.op_type in ("If", "Loop") else set()
-        values = _decided_branch(op, node) if node.op_type == "If" else _unrolled(op, node)
+        values = decided_branch(op, node) if node.op_type == "If" else _unrolled(op, node)
         if values is not None:
             pending = [n for n in graph if n not in before and n.op_type != "Constant"] + pending
             _replace(op, graph, node, values)
@@ -75,14 +76,6 @@ def _dissolve(op: Builder, graph: ir.Graph, known: Elements) -> bool:
             _replace(op, graph, node, made)
             changed = True
     return changed
-
-
-def _decided_branch(op: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """The outputs of an If with a known condition."""
-    decided = constant(node.inputs[0])
-    if decided is None:
-        return None
-    return inline(op, node.attributes["then_branch" if bool(np.all(decided)) else "else_branch"].as_graph(), {})
 
 
 def _unrolled(op: Builder, node: ir.Node) -> list[ir.Value] | None:

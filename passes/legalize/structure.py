@@ -54,6 +54,11 @@ def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from function.all_nodes()
 
 
+def is_placed(model: ir.Model) -> bool:
+    """Whether the file says which devices run its nodes, or how they share tensors (ONNX's multi-device fields)."""
+    return bool(model.device_configurations) or any(node.device_configurations for node in _all_nodes(model))
+
+
 def normalise_domains(model: ir.Model) -> None:
     """Rename the domain ``ai.onnx`` to the empty name: both mean the standard domain."""
     for node in _all_nodes(model):

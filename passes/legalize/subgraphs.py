@@ -5,7 +5,7 @@ before  Loop { w = initializer; y = MatMul(s, w) }        after  w = initializer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -13,7 +13,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
 from graphc.ir.opset_adapters import until
-from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, new_body
+from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, inline, new_body, reachable_bodies
 
 
 def hoist_initializers(graph: ir.Graph) -> None:
@@ -43,6 +43,27 @@ def name_inputs(graph: ir.Graph) -> None:
                 fresh = f"{name}.{count}"
             value.name = fresh
             taken.add(fresh)
+
+
+def decided_branch(
+    op: Builder, node: ir.Node, rank: Callable[[ir.Value], int | None] = lambda _: None
+) -> list[ir.Value] | None:
+    """The outputs of an If whose branch is known: by its condition, or since only one has the rank that its readers take.
+
+    Exporters write a squeeze of an axis that may be longer than 1 as an If of both cases.
+
+    Args:
+        rank: the rank that the readers of an output take; None where they do not say.
+    """
+    branches = reachable_bodies(node)
+    if len(branches) == 1:
+        return inline(op, branches[0], {})
+    for k, out in enumerate(node.outputs):
+        found = [dims(branch.outputs[k]) for branch in branches]
+        ranks = [None if f is None else len(f) for f in found]
+        if None not in ranks and ranks[0] != ranks[1] and (wanted := rank(out)) in ranks:
+            return inline(op, branches[ranks.index(wanted)], {})
+    return None
 
 
 @until(9, "Scan")

@@ -23,6 +23,7 @@ from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.text import graph_metadata
 from graphc.ir.updates import trains
+from graphc.passes.legalize.subgraphs import decided_branch
 from graphc.passes.optimize.identities import RULES
 from graphc.pipeline import Context, graph_pass
 
@@ -158,8 +159,18 @@ def fold_and_rewrite(graph: ir.Graph) -> bool:
         op.before, op.scope = node, node.name or node.op_type
         if any(v.uses() or v.is_graph_output() or v.metadata_props for v in node.outputs):
             _refine(node)
-            changed |= _fold(graph, op, node) or _rewrite(graph, op, node)
+            changed |= _decide(graph, op, node) or _fold(graph, op, node) or _rewrite(graph, op, node)
     return changed
+
+
+def _decide(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
+    """Replace an If whose condition became known by its branch."""
+    values = decided_branch(op, node) if node.op_type == "If" and node.domain == "" else None
+    if values is None:
+        return False
+    for old, new in zip(node.outputs, values, strict=True):
+        replace(graph, op, old, new)
+    return True
 
 
 def _refine(node: ir.Node) -> None:
