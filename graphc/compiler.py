@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,11 @@ from typing import Any, Concatenate, ParamSpec, get_type_hints
 
 import onnx_ir as ir
 
-from graphc import frontends, parallel
+from graphc import frontends, parallel, stages
 from graphc.backend import check_backend
+from graphc.device import Array
 from graphc.errors import UnsupportedOpError, UsageError, counted, nearest
-from graphc.ir.builder import Builder
+from graphc.ir import DOMAIN
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import describe_value
@@ -32,36 +32,6 @@ from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
 """A path, ``onnx.ModelProto``, ``onnx_ir.Model`` or (with ``example_inputs``) ``torch.nn.Module``."""
-
-IMPORT_PASSES = ("legalize", "rebatch", "initialize")
-"""Passes that prepare the model itself; the passes after them build the training graph."""
-
-
-class Evaluation:
-    """The evaluation graph, simplified on first use: a run that only trains never needs it."""
-
-    def __init__(self, model: ir.Model, ctx: Context) -> None:
-        self._model, self._ctx = model, ctx
-        self._lock, self._done = threading.Lock(), False
-
-    @property
-    def model(self) -> ir.Model:
-        with self._lock:  # worker threads share a program
-            if not self._done:
-                run(
-                    self._model,
-                    [PassCall("attention", {"saves": "logsumexp"}), PassCall("simplify"), PassCall("verify")],
-                    self._ctx,
-                )
-                self._done = True
-        return self._model
-
-    def __getstate__(self) -> ir.Model:
-        return self.model  # a lock cannot be copied or pickled
-
-    def __setstate__(self, model: ir.Model) -> None:
-        self.__init__(model, Context())  # type: ignore[misc]
-        self._done = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +66,8 @@ class Program:
     Attributes:
         model: the whole training graph: forward, loss, backward, AllReduces, updates.
         evaluation: builds :attr:`inference`.
-        original: the model as given; trained weights are written back into it.
+        original: the model as given.
+        changed: the legalised model, if passes changed what it computes.
         arguments: the arguments of ``compile``, except those that serve one call only.
         pipeline: the passes that built ``model``, as text.
         log: lines that the passes reported.
@@ -104,8 +75,9 @@ class Program:
     """
 
     model: ir.Model
-    evaluation: Evaluation
+    evaluation: stages.Evaluation
     original: ir.Model
+    changed: ir.Model | None
     arguments: CompileArguments = field(repr=False)
     pipeline: str
     log: list[str]
@@ -132,6 +104,18 @@ class Program:
     def backend(self) -> str:
         """Name of the backend and its options, or ``"auto"``."""
         return self.arguments.backend
+
+    def trained(self, values: Mapping[str, Array]) -> ir.Model:
+        """The model with trained weights, in inference mode: the file as given, unless passes changed what it computes.
+
+        Args:
+            values: name → array.
+        """
+        if self.changed is None:
+            return frontends.write_back(self.original, values)
+        model = frontends.write_back(self.changed, values)
+        decompose_graph(model.graph, lambda node: node.domain != DOMAIN)
+        return model
 
     def recompile(self, **changes: Any) -> Program:
         """Compile the same model with the same arguments, except for ``changes``.
@@ -280,19 +264,23 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     ctx = Context()
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()
-    cut = next((k for k, s in enumerate(steps) if s.name not in IMPORT_PASSES), len(steps))
-    run(working, steps[:cut], ctx, after=arguments.after, dump_dir=dump)
+
+    def run_step(step: PassCall) -> None:
+        run(working, [step], ctx, after=arguments.after, dump_dir=dump)
+
+    split = stages.run_on_model(working, steps, run_step)
     _check_inputs(working.graph)
-    evaluation = evaluation_graph(working, kept.loss, ctx)
+    changed = working.clone() if split.changed else None
+    evaluation = stages.evaluation_graph(working, next((s for s in split.rest if s.name == "loss"), kept.loss.step()), ctx)
     if kept.mesh is not None:
         working.metadata_props[MESH] = str(kept.mesh)
     if kept.deterministic is not None:
         working.metadata_props[DETERMINISTIC] = kept.deterministic
-    run(working, steps[cut:], ctx, after=arguments.after, dump_dir=dump)
+    stages.run_on_training(working, split.rest, run_step)
     if not any(is_update(node) for node in working.graph):
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
-    text = ",".join(str(s) for s in steps)
-    return Program(working, evaluation, original, kept, text, ctx.log, tuple(steps[:cut]))
+    text = ",".join(str(s) for s in (*split.own, *split.rest))
+    return Program(working, evaluation, original, changed, kept, text, ctx.log, tuple(split.own))
 
 
 def _check_parts(loss: Any, optimizer: Any) -> None:
@@ -326,21 +314,6 @@ def check_untrained(model: ir.Model) -> None:
     taken = sorted({value.name for value in values if value.name in RESERVED})
     if taken:
         raise UsageError(f"the name {taken[0]!r} is reserved: rename it, or, if this is a training graph, {again}")
-
-
-def evaluation_graph(legalised: ir.Model, loss: Loss, ctx: Context) -> Evaluation:
-    """A copy of the legalised model in inference mode whose outputs are the loss and metrics with their sums."""
-    model = legalised.clone()
-    inner = Context(done=list(ctx.done))
-    run(model, [PassCall("inference_mode"), loss.step()], inner)
-    for node in list(model.graph):
-        if node.op_type == "Mean" and node.domain == "graphc":
-            # Evaluation sums over batches and divides once, so that a short last batch has its due weight.
-            for value, part in zip(node.inputs, ("total", "weight"), strict=False):
-                if value is not None:
-                    op = Builder(model.graph)
-                    model.graph.outputs.append(op.Identity(value, _outputs=[f"{node.outputs[0].name}::{part}"]))
-    return Evaluation(model, inner)
 
 
 def grad(

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import onnx_ir as ir
 
@@ -23,6 +23,11 @@ from graphc.errors import GraphcError, UsageError, listed, nearest
 from graphc.registry import Registry
 
 PassFunction: TypeAlias = "Callable[..., bool]"
+
+Changes: TypeAlias = Literal["function", "form", "training"]
+"""What a pass changes: the function that the model computes, the form of the same function, or training alone: the loss,
+gradients, updates, and how a step runs.
+"""
 
 PASSES: Registry[Pass] = Registry("pass", "graphc.passes")
 
@@ -69,6 +74,7 @@ class Pass:
         options: keyword arguments by name.
         open: whether it accepts options beyond those and checks them itself.
         aliases: former names.
+        changes: what it changes. What may change the function also runs for evaluation and export.
     """
 
     name: str
@@ -79,6 +85,7 @@ class Pass:
     doc: str
     open: bool
     aliases: tuple[str, ...]
+    changes: Changes
 
     def bind(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check option names and convert textual values to the declared types.
@@ -103,12 +110,22 @@ class Pass:
 
 
 def graph_pass(
-    name: str, *, requires: Sequence[str] = (), aliases: Sequence[str] = ()
+    name: str, *, requires: Sequence[str] = (), aliases: Sequence[str] = (), changes: Changes = "function"
 ) -> Callable[[PassFunction], PassFunction]:
-    """Register the decorated function as pass ``name``; ``requires`` names passes that must run before.
+    """Register the decorated function as pass ``name``.
 
-    ``aliases`` are former names, which pipelines still accept.
+    Args:
+        requires: passes that must run before.
+        aliases: former names, which pipelines still accept.
+        changes: ``function``: what the model computes, so that :func:`graphc.compile` runs the pass on the model before it
+            copies it for training and evaluation; ``form``: the graph, not its results; ``training``: the loss, gradients or
+            updates alone.
+
+    Raises:
+        UsageError: an unknown kind of change.
     """
+    if changes not in typing.get_args(Changes):
+        raise UsageError(f"pass {name!r}: changes={changes!r} is none of {', '.join(typing.get_args(Changes))}")
 
     def register(function: PassFunction) -> PassFunction:
         found = inspect.signature(function).parameters.values()
@@ -116,7 +133,7 @@ def graph_pass(
         takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found)
         hints = typing.get_type_hints(function)
         doc = inspect.getdoc(function) or ""
-        entry = Pass(name, function, tuple(requires), parameters, hints, doc, takes_others, tuple(aliases))
+        entry = Pass(name, function, tuple(requires), parameters, hints, doc, takes_others, tuple(aliases), changes)
         PASSES.register(name, entry, origin=function.__module__)
         for alias in aliases:
             PASSES.alias(alias, name)

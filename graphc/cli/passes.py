@@ -33,6 +33,7 @@ def command(
             return
         output.say(f"{entry.name}  ({PASSES.origin(entry.name)})")
         output.say(f"requires {', '.join(entry.requires)}" if entry.requires else "requires nothing")
+        output.say(f"changes {_CHANGES[entry.changes]}")
         if entry.aliases:
             output.say(f"also called {', '.join(entry.aliases)}")
         output.prose("\n" + output.plain(entry.doc) + "\n")
@@ -54,6 +55,13 @@ def command(
     )
 
 
+_CHANGES = {
+    "function": "what the model computes: it runs on the model before that is copied for training and evaluation",
+    "form": "the graph, not what it computes",
+    "training": "the training graph alone: loss, gradients, updates, or how a step runs",
+}
+
+
 def _described(row: dict[str, Any]) -> str:
     aliases: list[str] = row["aliases"]
     return f"{row['doc']} (also called {', '.join(aliases)})" if aliases else str(row["doc"])
@@ -71,6 +79,7 @@ def _row(entry: Pass) -> dict[str, Any]:
         "doc": output.plain(entry.doc.partition("\n")[0]),
         "requires": list(entry.requires),
         "aliases": list(entry.aliases),
+        "changes": entry.changes,
         "options": _options(entry),
         "origin": PASSES.origin(entry.name),
     }

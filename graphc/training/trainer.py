@@ -350,11 +350,14 @@ class Trainer:
         return found
 
     def export(self, path: str | Path) -> None:
-        """Write the user's model with trained values, original names and in inference mode; rank 0 writes atomically."""
+        """Write the user's model with trained values, original names and in inference mode; rank 0 writes atomically.
+
+        If a pass changed what the model computes, that is the legalised model with the change.
+        """
         self.strategy.collect()
         values = self.trained_values()
         if self.rank == 0:
-            frontends.save(frontends.write_back(self.program.original, values), path)
+            frontends.save(self.program.trained(values), path)
         self.strategy.wait_for_file()
 
     def write_trace(self) -> Summary | None:

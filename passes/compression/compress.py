@@ -30,7 +30,7 @@ LOW: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataTy
 METHODS = (*LOW, "powersgd", "topk")
 
 
-@graph_pass("compress", requires=("optimizer", "allreduce"))
+@graph_pass("compress", requires=("optimizer", "allreduce"), changes="training")
 def compress(
     model: ir.Model,
     ctx: Context,

@@ -24,7 +24,7 @@ from graphc.passes.distributed.reductions import gradient_reductions, operand_of
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("adasum", requires=("optimizer", "allreduce", "bucket"))
+@graph_pass("adasum", requires=("optimizer", "allreduce", "bucket"), changes="training")
 def adasum(model: ir.Model, ctx: Context) -> bool:
     """Reduce every gradient by adasum.
 

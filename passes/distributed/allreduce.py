@@ -20,7 +20,7 @@ from graphc.passes.optimize.simplify import replace
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("allreduce", requires=("optimizer",))
+@graph_pass("allreduce", requires=("optimizer",), changes="training")
 def allreduce(model: ir.Model, ctx: Context, *, group: str = "data") -> bool:
     """Insert one AllReduce per (value, reduction) that an update or a reported mean consumes.
 

@@ -25,7 +25,7 @@ from graphc.ir.updates import converts, copies_of, is_reduced, on_its_way, sourc
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("bucket", requires=("optimizer",))
+@graph_pass("bucket", requires=("optimizer",), changes="training")
 def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float = 1.0) -> bool:
     """Assign every update node to a bucket and merge the AllReduces of a bucket into one.
 

@@ -14,7 +14,7 @@ from graphc.passes.distributed.sharding import buckets_note, gather_next, shard_
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("central_storage", requires=("optimizer", "allreduce", "bucket"))
+@graph_pass("central_storage", requires=("optimizer", "allreduce", "bucket"), changes="training")
 def central_storage(model: ir.Model, ctx: Context) -> bool:
     """Keep optimizer state on rank 0, in host memory, and update there for all ranks.
 

@@ -17,7 +17,7 @@ from graphc.passes.precision.accumulate import sum_micro_batches
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("deterministic_shards", requires=("allreduce",), aliases=("micro_shards",))
+@graph_pass("deterministic_shards", requires=("allreduce",), aliases=("micro_shards",), changes="training")
 def deterministic_shards(model: ir.Model, ctx: Context, *, shards: int = 4) -> bool:
     """Make results independent of the number of workers, which may be 1, 2, 4 … up to ``shards``.
 

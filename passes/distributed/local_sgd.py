@@ -27,7 +27,7 @@ from graphc.passes.precision.update_graph import move_to_end
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("local_sgd", requires=("optimizer", "allreduce", "bucket"))
+@graph_pass("local_sgd", requires=("optimizer", "allreduce", "bucket"), changes="training")
 def local_sgd(model: ir.Model, ctx: Context, *, every: int = 8, start: int = 0, states: bool = True) -> bool:
     """Average parameters instead of gradients.
 

@@ -26,7 +26,7 @@ from graphc.ir.updates import is_reduced, state_of
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("parameter_server", requires=("allreduce",))
+@graph_pass("parameter_server", requires=("allreduce",), changes="training")
 def parameter_server(model: ir.Model, ctx: Context, *, servers: int = 1, staleness: int | None = None) -> bool:
     """Replace every AllReduce by a Push, and read parameters through a Pull.
 

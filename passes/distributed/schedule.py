@@ -38,7 +38,7 @@ from graphc.pipeline import Context, graph_pass
 from graphc.plan.overlap_view import overlapping
 
 
-@graph_pass("schedule")
+@graph_pass("schedule", changes="training")
 def schedule(model: ir.Model, ctx: Context) -> bool:
     """Split every collective into Start and Wait and reorder the graph."""
     graph, op = model.graph, Builder(model.graph)

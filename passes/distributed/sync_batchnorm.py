@@ -23,7 +23,7 @@ from graphc.passes.optimize.simplify import replace
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("sync_batchnorm", requires=("train_mode",))
+@graph_pass("sync_batchnorm", requires=("train_mode",), changes="training")
 def sync_batchnorm(model: ir.Model, ctx: Context, *, group: str = "data") -> bool:
     """Put an AllReduce into the statistics of every BatchNormalization that trains.
 

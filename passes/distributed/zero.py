@@ -28,7 +28,7 @@ from graphc.passes.distributed.sharding import Bucket, buckets_note, gather_next
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("zero", requires=("optimizer", "allreduce", "bucket"))
+@graph_pass("zero", requires=("optimizer", "allreduce", "bucket"), changes="training")
 def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False) -> bool:
     """Shard training state over the ranks of the data axis.
 

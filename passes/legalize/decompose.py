@@ -16,7 +16,7 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("decompose")
+@graph_pass("decompose", changes="form")
 def decompose(model: ir.Model, ctx: Context, *, keep: Sequence[str] | None = None) -> bool:
     """Decompose all ``graphc`` nodes except ops in ``keep``, until only standard ops remain."""
     kept = frozenset(keep or ())

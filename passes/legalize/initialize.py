@@ -67,7 +67,7 @@ _ROLES: dict[tuple[str, int], str] = {
 _PLAIN = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Expand"})
 
 
-@graph_pass("initialize")
+@graph_pass("initialize", changes="form")
 def initialize(
     model: ir.Model,
     ctx: Context,

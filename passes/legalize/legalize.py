@@ -53,7 +53,7 @@ _WINDOW = frozenset({"left_window_size", "right_window_size"})
 """Attributes that newer opsets added to Attention; onnxruntime rejects them."""
 
 
-@graph_pass("legalize")
+@graph_pass("legalize", changes="form")
 def legalize(model: ir.Model, ctx: Context) -> bool:
     """Convert ``model`` to the form that the other passes take.
 

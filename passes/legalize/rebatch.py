@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _HELP = "export the model with a dynamic batch dimension, or name the inputs that carry the batch with inputs="
 
 
-@graph_pass("rebatch", requires=("legalize",))
+@graph_pass("rebatch", requires=("legalize",), changes="form")
 def rebatch(model: ir.Model, ctx: Context, *, batch: int | str = "batch", inputs: Sequence[str] | None = None) -> bool:
     """Change the batch size of a model to ``batch``.
 

@@ -42,7 +42,7 @@ _LONG = 16
 """Keys per element of a head above which the probabilities take several times the memory of q, k, v and y."""
 
 
-@graph_pass("attention", requires=("legalize",))
+@graph_pass("attention", requires=("legalize",), changes="form")
 def attention(model: ir.Model, ctx: Context, *, saves: str = "auto") -> bool:
     """Fuse each attention into ``graphc.ScaledDotProductAttention``.
 

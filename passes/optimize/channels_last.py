@@ -35,7 +35,7 @@ from graphc.pipeline import Context, graph_pass
 DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-@graph_pass("channels_last", aliases=("layout",))
+@graph_pass("channels_last", aliases=("layout",), changes="form")
 def channels_last(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
     """Compute convolutions, and the ops between them, in channels-last order.
 

@@ -34,7 +34,7 @@ LOW = -1e30
 """Stands for minus infinity: a float32 score vanishes when this is added."""
 
 
-@graph_pass("flash_attention")
+@graph_pass("flash_attention", changes="form")
 def flash_attention(model: ir.Model, ctx: Context) -> bool:
     """Make attention save one number per row of scores, and use finite additive masks."""
     graph, op = model.graph, Builder(model.graph)

@@ -38,7 +38,7 @@ _MAX_SWEEPS = 10
 _COMMUTATIVE = frozenset({"Add", "Mul", "And", "Or", "Equal"})
 
 
-@graph_pass("simplify")
+@graph_pass("simplify", changes="form")
 def simplify(model: ir.Model, ctx: Context) -> bool:
     """Fold constants, merge common subexpressions, remove identities and dead nodes, until nothing changes."""
     before = len(model.graph)

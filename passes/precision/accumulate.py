@@ -22,7 +22,7 @@ from graphc.pipeline import Context, graph_pass
 from graphc.plan.accumulation import is_accumulation
 
 
-@graph_pass("accumulate", requires=("allreduce",))
+@graph_pass("accumulate", requires=("allreduce",), changes="training")
 def accumulate(model: ir.Model, ctx: Context, *, steps: int) -> bool:
     """Sum all values that are reduced after the backward pass over ``steps`` micro-batches.
 

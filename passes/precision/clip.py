@@ -34,7 +34,7 @@ EPSILON = 1e-6
 """PyTorch adds this to the norm before it divides by it."""
 
 
-@graph_pass("clip", requires=("optimizer", "allreduce"))
+@graph_pass("clip", requires=("optimizer", "allreduce"), changes="training")
 def clip(model: ir.Model, ctx: Context, *, norm: float | None = None, value: float | None = None) -> bool:
     """Clip the gradients of all parameters that train.
 

@@ -23,7 +23,7 @@ from graphc.passes.precision.update_graph import move_to_end, refuse_without
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("loss_scaling", requires=("optimizer", "allreduce"))
+@graph_pass("loss_scaling", requires=("optimizer", "allreduce"), changes="training")
 def loss_scaling(
     model: ir.Model,
     ctx: Context,

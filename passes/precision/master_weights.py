@@ -34,7 +34,7 @@ VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "I
 SUFFIX = {ir.DataType.BFLOAT16: "bf16", ir.DataType.FLOAT16: "fp16"}
 
 
-@graph_pass("master_weights", requires=("mixed_precision", "optimizer"))
+@graph_pass("master_weights", requires=("mixed_precision", "optimizer"), changes="training")
 def master_weights(model: ir.Model, ctx: Context, *, low_gradients: bool = True, vectors: bool = True) -> bool:
     """Store a low-precision copy of every parameter that the computation reads in that type.
 

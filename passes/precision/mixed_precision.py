@@ -50,7 +50,7 @@ FULL = (
 """Ops that stay in float32: sums of many terms, steep functions, recurrences, and control flow with its bodies."""
 
 
-@graph_pass("mixed_precision", requires=("legalize",))
+@graph_pass("mixed_precision", requires=("legalize",), changes="training")
 def mixed_precision(
     model: ir.Model,
     ctx: Context,

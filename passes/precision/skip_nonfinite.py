@@ -26,7 +26,7 @@ from graphc.passes.precision.update_graph import move_to_end, refuse_without
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("skip_nonfinite", requires=("optimizer", "allreduce"))
+@graph_pass("skip_nonfinite", requires=("optimizer", "allreduce"), changes="training")
 def skip_nonfinite(model: ir.Model, ctx: Context) -> bool:
     """Keep all state unchanged in a step with a NaN or an infinity, and count such steps."""
     graph = model.graph

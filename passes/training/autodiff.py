@@ -21,7 +21,7 @@ from graphc.passes.gradients.reverse_mode import ancestors, differentiate, zeros
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("autodiff", requires=("legalize",))
+@graph_pass("autodiff", requires=("legalize",), changes="training")
 def autodiff(
     model: ir.Model,
     ctx: Context,

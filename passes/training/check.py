@@ -19,7 +19,7 @@ from graphc.passes.gradients.reverse_mode import ancestors, descendants, has_no_
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("check", requires=("legalize",))
+@graph_pass("check", requires=("legalize",), changes="form")
 def check(
     model: ir.Model,
     ctx: Context,

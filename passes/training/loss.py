@@ -41,7 +41,7 @@ OPTIONS: Mapping[str, Sequence[str]] = {
 """Kind of loss → its options besides ``reduction``, ``metrics`` and ``keep_outputs``."""
 
 
-@graph_pass("loss", requires=("legalize",))
+@graph_pass("loss", requires=("legalize",), changes="training")
 def loss(
     model: ir.Model,
     ctx: Context,

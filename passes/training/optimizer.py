@@ -25,7 +25,7 @@ from graphc.ir.state import add_initializer, scalar
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("optimizer", requires=("autodiff",))
+@graph_pass("optimizer", requires=("autodiff",), changes="training")
 def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: Any) -> bool:
     """Put an update node behind every gradient of a parameter, in the order of the parameters in the file.
 

@@ -24,7 +24,7 @@ MODES = ("cheap", "all")
 MOST_STRETCHES = 24
 
 
-@graph_pass("recompute", requires=("autodiff",))
+@graph_pass("recompute", requires=("autodiff",), changes="training")
 def recompute(
     model: ir.Model, ctx: Context, *, mode: str = "cheap", budget_mb: float | None = None, batch: int | None = None
 ) -> bool:

@@ -29,7 +29,7 @@ from graphc.passes.optimize.simplify import replace
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("train_mode", requires=("legalize",))
+@graph_pass("train_mode", requires=("legalize",), changes="training")
 def train_mode(
     model: ir.Model,
     ctx: Context,
@@ -100,7 +100,7 @@ def _note_bodies(owner: ir.Node, ctx: Context, batchnorm: bool, dropout: bool) -
                 )
 
 
-@graph_pass("inference_mode", requires=("legalize",))
+@graph_pass("inference_mode", requires=("legalize",), changes="form")
 def inference_mode(model: ir.Model, ctx: Context) -> bool:
     """Put BatchNormalization and Dropout of a file exported in training mode into inference mode."""
     graph = model.graph

@@ -12,7 +12,7 @@ from graphc.ir.verify import verify_model
 from graphc.pipeline import Context, graph_pass
 
 
-@graph_pass("verify")
+@graph_pass("verify", changes="form")
 def verify(model: ir.Model, ctx: Context, *, legal: bool = True) -> bool:
     """Check ops, attributes, types, order, names, collectives and state; see :func:`graphc.ir.verify.verify_model`.
 
