@@ -6,7 +6,7 @@ inputs, captured values. Optional: an element instead of a list of it; nothing w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,8 @@ class If(_WithBody):
         else_branch: Any = None,
         then_branch: Any = None,
         attributes: Any = None,
-        bindings: Any = None,
+        **_: Any,
     ) -> tuple[Any, ...]:
-        del bindings
         branch = then_branch if bool(np.asarray(cond).reshape(())) else else_branch
         return tuple(branch.run(None, dict(context or {}), attributes=attributes))
 
@@ -68,9 +67,8 @@ class Loop(_WithBody):
         context: Values | None = None,
         body: Any = None,
         attributes: Any = None,
-        bindings: Any = None,
+        **_: Any,
     ) -> tuple[Any, ...]:
-        del bindings
         current, trip = list(states), 0
         gathered: list[list[Any]] = [[] for _ in body.output_names[1 + len(states) :]]
         going = cond is None or bool(np.asarray(cond).reshape(()))
@@ -96,18 +94,13 @@ class Scan(_WithBody):
         context: Values | None = None,
         body: Any = None,
         num_scan_inputs: int = 1,
-        scan_input_axes: Sequence[int] | None = None,
-        scan_input_directions: Sequence[int] | None = None,
-        scan_output_axes: Sequence[int] | None = None,
-        scan_output_directions: Sequence[int] | None = None,
         attributes: Any = None,
-        bindings: Any = None,
+        **scan: Any,
     ) -> tuple[Any, ...]:
-        del bindings
         count = len(values) - num_scan_inputs
         current, scans = list(values[:count]), values[count:]
-        axes = list(scan_input_axes or [0] * num_scan_inputs)
-        backwards = list(scan_input_directions or [0] * num_scan_inputs)
+        axes = list(scan.get("scan_input_axes") or [0] * num_scan_inputs)
+        backwards = list(scan.get("scan_input_directions") or [0] * num_scan_inputs)
         slices = [np.moveaxis(v, axis, 0)[:: -1 if b else 1] for v, axis, b in zip(scans, axes, backwards, strict=True)]
         gathered: list[list[Any]] = [[] for _ in body.output_names[count:]]
         for trip in range(len(slices[0])):
@@ -117,8 +110,8 @@ class Scan(_WithBody):
             current = results[:count]
             for part, value in zip(gathered, results[count:], strict=True):
                 part.append(value)
-        axes = list(scan_output_axes or [0] * len(gathered))
-        backwards = list(scan_output_directions or [0] * len(gathered))
+        axes = list(scan.get("scan_output_axes") or [0] * len(gathered))
+        backwards = list(scan.get("scan_output_directions") or [0] * len(gathered))
         return (
             *current,
             *(
@@ -138,9 +131,8 @@ class SequenceMap(_WithBody):
         context: Values | None = None,
         body: Any = None,
         attributes: Any = None,
-        bindings: Any = None,
+        **_: Any,
     ) -> tuple[Any, ...]:
-        del bindings
         results: list[list[Any]] = [[] for _ in body.output_names]
         for k, element in enumerate(sequence):
             feeds = dict(context or {})
@@ -163,8 +155,7 @@ class SequenceInsert(_Open):
 class Optional(_Open):
     """Its input, or nothing."""
 
-    def _run(self, value: Any = None, type: Any = None) -> tuple[Any, ...]:  # the attribute's name
-        del type
+    def _run(self, value: Any = None, **_: Any) -> tuple[Any, ...]:
         return (value,)
 
 

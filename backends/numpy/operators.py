@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,90 +31,65 @@ from graphc.device import Array
 Ints = Sequence[int]
 
 
-def _geometry(
-    x: Array, kernel: Ints, strides: Ints | None, pads: Ints | None, dilations: Ints | None, auto_pad: str | None
-) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
-    """Strides, (begin, end) pads, dilations and reach (dilated kernel size) of each spatial dimension."""
-    count = len(kernel)
-    strides, dilations = list(strides or [1] * count), list(dilations or [1] * count)
-    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        sizes = x.shape[2:]
-        totals = [max(0, (-(-n // s) - 1) * s + r - n) for n, s, r in zip(sizes, strides, reach, strict=True)]
-        halves = [(t // 2, t - t // 2) for t in totals]
-        return strides, [h if auto_pad == "SAME_UPPER" else h[::-1] for h in halves], dilations, reach
-    both = list(pads or [0] * 2 * count)
-    return strides, list(zip(both[:count], both[count:], strict=True)), dilations, reach
+class _Operator(OpRun):
+    """Base of the replacements for ops of the standard domain."""
+
+    op_domain = ""
 
 
-def _windows(
-    x: Array,
-    kernel: Ints,
-    fill: Any,
-    *,
-    strides: Ints | None,
-    pads: Ints | None,
-    dilations: Ints | None,
-    ceil_mode: int | None,
-    auto_pad: str | None,
-) -> tuple[Array, Array, Array]:
+def _same_pads(x: Array, strides: Ints, reach: Ints, auto_pad: str | None) -> list[tuple[int, int]] | None:
+    """(begin, end) pads of SAME_UPPER and SAME_LOWER; None for explicit pads."""
+    if auto_pad not in ("SAME_UPPER", "SAME_LOWER"):
+        return None
+    totals = [max(0, (-(-n // s) - 1) * s + r - n) for n, s, r in zip(x.shape[2:], strides, reach, strict=True)]
+    halves = [(t // 2, t - t // 2) for t in totals]
+    return halves if auto_pad == "SAME_UPPER" else [half[::-1] for half in halves]
+
+
+def _windows(x: Array, fill: Any, pool: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     """All windows of ``x`` as (N, C, *out, elements), which elements are real, and which are at least in the padding.
 
     The last window of ``ceil_mode`` may reach over the padding; it must begin inside of the input or its left padding.
+    ``pool`` holds the op's attributes.
     """
-    strides, both, dilations, reach = _geometry(x, kernel, strides, pads, dilations, auto_pad)
+    kernel, ceil_mode, sizes = pool["kernel_shape"], pool.get("ceil_mode"), x.shape[2:]
+    count = len(kernel)
+    strides, dilations = pool.get("strides") or [1] * count, pool.get("dilations") or [1] * count
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    pads = pool.get("pads") or [0] * 2 * count
+    both = _same_pads(x, strides, reach, pool.get("auto_pad")) or list(zip(pads[:count], pads[count:], strict=True))
     outs = []
-    for n, s, (begin, end), r in zip(x.shape[2:], strides, both, reach, strict=True):
+    for n, s, (begin, end), r in zip(sizes, strides, both, reach, strict=True):
         room = n + begin + end - r
         out = -(-room // s) + 1 if ceil_mode else room // s + 1
         outs.append(out - 1 if ceil_mode and (out - 1) * s >= n + begin else out)
     needed = [(out - 1) * s + r for out, s, r in zip(outs, strides, reach, strict=True)]
-    spill = [max(0, need - n - b - e) for need, n, (b, e) in zip(needed, x.shape[2:], both, strict=True)]
+    spill = [max(0, need - n - b - e) for need, n, (b, e) in zip(needed, sizes, both, strict=True)]
 
     def cut(array: Array, outer: Any, inner: Any) -> Array:
         """Pad with ``inner``, then to the reach of the last window with ``outer``, and take the windows."""
         array = np.pad(array, [(0, 0), (0, 0), *both], constant_values=inner)
         array = np.pad(array, [(0, 0), (0, 0), *((0, extra) for extra in spill)], constant_values=outer)
-        axes = tuple(range(2, array.ndim))
-        view = np.lib.stride_tricks.sliding_window_view(array, reach, axis=axes)
+        view = np.lib.stride_tricks.sliding_window_view(array, reach, axis=tuple(range(2, array.ndim)))
         steps = tuple(slice(0, out * s, s) for out, s in zip(outs, strides, strict=True))
         view = view[(slice(None), slice(None), *steps, *(slice(None, None, d) for d in dilations))]
-        return view.reshape(*view.shape[: 2 + len(kernel)], math.prod(kernel))
+        return view.reshape(*view.shape[: 2 + count], math.prod(kernel))
 
-    ones = np.ones((1, 1, *x.shape[2:]), dtype=bool)
+    ones = np.ones((1, 1, *sizes), dtype=bool)
     return cut(x, fill, fill), cut(ones, False, False), cut(ones, False, True)
 
 
-class MaxPool(OpRun):
+class MaxPool(_Operator):
     """y = max over the window; Indices: its place in the whole input: the first of equal ones, the last NaN; no padding."""
 
-    op_domain = ""
-
-    def _run(
-        self,
-        x: Array,
-        auto_pad: str | None = None,
-        ceil_mode: int | None = None,
-        dilations: Ints | None = None,
-        kernel_shape: Ints = (),
-        pads: Ints | None = None,
-        storage_order: int | None = None,
-        strides: Ints | None = None,
-    ) -> tuple[Array, ...]:
+    def _run(self, x: Array, storage_order: int | None = None, **pool: Any) -> tuple[Array, ...]:
         least = -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
-        options: dict[str, Any] = {
-            "strides": strides,
-            "pads": pads,
-            "dilations": dilations,
-            "ceil_mode": ceil_mode,
-            "auto_pad": auto_pad,
-        }
-        windows, real, _ = _windows(x, kernel_shape, least, **options)
+        windows, real, _ = _windows(x, least, pool)
         y = windows.max(axis=-1)
         if len(self.output) == 1:
             return (y,)
         places = np.arange(math.prod(x.shape[2:]), dtype=np.int64).reshape(x.shape[2:], order="F" if storage_order else "C")
-        positions, _, _ = _windows(places[None, None], kernel_shape, 0, **options)
+        positions, _, _ = _windows(places[None, None], 0, pool)
         chosen = np.argmax((windows == y[..., None]) & real, axis=-1)
         unknown = np.not_equal(windows, windows)
         chosen = np.where(unknown.any(axis=-1), unknown.shape[-1] - 1 - np.argmax(unknown[..., ::-1], axis=-1), chosen)
@@ -123,128 +98,71 @@ class MaxPool(OpRun):
         return y, inside + planes.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
 
 
-class AveragePool(OpRun):
+class AveragePool(_Operator):
     """y = Σ window / number of its elements, those in the padding counted with ``count_include_pad``."""
 
-    op_domain = ""
-
-    def _run(
-        self,
-        x: Array,
-        auto_pad: str | None = None,
-        ceil_mode: int | None = None,
-        count_include_pad: int | None = None,
-        dilations: Ints | None = None,
-        kernel_shape: Ints = (),
-        pads: Ints | None = None,
-        strides: Ints | None = None,
-    ) -> tuple[Array, ...]:
-        windows, real, padded = _windows(
-            x, kernel_shape, 0, strides=strides, pads=pads, dilations=dilations, ceil_mode=ceil_mode, auto_pad=auto_pad
-        )
+    def _run(self, x: Array, count_include_pad: int | None = None, **pool: Any) -> tuple[Array, ...]:
+        windows, real, padded = _windows(x, 0, pool)
         count = (padded if count_include_pad else real).sum(axis=-1)
         return ((windows.sum(axis=-1) / count).astype(x.dtype),)
 
 
-class LpPool(OpRun):
+class LpPool(_Operator):
     """y = (Σ |window|^p)^(1/p)"""
 
-    op_domain = ""
-
-    def _run(
-        self,
-        x: Array,
-        auto_pad: str | None = None,
-        ceil_mode: int | None = None,
-        dilations: Ints | None = None,
-        kernel_shape: Ints = (),
-        p: int = 2,
-        pads: Ints | None = None,
-        strides: Ints | None = None,
-    ) -> tuple[Array, ...]:
-        windows, _, _ = _windows(
-            x, kernel_shape, 0, strides=strides, pads=pads, dilations=dilations, ceil_mode=ceil_mode, auto_pad=auto_pad
-        )
+    def _run(self, x: Array, p: int = 2, **pool: Any) -> tuple[Array, ...]:
+        windows, _, _ = _windows(x, 0, pool)
         return (((np.abs(windows) ** p).sum(axis=-1) ** (1.0 / p)).astype(x.dtype),)
 
 
-class GlobalLpPool(OpRun):
+class GlobalLpPool(_Operator):
     """y = (Σ |channel|^p)^(1/p)"""
-
-    op_domain = ""
 
     def _run(self, x: Array, p: int = 2) -> tuple[Array, ...]:
         total = (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True)
         return ((total ** (1.0 / p)).astype(x.dtype),)
 
 
-class ConvTranspose(OpRun):
+class ConvTranspose(_Operator):
     """Every input element adds its multiple of the kernel to the output, ``strides`` apart; the pads are cut off."""
 
-    op_domain = ""
-
     def _run(
-        self,
-        X: Array,
-        W: Array,
-        B: Array | None = None,
-        auto_pad: str | None = None,
-        dilations: Ints | None = None,
-        group: int = 1,
-        kernel_shape: Ints | None = None,
-        output_padding: Ints | None = None,
-        output_shape: Ints | None = None,
-        pads: Ints | None = None,
-        strides: Ints | None = None,
+        self, X: Array, W: Array, B: Array | None = None, group: int = 1, output_padding: Ints | None = None, **window: Any
     ) -> tuple[Array, ...]:
         count = X.ndim - 2
         kernel, sizes = W.shape[2:], X.shape[2:]
-        strides, dilations = list(strides or [1] * count), list(dilations or [1] * count)
-        extra = list(output_padding or [0] * count)
+        strides, dilations = window.get("strides") or [1] * count, window.get("dilations") or [1] * count
         full = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(sizes, strides, kernel, dilations, strict=True)]
-        begins, outs = self._cut(full, sizes, strides, extra, pads, output_shape, auto_pad)
+        wanted, auto_pad = window.get("output_shape"), window.get("auto_pad")
+        if wanted is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            wanted = [n * s for n, s in zip(sizes, strides, strict=True)]
+        grown = [f + e for f, e in zip(full, output_padding or [0] * count, strict=True)]
+        if wanted is not None:
+            outs = list(wanted)[-count:]
+            totals = [max(0, g - o) for g, o in zip(grown, outs, strict=True)]
+            begins = [t // 2 if auto_pad == "SAME_UPPER" else t - t // 2 for t in totals]
+        else:
+            pads = list(window.get("pads") or [0] * 2 * count)
+            begins = pads[:count]
+            outs = [g - b - a for g, b, a in zip(grown, begins, pads[count:], strict=True)]
         channels = W.shape[1] * group
         total = np.zeros((X.shape[0], channels, *(max(f, b + o) for f, b, o in zip(full, begins, outs, strict=True))), X.dtype)
         x = X.reshape(X.shape[0], group, X.shape[1] // group, -1)
         w = W.reshape(group, W.shape[0] // group, *W.shape[1:])
         for place in itertools.product(*map(range, kernel)):
             part = np.einsum("ngci,gco->ngoi", x, w[(slice(None),) * 3 + place]).reshape(X.shape[0], channels, *sizes)
-            where = [
-                slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in zip(place, dilations, sizes, strides, strict=True)
-            ]
-            total[(slice(None), slice(None), *where)] += part
-        y = total[(slice(None), slice(None), *(slice(b, b + o) for b, o in zip(begins, outs, strict=True)))]
+            steps = zip(place, dilations, sizes, strides, strict=True)
+            where: Any = (..., *(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in steps))
+            total[where] += part
+        inside: Any = (..., *(slice(b, b + o) for b, o in zip(begins, outs, strict=True)))
+        y = total[inside]
         if B is not None:
             y = y + B.reshape(1, -1, *[1] * count)
         return (y.astype(X.dtype),)
 
-    @staticmethod
-    def _cut(
-        full: Ints,
-        sizes: Ints,
-        strides: Ints,
-        extra: Ints,
-        pads: Ints | None,
-        output_shape: Ints | None,
-        auto_pad: str | None,
-    ) -> tuple[list[int], list[int]]:
-        """How much is cut off in front of each dimension, and the sizes that remain."""
-        count = len(full)
-        if output_shape is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-            output_shape = [n * s for n, s in zip(sizes, strides, strict=True)]
-        if output_shape is not None:
-            outs = list(output_shape)[-count:]
-            totals = [max(0, f + e - o) for f, e, o in zip(full, extra, outs, strict=True)]
-            return [t // 2 if auto_pad == "SAME_UPPER" else t - t // 2 for t in totals], outs
-        both = list(pads or [0] * 2 * count)
-        outs = [f + e - b - a for f, e, b, a in zip(full, extra, both[:count], both[count:], strict=True)]
-        return both[:count], outs
 
-
-class LRN(OpRun):
+class LRN(_Operator):
     """y = x / (bias + alpha/size · Σ x² over ``size`` channels around each)^beta"""
-
-    op_domain = ""
 
     def _run(self, x: Array, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0, size: int = 1) -> tuple[Array, ...]:
         squares = np.pad(x * x, [(0, 0), ((size - 1) // 2, size - 1 - (size - 1) // 2), *[(0, 0)] * (x.ndim - 2)])
@@ -252,20 +170,16 @@ class LRN(OpRun):
         return ((x / (bias + (alpha / size) * total) ** beta).astype(x.dtype),)
 
 
-class LpNormalization(OpRun):
+class LpNormalization(_Operator):
     """y = x / (Σ |x|^p)^(1/p) over the axis; 0 where the norm is 0"""
-
-    op_domain = ""
 
     def _run(self, x: Array, axis: int = -1, p: int = 2) -> tuple[Array, ...]:
         norm = (np.abs(x) ** p).sum(axis=axis, keepdims=True) ** (1.0 / p)
         return (np.where(norm == 0, 0, x / np.where(norm == 0, 1, norm)).astype(x.dtype),)
 
 
-class Erf(OpRun):
+class Erf(_Operator):
     """erf in float64 inside"""
-
-    op_domain = ""
 
     def _run(self, x: Array) -> tuple[Array, ...]:
         return (np.vectorize(math.erf, otypes=["d"])(np.asarray(x, dtype=np.float64)).astype(x.dtype),)
@@ -276,21 +190,12 @@ def _stash(x: Array) -> Array:
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
-class LayerNormalization(OpRun):
+class LayerNormalization(_Operator):
     """y = (x − mean) / √(var + ε) · scale + bias over the dimensions from ``axis`` on"""
 
-    op_domain = ""
-
     def _run(
-        self,
-        X: Array,
-        scale: Array,
-        bias: Array | None = None,
-        axis: int = -1,
-        epsilon: float = 1e-5,
-        stash_type: int = 1,
+        self, X: Array, scale: Array, bias: Array | None = None, axis: int = -1, epsilon: float = 1e-5, **_: Any
     ) -> tuple[Array, ...]:
-        del stash_type
         x, axes = _stash(X), tuple(range(axis % X.ndim, X.ndim))
         mean = x.mean(axis=axes, keepdims=True)
         inverse = 1 / np.sqrt(((x - mean) ** 2).mean(axis=axes, keepdims=True) + x.dtype.type(epsilon))
@@ -299,15 +204,12 @@ class LayerNormalization(OpRun):
         return (y.astype(X.dtype), mean, inverse)[: len(self.output)]
 
 
-class GroupNormalization(OpRun):
+class GroupNormalization(_Operator):
     """y = (x − mean) / √(var + ε) · scale + bias, with statistics of each group of channels"""
 
-    op_domain = ""
-
     def _run(
-        self, X: Array, scale: Array, bias: Array, epsilon: float = 1e-5, num_groups: int = 1, stash_type: int = 1
+        self, X: Array, scale: Array, bias: Array, epsilon: float = 1e-5, num_groups: int = 1, **_: Any
     ) -> tuple[Array, ...]:
-        del stash_type
         x = _stash(X).reshape(X.shape[0], num_groups, -1)
         mean = x.mean(axis=-1, keepdims=True)
         y = (x - mean) / np.sqrt(((x - mean) ** 2).mean(axis=-1, keepdims=True) + x.dtype.type(epsilon))
@@ -315,10 +217,8 @@ class GroupNormalization(OpRun):
         return ((y.reshape(X.shape).astype(X.dtype) * scale.reshape(column) + bias.reshape(column)).astype(X.dtype),)
 
 
-class AffineGrid(OpRun):
+class AffineGrid(_Operator):
     """grid = theta · (x, y[, z], 1) of every point of the output, in the type of ``theta``"""
-
-    op_domain = ""
 
     def _run(self, theta: Array, size: Array, align_corners: int | None = None) -> tuple[Array, ...]:
         sizes = [int(d) for d in size[2:]]

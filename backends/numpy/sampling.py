@@ -93,6 +93,10 @@ class GridSample(OpRun):
         return (result,)
 
 
+_PLACES = (("dilations", 1), ("strides", 1), ("pads", 0))
+"""Attribute of a convolution → its default for every dimension; pads at the end do not matter here."""
+
+
 class DeformConv(OpRun):
     """A convolution whose taps are moved by offsets and weighted by a mask"""
 
@@ -105,16 +109,13 @@ class DeformConv(OpRun):
         offset: Array,
         B: Array | None = None,
         mask: Array | None = None,
-        dilations: Any = None,
-        group: int | None = None,
-        kernel_shape: Any = None,
-        offset_group: int | None = None,
-        pads: Any = None,
-        strides: Any = None,
+        **conv: Any,
     ) -> tuple[Array, ...]:
         n, out, kernel = X.ndim - 2, offset.shape[2:], W.shape[2:]
-        count, group, parts = math.prod(kernel), group or 1, offset_group or 1
-        dilations, strides, pads = dilations or [1] * n, strides or [1] * n, pads or [0] * (2 * n)
+        count, group, parts = math.prod(kernel), conv.get("group") or 1, conv.get("offset_group") or 1
+        dilations, strides, pads = (
+            conv.get(k) or d for k, d in (("dilations", [1] * n), ("strides", [1] * n), ("pads", [0] * n))
+        )
         moves = offset.reshape(len(X), parts, count, n, *out)
         weights = np.ones((len(X), parts, count, *out), X.dtype) if mask is None else mask.reshape(len(X), parts, count, *out)
         steps = np.indices(out)

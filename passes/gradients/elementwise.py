@@ -181,126 +181,50 @@ def dropout(op: Builder, node: ir.Node, dz: ir.Value, dmask: None = None) -> Any
 # Functions of one variable --------------------------------------------------------------------------------------------
 
 
-def unary(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a formula ``(op, dy, x, y, **attributes)``; keyword defaults are those of the ONNX attributes."""
-
-    def register(formula: Callable[..., Any]) -> Callable[..., Any]:
-        defaults = formula.__kwdefaults__ or {}
-
-        def rule(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-            given = {name: node.attributes[name].value for name in defaults if name in node.attributes}
-            return formula(op, dy, node.inputs[0], node.outputs[0], **{**defaults, **given})
-
-        rule.__doc__, rule.__module__ = formula.__doc__, formula.__module__
-        gradient(*ops)(rule)
-        return formula
-
-    return register
-
-
-@unary("Neg")
-def neg(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = -x;  ∂x = -dy"""
-    return op.Neg(dy)
-
-
-@unary("Abs")
-def absolute(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = |x|;  ∂x = dy·sign x"""
-    return op.Mul(dy, op.Sign(x))
-
-
-@unary("Reciprocal")
-def reciprocal(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = 1/x;  ∂x = -dy·y²"""
-    return op.Neg(op.Mul(dy, op.Mul(y, y)))
-
-
-@unary("Sqrt")
-def sqrt(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = √x;  ∂x = dy/2y"""
-    return op.Div(op.Mul(dy, 0.5), y)
-
-
-@unary("Exp")
-def exp(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = eˣ;  ∂x = dy·y"""
-    return op.Mul(dy, y)
-
-
-@unary("Log")
-def log(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = ln x;  ∂x = dy/x"""
-    return op.Div(dy, x)
-
-
-@unary("Erf")
-def erf(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = erf x;  ∂x = dy·2/√π·exp(-x²)"""
-    return op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / math.sqrt(math.pi)))
-
-
-@unary("Sin")
-def sin(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = sin x;  ∂x = dy·cos x"""
-    return op.Mul(dy, op.Cos(x))
-
-
-@unary("Cos")
-def cos(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = cos x;  ∂x = -dy·sin x"""
-    return op.Neg(op.Mul(dy, op.Sin(x)))
-
-
-@unary("Tan")
-def tan(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = tan x;  ∂x = dy·(1 + y²)"""
-    return op.Mul(dy, op.Add(op.Mul(y, y), 1.0))
-
-
-@unary("Asin")
-def asin(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arcsin x;  ∂x = dy/√(1 - x²), factored, for x² loses the digits that count near the ends"""
+def _arcsine(op: Builder, dy: ir.Value, x: ir.Value) -> Any:
+    """dy/√(1 - x²), factored, for x² loses the digits that count near the ends."""
     return op.Div(dy, op.Sqrt(op.Mul(op.Sub(1.0, x), op.Add(x, 1.0))))
 
 
-@unary("Acos")
-def acos(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arccos x;  ∂x = -dy/√(1 - x²)"""
-    return op.Neg(asin(op, dy, x, y))
+def unary(op_type: str, doc: str, formula: Callable[..., Any]) -> None:
+    """Register ``formula(op, dy, x, y, **attributes)``; keyword defaults are those of the ONNX attributes."""
+    defaults = formula.__kwdefaults__ or {}
+
+    def rule(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+        given = {name: node.attributes[name].value for name in defaults if name in node.attributes}
+        return formula(op, dy, node.inputs[0], node.outputs[0], **{**defaults, **given})
+
+    rule.__doc__, rule.__module__ = doc, formula.__module__
+    gradient(op_type)(rule)
 
 
-@unary("Atan")
-def atan(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arctan x;  ∂x = dy/(1 + x²)"""
-    return op.Div(dy, op.Add(op.Mul(x, x), 1.0))
-
-
-@unary("Sinh")
-def sinh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = sinh x;  ∂x = dy·cosh x"""
-    return op.Mul(dy, op.Cosh(x))
-
-
-@unary("Cosh")
-def cosh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = cosh x;  ∂x = dy·sinh x"""
-    return op.Mul(dy, op.Sinh(x))
-
-
-@unary("Asinh")
-def asinh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arsinh x;  ∂x = dy/√(x² + 1)"""
-    return op.Div(dy, op.Sqrt(op.Add(op.Mul(x, x), 1.0)))
-
-
-@unary("Acosh")
-def acosh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = arcosh x;  ∂x = dy/√(x² - 1)"""
-    return op.Div(dy, op.Sqrt(op.Mul(op.Sub(x, 1.0), op.Add(x, 1.0))))
-
-
-@unary("Atanh")
-def atanh(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value) -> Any:
-    """y = artanh x;  ∂x = dy/(1 - x²)"""
-    return op.Div(dy, op.Mul(op.Sub(1.0, x), op.Add(x, 1.0)))
+unary("Neg", "y = -x;  ∂x = -dy", lambda op, dy, x, y: op.Neg(dy))
+unary("Abs", "y = |x|;  ∂x = dy·sign x", lambda op, dy, x, y: op.Mul(dy, op.Sign(x)))
+unary("Reciprocal", "y = 1/x;  ∂x = -dy·y²", lambda op, dy, x, y: op.Neg(op.Mul(dy, op.Mul(y, y))))
+unary("Sqrt", "y = √x;  ∂x = dy/2y", lambda op, dy, x, y: op.Div(op.Mul(dy, 0.5), y))
+unary("Exp", "y = eˣ;  ∂x = dy·y", lambda op, dy, x, y: op.Mul(dy, y))
+unary("Log", "y = ln x;  ∂x = dy/x", lambda op, dy, x, y: op.Div(dy, x))
+unary(
+    "Erf",
+    "y = erf x;  ∂x = dy·2/√π·exp(-x²)",
+    lambda op, dy, x, y: op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / math.sqrt(math.pi))),
+)
+unary("Sin", "y = sin x;  ∂x = dy·cos x", lambda op, dy, x, y: op.Mul(dy, op.Cos(x)))
+unary("Cos", "y = cos x;  ∂x = -dy·sin x", lambda op, dy, x, y: op.Neg(op.Mul(dy, op.Sin(x))))
+unary("Tan", "y = tan x;  ∂x = dy·(1 + y²)", lambda op, dy, x, y: op.Mul(dy, op.Add(op.Mul(y, y), 1.0)))
+unary(
+    "Asin",
+    "y = arcsin x;  ∂x = dy/√(1 - x²), factored, for x² loses the digits that count near the ends",
+    lambda op, dy, x, y: _arcsine(op, dy, x),
+)
+unary("Acos", "y = arccos x;  ∂x = -dy/√(1 - x²)", lambda op, dy, x, y: op.Neg(_arcsine(op, dy, x)))
+unary("Atan", "y = arctan x;  ∂x = dy/(1 + x²)", lambda op, dy, x, y: op.Div(dy, op.Add(op.Mul(x, x), 1.0)))
+unary("Sinh", "y = sinh x;  ∂x = dy·cosh x", lambda op, dy, x, y: op.Mul(dy, op.Cosh(x)))
+unary("Cosh", "y = cosh x;  ∂x = dy·sinh x", lambda op, dy, x, y: op.Mul(dy, op.Sinh(x)))
+unary("Asinh", "y = arsinh x;  ∂x = dy/√(x² + 1)", lambda op, dy, x, y: op.Div(dy, op.Sqrt(op.Add(op.Mul(x, x), 1.0))))
+unary(
+    "Acosh",
+    "y = arcosh x;  ∂x = dy/√(x² - 1)",
+    lambda op, dy, x, y: op.Div(dy, op.Sqrt(op.Mul(op.Sub(x, 1.0), op.Add(x, 1.0)))),
+)
+unary("Atanh", "y = artanh x;  ∂x = dy/(1 - x²)", lambda op, dy, x, y: op.Div(dy, op.Mul(op.Sub(1.0, x), op.Add(x, 1.0))))
