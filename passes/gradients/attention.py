@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, decompose_node
-from graphc.ir.facts import describe, dims, rank, required
+from graphc.ir.facts import describe, dims, rank
 from graphc.ir.ops.attention import mask_gradient, written
 from graphc.passes.gradients.linear import transpose
 from graphc.passes.gradients.reverse_mode import through
@@ -42,101 +40,22 @@ def scaled_dot_product_attention(
     return found.get(0), found.get(1), found.get(2), lambda: mask_gradient(op, node, dy, saved, attributes)
 
 
-@gradient("Attention")
-def attention(
-    op: Builder,
-    node: ir.Node,
-    dy: ir.Value | None,
-    dkeys: ir.Value | None = None,
-    dvalues: ir.Value | None = None,
-    dqk: ir.Value | None = None,
-) -> Any:
+@gradient("Attention", selective=True)
+def attention(op: Builder, node: ir.Node, *dys: ir.Value | None, needs: set[ir.Value]) -> Any:
     """y = p·v, p = softmax(s), s = α·q·kᵀ + bias;  ∂v = pᵀ·dy,  ∂s = p·(dp - Σp·dp) with dp = dy·vᵀ
 
-    ∂q = α·∂s·k,  ∂k = α·∂sᵀ·q,  ∂mask = ∂s. Heads may be axis 1 of four or part of axis 2 of three, key heads may serve
-    groups of query heads, keys and values may be cached in part, the scores may be capped; the adjoint of the fourth
-    output enters at the stage that ``qk_matmul_output_mode`` names: 0 product, 1 capped, 2 biased, 3 softmax.
+    ∂q = α·∂s·k,  ∂k = α·∂sᵀ·q,  ∂mask = ∂s, through :func:`by_parts`.
     """
-    attributes = node.attributes
-    query, key, value = operands(node, 3)
-    _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
-    q_heads, kv_heads = attributes.get_int("q_num_heads", 0), attributes.get_int("kv_num_heads", 0)
-    q, dz = _heads(op, query, q_heads), _heads(op, dy, q_heads) if dy is not None else None
-    new_k, new_v = _heads(op, key, kv_heads), _heads(op, value, kv_heads)
-    group = _group(node, q_heads, kv_heads)
-    k = _repeat(op, _with_past(op, past_key, new_k), group)
-    v = _repeat(op, _with_past(op, past_value, new_v), group)
-    scale = attributes.get_float("scale", 0.0) or _default_scale(op, q)
-    scaled = op.Mul(q, scale)
-    scores, slope = op.MatMul(scaled, transpose(op, k)), None
-    cap = attributes.get_float("softcap", 0.0)
-    if cap > 0:
-        bent = op.Tanh(op.Mul(scores, 1 / cap))
-        scores, slope = op.Mul(bent, cap), functools.partial(op.Sub, 1.0, op.Mul(bent, bent))
-    p = _probabilities(op, node, scores, mask, past_key)
-    mode = attributes.get_int("qk_matmul_output_mode", 0)
-
-    def at_stage(stage: int, found: Any) -> Any:
-        """``found`` and the adjoint of the fourth output if it shows this stage; None without either."""
-        here = dqk if mode == stage else None
-        return found if here is None else here if found is None else op.Add(found, here)
-
-    @functools.cache
-    def dbiased() -> Any:
-        dp = at_stage(3, op.MatMul(dz, transpose(op, v)) if dz is not None else None)
-        if dp is None:
-            return at_stage(2, None)
-        return at_stage(2, op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(p, dp), [-1], keepdims=1))))
-
-    @functools.cache
-    def dproduct() -> Any:
-        capped = at_stage(1, dbiased())
-        return at_stage(0, op.Mul(capped, slope()) if slope is not None and capped is not None else capped)
-
-    def dq() -> Any:
-        flow = dproduct()
-        return None if flow is None else _merge(op, op.Mul(op.MatMul(flow, k), scale), query)
-
-    @functools.cache
-    def all_keys() -> Any:
-        flow = dproduct()
-        found = None if flow is None else _sum_groups(op, op.MatMul(transpose(op, flow), scaled), group)
-        return found if dkeys is None else dkeys if found is None else op.Add(found, dkeys)
-
-    @functools.cache
-    def all_values() -> Any:
-        found = None if dz is None else _sum_groups(op, op.MatMul(transpose(op, p), dz), group)
-        return found if dvalues is None else dvalues if found is None else op.Add(found, dvalues)
-
-    def part(whole: Callable[[], Any], past: ir.Value | None, new: Any, index: int) -> Any:
-        """The gradient of the cached (0) or of the new (1) keys or values."""
-        if whole() is None or past is None:
-            return whole()
-        return op.Split(whole(), lengths(op, (past, 2), (new, 2)), axis=2, _outputs=2)[index]
-
-    def dk() -> Any:
-        found = part(all_keys, past_key, new_k, 1)
-        return found if found is None else _merge(op, found, key)
-
-    def dv() -> Any:
-        found = part(all_values, past_value, new_v, 1)
-        return found if found is None else _merge(op, found, value)
-
-    def dmask() -> Any:
-        return None if dbiased() is None else _first_keys(op, dbiased(), required(mask))
-
-    return (
-        dq,
-        dk,
-        dv,
-        dmask,
-        lambda: part(all_keys, past_key, new_k, 0),
-        lambda: part(all_values, past_value, new_v, 0),
-    )
+    return tuple(through(op, node, dys, needs, lambda: by_parts(op, node)))
 
 
 def by_parts(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """Compute Attention by simpler ops. Unlike ONNX's function body, a fully masked row gives no NaN."""
+    """Compute Attention by simpler ops. Unlike ONNX's function body, a fully masked row gives no NaN.
+
+    Heads may be axis 1 of four or part of axis 2 of three, key heads may serve groups of query heads, keys and values may be
+    cached in part, the scores may be capped. The fourth output is the stage that ``qk_matmul_output_mode`` names: 0 product,
+    1 capped, 2 biased, 3 softmax.
+    """
     attributes = node.attributes
     query, key, value = operands(node, 3)
     _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
@@ -164,21 +83,9 @@ def _with_past(op: Builder, past: ir.Value | None, new: Any) -> Any:
     return new if past is None else op.Concat(past, new, axis=2)
 
 
-def _first_keys(op: Builder, flow: Any, mask: ir.Value) -> Any:
-    """The scores' gradient for a mask over the first keys only."""
-    short, full = (dims(mask) or (None,))[-1], (dims(flow) or (None,))[-1]
-    if short is not None and short in (full, 1):
-        return flow
-    return op.Slice(flow, [0], lengths(op, (mask, rank(mask) - 1)), [-1])
-
-
 def _heads(op: Builder, x: Any, count: int) -> Any:
     """x as (batch, heads, length, size)."""
     return x if rank(x) == 4 else op.Transpose(op.Reshape(x, [0, 0, count, -1]), perm=[0, 2, 1, 3])
-
-
-def _merge(op: Builder, x: Any, like: Any) -> Any:
-    return x if rank(like) == 4 else op.reshape_like(op.Transpose(x, perm=[0, 2, 1, 3]), like)
 
 
 def _group(node: ir.Node, q_heads: int, kv_heads: int) -> int:
@@ -200,15 +107,6 @@ def _repeat(op: Builder, x: Any, group: int) -> Any:
         return x
     wide = op.Expand(op.Unsqueeze(x, [2]), lengths(op, (x, 0), (x, 1), group, (x, 2), (x, 3)))
     return op.Reshape(wide, lengths(op, (x, 0), -1, (x, 2), (x, 3)))
-
-
-def _sum_groups(op: Builder, x: Any, group: int) -> Any:
-    if group == 1:
-        return x
-    heads = (dims(x) or ())[1]
-    assert isinstance(heads, int)
-    split = op.Reshape(x, lengths(op, (x, 0), heads // group, group, (x, 2), (x, 3)))
-    return op.ReduceSum(split, [2], keepdims=0)
 
 
 def _default_scale(op: Builder, q: Any) -> Any:

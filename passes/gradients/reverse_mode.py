@@ -129,6 +129,8 @@ def _take(
     total = parts[0]
     for part in parts[1:]:
         total = add(op, total, part)
+        if total.shape is None and value.shape is not None:  # the sum of two symbolic shapes
+            total.shape = ir.Shape(value.shape.dims)
     adjoints[value] = total
     return total
 
