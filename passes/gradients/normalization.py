@@ -15,6 +15,7 @@ from graphc.ir.infer import apply
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
 from graphc.passes.gradients.collectives import fresh_tag
+from graphc.passes.gradients.reverse_mode import through
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -69,81 +70,32 @@ def _sum(op: Builder, *terms: ir.Value | None) -> ir.Value | None:
     return op.Add(*present) if len(present) == 2 else present[0] if present else None
 
 
-@gradient("BatchNormalization")
-def batch_normalization(op: Builder, node: ir.Node, dy: ir.Value | None, *statistics: ir.Value | None) -> Any:
+@gradient("BatchNormalization", selective=True)
+def batch_normalization(op: Builder, node: ir.Node, *dys: ir.Value | None, needs: set[ir.Value]) -> Any:
     """y = scale·(x - mean)·r + b, r = 1/√(var + ε) per channel
 
     ∂x = dy·scale·r,  ∂scale = r·Σ dy·(x - mean),  ∂b = Σ dy,  ∂mean = -scale·r·∂b,  ∂var = -½·scale·r²·∂scale
     In training mode the statistics are those of the batch: see graphc.BatchNormalizationTrainingGrad.
     """
-    x, scale, _, mean, var = _operands(node, 5)
-    epsilon = _attribute(node, "epsilon", EPSILON)
+    return tuple(through(op, node, dys, needs, lambda: _batch_normalization(op, node)))
+
+
+def _batch_normalization(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
+    """The outputs of a BatchNormalization, from the batch statistics in training mode."""
+    x, scale, bias, *running = _operands(node, 5)
+    mean, var = running
+    epsilon, momentum = _attribute(node, "epsilon", EPSILON), _attribute(node, "momentum", 0.9)
     if _attribute(node, "training_mode", 0):
-        return _batch_statistics_gradient(op, node, dy, *(*statistics, None, None)[:2])
-    assert dy is not None
-
-    @cache
-    def r() -> ir.Value:
-        return op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))  # type: ignore[no-any-return]
-
-    @cache
-    def factor() -> ir.Value:
-        return op.Mul(op.cast_like(scale, var), r())  # type: ignore[no-any-return]
-
-    @cache
-    def dbias() -> ir.Value:
-        return op.ReduceSum(op.cast_like(dy, var), all_but_channels(x), keepdims=0)  # type: ignore[no-any-return]
-
-    @cache
-    def dscale() -> ir.Value:
-        centred = op.Sub(op.cast_like(x, var), per_channel(op, mean, x))
-        return op.Mul(op.ReduceSum(op.Mul(op.cast_like(dy, var), centred), all_but_channels(x), keepdims=0), r())  # type: ignore[no-any-return]
-
-    return (
-        lambda: op.Mul(dy, per_channel(op, op.cast_like(factor(), x), x)),
-        lambda: op.cast_like(dscale(), scale),
-        lambda: op.cast_like(dbias(), scale),
-        lambda: op.Neg(op.Mul(factor(), dbias())),
-        lambda: op.Mul(op.Mul(op.Mul(factor(), r()), dscale()), -0.5),
-    )
-
-
-def _batch_statistics_gradient(
-    op: Builder, node: ir.Node, dy: ir.Value | None, dmean: ir.Value | None, dvar: ir.Value | None
-) -> Any:
-    """Gradient of a BatchNormalization exported in training mode; recomputes the batch statistics, which it does not save.
-
-    The running statistics, m·before + (1 - m)·batch, pass dmean and dvar on to both terms.
-    """
-    x, scale, *_ = _operands(node, 5)
-    momentum = _attribute(node, "momentum", 0.9)
-    wide, axes = _widen(op, x), all_but_channels(x)
-
-    @cache
-    def statistics() -> tuple[ir.Value, ir.Value]:
-        mean = op.ReduceMean(wide, axes, keepdims=1)
-        centred = op.Sub(wide, mean)
-        var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=0)
-        inv_std = op.Reciprocal(op.Sqrt(op.Add(var, _attribute(node, "epsilon", EPSILON))))
-        return op.Squeeze(mean, axes), inv_std
-
-    @cache
-    def gradients() -> tuple[ir.Value | None, ...]:
-        if dy is None:
-            return None, None, None
-        return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, *statistics()))
-
-    def dx() -> ir.Value | None:
-        if dmean is None and dvar is None:
-            return gradients()[0]
-        fresh = [None if s is None else op.Mul(op.cast_like(s, wide), 1 - momentum) for s in (dmean, dvar)]
-        shaped = [None if s is None else per_channel(op, s, x) for s in (*statistics(), *fresh)]
-        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped, None))  # type: ignore[arg-type, call-arg]
-
-    def kept(dstatistic: ir.Value | None) -> ir.Value | None:
-        return None if dstatistic is None else op.Mul(dstatistic, momentum)
-
-    return dx, lambda: gradients()[1], lambda: gradients()[2], lambda: kept(dmean), lambda: kept(dvar)
+        y, *batch, _ = op.graphc.BatchNormalizationTraining(x, scale, bias, epsilon=epsilon)
+        mixed = (
+            op.Add(op.Mul(old, momentum), op.Mul(op.cast_like(new, old), 1 - momentum))
+            for old, new in zip(running, batch, strict=True)
+        )
+        return y, *mixed
+    factor = op.Mul(op.cast_like(scale, var), op.Reciprocal(op.Sqrt(op.Add(var, epsilon))))
+    centred = op.Sub(op.cast_like(x, var), per_channel(op, mean, x))
+    scaled = op.cast_like(op.Mul(centred, per_channel(op, factor, x)), x)
+    return (op.Add(scaled, per_channel(op, op.cast_like(bias, x), x)),)
 
 
 @gradient("graphc::BatchNormalizationTraining")
