@@ -19,11 +19,13 @@ class Option:
         help: its line in ``--help``.
         metavar: what stands for its value there; empty: the type.
         minimum: the smallest number that it takes.
+        flags: its names; empty: ``--`` and the field's.
     """
 
     help: str
     metavar: str | None = None
     minimum: int | None = None
+    flags: tuple[str, ...] = ()
 
 
 def key_values(text: str) -> dict[str, str]:

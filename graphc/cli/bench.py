@@ -10,6 +10,7 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import Option
 
 EXAMPLES = (
     "graphc bench",
@@ -17,31 +18,23 @@ EXAMPLES = (
 )
 
 
+@options.takes_options
 def command(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]…", help="Which models; all by default.")] = None,
     destination: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Also write the rows as JSON to this file."),
+        Path | None, Option("Also write the rows as JSON to this file.", "FILE", flags=("-o", "--output"))
     ] = None,
     rounds: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Measure graphc and PyTorch N times in turn; the median counts."),
+        int, typer.Option(metavar="N", min=1, help="Measure graphc and PyTorch N times in turn; the median counts.")
     ] = 3,
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds of one measurement.")] = 3.0,
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
     predict: Annotated[
-        bool,
-        typer.Option(
-            "--predict",
-            help="Predict step times on an H200, without measuring, for jobs of 'make gpu-bench' or training graphs.",
-        ),
+        bool, Option("Predict step times on an H200, without measuring, for jobs of 'make gpu-bench' or training graphs.")
     ] = False,
     start: Annotated[
-        bool,
-        typer.Option(
-            "--start", help="Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU."
-        ),
+        bool, Option("Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU.")
     ] = False,
     batch: options.Batch = 1,
     form: options.Format = Format.text,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from graphc.cli import options, output
 from graphc.cli.output import Format
-from graphc.options import CompileOptions
+from graphc.options import CompileOptions, Option
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,19 +24,16 @@ EXAMPLES = (
 @options.takes_options
 def command(
     model: options.Model,
-    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="'-' writes standard output.", show_default=False)],
+    out: Annotated[str, Option("'-' writes standard output.", "FILE", flags=("-o", "--output"))],
     loss: options.LossText,
     optimizer: options.OptimizerText,
     compilation: CompileOptions,
-    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Replicas along the data axis.", min=1)] = 1,
-    standard: Annotated[bool, typer.Option("--standard", help="Only standard ONNX ops, for any runtime; one worker.")] = False,
-    training_info: Annotated[
-        bool,
-        typer.Option("--training-info", help="As --standard, in ONNX's TrainingInfoProto beside the inference model."),
-    ] = False,
-    passes: Annotated[str | None, typer.Option("--passes", metavar="PIPELINE", help="Instead of the default pipeline.")] = None,
+    workers: Annotated[int, Option("Replicas along the data axis.", "N", minimum=1, flags=("-n", "--workers"))] = 1,
+    standard: Annotated[bool, Option("Only standard ONNX ops, for any runtime; one worker.")] = False,
+    training_info: Annotated[bool, Option("As --standard, in ONNX's TrainingInfoProto beside the inference model.")] = False,
+    passes: Annotated[str | None, Option("Instead of the default pipeline.", "PIPELINE")] = None,
     dump_dir: options.DumpDir = None,
-    time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
+    time_passes: Annotated[bool, Option("Time and nodes of each pass, on standard error.")] = False,
     form: options.Format = Format.text,
 ) -> None:
     """Compile MODEL into one file with forward, loss, backward, AllReduces and updates."""

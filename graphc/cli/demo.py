@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import Option
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,10 +25,11 @@ EXAMPLES = (
 )
 
 
+@options.takes_options
 def command(
-    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="Passes over the data.", min=1)] = 10,
-    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Processes that compute.", min=1)] = 2,
-    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The trained model.")] = "trained.onnx",
+    epochs: Annotated[int, Option("Passes over the data.", "N", minimum=1)] = 10,
+    workers: Annotated[int, Option("Processes that compute.", "N", minimum=1, flags=("-n", "--workers"))] = 2,
+    out: Annotated[str, Option("The trained model.", "FILE", flags=("-o", "--output"))] = "trained.onnx",
     transport: options.Transport = "auto",
     form: options.Format = Format.text,
 ) -> int:

@@ -10,6 +10,7 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 EXAMPLES = ("graphc show flight graphc-flight-20261121-114206-11399 --last 2",)
 
 
+@options.takes_options
 def command(
     dumps: Annotated[
         list[Path], typer.Argument(metavar="DUMP…", help="Logs of ranks, or folders of them.", show_default=False)
     ],
-    last: Annotated[int, typer.Option("--last", metavar="K", help="Show the last K collectives of each rank.", min=0)] = 8,
+    last: Annotated[int, Option("Show the last K collectives of each rank.", "K", minimum=0)] = 8,
     form: options.Format = Format.text,
 ) -> None:
     """Compare the flight logs of a failed run: which rank is behind, and in which collective."""

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from packaging.utils import canonicalize_name
+
 from graphc.cli import versions
 from graphc.cli.finding import Finding
-from graphc.cli.versions import canonical
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")
@@ -78,7 +79,9 @@ def _packages(driver: tuple[int, int] | None) -> Iterator[Finding]:
     installed: dict[str, str] = {}
     for found in importlib.metadata.distributions():
         if found.metadata["Name"]:
-            installed.setdefault(canonical(found.metadata["Name"]), found.version)  # the first on the path, as for imports
+            installed.setdefault(
+                canonicalize_name(found.metadata["Name"]), found.version
+            )  # the first on the path, as for imports
     cupies = [name for name in installed if CUPY.fullmatch(name)]
     for name in requirements("gpu"):
         if CUPY.fullmatch(name) or (name in WHEELS and name not in installed):
@@ -171,4 +174,4 @@ def requirements(extra: str) -> list[str]:
     """Names of the packages in one of graphc's extras."""
     marker = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
     lines = [line for line in importlib.metadata.requires("graphc") or () if marker.search(line)]
-    return [canonical(re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0]) for line in lines]
+    return [canonicalize_name(re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0]) for line in lines]

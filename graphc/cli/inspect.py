@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from graphc.cli import options, output
 from graphc.cli.output import Format
-from graphc.options import ParameterChoice
+from graphc.options import Option, ParameterChoice
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -32,14 +30,10 @@ LAST = ("host", "total", "pinned", "context", "evaluation")
 @options.takes_options
 def command(
     model: options.Model,
-    show: Annotated[
-        str | None, typer.Option("--show", metavar="LIST", help="Comma-separated: nodes, params, collectives.")
-    ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Bytes of a step on one worker; of a plain model, of its forward pass.")
-    ] = False,
+    show: Annotated[str | None, Option("Comma-separated: nodes, params, collectives.", "LIST")] = None,
+    memory: Annotated[bool, Option("Bytes of a step on one worker; of a plain model, of its forward pass.")] = False,
     batch: options.Batch = 1,
-    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="With --memory: the workers, data=N.")] = "data=1",
+    mesh: Annotated[str, Option("With --memory: the workers, data=N.", "AXES")] = "data=1",
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
     *,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from graphc.cli import options
+from graphc.options import Option
 
 EXAMPLES = (
     "graphc launch -n 2 train.py --epochs 3",
@@ -18,14 +19,12 @@ SETTINGS = {"context_settings": {"allow_interspersed_args": False, "ignore_unkno
 """Context settings that pass everything after SCRIPT to the script."""
 
 
+@options.takes_options
 def command(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]…", help="As for 'python': a file, or -m MODULE.")],
-    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Number of workers.", show_default=False)],
+    workers: Annotated[int, Option("Number of workers.", "N", flags=("-n", "--workers"))],
     transport: options.Transport = "auto",
-    keep_going: Annotated[
-        bool,
-        typer.Option("--keep-going", help="Go on without workers of parameter servers that die."),
-    ] = False,
+    keep_going: Annotated[bool, Option("Go on without workers of parameter servers that die.")] = False,
     deadline: options.Deadline = None,
 ) -> int:
     """Run SCRIPT as N workers; inside, graphc.Trainer finds its rank."""

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from graphc.cli import options, output
 from graphc.cli.compile import PassTimes
 from graphc.cli.output import Format
+from graphc.options import Option
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -27,28 +26,21 @@ TEXT = ".onnxtxt"
 """Suffix of files in ONNX text syntax."""
 
 
+@options.takes_options
 def command(
     model: options.Model,
-    pipeline: Annotated[
-        str,
-        typer.Option(
-            "-p", "--passes", metavar="PIPELINE", show_default=False, help="e.g. 'legalize,autodiff{of=loss},simplify'"
-        ),
-    ],
+    pipeline: Annotated[str, Option("e.g. 'legalize,autodiff{of=loss},simplify'", "PIPELINE", flags=("-p", "--passes"))],
     out: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="'-' writes the model to standard output, a name in .onnxtxt its text. Default: print the text.",
+        Option(
+            "'-' writes the model to standard output, a name in .onnxtxt its text. Default: print the text.",
+            "FILE",
+            flags=("-o", "--output"),
         ),
     ] = None,
-    print_after: Annotated[
-        list[str] | None, typer.Option("--print-after", metavar="PASS", help="Print the text after this pass (repeatable).")
-    ] = None,
-    time_passes: Annotated[bool, typer.Option("--time-passes", help="Time and nodes of each pass, on standard error.")] = False,
-    verify_each: Annotated[bool, typer.Option("--verify-each", help="Verify the graph after every pass.")] = False,
+    print_after: Annotated[list[str] | None, Option("Print the text after this pass (repeatable).", "PASS")] = None,
+    time_passes: Annotated[bool, Option("Time and nodes of each pass, on standard error.")] = False,
+    verify_each: Annotated[bool, Option("Verify the graph after every pass.")] = False,
     dump_dir: options.DumpDir = None,
     form: options.Format = Format.text,
 ) -> None:

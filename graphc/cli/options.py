@@ -23,49 +23,30 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="An ONNX file; '-' r
 Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or JSON; --json is short for it.")]
 LossText = Annotated[
     str,
-    typer.Option(
-        "--loss",
-        metavar="LOSS",
-        show_default=False,
-        help="KIND:option=value,…  e.g. softmax_cross_entropy:logits=L,label=Y; kinds: softmax_cross_entropy, nll, "
+    Option(
+        "KIND:option=value,…  e.g. softmax_cross_entropy:logits=L,label=Y; kinds: softmax_cross_entropy, nll, "
         "bce_with_logits, mse, l1, huber, output, model.",
+        "LOSS",
     ),
 ]
 OptimizerText = Annotated[
-    str,
-    typer.Option(
-        "--optimizer",
-        metavar="OPTIMIZER",
-        show_default=False,
-        help="NAME:option=value,…  e.g. adam:lr=1e-3; names: sgd, adam, adamw, adagrad, rmsprop.",
-    ),
+    str, Option("NAME:option=value,…  e.g. adam:lr=1e-3; names: sgd, adam, adamw, adagrad, rmsprop.", "OPTIMIZER")
 ]
-Deadline = Annotated[
-    float | None,
-    typer.Option("--deadline", metavar="SECONDS", help="A collective may take so long; default GRAPHC_DEADLINE, or 300."),
-]
+Deadline = Annotated[float | None, Option("A collective may take so long; default GRAPHC_DEADLINE, or 300.", "SECONDS")]
 Transport = Annotated[
     str,
-    typer.Option(
-        "--transport",
-        metavar="HOW",
-        help="How workers talk. auto: processes, by MPI or as their launcher says, and GPUs by NCCL where every worker has its"
+    Option(
+        "How workers talk. auto: processes, by MPI or as their launcher says, and GPUs by NCCL where every worker has its"
         " own; nccl: that or an error; mpi, tcp: GPUs through host memory too; threads: all workers in one process.",
+        "HOW",
     ),
 ]
 Batch = Annotated[
     int,
-    typer.Option(
-        "--batch-size", "--batch", metavar="N", help="Samples of one worker: the size of every symbolic dimension.", min=1
-    ),
+    Option("Samples of one worker: the size of every symbolic dimension.", "N", minimum=1, flags=("--batch-size", "--batch")),
 ]
-DumpDir = Annotated[Path | None, typer.Option("--dump-dir", metavar="FOLDER", help="Save the model after each pass here.")]
-Backend = Annotated[
-    str,
-    typer.Option(
-        "--backend", metavar="NAME", help="'auto', or a name that 'graphc backends' lists; options: 'cupy:tf32=true'."
-    ),
-]
+DumpDir = Annotated[Path | None, Option("Save the model after each pass here.", "FOLDER")]
+Backend = Annotated[str, Option("'auto', or a name that 'graphc backends' lists; options: 'cupy:tf32=true'.", "NAME")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,52 +56,31 @@ class RunOptions:
     model: Model
     data: Annotated[
         str,
-        typer.Option(
-            "--data",
-            metavar="D.npz|FOLDER",
-            show_default=False,
-            help="One array per graph input plus the label; axis 0 = sample. Or a folder of NAME.npy files, left on disk.",
+        Option(
+            "One array per graph input plus the label; axis 0 = sample. Or a folder of NAME.npy files, left on disk.",
+            "D.npz|FOLDER",
         ),
     ]
     loss: LossText
     optimizer: OptimizerText
-    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="In total, those before --resume included.", min=1)] = 1
+    epochs: Annotated[int, Option("In total, those before --resume included.", "N", minimum=1)] = 1
     transport: Transport = "auto"
     backend: Backend = "auto"
-    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take the samples in the order of the file.")] = False
-    tail: Annotated[
-        str,
-        typer.Option(
-            "--tail", metavar="TAIL", help="What becomes of samples that fill no batch: keep, drop, pad or weight-zero."
-        ),
-    ] = "keep"
-    prefetch: Annotated[int, typer.Option("--prefetch", metavar="N", help="Batches that a thread reads ahead.", min=0)] = 0
+    no_shuffle: Annotated[bool, Option("Take the samples in the order of the file.")] = False
+    tail: Annotated[str, Option("What becomes of samples that fill no batch: keep, drop, pad or weight-zero.", "TAIL")] = "keep"
+    prefetch: Annotated[int, Option("Batches that a thread reads ahead.", "N", minimum=0)] = 0
     scale_lr_from: Annotated[
-        int | None,
-        typer.Option(
-            "--scale-lr-from", metavar="B0", help="The learning rate is meant for batches of B0: scale it linearly.", min=1
-        ),
+        int | None, Option("The learning rate is meant for batches of B0: scale it linearly.", "B0", minimum=1)
     ] = None
-    warmup_steps: Annotated[
-        int, typer.Option("--warmup-steps", metavar="N", help="Reach the learning rate on a straight line.", min=0)
-    ] = 0
-    log_every: Annotated[
-        int, typer.Option("--log-every", metavar="K", help="Report every K steps; 0: every 10 in JSON, never in text.", min=0)
-    ] = 0
-    eval_data: Annotated[
-        str | None, typer.Option("--eval-data", metavar="E.npz", help="Evaluate on it, in inference mode, after each epoch.")
-    ] = None
-    checkpoint: Annotated[str | None, typer.Option("--checkpoint", metavar="DIR", help="Save all state after each epoch.")] = (
-        None
-    )
-    trace: Annotated[
-        str | None,
-        typer.Option("--trace", metavar="FILE.json", help="Timeline of all workers, for Perfetto or chrome://tracing."),
-    ] = None
-    trace_steps: Annotated[int, typer.Option("--trace-steps", metavar="N", help="Steps that --trace records.", min=1)] = 200
-    resume: Annotated[str | None, typer.Option("--resume", metavar="DIR", help="Go on from this checkpoint.")] = None
+    warmup_steps: Annotated[int, Option("Reach the learning rate on a straight line.", "N", minimum=0)] = 0
+    log_every: Annotated[int, Option("Report every K steps; 0: every 10 in JSON, never in text.", "K", minimum=0)] = 0
+    eval_data: Annotated[str | None, Option("Evaluate on it, in inference mode, after each epoch.", "E.npz")] = None
+    checkpoint: Annotated[str | None, Option("Save all state after each epoch.", "DIR")] = None
+    trace: Annotated[str | None, Option("Timeline of all workers, for Perfetto or chrome://tracing.", "FILE.json")] = None
+    trace_steps: Annotated[int, Option("Steps that --trace records.", "N", minimum=1)] = 200
+    resume: Annotated[str | None, Option("Go on from this checkpoint.", "DIR")] = None
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE", help="The trained model: your file with new weights.")
+        str | None, Option("The trained model: your file with new weights.", "FILE", flags=("-o", "--output"))
     ] = None
     deadline: Deadline = None
     form: Format = Formats.text
@@ -133,7 +93,10 @@ def help_unless_named(context: typer.Context) -> None:
 
 
 def takes_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Give ``command`` one option for each field of its parameters that are dataclasses; required options come first."""
+    """Give ``command`` typer's options for its parameters, and for each field of those that are dataclasses.
+
+    Required options come first.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -141,7 +104,7 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
             groups[parameter.name] = parameter.annotation
             parameters += _parameters(parameter.annotation)
         else:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
 
     def call(**given: Any) -> R:
         for name, group in groups.items():
@@ -156,17 +119,21 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _parameters(group: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a dataclass as keyword parameters with typer's annotations."""
+    """The fields of a dataclass as keyword parameters."""
     hints = get_type_hints(group, include_extras=True)
     for field in dataclasses.fields(group):
-        hint, default = hints[field.name], field.default
-        kind, shown = get_args(hint)
-        if isinstance(shown, Option):
-            name = f"--{field.name.replace('_', '-')}"
-            option = typer.Option(name, metavar=shown.metavar, help=shown.help, min=shown.minimum)
-            hint = Annotated[_TEXT_TYPES.get(kind, kind), option]
-        default = inspect.Parameter.empty if default is dataclasses.MISSING else default
-        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        yield _parameter(field.name, hints[field.name], default)
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """A keyword parameter with typer's annotation in place of ours."""
+    kind, shown = get_args(hint)
+    if isinstance(shown, Option):
+        flags = shown.flags or (f"--{name.replace('_', '-')}",)
+        option = typer.Option(*flags, metavar=shown.metavar, help=shown.help, min=shown.minimum)
+        hint = Annotated[_TEXT_TYPES.get(kind, kind), option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 _TEXT_TYPES: dict[Any, Any] = {Sequence[str] | None: list[str] | None, int | str | None: str | None}
@@ -175,8 +142,6 @@ _TEXT_TYPES: dict[Any, Any] = {Sequence[str] | None: list[str] | None, int | str
 
 def loss_of(text: str, *, metrics: bool = False) -> Loss:
     """Parse the loss; with ``metrics`` it also reports accuracy if it has one."""
-    import dataclasses
-
     from graphc import losses
 
     loss = losses.parse(text)

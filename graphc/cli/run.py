@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 from typing import Annotated, Any
 
-import typer
-
 from graphc.cli import options, output
 from graphc.cli.output import Format
+from graphc.options import Option
 
 EXAMPLES = (
     "graphc run model.onnx --inputs inputs.npz -o outputs.npz",
@@ -16,15 +15,12 @@ EXAMPLES = (
 )
 
 
+@options.takes_options
 def command(
     model: options.Model,
-    inputs: Annotated[
-        str,
-        typer.Option("--inputs", metavar="I.npz", show_default=False, help="One array per graph input; '-': standard input."),
-    ],
+    inputs: Annotated[str, Option("One array per graph input; '-': standard input.", "I.npz")],
     out: Annotated[
-        str | None,
-        typer.Option("-o", "--output", metavar="OUT.npz", help="One array per graph output; '-': standard output."),
+        str | None, Option("One array per graph output; '-': standard output.", "OUT.npz", flags=("-o", "--output"))
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,

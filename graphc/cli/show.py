@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from graphc.cli import flight, options, output, usage
 from graphc.cli.output import Format
+from graphc.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,11 +40,12 @@ def group() -> typer.Typer:
     return app
 
 
+@options.takes_options
 def plan(
     model: options.Model,
     batch: options.Batch = 1,
     workers: Annotated[
-        int | None, typer.Option("-n", "--workers", metavar="N", help="Default: the mesh the graph was compiled for.", min=1)
+        int | None, Option("Default: the mesh the graph was compiled for.", "N", minimum=1, flags=("-n", "--workers"))
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,

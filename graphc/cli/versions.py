@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import re
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from graphc.cli.finding import Finding
@@ -18,13 +18,13 @@ def declared() -> dict[str, Requirement]:
     found: dict[str, Requirement] = {}
     for line in importlib.metadata.requires("graphc") or ():
         requirement = Requirement(line)
-        found.setdefault(canonical(requirement.name), requirement)
+        found.setdefault(canonicalize_name(requirement.name), requirement)
     return found
 
 
 def wanted(name: str, version: str) -> str:
     """Return the required versions if the installed one is not among them; otherwise ""."""
-    requirement = declared().get(canonical(name))
+    requirement = declared().get(canonicalize_name(name))
     if requirement is None or requirement.specifier.contains(version, prereleases=True):
         return ""
     return str(requirement.specifier)
@@ -41,10 +41,5 @@ def installed(name: str, version: str, remedy: str) -> Finding:
 
 def pinned(name: str) -> str:
     """Make pip's requirement: the name with the versions that graphc requires."""
-    requirement = declared().get(canonical(name))
+    requirement = declared().get(canonicalize_name(name))
     return f"{name}{requirement.specifier}" if requirement is not None else name
-
-
-def canonical(name: str) -> str:
-    """Normalise a name as package indexes do."""
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -13,7 +13,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import dims, rank, required, same_dims
 from graphc.ir.infer import apply
 from graphc.ir.names import BUCKET
-from graphc.ir.ops.normalization import EPSILON, all_but_channels, elements_per_statistic, normalization_grad, per_channel
+from graphc.ir.ops.normalization import EPSILON, all_but_channels, batch_normalized, normalization_grad, per_channel
 from graphc.passes.gradients.collectives import fresh_tag
 from graphc.passes.gradients.reverse_mode import through
 
@@ -32,42 +32,6 @@ def _attribute(node: ir.Node, name: str, default: Any) -> Any:
 def _widen(op: Builder, value: ir.Value) -> ir.Value:
     """Convert half precision to float32: sums over many elements need it (``stash_type`` in ONNX)."""
     return op.Cast(value, to=int(ir.DataType.FLOAT)) if value.dtype in HALVES else value
-
-
-def _through_statistics(
-    op: Builder,
-    x: ir.Value,
-    mean: ir.Value,
-    inv_std: ir.Value,
-    dmean: ir.Value | None,
-    dvar: ir.Value | None,
-    dinv_std: ir.Value | None,
-) -> ir.Value | None:
-    """Contribution to ∂x of the adjoints of statistics over n elements (broadcast to x); None without such adjoints.
-
-    (∂mean + (x - mean)·(2·∂var - inv_std³·∂inv_std))/n. It appears in gradients of gradients, which use the statistics.
-    """
-    count = elements_per_statistic(op, x, mean)
-    parts = []
-    if dmean is not None:
-        parts.append(op.expand_like(op.Div(dmean, count), x))
-    tilts = []
-    if dvar is not None:
-        tilts.append(op.Mul(dvar, 2.0))
-    if dinv_std is not None:
-        tilts.append(op.Neg(op.Mul(dinv_std, op.Mul(inv_std, op.Mul(inv_std, inv_std)))))
-    if tilts:
-        tilt = op.Div(op.Add(*tilts) if len(tilts) == 2 else tilts[0], count)
-        parts.append(op.Mul(op.Sub(op.cast_like(x, mean), mean), tilt))
-    if not parts:
-        return None
-    return op.cast_like(op.Add(*parts) if len(parts) == 2 else parts[0], x)
-
-
-def _sum(op: Builder, *terms: ir.Value | None) -> ir.Value | None:
-    """The sum of the values that are not None."""
-    present = [t for t in terms if t is not None]
-    return op.Add(*present) if len(present) == 2 else present[0] if present else None
 
 
 @gradient("BatchNormalization", selective=True)
@@ -98,33 +62,20 @@ def _batch_normalization(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
     return (op.Add(scaled, per_channel(op, op.cast_like(bias, x), x)),)
 
 
-@gradient("graphc::BatchNormalizationTraining")
+@gradient("graphc::BatchNormalizationTraining", selective=True)
 def batch_normalization_training(
-    op: Builder,
-    node: ir.Node,
-    dy: ir.Value | None,
-    dmean: ir.Value | None,
-    dvar: ir.Value | None,
-    dinv_std: ir.Value | None,
+    op: Builder, node: ir.Node, dy: ir.Value | None, *statistics: ir.Value | None, needs: set[ir.Value]
 ) -> Any:
-    """∂x = scale·r·(dy - mean(dy) - x̂·mean(dy·x̂)),  ∂scale = Σ dy·x̂,  ∂bias = Σ dy"""
-    x, scale = _operands(node, 2)
+    """∂x = scale·r·(dy - mean(dy) - x̂·mean(dy·x̂)),  ∂scale = Σ dy·x̂,  ∂bias = Σ dy
+
+    Adjoints of the statistics appear in gradients of gradients only, which go through the formula.
+    """
+    x, scale, bias = _operands(node, 3)
+    if dy is None or any(d is not None for d in statistics):
+        epsilon = _attribute(node, "epsilon", EPSILON)
+        return tuple(through(op, node, (dy, *statistics), needs, lambda: batch_normalized(op, x, scale, bias, 1, epsilon)))
     _, mean, _, inv_std = node.outputs
-
-    @cache
-    def gradients() -> tuple[ir.Value | None, ...]:
-        if dy is None:
-            return None, None, None
-        return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, mean, inv_std))
-
-    def dx() -> ir.Value | None:
-        statistics = [mean, inv_std, dmean, dvar, dinv_std]
-        if all(s is None for s in statistics[2:]):
-            return gradients()[0]
-        shaped = [None if s is None else per_channel(op, s, x) for s in statistics]
-        return _sum(op, gradients()[0], _through_statistics(op, x, *shaped))  # type: ignore[arg-type]
-
-    return dx, lambda: gradients()[1], lambda: gradients()[2]
+    return tuple(op.graphc.BatchNormalizationTrainingGrad(dy, x, scale, mean, inv_std))
 
 
 @gradient("graphc::SharedNormalization")
@@ -158,36 +109,45 @@ refuse_gradient(  # the rule of SharedNormalization omits terms that a second de
 )
 
 
-@gradient("LayerNormalization")
+@gradient("LayerNormalization", selective=True)
 def layer_normalization(
-    op: Builder, node: ir.Node, dy: ir.Value | None, dmean: ir.Value | None = None, dinv_std: ir.Value | None = None
+    op: Builder, node: ir.Node, dy: ir.Value | None, *statistics: ir.Value | None, needs: set[ir.Value]
 ) -> Any:
-    """x̂ = (x - mean)·r, y = scale·x̂ + b;  ∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy"""
+    """x̂ = (x - mean)·r, y = scale·x̂ + b;  ∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy
+
+    Adjoints of the statistics appear in gradients of gradients only, which go through the formula.
+    """
+    if dy is None or any(d is not None for d in statistics):
+        return tuple(through(op, node, (dy, *statistics), needs, lambda: _layer_normalization(op, node)))
     x, scale = _operands(node, 2)
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     axis, epsilon = _attribute(node, "axis", -1), _attribute(node, "epsilon", EPSILON)
 
     @cache
-    def statistics() -> tuple[ir.Value, ir.Value]:
-        return _layer_statistics(op, node, x, axis, epsilon)
-
-    @cache
-    def gradients() -> tuple[ir.Value | None, ...]:
-        if dy is None:
-            return None, None, None
-        return tuple(op.graphc.LayerNormalizationGrad(dy, x, scale, *statistics(), axis=axis, epsilon=epsilon))
-
-    def dx() -> ir.Value | None:
-        if dmean is None and dinv_std is None:
-            return gradients()[0]
-        mean, inv_std = statistics()
-        adjoints = [None if d is None else op.cast_like(d, mean) for d in (dmean, dinv_std)]
-        return _sum(op, gradients()[0], _through_statistics(op, x, mean, inv_std, adjoints[0], None, adjoints[1]))
+    def gradients() -> tuple[ir.Value, ...]:
+        statistics = _layer_statistics(op, node, x, axis, epsilon)
+        return tuple(op.graphc.LayerNormalizationGrad(dy, x, scale, *statistics, axis=axis, epsilon=epsilon))
 
     def dbias() -> ir.Value | None:
         return gradients()[2] if same_dims(dims(required(bias)), dims(scale)) else dy  # the engine sums dy to the bias's shape
 
-    return dx, lambda: gradients()[1], dbias
+    return lambda: gradients()[0], lambda: gradients()[1], dbias
+
+
+def _layer_normalization(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
+    """The outputs of a LayerNormalization: y, the mean and the inverse deviation."""
+    x, scale, *bias = (v for v in node.inputs if v is not None)
+    wide = _widen(op, x)
+    mean, inv_std = _row_statistics(op, wide, _attribute(node, "axis", -1), _attribute(node, "epsilon", EPSILON))
+    y = op.Mul(op.cast_like(op.Mul(op.Sub(wide, mean), inv_std), x), scale)
+    return op.Add(y, *bias) if bias else y, mean, inv_std
+
+
+def _row_statistics(op: Builder, x: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    axes = list(range(axis % rank(x), rank(x)))
+    mean = op.ReduceMean(x, axes, keepdims=1)
+    centred = op.Sub(x, mean)
+    return mean, op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1), epsilon)))
 
 
 def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
@@ -196,11 +156,7 @@ def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilo
     In float64 they are recomputed, because ONNX returns them in float32 only.
     """
     if x.dtype == ir.DataType.DOUBLE:
-        axes = list(range(axis % rank(x), rank(x)))
-        mean = op.ReduceMean(x, axes, keepdims=1)
-        centred = op.Sub(x, mean)
-        var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
-        return mean, op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+        return _row_statistics(op, x, axis, epsilon)
     if len(node.outputs) < 3:
         node.resize_outputs(3)
     for value, suffix in zip(node.outputs[1:], ("mean", "inv_std"), strict=True):
