@@ -11,7 +11,7 @@ from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.declare import required_declaration
 from graphc.ir.facts import input_of
-from graphc.ir.ops.losses import picks, softmax_scale
+from graphc.ir.ops.losses import picks
 
 
 def _attributes(node: ir.Node) -> dict[str, Any]:
@@ -50,26 +50,6 @@ def softmax_cross_entropy(
         return op.Add(through_total, through_log_prob)  # type: ignore[no-any-return]
 
     return dlogits, None, None
-
-
-@gradient("graphc::SoftmaxCrossEntropyGrad")
-def softmax_cross_entropy_grad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = dtotal·(softmax·Σr − r);  ∂dtotal = Σ dy·(softmax·Σr − r),  ∂log_prob = dy·dtotal·softmax·Σr"""
-    dtotal, log_prob, label, *_ = node.inputs
-    class_weight, values = _optional(node, 3), _attributes(node)
-
-    def ddtotal() -> ir.Value:
-        assert dtotal is not None
-        unit = op.graphc.SoftmaxCrossEntropyGrad(op.ones_like(dtotal), log_prob, label, class_weight, **values)
-        return op.ReduceSum(op.Mul(dy, unit), keepdims=0)  # type: ignore[no-any-return]
-
-    def dlog_prob() -> ir.Value:
-        assert log_prob is not None
-        assert label is not None
-        scale = op.Mul(softmax_scale(op, log_prob, label, class_weight, **values), dtotal)
-        return op.Mul(dy, op.Mul(op.Exp(log_prob), scale))  # type: ignore[no-any-return]
-
-    return ddtotal, dlog_prob, None, None
 
 
 @gradient("graphc::NegativeLogLikelihood")

@@ -123,24 +123,6 @@ def softmax_cross_entropy_grad(
     return op.ScatterElements(dense, at, at_label, axis=axis)  # type: ignore[no-any-return]
 
 
-def softmax_scale(
-    op: Builder,
-    log_prob: ir.Value,
-    label: ir.Value,
-    class_weight: ir.Value | None,
-    *,
-    axis: int,
-    ignore_index: int | None,
-    label_smoothing: float,
-) -> ir.Value:
-    """Σ_c r_c of each position (see ``SoftmaxCrossEntropyGrad``), size 1 along ``axis``: the factor on the softmax."""
-    _, counts, ignored = picks(op, log_prob, label, class_weight, axis, ignore_index)
-    if not label_smoothing:
-        return counts
-    scale, _ = _smoothed(op, log_prob, class_weight, axis, ignored, label_smoothing)
-    return op.Add(op.Mul(counts, 1.0 - label_smoothing), scale)  # type: ignore[no-any-return]
-
-
 @declare(
     "NegativeLogLikelihood",
     inputs="log_prob label class_weight?",
