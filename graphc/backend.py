@@ -28,7 +28,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.device import ALIGNMENT, Array, Memory, Run, in_order
+from graphc.device import ALIGNMENT, Array, Arrays, Memory, Run, in_order
 from graphc.errors import MissingExtraError, UnsupportedOpError, UsageError, nearest
 from graphc.gradient import key_of
 from graphc.registry import Registry
@@ -161,12 +161,7 @@ class Backend(Capabilities, Protocol):
     memory: Memory
 
     def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
+        self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         """Compile ``model`` with its inputs and outputs bound to ``inputs`` and ``outputs`` by name.
 

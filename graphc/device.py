@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ ALIGNMENT = 64
 """Alignment, in bytes, of every slice of a flat buffer and of the arena: a cache line, and an AVX-512 register."""
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Arrays: TypeAlias = "Mapping[str, Array]"
 Run: TypeAlias = "Callable[[], None]"
 
 

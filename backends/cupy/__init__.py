@@ -38,7 +38,7 @@ from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
 from graphc.backends.fusion.op_kernels import is_expression, op_kernel
-from graphc.device import Array, Memory, Run
+from graphc.device import Array, Arrays, Memory, Run
 
 
 class CupyBackend(Backend):
@@ -89,12 +89,7 @@ class CupyBackend(Backend):
         return True
 
     def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
+        self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         return BoundSegment(
             self._compiled(model), self.device, self._scratch, inputs, outputs, reusable_buffers=reusable_buffers

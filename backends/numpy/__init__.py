@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from graphc.backend import BACKENDS, Backend
 from graphc.backends.numpy.operators import REPAIRED
-from graphc.device import Array, HostMemory, Memory, Run
+from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.infer import propagate
@@ -32,12 +32,7 @@ class NumpyBackend(Backend):
         self.memory: Memory = HostMemory()
 
     def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
+        self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         evaluator, names = _evaluator(model), list(outputs)
 

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Backend, Binding, native_kernel
-from graphc.device import Array, HostMemory, Memory, Run
+from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
 from graphc.plan.half_precision import HALVES
@@ -52,12 +52,7 @@ class OnnxRuntimeBackend(Backend):
         return native_kernel(self.name, node) is not None
 
     def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
+        self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         session = self._session(model)
         binding = session.io_binding()

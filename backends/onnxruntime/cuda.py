@@ -22,7 +22,7 @@ import onnxruntime as ort
 from graphc.backend import BACKENDS, Backend
 from graphc.backends.onnxruntime import OnnxRuntimeBackend, element_type, make_session, session_options
 from graphc.backends.onnxruntime.packing import is_packed
-from graphc.device import Array, Memory, Run
+from graphc.device import Array, Arrays, Memory, Run
 from graphc.errors import GraphcError, MissingExtraError, UnsupportedOpError
 
 PROVIDER = "CUDAExecutionProvider"
@@ -69,12 +69,7 @@ class DeviceBackend(Backend):
         return all(v is None or v.dtype != ir.DataType.BFLOAT16 for v in values)
 
     def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
+        self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         for name, array in (*inputs.items(), *outputs.items()):
             if is_packed(array.dtype):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphc.backend import Backend
@@ -17,7 +16,7 @@ from graphc.distributed.communicator import Communicator
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import NonFiniteError, WorldError
 from graphc.parameter_server.layout import ENDED, EXPORTS, FAILED, FAILING, PER_WORKER, VERSION, ServerLayout
-from graphc.parameter_server.split import Exchanging
+from graphc.parameter_server.split import exchanging, is_push
 from graphc.plan.partition import Plan, make_plan
 
 LONGEST_NAP = 1e-3  # seconds between two looks at a cell
@@ -111,54 +110,17 @@ class Member:
         return found
 
 
-class Exchange(Exchanging):
-    """Wraps ``backend`` and implements ``Push`` as one side of the exchange."""
+def with_push(backend: Backend, push: Callable[[ir.Node, Sequence[Array], Sequence[Array]], Run]) -> Backend:
+    """A copy of ``backend`` that binds ``Push`` by ``push``, one side of the exchange."""
+    own = exchanging(backend)
 
-    def __init__(self, backend: Backend, push: Callable[[ir.Node, Sequence[Array], Sequence[Array]], Run]) -> None:
-        super().__init__(backend)
-        self.name = backend.name
-        self.memory = backend.memory
-        self._backend = backend
-        self._push = push
+    def bind_kernel(node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]) -> Run:
+        if is_push(node):
+            return push(node, [a for a in inputs if a is not None], outputs)
+        return backend.bind_kernel(node, inputs, outputs, aliases)
 
-    def bind_kernel(
-        self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]
-    ) -> Run:
-        if _is_push(node):
-            return self._push(node, [a for a in inputs if a is not None], outputs)
-        return self._backend.bind_kernel(node, inputs, outputs, aliases)
-
-    def bind_segment(
-        self,
-        model: onnx.ModelProto,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        *,
-        reusable_buffers: Sequence[Array] = (),
-    ) -> Run:
-        return self._backend.bind_segment(model, inputs, outputs, reusable_buffers=reusable_buffers)
-
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        return self._backend.run_whole(model, feeds)
-
-    def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        return self._backend.inplace(node)
-
-    def settle(self) -> None:
-        self._backend.settle()
-
-    def record(self, runs: Sequence[Run]) -> Run:
-        return self._backend.record(runs)
-
-    def all_finite(self, array: Array) -> bool:
-        return self._backend.all_finite(array)
-
-    def close(self) -> None:
-        self._backend.close()
-
-
-def _is_push(node: ir.Node) -> bool:
-    return node.op_type == "Push" and node.domain == "graphc"
+    own.bind_kernel = bind_kernel  # type: ignore[method-assign]
+    return own
 
 
 def plan_part(part: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Backend) -> Plan:

@@ -47,7 +47,7 @@ from graphc.parameter_server.layout import (
     VERSION,
     ServerLayout,
 )
-from graphc.parameter_server.member import Exchange, Member, plan_part
+from graphc.parameter_server.member import Member, plan_part, with_push
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.state import State
 
@@ -81,7 +81,7 @@ class Server(Member):
         self.state = State(part)
         self.state.load({name: state.fetch(name) for name in self.state.arrays})
         shapes = {v.name or "": static_dims(v) or () for v in part.graph.inputs}
-        engine = Exchange(backend, self._bind_push)
+        engine = with_push(backend, self._bind_push)
         self._senders: list[int] = []
         self._executor = Executor(plan_part(part, shapes, engine), self.state, engine, check=check)
         self._followed = 0

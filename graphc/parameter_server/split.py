@@ -9,8 +9,9 @@ Each part is a separate graph with its own plan. A worker's outputs (the loss) c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +25,8 @@ from graphc.ir.subgraphs import captured
 from graphc.ir.updates import state_of
 from graphc.pipeline import PASSES, Context
 from graphc.plan.partition import Plan, make_plan
+
+B = TypeVar("B", bound=Capabilities)
 
 PUSHED = "pushed/"
 """Prefix of a server part's input that stands for a pushed value."""
@@ -82,26 +85,20 @@ def server_part(model: ir.Model, server: int) -> ir.Model:
     return part
 
 
-class Exchanging:
-    """Capabilities of ``backend`` plus kernels for one side of the exchange."""
+def is_push(node: ir.Node) -> bool:
+    return node.op_type == "Push" and node.domain == "graphc"
 
-    def __init__(self, backend: Capabilities) -> None:
-        self._abilities = backend
-        self.alignment, self.rewrites, self.state_rewrites = backend.alignment, backend.rewrites, backend.state_rewrites
 
-    def prefers_native(self, node: ir.Node) -> bool:
-        return (node.op_type == "Push" and node.domain == "graphc") or self._abilities.prefers_native(node)
-
-    def holds(self, node: ir.Node) -> bool:
-        return self._abilities.holds(node)
-
-    def computes_halves(self, node: ir.Node) -> bool:
-        return self._abilities.computes_halves(node)
+def exchanging(backend: B) -> B:
+    """A copy of ``backend`` whose plans have a step for each Push."""
+    own = copy.copy(backend)
+    own.prefers_native = lambda node: is_push(node) or backend.prefers_native(node)  # type: ignore[method-assign]
+    return own
 
 
 def role_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], backend: Capabilities) -> dict[str, Plan]:
     """Plan every part: ``worker`` (for inputs of ``shapes``), ``server 0``, ``server 1`` and so on."""
-    own = Exchanging(backend)
+    own = exchanging(backend)
     found = {"worker": make_plan(worker_part(model), shapes, own, world_size=2)}
     options = server_options(model.graph)
     for server in range(options.servers if options is not None else 0):

@@ -14,7 +14,7 @@ from graphc.distributed.rma_windows import Windows
 from graphc.errors import WorldError
 from graphc.ir.facts import is_float
 from graphc.parameter_server.layout import APPLIED, DONE, ENDED, FAILED, LIVE, PUSHES, TICKETS, VERSION, ServerLayout
-from graphc.parameter_server.member import Exchange, Member
+from graphc.parameter_server.member import Member, with_push
 from graphc.runtime.executor import NonFiniteStepError
 
 
@@ -31,7 +31,7 @@ class ParameterWorker(Member):
         self.index = comm.rank - layout.servers
         self.count, self.version = 0, 0
         self._check = check
-        self.backend = Exchange(backend, self._bind_push)
+        self.backend = with_push(backend, self._bind_push)
         self._regions = [np.zeros(region.nbytes, np.uint8) for region in layout.published]
         self.arrays: dict[str, Array] = {}
         for region, memory in zip(layout.published, self._regions, strict=True):
