@@ -22,6 +22,7 @@ from graphc.passes.optimize.channels_last_values import ELEMENTWISE, Arrangement
 
 Results: TypeAlias = "Sequence[tuple[ir.Value, Order] | None] | None"
 Rule: TypeAlias = Callable[[Arrangement, ir.Node], Results]
+MovedRule: TypeAlias = Callable[[Arrangement, ir.Node, ir.Value, Order], Results]
 
 RULES: dict[str, Rule] = {}
 
@@ -44,6 +45,20 @@ def follow(walk: Arrangement, node: ir.Node) -> None:
 def rule(*ops: str) -> Callable[[Rule], Rule]:
     def register(function: Rule) -> Rule:
         RULES.update((op, function) for op in ops)
+        return function
+
+    return register
+
+
+def moved(*ops: str) -> Callable[[MovedRule], MovedRule]:
+    """Register a rule ``(walk, node, tensor, order)`` for ops whose first operand another tensor holds."""
+
+    def register(function: MovedRule) -> MovedRule:
+        def first_held(walk: Arrangement, node: ir.Node) -> Results:
+            held = walk.held(node.inputs[0])
+            return None if held is None else function(walk, node, *held)
+
+        rule(*ops)(first_held)
         return function
 
     return register
@@ -83,14 +98,11 @@ def _region(walk: Arrangement, node: ir.Node) -> Results:
     return list(zip(again, orders, strict=True))
 
 
-@rule("BatchNormalization")
-def _batch_normalization(walk: Arrangement, node: ir.Node) -> Results:
+@moved("BatchNormalization")
+def _batch_normalization(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     """Decompose the op, because it needs its channels on axis 1."""
-    x, scale, bias, mean, variance = (v for v in node.inputs if v is not None)
-    held = walk.held(x)
-    if held is None:
-        return None
-    op, (tensor, order) = walk.op, held
+    _, scale, bias, mean, variance = (v for v in node.inputs if v is not None)
+    op = walk.op
     wide = op.cast_like(tensor, mean)
     axes = [k for k in range(len(order)) if k != order[1]]
     behind = [1] * (len(order) - 1 - order[1])
@@ -116,13 +128,9 @@ def _batch_normalization(walk: Arrangement, node: ir.Node) -> Results:
     return [(op.cast_like(y, tensor), order), *results][: len(node.outputs)]
 
 
-@rule("graphc::BatchNormalizationTraining")
-def _batch_normalization_training(walk: Arrangement, node: ir.Node) -> Results:
-    x, scale, bias = (v for v in node.inputs if v is not None)
-    held = walk.held(x)
-    if held is None:
-        return None
-    tensor, order = held
+@moved("graphc::BatchNormalizationTraining")
+def _batch_normalization_training(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
+    _, scale, bias = (v for v in node.inputs if v is not None)
     epsilon = node.attributes.get_float("epsilon", EPSILON)
     y, *statistics = batch_normalized(walk.op, tensor, scale, bias, order[1], epsilon)
     return [(y, order), *((value, (0,)) for value in statistics)]
@@ -135,32 +143,14 @@ _REDUCTIONS = tuple(
 )
 
 
-@rule(*_REDUCTIONS)
-def _reduction(walk: Arrangement, node: ir.Node) -> Results:
+@moved(*_REDUCTIONS)
+def _reduction(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     axes = _integers(_input(node, 1))
     if axes is None and _input(node, 1) is not None:
         return None
-    count = rank(node.inputs[0]) if node.inputs[0] is not None else 0
-    return _reduced(walk, node, axes or list(range(count)))
-
-
-@rule("GlobalAveragePool", "GlobalMaxPool")
-def _global_pool(walk: Arrangement, node: ir.Node) -> Results:
-    held = walk.held(node.inputs[0])
-    if held is None:
+    if not axes and node.attributes.get_int("noop_with_empty_axes", 0) == 1:
         return None
-    tensor, order = held
-    axes = sorted(order[2:])
-    reduce = walk.op.ReduceMean if node.op_type == "GlobalAveragePool" else walk.op.ReduceMax
-    return [(reduce(tensor, axes, keepdims=1), order)]
-
-
-def _reduced(walk: Arrangement, node: ir.Node, axes: list[int]) -> Results:
-    held = walk.held(node.inputs[0])
-    if held is None or (not axes and node.attributes.get_int("noop_with_empty_axes", 0) == 1):
-        return None
-    tensor, order = held
-    gone = sorted(order[axis] for axis in axes)
+    gone = sorted(order[axis] for axis in axes or range(len(order)))
     keep = node.attributes.get_int("keepdims", 1)
     y = walk.op.emit(node.op_type, [tensor, np.array(gone, dtype=np.int64)], {"keepdims": keep})[0]
     if keep:
@@ -169,11 +159,14 @@ def _reduced(walk: Arrangement, node: ir.Node, axes: list[int]) -> Results:
     return [(y, tuple(left.index(place) for place in order if place in left))]
 
 
-@rule("Softmax", "LogSoftmax", "Hardmax")
-def _along_one_axis(walk: Arrangement, node: ir.Node) -> Results:
-    tensor, order = walk.held(node.inputs[0]) or (None, ())
-    if tensor is None:
-        return None
+@moved("GlobalAveragePool", "GlobalMaxPool")
+def _global_pool(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
+    reduce = walk.op.ReduceMean if node.op_type == "GlobalAveragePool" else walk.op.ReduceMax
+    return [(reduce(tensor, sorted(order[2:]), keepdims=1), order)]
+
+
+@moved("Softmax", "LogSoftmax", "Hardmax")
+def _along_one_axis(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     axis = node.attributes.get_int("axis", -1) % len(order)
     return [(walk.op.emit(node.op_type, [tensor], {"axis": order[axis]})[0], order)]
 
@@ -188,48 +181,39 @@ def _concat(walk: Arrangement, node: ir.Node) -> Results:
     return [(walk.op.Concat(*parts, axis=order[axis]), order)]
 
 
-@rule("Split")
-def _split(walk: Arrangement, node: ir.Node) -> Results:
-    held = walk.held(node.inputs[0])
-    if held is None:
-        return None
-    tensor, order = held
+@moved("Split")
+def _split(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     axis = node.attributes.get_int("axis", 0) % len(order)
     attributes = {**_values(node), "axis": order[axis]}
     parts = walk.op.emit("Split", [tensor, *node.inputs[1:]], attributes, outputs=len(node.outputs))
     return [(part, order) for part in parts]
 
 
-@rule("Slice")
-def _slice(walk: Arrangement, node: ir.Node) -> Results:
-    held, starts, axes = walk.held(node.inputs[0]), _integers(_input(node, 1)), _integers(_input(node, 3))
-    if held is None or starts is None or (axes is None and _input(node, 3) is not None):
+@moved("Slice")
+def _slice(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
+    starts, axes = _integers(_input(node, 1)), _integers(_input(node, 3))
+    if starts is None or (axes is None and _input(node, 3) is not None):
         return None
-    tensor, order = held
     places = [order[axis] for axis in (range(len(starts)) if axes is None else axes)]
     return [(walk.op.Slice(tensor, node.inputs[1], node.inputs[2], places, _input(node, 4)), order)]
 
 
-@rule("Pad")
-def _pad(walk: Arrangement, node: ir.Node) -> Results:
-    held, pads, axes = walk.held(node.inputs[0]), _integers(_input(node, 1)), _integers(_input(node, 3))
-    if held is None or pads is None or (axes is None and _input(node, 3) is not None):
+@moved("Pad")
+def _pad(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
+    pads, axes, count = _integers(_input(node, 1)), _integers(_input(node, 3)), len(order)
+    if pads is None or (axes is None and _input(node, 3) is not None):
         return None
-    tensor, order = held
-    count = len(order)
     whole = [0] * (2 * count)  # of all axes: onnxruntime moves transposes across a Pad and ignores its ``axes``
     for k, axis in enumerate(range(count) if axes is None else axes):
         whole[order[axis]], whole[count + order[axis]] = pads[k], pads[k + len(pads) // 2]
     return [(walk.op.Pad(tensor, whole, _input(node, 2), **_values(node)), order)]
 
 
-@rule("Expand")
-def _expand(walk: Arrangement, node: ir.Node) -> Results:
-    held = walk.held(node.inputs[0])
+@moved("Expand")
+def _expand(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     out = static_dims(node.outputs[0]) or ()
-    if held is None or len(out) != len(held[1]):
+    if len(out) != len(order):
         return None
-    tensor, order = held
     return [(walk.op.Expand(tensor, [out[axis] for axis in inverse(order)]), order)]
 
 
@@ -248,16 +232,13 @@ def _transpose(walk: Arrangement, node: ir.Node) -> Results:
     return [(tensor, tuple(order[axis] for axis in axes))]
 
 
-@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def _reshape(walk: Arrangement, node: ir.Node) -> Results:
+@moved("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def _reshape(walk: Arrangement, node: ir.Node, tensor: ir.Value, order: Order) -> Results:
     """Reshape in place: splits and merges adjacent axes; axes to merge that lie apart are first brought together."""
-    x = input_of(node)
-    held = walk.held(x)
-    before, after = static_dims(x) or (), static_dims(node.outputs[0]) or ()
+    before, after = static_dims(input_of(node)) or (), static_dims(node.outputs[0]) or ()
     groups = _groups(before, after)
-    if held is None or groups is None:
+    if groups is None:
         return None
-    tensor, order = held
     groups.sort(key=lambda group: order[group[0][-1]])
     wanted = [order[axis] for old, _ in groups for axis in old]
     if not in_order(static_dims(tensor) or (), wanted):

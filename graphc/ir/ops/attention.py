@@ -115,10 +115,6 @@ def _check_sizes(q: ir.Value, of_q: Mapping[str, Dim], of_k: Mapping[str, Dim], 
         raise ModelError(f"ScaledDotProductAttention of {q.name!r}: q is {of_q}, k {of_k}, v {of_v}, which do not go together")
 
 
-def _infer_grad(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    return [spec_of(inputs[1 + index]) for index in written(attributes["layout"])]
-
-
 _ATTRIBUTES = {"scale": REQUIRED, "causal": 0, "layout": STANDARD_LAYOUT, "saves": "probabilities", "finite": 0, "factor": 1.0}
 
 
@@ -130,24 +126,18 @@ def scaled_dot_product_attention(
     v: ir.Value,
     mask: ir.Value | None = None,
     keep: ir.Value | None = None,
-    *,
-    scale: float,
-    causal: int,
-    layout: str,
-    saves: str,
-    finite: int,
-    factor: float,
+    **options: Any,
 ) -> tuple[ir.Value, ...]:
     """y = (p ∘ keep)·v with p = softmax(scale·q·kᵀ + mask) over the keys; ``saved`` is p, or of each row log Σ exp(score)."""
-    axes = operand_axes(layout)
+    axes = operand_axes(options["layout"])
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
-    scores, hidden = _scores(op, q4, k4, mask, scale, causal, finite)
+    scores, hidden = _scores(op, q4, k4, mask, options)
     p = op.Softmax(scores, axis=-1)
     if hidden is not None:
         p = op.Where(hidden, op.scalar(0, p), p)
     p = op.cast_like(p, q)
-    y = from_heads(op, op.MatMul(_dropped(op, p, keep, factor, q), repeat_heads(op, v4, q4)), axes[3])
-    if saves == "probabilities":
+    y = from_heads(op, op.MatMul(_dropped(op, p, keep, options, q), repeat_heads(op, v4, q4)), axes[3])
+    if options["saves"] == "probabilities":
         return y, p
     top = op.ReduceMax(scores, [-1], keepdims=1)
     total = op.Add(top, op.Log(op.ReduceSum(op.Exp(op.Sub(scores, top)), [-1], keepdims=1)))
@@ -160,7 +150,7 @@ def scaled_dot_product_attention(
     "ScaledDotProductAttentionGrad",
     inputs="dy q k v mask? y saved keep?",
     outputs="*gradients",
-    infer=_infer_grad,
+    infer=lambda inputs, attributes: [spec_of(inputs[1 + index]) for index in written(attributes["layout"])],
     attributes=_ATTRIBUTES,
 )
 def scaled_dot_product_attention_grad(
@@ -173,31 +163,25 @@ def scaled_dot_product_attention_grad(
     y: ir.Value,
     saved: ir.Value,
     keep: ir.Value | None = None,
-    *,
-    scale: float,
-    causal: int,
-    layout: str,
-    saves: str,
-    finite: int,
-    factor: float,
+    **options: Any,
 ) -> tuple[ir.Value, ...]:
     """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dp·p), dp = dy·vᵀ; all parts of a packed tensor.
 
     A dropout multiplies p in ∂v, and dp.
     """
-    axes = operand_axes(layout)
+    axes, scale = operand_axes(options["layout"]), options["scale"]
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
     dy4 = to_heads(op, dy, axes[3])
-    p = _saved_probabilities(op, q4, k4, mask, saved, scale, causal, saves, finite)
-    ds = _score_gradient(op, dy4, v4, p, q4, keep, factor)
+    p = _saved_probabilities(op, q4, k4, mask, saved, options)
+    ds = _score_gradient(op, dy4, v4, p, q4, keep, options)
     scaled = op.Mul(q4, scale)
     found = (
         op.Mul(op.MatMul(ds, repeat_heads(op, k4, q4)), scale),
         _sum_heads(op, op.MatMul(_swap(op, ds), scaled), k4),
-        _sum_heads(op, op.MatMul(_swap(op, _dropped(op, p, keep, factor, q)), dy4), v4),
+        _sum_heads(op, op.MatMul(_swap(op, _dropped(op, p, keep, options, q)), dy4), v4),
     )
     results = []
-    for index in written(layout):
+    for index in written(options["layout"]):
         place = packed(axes[index])
         if place is None:
             results.append(from_heads(op, found[index], axes[index]))
@@ -222,9 +206,8 @@ def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, att
     mask, keep = (*node.inputs, None)[3:5]
     axes = operand_axes(attributes["layout"])
     q4, k4, v4 = (to_heads(op, value, of) for value, of in zip((q, k, v), axes[:3], strict=True))
-    options = attributes["scale"], attributes["causal"], attributes["saves"], attributes["finite"]
-    p = _saved_probabilities(op, q4, k4, mask, saved, *options)
-    return _score_gradient(op, to_heads(op, dy, axes[3]), v4, p, q4, keep, attributes["factor"])
+    p = _saved_probabilities(op, q4, k4, mask, saved, attributes)
+    return _score_gradient(op, to_heads(op, dy, axes[3]), v4, p, q4, keep, attributes)
 
 
 def to_heads(op: Builder, x: ir.Value, axes: str) -> Any:
@@ -288,18 +271,18 @@ def _widen(op: Builder, x: Any) -> Any:
     return op.Cast(x, to=int(ir.DataType.FLOAT)) if x.dtype in _HALVES else x
 
 
-def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, scale: float, causal: int, finite: int) -> tuple[Any, Any]:
+def _scores(op: Builder, q: Any, k: Any, mask: ir.Value | None, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """The masked scores, and the rows that are masked entirely (left unmasked); None when no row can be."""
-    scores = _widen(op, op.MatMul(op.Mul(q, scale), _swap(op, repeat_heads(op, k, q))))
+    scores = _widen(op, op.MatMul(op.Mul(q, options["scale"]), _swap(op, repeat_heads(op, k, q))))
     low, zero = op.scalar(-math.inf, scores), op.scalar(0, scores)
     bias: Any = None
     if mask is not None:
         bias = op.Where(mask, zero, low) if mask.dtype == ir.DataType.BOOL else op.cast_like(mask, scores)
-    if causal:
+    if options["causal"]:
         keys, queries = (_positions(op, scores, axis) for axis in (3, 2))
         seen = op.LessOrEqual(keys, op.Unsqueeze(queries, [1]))
         bias = op.Where(seen, zero if bias is None else bias, low)
-    if mask is None or finite:
+    if mask is None or options["finite"]:
         return (scores if bias is None else op.Add(scores, bias)), None
     hidden = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), low)
     return op.Add(scores, op.Where(hidden, zero, bias)), hidden
@@ -314,24 +297,24 @@ def _positions(op: Builder, x: Any, axis: int) -> Any:
 
 
 def _saved_probabilities(
-    op: Builder, q: Any, k: Any, mask: ir.Value | None, saved: ir.Value, scale: float, causal: int, saves: str, finite: int
+    op: Builder, q: Any, k: Any, mask: ir.Value | None, saved: ir.Value, options: Mapping[str, Any]
 ) -> Any:
-    if saves == "probabilities":
+    if options["saves"] == "probabilities":
         return saved
-    scores, hidden = _scores(op, q, k, mask, scale, causal, finite)
+    scores, hidden = _scores(op, q, k, mask, options)
     p = op.Exp(op.Sub(scores, op.Unsqueeze(saved, [-1])))
     return op.cast_like(p if hidden is None else op.Where(hidden, op.scalar(0, p), p), q)
 
 
-def _score_gradient(op: Builder, dy: Any, v: Any, p: Any, q: Any, keep: ir.Value | None, factor: float) -> Any:
+def _score_gradient(op: Builder, dy: Any, v: Any, p: Any, q: Any, keep: ir.Value | None, options: Mapping[str, Any]) -> Any:
     dp = _widen(op, op.MatMul(dy, _swap(op, repeat_heads(op, v, q))))
-    return op.cast_like(op.graphc.SoftmaxGrad(_dropped(op, dp, keep, factor, dp), _widen(op, p), axis=-1), q)
+    return op.cast_like(op.graphc.SoftmaxGrad(_dropped(op, dp, keep, options, dp), _widen(op, p), axis=-1), q)
 
 
-def _dropped(op: Builder, x: Any, keep: ir.Value | None, factor: float, like: Any) -> Any:
+def _dropped(op: Builder, x: Any, keep: ir.Value | None, options: Mapping[str, Any], like: Any) -> Any:
     """x · factor · keep, multiplied in float32 at least and rounded to the type of ``like``."""
     if keep is None:
         return x
     wide = _widen(op, x)
     product = op.Mul(wide, op.cast_like(keep, wide))
-    return op.cast_like(op.Mul(product, factor) if factor != 1 else product, like)
+    return op.cast_like(op.Mul(product, options["factor"]) if options["factor"] != 1 else product, like)

@@ -11,14 +11,13 @@ normalised axes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import REQUIRED, Spec, declare, same_as, spec_of
+from graphc.ir.declare import REQUIRED, declare, same_as, spec_of
 from graphc.ir.facts import dims, rank, same_dims, static_dims
 
 EPSILON = 1e-5
@@ -35,15 +34,11 @@ def all_but_channels(x: ir.Value) -> list[int]:
     return [0, *range(2, rank(x))]
 
 
-def _batch_statistics(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    return [spec_of(inputs[0]), *[spec_of(inputs[1])] * 3]
-
-
 @declare(
     "BatchNormalizationTraining",
     inputs="x scale bias",
     outputs="y mean var inv_std",
-    infer=_batch_statistics,
+    infer=lambda inputs, attributes: [spec_of(inputs[0]), *[spec_of(inputs[1])] * 3],
     attributes={"epsilon": EPSILON},
 )
 def batch_normalization_training(
@@ -129,17 +124,7 @@ def elements_per_statistic(op: Builder, x: ir.Value, statistic: ir.Value) -> ir.
     infer=same_as(1, 2, 2),
     attributes={"axis": -1, "epsilon": EPSILON},
 )
-def layer_normalization_grad(
-    op: Builder,
-    dy: ir.Value,
-    x: ir.Value,
-    scale: ir.Value,
-    mean: ir.Value,
-    inv_std: ir.Value,
-    *,
-    axis: int,
-    epsilon: float,
-) -> tuple[ir.Value, ...]:
+def layer_normalization_grad(op: Builder, *operands: ir.Value, axis: int, epsilon: float) -> tuple[ir.Value, ...]:
     """Gradient of LayerNormalization over axes ``axis`` to the last, with dx̂ = dy·scale:
 
         dx = inv_std·(dx̂ - mean(dx̂) - x̂·mean(dx̂·x̂)),  dscale = Σ dy·x̂,  dbias = Σ dy
@@ -147,6 +132,7 @@ def layer_normalization_grad(
     ``mean`` and ``inv_std`` are the forward op's outputs (reduced axes kept, of size 1) and include ``epsilon``
     already. ``scale`` broadcasts to x, and the bias has its shape.
     """
+    dy, x, scale, mean, inv_std = operands
     first = axis % rank(x)
     axes = list(range(first, rank(x)))
     slope = op.cast_like(dy, mean)

@@ -12,14 +12,14 @@ recomputation, backends and any split of a batch over ranks therefore draw the s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import REQUIRED, Spec, declare
+from graphc.ir.declare import REQUIRED, declare
 from graphc.ir.facts import shape_of_result
 
 RANDOM_OPS = frozenset({"DropoutMask"})
@@ -80,16 +80,12 @@ def dropout_scale(ratio: float) -> float:
     return 1.0 / (1.0 - ratio) if ratio < 1.0 else 0.0
 
 
-def _mask_spec(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    return [(ir.DataType(int(attributes["dtype"])), shape_of_result(inputs[0]))]
-
-
 @declare(
     "DropoutMask",
     inputs="shape seed step sample_offset",
     outputs="mask",
     attributes={"ratio": 0.5, "tag": REQUIRED, "dtype": int(ir.DataType.FLOAT)},
-    infer=_mask_spec,
+    infer=lambda inputs, attributes: [(ir.DataType(int(attributes["dtype"])), shape_of_result(inputs[0]))],
 )
 def dropout_mask(
     op: Builder,

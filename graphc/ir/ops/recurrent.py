@@ -27,59 +27,46 @@ _DEFAULTS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "T
 
 Function = Callable[[Builder, Any], Any]
 
-_PARAMETERS: dict[str, tuple[float | None, float | None]] = {
-    "affine": (1.0, 0.0),
-    "elu": (1.0, None),
-    "hardsigmoid": (0.2, 0.5),
-    "leakyrelu": (0.01, None),
-    "relu": (None, None),
-    "scaledtanh": (1.0, 1.0),
-    "sigmoid": (None, None),
-    "softplus": (None, None),
-    "softsign": (None, None),
-    "tanh": (None, None),
-    "thresholdedrelu": (1.0, None),
+_ACTIVATIONS: dict[str, tuple[str, float | None, float | None]] = {
+    "affine": ("", 1.0, 0.0),
+    "elu": ("Elu", 1.0, None),
+    "hardsigmoid": ("HardSigmoid", 0.2, 0.5),
+    "leakyrelu": ("LeakyRelu", 0.01, None),
+    "relu": ("Relu", None, None),
+    "scaledtanh": ("", 1.0, 1.0),
+    "sigmoid": ("Sigmoid", None, None),
+    "softplus": ("Softplus", None, None),
+    "softsign": ("Softsign", None, None),
+    "tanh": ("Tanh", None, None),
+    "thresholdedrelu": ("ThresholdedRelu", 1.0, None),
 }
-"""Activation → default alpha and beta; None for a parameter it lacks."""
+"""Activation → its op (empty: a formula), default alpha and beta; None for a parameter it lacks."""
 
 
-def _function(name: str, alpha: float, beta: float) -> Function:
-    functions: dict[str, Function] = {
-        "affine": lambda op, x: op.Add(op.Mul(x, alpha), beta),
-        "elu": lambda op, x: op.Elu(x, alpha=alpha),
-        "hardsigmoid": lambda op, x: op.HardSigmoid(x, alpha=alpha, beta=beta),
-        "leakyrelu": lambda op, x: op.LeakyRelu(x, alpha=alpha),
-        "relu": lambda op, x: op.Relu(x),
-        "scaledtanh": lambda op, x: op.Mul(op.Tanh(op.Mul(x, beta)), alpha),
-        "sigmoid": lambda op, x: op.Sigmoid(x),
-        "softplus": lambda op, x: op.Softplus(x),
-        "softsign": lambda op, x: op.Softsign(x),
-        "tanh": lambda op, x: op.Tanh(x),
-        "thresholdedrelu": lambda op, x: op.ThresholdedRelu(x, alpha=alpha),
-    }
-    return functions[name]
+def _function(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Function:
+    """The activation ``name``, with the next of the given parameters."""
+    op_type, *defaults = _ACTIVATIONS[name]
+    given = zip(("alpha", "beta"), defaults, (alphas, betas), strict=True)
+    options = {key: float(str(np.float32(next(rest, default)))) for key, default, rest in given if default is not None}
+    if name == "affine":
+        return lambda op, x: op.Add(op.Mul(x, options["alpha"]), options["beta"])
+    if name == "scaledtanh":
+        return lambda op, x: op.Mul(op.Tanh(op.Mul(x, options["beta"])), options["alpha"])
+    return lambda op, x: op.emit(op_type, [x], options)[0]
 
 
 def _activations(node: ir.Node, directions: int) -> list[list[Function]]:
     """The activations of each direction; those with parameters consume alpha and beta in order."""
     default = _DEFAULTS[node.op_type] * directions
     names = [name.lower() for name in node.attributes.get_strings("activations", None) or default]
-    unknown = [name for name in names if name not in _PARAMETERS]
+    unknown = [name for name in names if name not in _ACTIVATIONS]
     if unknown or len(names) != len(default):
         problem = f"the activation {unknown[0]!r}" if unknown else f"{len(names)} activations instead of {len(default)}"
-        raise UnsupportedOpError(f"{describe(node)} has {problem}; known are {', '.join(sorted(_PARAMETERS))}")
+        raise UnsupportedOpError(f"{describe(node)} has {problem}; known are {', '.join(sorted(_ACTIVATIONS))}")
     alphas, betas = (iter(node.attributes.get_floats(f"activation_{n}", ())) for n in ("alpha", "beta"))
-    made = [_function(name, *_parameters(name, alphas, betas)) for name in names]
+    made = [_function(name, alphas, betas) for name in names]
     each = len(default) // directions
     return [made[k * each : (k + 1) * each] for k in range(directions)]
-
-
-def _parameters(name: str, alphas: Iterator[float], betas: Iterator[float]) -> tuple[float, float]:
-    alpha, beta = _PARAMETERS[name]
-    return (
-        0.0 if alpha is None else float(str(np.float32(next(alphas, alpha)))),
-        0.0 if beta is None else float(str(np.float32(next(betas, beta)))),
-    )
 
 
 @dataclass

@@ -51,16 +51,12 @@ def batch_moments(op: Builder, x: ir.Value, live: ir.Value) -> tuple[ir.Value, .
     return tuple(op.Where(alive, value, zero) for value in found)
 
 
-def _statistics(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    return [(ir.DataType(int(attributes["dtype"])), spec_of(inputs[1])[1])] * 3
-
-
 @declare(
     "BatchStatistics",
     inputs="count total squares",
     outputs="mean var inv_std",
     attributes={"epsilon": EPSILON, "dtype": int(ir.DataType.FLOAT)},
-    infer=_statistics,
+    infer=lambda inputs, attributes: [(ir.DataType(int(attributes["dtype"])), spec_of(inputs[1])[1])] * 3,
 )
 def batch_statistics(
     op: Builder, count: ir.Value, total: ir.Value, squares: ir.Value, *, epsilon: float, dtype: int
@@ -80,23 +76,12 @@ def batch_statistics(
     attributes={"tag": REQUIRED, "group": "data"},
     infer=same_as(0),
 )
-def shared_normalization(
-    op: Builder,
-    x: ir.Value,
-    scale: ir.Value,
-    bias: ir.Value,
-    mean: ir.Value,
-    inv_std: ir.Value,
-    count: ir.Value,
-    live: ir.Value,
-    *,
-    tag: str,
-    group: str,
-) -> ir.Value:
+def shared_normalization(op: Builder, *operands: ir.Value, tag: str, group: str) -> ir.Value:
     """y = scale·(x − mean)·inv_std + bias with mean and inv_std of the batch of all ranks of ``group``.
 
     Its gradient includes the path through the statistics; ``count``, ``live`` and ``tag`` serve that gradient.
     """
+    x, scale, bias, mean, inv_std, *_ = operands
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     centred = op.Sub(op.cast_like(x, mean), per_channel(op, mean, x))
     y = op.Add(op.Mul(centred, per_channel(op, factor, x)), per_channel(op, op.cast_like(bias, mean), x))
@@ -127,19 +112,9 @@ def shared_normalization_sums(
     outputs="dx",
     infer=same_as(1),
 )
-def shared_normalization_grad(
-    op: Builder,
-    dy: ir.Value,
-    x: ir.Value,
-    scale: ir.Value,
-    mean: ir.Value,
-    inv_std: ir.Value,
-    count: ir.Value,
-    product: ir.Value,
-    slope: ir.Value,
-    live: ir.Value,
-) -> ir.Value:
+def shared_normalization_grad(op: Builder, *operands: ir.Value) -> ir.Value:
     """dx = scale·inv_std·(dy − slope/count − x̂·product/count), with count and sums over all ranks; 0 where ``live`` is 0."""
+    dy, x, scale, mean, inv_std, count, product, slope, live = operands
     elements = op.Max(count, op.scalar(1.0, count))
     factor = op.Mul(op.cast_like(scale, mean), inv_std)
     level, tilt = (op.cast_like(op.Div(v, elements), mean) for v in (slope, product))

@@ -111,22 +111,14 @@ def sgd(op: Builder, param: ir.Value, g: ir.Value, lr: ir.Value) -> ir.Value:
 
 @_optimizer("Momentum", states="momentum_buffer", step=True, momentum=0.9, dampening=0.0, nesterov=0)
 def momentum_sgd(
-    op: Builder,
-    param: ir.Value,
-    g: ir.Value,
-    old: ir.Value,
-    step: ir.Value,
-    lr: ir.Value,
-    *,
-    momentum: float,
-    dampening: float,
-    nesterov: int,
+    op: Builder, *operands: ir.Value, momentum: float, dampening: float, nesterov: int
 ) -> tuple[ir.Value, ir.Value]:
     """``torch.optim.SGD`` with momentum.
 
     g = grad/divisor + weight_decay·param;  b' = g at step 1, else momentum·b + (1 − dampening)·g
     param' = param − lr·b', or with Nesterov param − lr·(g + momentum·b')
     """
+    param, g, old, step, lr = operands
     buffer = op.Add(op.Mul(old, momentum), op.Mul(g, 1.0 - dampening) if dampening else g)
     if dampening:  # without it a buffer of zeros already gives g at step 1
         buffer = op.Where(op.Equal(step, 1), g, buffer)
@@ -135,24 +127,13 @@ def momentum_sgd(
 
 
 @_optimizer("Adam", states="exp_avg exp_avg_sq", step=True, beta1=0.9, beta2=0.999, eps=1e-8)
-def adam(
-    op: Builder,
-    param: ir.Value,
-    g: ir.Value,
-    exp_avg: ir.Value,
-    exp_avg_sq: ir.Value,
-    step: ir.Value,
-    lr: ir.Value,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def adam(op: Builder, *operands: ir.Value, beta1: float, beta2: float, eps: float) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with L2 regularisation).
 
     g = grad/divisor + weight_decay·param;  m' = β1·m + (1 − β1)·g;  v' = β2·v + (1 − β2)·g²
     param' = param − lr/(1 − β1ᵗ) · m' / (√v'/√(1 − β2ᵗ) + eps)
     """
+    param, g, exp_avg, exp_avg_sq, step, lr = operands
     first = op.Add(exp_avg, op.Mul(op.Sub(g, exp_avg), 1.0 - beta1))
     second = op.Add(op.Mul(exp_avg_sq, beta2), op.Mul(op.Mul(g, g), 1.0 - beta2))
     count = _double(op, step)
@@ -166,22 +147,13 @@ def adam(
     "AdamW", states="exp_avg exp_avg_sq", step=True, decoupled=True, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2
 )
 def adamw(
-    op: Builder,
-    param: ir.Value,
-    g: ir.Value,
-    exp_avg: ir.Value,
-    exp_avg_sq: ir.Value,
-    step: ir.Value,
-    lr: ir.Value,
-    *,
-    weight_decay: float,
-    **betas: float,
+    op: Builder, param: ir.Value, *operands: ir.Value, weight_decay: float, **betas: float
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """``torch.optim.AdamW`` (Loshchilov and Hutter 2019): Adam on (1 − lr·weight_decay)·param, without decay in g."""
     if weight_decay:
-        keep = op.Sub(1.0, op.Mul(_double(op, lr), weight_decay))
+        keep = op.Sub(1.0, op.Mul(_double(op, operands[-1]), weight_decay))
         param = op.Mul(param, op.cast_like(keep, param))
-    return adam(op, param, g, exp_avg, exp_avg_sq, step, lr, **betas)  # type: ignore[return-value]
+    return adam(op, param, *operands, **betas)  # type: ignore[return-value]
 
 
 @_optimizer("Adagrad", states="sum", step=True, lr_decay=0.0, eps=1e-10)
@@ -201,27 +173,11 @@ def adagrad(
 
 
 @_optimizer(
-    "RMSprop",
-    states="square_avg grad_avg? momentum_buffer?",
-    when={"grad_avg": "centered", "momentum_buffer": "momentum"},
-    alpha=0.99,
-    eps=1e-8,
-    momentum=0.0,
-    centered=0,
-)
+    "RMSprop", states="square_avg grad_avg? momentum_buffer?", when={"grad_avg": "centered", "momentum_buffer": "momentum"},
+    alpha=0.99, eps=1e-8, momentum=0.0, centered=0,
+)  # fmt: skip
 def rmsprop(
-    op: Builder,
-    param: ir.Value,
-    g: ir.Value,
-    square_avg: ir.Value,
-    grad_avg: ir.Value | None,
-    momentum_buffer: ir.Value | None,
-    lr: ir.Value,
-    *,
-    alpha: float,
-    eps: float,
-    momentum: float,
-    centered: int,
+    op: Builder, *operands: ir.Value, alpha: float, eps: float, momentum: float, centered: int
 ) -> tuple[ir.Value | None, ...]:
     """``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013).
 
@@ -230,6 +186,7 @@ def rmsprop(
     ``momentum`` (needs momentum_buffer): b' = momentum·b + g/(√s' + eps);  param' = param − lr·b'
     otherwise param' = param − lr·g/(√s' + eps).  An output whose state is left out is unused.
     """
+    param, g, square_avg, grad_avg, momentum_buffer, lr = operands
     square = op.Add(op.Mul(square_avg, alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
     average, variance = None, square
     if grad_avg is not None:
@@ -253,13 +210,7 @@ def rmsprop(
     reduces={1: "sum", 2: "sum"},
 )
 def running_average(
-    op: Builder,
-    running: ir.Value,
-    batch: ir.Value,
-    count: ir.Value,
-    skip: ir.Value | None = None,
-    *,
-    momentum: float,
+    op: Builder, running: ir.Value, batch: ir.Value, count: ir.Value, skip: ir.Value | None = None, *, momentum: float
 ) -> ir.Value:
     """running' = momentum·running + (1 − momentum)·batch/count: ONNX's meaning of ``momentum`` (PyTorch's is one minus it).
 
@@ -270,17 +221,11 @@ def running_average(
     return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, share)))
 
 
-def _infer_narrow(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    spec = spec_of(inputs[0])
-    spec_of(inputs[1])
-    return [spec]
-
-
 @declare(
     "Narrow",
     inputs="copy wide skip?",
     outputs="next_copy",
-    infer=_infer_narrow,
+    infer=same_as(0),
     next_value={0: 0},
     source=1,
     roles={0: Role.COPY},
