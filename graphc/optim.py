@@ -50,13 +50,13 @@ class Optimizer:
 
     Attributes:
         name: name on the command line.
-        op: the update op: of the ``graphc`` domain, or ``domain::Op``. Its declaration says which input is the gradient and
-            which are states.
+        op: the update op: of the ``graphc`` domain, or ``domain::Op``; empty: called as the class. Its declaration says which
+            input is the gradient and which are states.
         initial: initial values of its states.
     """
 
     name: ClassVar[str]
-    op: ClassVar[str]
+    op: ClassVar[str] = ""
     lr: float = 1e-3
 
     @property
@@ -66,7 +66,7 @@ class Optimizer:
     @property
     def update_op(self) -> str:
         """The update op for these options; :attr:`op` by default."""
-        return self.op
+        return self.op or type(self).__name__
 
     def keeps(self, state: str) -> bool:
         """Whether the optional input ``state`` of the op is needed."""
@@ -108,7 +108,6 @@ class SGD(Optimizer):
     """``torch.optim.SGD``: stochastic gradient descent, with momentum (classical or Nesterov) when it is above 0."""
 
     name: ClassVar[str] = "sgd"
-    op: ClassVar[str] = "SGD"
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
@@ -130,7 +129,6 @@ class Adam(Optimizer):
     """``torch.optim.Adam``; ``weight_decay`` is an L2 penalty in the gradient."""
 
     name: ClassVar[str] = "adam"
-    op: ClassVar[str] = "Adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -143,7 +141,6 @@ class AdamW(Optimizer):
     """``torch.optim.AdamW``: Adam with decoupled weight decay."""
 
     name: ClassVar[str] = "adamw"
-    op: ClassVar[str] = "AdamW"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -156,7 +153,6 @@ class Adagrad(Optimizer):
     """``torch.optim.Adagrad``."""
 
     name: ClassVar[str] = "adagrad"
-    op: ClassVar[str] = "Adagrad"
     lr: float = 1e-2
     lr_decay: float = 0.0
     eps: float = 1e-10
@@ -174,7 +170,6 @@ class RMSprop(Optimizer):
     """``torch.optim.RMSprop``, plain, with momentum, or centered."""
 
     name: ClassVar[str] = "rmsprop"
-    op: ClassVar[str] = "RMSprop"
     lr: float = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8

@@ -79,7 +79,7 @@ def find_world(
     if inside_thread is not None:
         return inside_thread
     found = os.environ if environment is None else environment
-    for look in (_from_rank, _from_open_mpi, _from_pmi, _from_slurm):
+    for look in (_from_variables, _from_slurm):
         world = look(found)
         if world is not None:
             return _over(world, wanted_transport(transport, found))
@@ -132,28 +132,23 @@ def available_cores() -> int:
         return cores
 
 
-def _from_rank(environment: Mapping[str, str]) -> World | None:
-    rank, size = _pair(environment, "RANK", "WORLD_SIZE")
-    if rank is None or size is None:
-        return None
-    world = _world(rank, size, _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE"))
-    knows_mpi = any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
-    return _over(world, "tcp") if "MASTER_ADDR" in environment and not knows_mpi else world
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Rank, size, local rank and local size, as most launchers, Open MPI and PMI call them."""
 
 
-def _from_open_mpi(environment: Mapping[str, str]) -> World | None:
-    rank, size = _pair(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if rank is None or size is None:
-        return None
-    local_rank = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
-    return _world(rank, size, local_rank, _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"))
-
-
-def _from_pmi(environment: Mapping[str, str]) -> World | None:
-    rank, size = _pair(environment, "PMI_RANK", "PMI_SIZE")
-    if rank is None or size is None:
-        return None
-    return _world(rank, size, _number(environment, "MPI_LOCALRANKID"), _number(environment, "MPI_LOCALNRANKS"))
+def _from_variables(environment: Mapping[str, str]) -> World | None:
+    for rank_name, size_name, *local in _VARIABLES:
+        rank, size = _pair(environment, rank_name, size_name)
+        if rank is None or size is None:
+            continue
+        world = _world(rank, size, *(_number(environment, name) for name in local))
+        knows_mpi = any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+        return _over(world, "tcp") if rank_name == "RANK" and "MASTER_ADDR" in environment and not knows_mpi else world
+    return None
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_parameter
 from graphc.ir.names import BATCHNORM, BUFFER
+from graphc.ir.toposort import silent_reader
 
 if TYPE_CHECKING:
     import torch
@@ -184,15 +184,8 @@ def _training(module: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the exporters' warnings about their own options and missing packages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with silent_reader("torch.onnx"), warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def _with_dynamo(

@@ -64,7 +64,7 @@ def _without(data: memoryview, level: int, count: int, found: dict[int, memoryvi
         else:
             inner = _without_raw(data[start:end], count, found)
             count += 1
-        parts += [data[kept:begin], _tag(number), _varint(sum(map(len, inner))), *inner]
+        parts += [data[kept:begin], _varint(number << 3 | _BYTES), _varint(sum(map(len, inner))), *inner]
         kept = end
     return [*parts, data[kept:]], count
 
@@ -136,10 +136,6 @@ def _read(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise _UnreadableError
-
-
-def _tag(number: int) -> bytes:
-    return _varint(number << 3 | _BYTES)
 
 
 def _varint(value: int) -> bytes:

@@ -73,6 +73,28 @@ def _like(op: Builder, value: float, x: ir.Value | None) -> ir.Value:
     return op.const(np.asarray(value, dtype=x.dtype.numpy()))
 
 
+def became_inputs(opset: int, *op_types: str, **types: Any) -> None:
+    """Register an adapter: attributes became inputs 1, 2 and so on, of these types; None: that of input 0."""
+
+    def adapter(op: Builder, node: ir.Node) -> None:
+        for index, (name, dtype) in enumerate(types.items(), 1):
+            value = take(node, name)
+            if value is not None:
+                made = op.const(np.asarray(value, dtype)) if dtype is not None else _like(op, value, node.inputs[0])
+                set_input(node, index, made)
+
+    until(opset, *op_types)(adapter)
+
+
+became_inputs(10, "Upsample", scales=np.float32)
+became_inputs(10, "Slice", starts=np.int64, ends=np.int64, axes=np.int64)
+became_inputs(11, "Clip", min=None, max=None)
+became_inputs(13, "Squeeze", "Unsqueeze", "ReduceSum", axes=np.int64)
+became_inputs(13, "Split", split=np.int64)
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+became_inputs(18, *(f"Reduce{name}" for name in _REDUCTIONS), axes=np.int64)
+
+
 @until(7, "Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
 def broadcasting_6(op: Builder, node: ir.Node) -> None:
     """Before opset 7 the second operand was aligned with dimensions of the first one from ``axis`` on."""
@@ -134,13 +156,6 @@ def batch_normalization_mode(op: Builder, node: ir.Node) -> None:
         node.resize_outputs(3)
 
 
-@until(10, "Upsample")
-def upsample_7(op: Builder, node: ir.Node) -> None:
-    scales = take(node, "scales")
-    if scales is not None:
-        set_input(node, 1, op.const(np.asarray(scales, dtype=np.float32)))
-
-
 @until(11, "Upsample", "Resize")
 def resize_10(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """Upsample(x, scales) and the first Resize sample at x/scale, rounded down."""
@@ -150,26 +165,9 @@ def resize_10(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     return [y]
 
 
-@until(10, "Slice")
-def slice_1(op: Builder, node: ir.Node) -> None:
-    starts, ends, axes = take(node, "starts"), take(node, "ends"), take(node, "axes")
-    set_input(node, 1, _int64(op, starts))
-    set_input(node, 2, _int64(op, ends))
-    if axes is not None:
-        set_input(node, 3, _int64(op, axes))
-
-
 @until(10, "TopK")
 def top_k_1(op: Builder, node: ir.Node) -> None:
     set_input(node, 1, _int64(op, [take(node, "k")]))
-
-
-@until(11, "Clip")
-def clip_6(op: Builder, node: ir.Node) -> None:
-    for index, name in ((1, "min"), (2, "max")):
-        bound = take(node, name)
-        if bound is not None:
-            set_input(node, index, _like(op, bound, node.inputs[0]))
 
 
 @until(11, "Pad")
@@ -186,11 +184,9 @@ def scatter_9(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 
 @until(12, "Dropout")
-def dropout_10(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+def dropout_10(op: Builder, node: ir.Node) -> None:
     """The ratio becomes an input; old Dropout was always the identity, and its mask was float before opset 10."""
-    ratio = take(node, "ratio", 0.5)
-    set_input(node, 1, op.const(np.asarray(ratio, dtype=np.float32)))
-    return None
+    set_input(node, 1, op.const(np.float32(take(node, "ratio", 0.5))))
 
 
 @until(10, "Dropout")
@@ -219,22 +215,6 @@ def softmax_11(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     rows = op.emit(node.op_type, [op.Flatten(x, axis=axis)], {"axis": 1})[0]
     return [op.reshape_like(rows, x)]
-
-
-@until(13, "Squeeze", "Unsqueeze", "ReduceSum")
-@until(18, "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd")
-@until(18, "ReduceSumSquare")
-def axes_become_an_input(op: Builder, node: ir.Node) -> None:
-    axes = take(node, "axes")
-    if axes is not None:
-        set_input(node, 1, _int64(op, axes))
-
-
-@until(13, "Split")
-def split_11(op: Builder, node: ir.Node) -> None:
-    split = take(node, "split")
-    if split is not None:
-        set_input(node, 1, _int64(op, split))
 
 
 @until(18, "Split")

@@ -156,10 +156,6 @@ def _broadcast(a: Dim, b: Dim) -> Dim:
     return next((d for d in (a, b) if isinstance(d, int)), None)
 
 
-def _constant_of_shape(node: ir.Node) -> Sequence[Dim] | None:
-    return held(node.inputs[0])
-
-
 def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     """Axes that are not sliced, or sliced from the first element to the last, keep their size."""
     source, starts, ends = _dims_of(node.inputs[0]), held(node.inputs[1]), held(node.inputs[2])
@@ -220,7 +216,7 @@ def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
 
 
 _SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
-    "ConstantOfShape": _constant_of_shape,
+    "ConstantOfShape": lambda node: held(node.inputs[0]),
     "Expand": _expand,
     "Range": _range,
     "Reshape": _reshape,
@@ -301,10 +297,6 @@ def _subtract(a: Dim, b: Dim) -> Dim:
     return a if b == 0 else 0 if a is not None and a == b else None
 
 
-def _multiply(a: Dim, b: Dim) -> Dim:
-    return product([a, b])
-
-
 def _equal(a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
         return int(a == b)
@@ -312,10 +304,6 @@ def _equal(a: Dim, b: Dim) -> Dim:
         return 1
     numbers = [d for d in (a, b) if isinstance(d, int)]
     return 0 if numbers and numbers[0] < 0 and None not in (a, b) else None  # sizes are never negative
-
-
-def _where(condition: Dim, a: Dim, b: Dim) -> Dim:
-    return None if not isinstance(condition, int) else a if condition else b
 
 
 _CONTENTS: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
@@ -326,7 +314,7 @@ _CONTENTS: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
     "Equal": _elementwise(_equal),
     "Gather": _gather,
     "Identity": _same,
-    "Mul": _elementwise(_multiply),
+    "Mul": _elementwise(lambda a, b: product([a, b])),
     "ReduceProd": _reduce_product,
     "Reshape": _same,
     "Shape": _shape,
@@ -335,5 +323,5 @@ _CONTENTS: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
     "Squeeze": _same,
     "Sub": _elementwise(_subtract),
     "Unsqueeze": _same,
-    "Where": _elementwise(_where),
+    "Where": _elementwise(lambda condition, a, b: None if not isinstance(condition, int) else a if condition else b),
 }

@@ -12,9 +12,9 @@ from graphc.errors import ModelError
 
 
 @contextlib.contextmanager
-def silent_reader() -> Iterator[None]:
-    """Silence ``onnx_ir`` warnings about values without a source: the reader of the graph checks or supplies them."""
-    logger = logging.getLogger("onnx_ir.serde")
+def silent_reader(name: str = "onnx_ir.serde") -> Iterator[None]:
+    """Silence a logger: by default of ``onnx_ir`` about values without a source, which the reader checks or supplies."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -14,7 +14,7 @@ from graphc.ir.declare import operand
 from graphc.ir.facts import required
 from graphc.ir.names import STEP
 from graphc.ir.updates import state_of
-from graphc.plan.steps import PlanStep, Transfer, UpdateGroup
+from graphc.plan.steps import PlanStep, Transfer
 from graphc.runtime.buffers import BufferMap
 from graphc.runtime.sparse_allreduce import SparseSum
 
@@ -182,12 +182,8 @@ class Transfers:
 
     def _counted(self, index: int) -> bool:
         """Whether the graph counts the current step before step ``index`` of the plan."""
-        return any(s.group is not None and _counts_steps(s.group) for s in self._places.plan.steps[:index])
+        return any(s.group is not None and state_of(s.group.nodes[0]).name == STEP for s in self._places.plan.steps[:index])
 
 
 def _is_conditional(transfer: Transfer) -> bool:
     return transfer.every > 1 or transfer.first > 1 or transfer.last > 0
-
-
-def _counts_steps(group: UpdateGroup) -> bool:
-    return state_of(group.nodes[0]).name == STEP

@@ -43,7 +43,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     filled: dict[tuple[str, ...], int] = {}
     for node in updates:
         key = _key(node)
-        size = _bytes(node)
+        size = nbytes_of(state_of(node))
         limit = (min(first_mb, mb) if not any(k == key for k, _ in closed) else mb) * 1e6
         if key in open_buckets and filled[key] + size > limit:
             closed.append((key, open_buckets.pop(key)))
@@ -96,10 +96,6 @@ def _key(node: ir.Node) -> tuple[str, ...]:
 
 def _nonzero(reduction: ir.Node) -> int:
     return reduction.attributes.get_int("nonzero", 0)
-
-
-def _bytes(node: ir.Node) -> int:
-    return nbytes_of(state_of(node))
 
 
 def _alike(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:

@@ -154,7 +154,7 @@ class _Order:
         for start in self.readers.get(node, []):
             self.missing[start] -= 1
             if self.missing[start] == 0 and start not in self.done:
-                if _is_small(start):
+                if all(v is not None and static_dims(v) == () for v in start.inputs):
                     self.held.append(start)
                 else:
                     self._emit(start)
@@ -229,11 +229,6 @@ class _Order:
             if node in leads or node in self.starts:
                 leads.update(self.sources[node])
         return {n for n in self.waits if n in leads}
-
-
-def _is_small(start: ir.Node) -> bool:
-    """Whether a collective has only scalar operands."""
-    return all(v is not None and static_dims(v) == () for v in start.inputs)
 
 
 def _sources(node: ir.Node) -> list[ir.Node]:

@@ -8,18 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import UnsupportedOpError
-from graphc.gradient import gradient
+from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, rank, static_dims
 from graphc.ir.ops.convolution import CONV, POOL, Window, spatial
 
 
-def _operands(node: ir.Node, count: int) -> list[ir.Value]:
-    """The first ``count`` inputs, all required by the op."""
-    return [v for v in node.inputs[:count] if v is not None]
-
-
-def _attributes(node: ir.Node, names: Any) -> dict[str, Any]:
+def attributes_of(node: ir.Node, names: Any) -> dict[str, Any]:
     """The node's attributes with those names, as Python values."""
     found = {name: node.attributes[name].value for name in names if name in node.attributes}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
@@ -27,8 +22,8 @@ def _attributes(node: ir.Node, names: Any) -> dict[str, Any]:
 
 def canonical_attributes(node: ir.Node, names: Any, kernel: ir.Value | None = None) -> dict[str, Any]:
     """Those attributes with explicit kernel, strides, dilations and, if known, padding."""
-    found = _attributes(node, names)
-    (x,) = _operands(node, 1)
+    found = attributes_of(node, names)
+    (x,) = operands(node, 1)
     try:
         window = Window.of(found, spatial(x.shape), spatial(kernel.shape) if kernel is not None else None)
     except UnsupportedOpError as error:
@@ -47,7 +42,7 @@ def sum_per_channel(op: Builder, dy: ir.Value) -> ir.Value:
 @gradient("Conv")
 def conv(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y[n,m,o] = Σ x[n,c,o·s + t·d - p]·w[m,c,t] + b[m]; both gradients are convolutions again, ∂b = Σ dy per channel"""
-    x, w = _operands(node, 2)
+    x, w = operands(node, 2)
     attributes = canonical_attributes(node, CONV, w)
     return (
         lambda: op.graphc.ConvGradInput(dy, w, op.shape(x), **attributes),
@@ -59,23 +54,23 @@ def conv(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("graphc::ConvGradInput")
 def conv_grad_input(op: Builder, node: ir.Node, g: ir.Value) -> Any:
     """dx is linear in dy and in w: the adjoint of both is that of Conv with g in the place of x"""
-    dy, w = _operands(node, 2)
-    attributes = _attributes(node, CONV)
+    dy, w = operands(node, 2)
+    attributes = attributes_of(node, CONV)
     return lambda: op.Conv(g, w, **attributes), lambda: op.graphc.ConvGradWeight(g, dy, op.shape(w), **attributes)
 
 
 @gradient("graphc::ConvGradWeight")
 def conv_grad_weight(op: Builder, node: ir.Node, g: ir.Value) -> Any:
     """dw is linear in x and in dy: the adjoint of both is that of Conv with g in the place of w"""
-    x, dy = _operands(node, 2)
-    attributes = _attributes(node, CONV)
+    x, dy = operands(node, 2)
+    attributes = attributes_of(node, CONV)
     return lambda: op.graphc.ConvGradInput(dy, g, op.shape(x), **attributes), lambda: op.Conv(x, g, **attributes)
 
 
 @gradient("ConvTranspose")
 def conv_transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = ConvGradInput(x, w), so ∂x = Conv(dy, w), ∂w = ConvGradWeight(dy, x), ∂b = Σ dy per channel"""
-    x, w = _operands(node, 2)
+    x, w = operands(node, 2)
     attributes = _as_convolution(node)
     return (
         lambda: op.Conv(dy, w, **attributes),
@@ -86,9 +81,9 @@ def conv_transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
 def _as_convolution(node: ir.Node) -> dict[str, Any]:
     """Attributes of the Conv that maps y to x."""
-    x, w = _operands(node, 2)
+    x, w = operands(node, 2)
     names = ("dilations", "group", "kernel_shape", "strides", "auto_pad", "pads", "output_padding", "output_shape")
-    found = _attributes(node, names)
+    found = attributes_of(node, names)
     same = found.pop("auto_pad", "NOTSET")
     target = found.pop("output_shape", None)
     extra = found.pop("output_padding", None)
@@ -130,17 +125,17 @@ def _chosen_padding(
 @gradient("MaxPool")
 def max_pool(op: Builder, node: ir.Node, dy: ir.Value | None, *_: ir.Value | None) -> Any:
     """dy goes to the first maximum of its window"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
     return lambda: op.graphc.MaxPoolGrad(dy, x, node.outputs[0], **canonical_attributes(node, POOL))
 
 
 @gradient("graphc::MaxPoolGrad")
 def max_pool_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
     """linear in dy: ∂dy picks g at the maxima"""
-    _, x = _operands(node, 2)
+    _, x = operands(node, 2)
 
     def pick() -> ir.Value:
-        _, indices = op.MaxPool(x, **_attributes(node, POOL), _outputs=2)
+        _, indices = op.MaxPool(x, **attributes_of(node, POOL), _outputs=2)
         return op.Gather(op.Reshape(g, [-1]), indices)  # type: ignore[no-any-return]
 
     return (pick,)
@@ -149,7 +144,7 @@ def max_pool_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
 @gradient("AveragePool")
 def average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """every element of a window gets dy / count"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
     names = (*POOL, "count_include_pad")
     return lambda: op.graphc.AveragePoolGrad(dy, op.shape(x), **canonical_attributes(node, names))
 
@@ -157,13 +152,13 @@ def average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("graphc::AveragePoolGrad")
 def average_pool_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
     """linear in dy: ∂dy = AveragePool(g)"""
-    return lambda: op.AveragePool(g, **_attributes(node, (*POOL, "count_include_pad")))
+    return lambda: op.AveragePool(g, **attributes_of(node, (*POOL, "count_include_pad")))
 
 
 @gradient("GlobalAveragePool")
 def global_average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """dx = dy / (number of positions), everywhere"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
 
     def spread() -> ir.Value:
         known = static_dims(x)
@@ -180,7 +175,7 @@ def global_average_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("GlobalMaxPool")
 def global_max_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """dy goes to the first maximum of each channel"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
 
     def scatter() -> ir.Value:
         flat = op.Reshape(x, [0, 0, -1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.gradient import gradient, refuse_gradient
+from graphc.gradient import gradient, operands, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.facts import dims, rank, required, same_dims
@@ -18,11 +18,6 @@ from graphc.passes.gradients.collectives import fresh_tag
 from graphc.passes.gradients.reverse_mode import through
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
-def _operands(node: ir.Node, count: int) -> list[ir.Value]:
-    """The first ``count`` inputs, all required by the op."""
-    return [v for v in node.inputs[:count] if v is not None]
 
 
 def _attribute(node: ir.Node, name: str, default: Any) -> Any:
@@ -46,7 +41,7 @@ def batch_normalization(op: Builder, node: ir.Node, *dys: ir.Value | None, needs
 
 def _batch_normalization(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
     """The outputs of a BatchNormalization, from the batch statistics in training mode."""
-    x, scale, bias, *running = _operands(node, 5)
+    x, scale, bias, *running = operands(node, 5)
     mean, var = running
     epsilon, momentum = _attribute(node, "epsilon", EPSILON), _attribute(node, "momentum", 0.9)
     if _attribute(node, "training_mode", 0):
@@ -70,7 +65,7 @@ def batch_normalization_training(
 
     Adjoints of the statistics appear in gradients of gradients only, which go through the formula.
     """
-    x, scale, bias = _operands(node, 3)
+    x, scale, bias = operands(node, 3)
     if dy is None or any(d is not None for d in statistics):
         epsilon = _attribute(node, "epsilon", EPSILON)
         return tuple(through(op, node, (dy, *statistics), needs, lambda: batch_normalized(op, x, scale, bias, 1, epsilon)))
@@ -84,7 +79,7 @@ def shared_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
     ∂x includes the path through the statistics, so nothing flows back to them.
     """
-    x, scale, _, mean, inv_std, count, live = _operands(node, 7)
+    x, scale, _, mean, inv_std, count, live = operands(node, 7)
 
     @cache
     def sums() -> tuple[ir.Value, ...]:
@@ -119,7 +114,7 @@ def layer_normalization(
     """
     if dy is None or any(d is not None for d in statistics):
         return tuple(through(op, node, (dy, *statistics), needs, lambda: _layer_normalization(op, node)))
-    x, scale = _operands(node, 2)
+    x, scale = operands(node, 2)
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     axis, epsilon = _attribute(node, "axis", -1), _attribute(node, "epsilon", EPSILON)
 
@@ -169,7 +164,7 @@ def _layer_statistics(op: Builder, node: ir.Node, x: ir.Value, axis: int, epsilo
 @gradient("RMSNormalization")
 def rms_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """x̂ = x·r, r = 1/√(mean(x²) + ε), y = scale·x̂;  ∂x = r·(ĝ - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = dy·x̂"""
-    x, scale = _operands(node, 2)
+    x, scale = operands(node, 2)
     axes = list(range(_attribute(node, "axis", -1) % rank(x), rank(x)))
     epsilon = _attribute(node, "epsilon", EPSILON)
 
@@ -195,14 +190,14 @@ def rms_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("InstanceNormalization")
 def instance_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = scale·x̂ + b per channel, x̂ normalised over the positions of one sample and channel"""
-    x, scale, _ = _operands(node, 3)
+    x, scale, _ = operands(node, 3)
     return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=None)
 
 
 @gradient("GroupNormalization")
 def group_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = scale·x̂ + b per channel, x̂ normalised over the positions and channels of one sample and group"""
-    x, scale, _ = _operands(node, 3)
+    x, scale, _ = operands(node, 3)
     return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=_attribute(node, "num_groups", 1))
 
 
@@ -240,7 +235,7 @@ def _channelwise(op: Builder, x: ir.Value, scale: ir.Value, dy: ir.Value, epsilo
 @gradient("LpNormalization")
 def lp_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x/‖x‖ₚ, p = 1 or 2;  ∂x = (dy - u·Σ dy·y)/‖x‖ₚ with u = sign(x) for p = 1 and y for p = 2; zero where x is"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
     y, axis, p = node.outputs[0], _attribute(node, "axis", -1), _attribute(node, "p", 2)
 
     def dx() -> ir.Value:
@@ -256,6 +251,6 @@ def lp_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("LRN")
 def lrn(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x·s^-β, s = bias + α/size·Σ x² over neighbouring channels; see graphc.LRNGrad"""
-    (x,) = _operands(node, 1)
+    (x,) = operands(node, 1)
     attributes = {name: node.attributes[name].value for name in ("alpha", "beta", "bias", "size") if name in node.attributes}
     return lambda: op.graphc.LRNGrad(dy, x, node.outputs[0], **attributes)

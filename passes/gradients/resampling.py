@@ -12,14 +12,10 @@ from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, rank
 from graphc.ir.ops.resampling import RESIZE
+from graphc.passes.gradients.convolution import attributes_of
 from graphc.passes.gradients.reverse_mode import through
 from graphc.passes.gradients.sampling import KERNELS, extent, interpolate
 from graphc.passes.gradients.shape import lengths
-
-
-def _attributes(node: ir.Node) -> dict[str, Any]:
-    found = {name: node.attributes[name].value for name in RESIZE if name in node.attributes}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 @gradient("Resize")
@@ -27,7 +23,7 @@ def resize(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = M₁·x·M₂ᵀ, a matrix per axis;  ∂x = M₁ᵀ·dy·M₂"""
     (x,) = operands(node, 1)
     rest = [v if v is None or _size(v) != 0 else None for v in node.inputs[1:]]
-    return op.graphc.ResizeGrad(dy, op.shape(x), *rest, **_attributes(node))
+    return op.graphc.ResizeGrad(dy, op.shape(x), *rest, **attributes_of(node, RESIZE))
 
 
 def _size(value: ir.Value) -> int | None:
@@ -39,7 +35,7 @@ def _size(value: ir.Value) -> int | None:
 @gradient("graphc::ResizeGrad")
 def resize_grad(op: Builder, node: ir.Node, g: ir.Value) -> Any:
     """linear in dy: ∂dy = Resize(g), with zeros where it extrapolates"""
-    attributes = {**_attributes(node), "extrapolation_value": 0.0}
+    attributes = {**attributes_of(node, RESIZE), "extrapolation_value": 0.0}
     return lambda: op.Resize(g, *node.inputs[2:], **attributes)
 
 

@@ -163,11 +163,7 @@ for (int j = j0; j < j1; ++j) {{ const {kind} v = {at}; if (!any || v > best) be
     return [Launch(body, given(x=x, rois=rois), {"y": y}, size_of(y))]
 
 
-def _two_axes(node: ir.Node) -> bool:
-    return len(shape_of(node.inputs[0])) == 4
-
-
-@node_kernel("DeformConv", dtypes=FLOATS, when=_two_axes)
+@node_kernel("DeformConv", dtypes=FLOATS, when=lambda node: len(shape_of(node.inputs[0])) == 4)
 def deform_conv(node: ir.Node) -> Sequence[Launch]:
     """A convolution whose taps are shifted by offsets, in pixels, and weighted by a mask."""
     x, w, offset = node.inputs[:3]
@@ -204,11 +200,7 @@ total += value * (double){factor} * (double){load(w, "w", f"(m * {channels} + k)
     return [Launch(body, given(x=x, w=w, offset=offset, bias=bias, mask=mask), {"y": y}, size_of(y))]
 
 
-def _blocks_are_known(node: ir.Node) -> bool:
-    return integers(node, 1) is not None and integers(node, 2) is not None
-
-
-@node_kernel("Col2Im", dtypes=FLOATS, when=_blocks_are_known)
+@node_kernel("Col2Im", dtypes=FLOATS, when=lambda node: integers(node, 1) is not None and integers(node, 2) is not None)
 def col2im(node: ir.Node) -> Sequence[Launch]:
     """Col2Im: each pixel is the sum of its elements in the columns."""
     x, y = node.inputs[0], node.outputs[0]

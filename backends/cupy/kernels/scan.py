@@ -22,11 +22,7 @@ WIDEST = 512
 """Most threads of a block (see :func:`graphc.backends.cupy.codegen.launch_shape.blocks`)."""
 
 
-def _axis_is_known(node: ir.Node) -> bool:
-    return integers(node, 1) is not None
-
-
-@node_kernel("CumSum", "CumProd", dtypes=STORED, when=_axis_is_known)
+@node_kernel("CumSum", "CumProd", dtypes=STORED, when=lambda node: integers(node, 1) is not None)
 def running(node: ir.Node) -> Sequence[Launch]:
     """y[k] = x[0] ∘ … ∘ x[k]; ``exclusive`` omits x[k], ``reverse`` starts at the end."""
     x, y = input_of(node), node.outputs[0]

@@ -199,17 +199,12 @@ def _latest(
     """The last of ``candidates`` that ``new`` may join without running before something it depends on."""
     for k in reversed(range(len(candidates))):
         members = [candidates[k]] if rows is None else rows[k]
-        apart = not any(_conflict(member, new) for member in members)
+        apart = not any(_overlap(member.writes, new.reads) or _overlap(new.writes, member.reads) for member in members)
         if joins(candidates[k], new) and (apart or rows is None):
             return k
         if not apart:
             return None
     return None
-
-
-def _conflict(a: Update, b: Update) -> bool:
-    """Whether one update writes memory that the other reads or writes."""
-    return _overlap(a.writes, b.reads) or _overlap(b.writes, a.reads)
 
 
 def _overlap(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:

@@ -18,11 +18,7 @@ GRAIN = 1024
 """Fewest blocks of four elements that are worth handing to another thread."""
 
 
-def _is_float32(node: ir.Node) -> bool:
-    return node.outputs[0].dtype == ir.DataType.FLOAT
-
-
-@kernel("onnxruntime", "graphc::DropoutMask", when=_is_float32)
+@kernel("onnxruntime", "graphc::DropoutMask", when=lambda node: node.outputs[0].dtype == ir.DataType.FLOAT)
 def dropout_mask(k: Binding) -> Run:
     """Draw the mask; every block of four elements has its own counter, so threads are independent."""
     (_, seed, step, sample_offset), (mask,) = given(k.inputs, 4), given(k.outputs, 1)

@@ -311,6 +311,9 @@ def any_non_finite(k: Binding) -> Run:
     return run
 
 
+_EXPONENT = np.int32(0x7F800000)
+
+
 def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
     """Count the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array.
 
@@ -319,11 +322,11 @@ def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
     """
     if array.dtype.itemsize == 2:
         low = array.reshape(-1).view(np.int16)
-        return int(_count_nonfinite_halves(low, np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)))
+        return int(_count_nonfinite(low, np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)))
     bits = array.reshape(-1).view(np.int32)
     parts = min(pool.threads, bits.size // GRAIN) if pool is not None else 1
     if pool is None or parts <= 1:
-        return int(_count_nonfinite(bits))
+        return int(_count_nonfinite(bits, _EXPONENT))
     counts = np.zeros(parts, dtype=np.int64)
     pool.run(_count_nonfinite_parts, (bits, counts), parts)
     return int(counts.sum())
@@ -331,17 +334,7 @@ def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
 
 @exact
 @no_type_check
-def _count_nonfinite(bits):
-    exponent = np.int32(0x7F800000)
-    count = 0
-    for i in range(bits.size):
-        count += (bits[i] & exponent) == exponent
-    return count
-
-
-@exact
-@no_type_check
-def _count_nonfinite_halves(bits, exponent):
+def _count_nonfinite(bits, exponent):
     count = 0
     for i in range(bits.size):
         count += (bits[i] & exponent) == exponent
@@ -353,4 +346,4 @@ def _count_nonfinite_halves(bits, exponent):
 def _count_nonfinite_parts(bits, counts, start, stop):
     parts = counts.size
     for part in range(start, stop):
-        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts])
+        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts], _EXPONENT)
