@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 import onnx_ir as ir
 
-from graphc.errors import GraphcError, UsageError, listed, nearest
+from graphc.errors import GraphcError, InternalError, ModelError, UsageError, listed, nearest
+from graphc.ir.facts import describe
 from graphc.registry import Registry
 
 PassFunction: TypeAlias = "Callable[..., bool]"
@@ -258,6 +259,26 @@ def _dump(model: ir.Model, folder: Path, name: str) -> None:
         raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from None
 
 
+def _unforeseen(entry: Pass, error: Exception) -> GraphcError:
+    """The error for an exception that a pass did not foresee: names the pass, the node it was at, and whose pass it is."""
+    node, trace = None, error.__traceback__
+    while trace is not None:
+        found = trace.tb_frame.f_locals.get("node")
+        node = found if isinstance(found, ir.Node) else node
+        trace = trace.tb_next
+    where = "" if node is None else f" at {describe(node)}"
+    what = " ".join(str(error).split()) or "no message"
+    if isinstance(error, MemoryError):
+        fault: GraphcError = ModelError(f"{entry.name}: out of memory{where}: {what}")
+    else:
+        module = entry.function.__module__
+        own = module.partition(".")[0] == "graphc"
+        whose = "this is a bug in graphc; report it with the model" if own else f"the pass belongs to {module}; report it there"
+        fault = InternalError(f"{entry.name}: unexpected {type(error).__name__}{where}: {what}; {whose}")
+    fault.located = True  # type: ignore[attr-defined]
+    return fault
+
+
 def run(
     model: ir.Model,
     steps: Sequence[PassCall] | str,
@@ -276,7 +297,8 @@ def run(
 
     Raises:
         UsageError: a pass whose prerequisite has not run.
-        GraphcError: whatever a pass raises, with the name of the pass in front.
+        GraphcError: whatever a pass raises, with the name of the pass in front; InternalError for an exception that the
+            pass did not foresee.
     """
     steps = parse(steps) if isinstance(steps, str) else steps
     ctx = ctx or Context()
@@ -297,8 +319,7 @@ def run(
                 error.located = True  # type: ignore[attr-defined]
             raise
         except Exception as error:
-            error.add_note(f"in the pass {step.name!r} of {entry.function.__module__}")
-            raise
+            raise _unforeseen(entry, error) from error
         seconds = time.perf_counter() - start
         ctx.done.append(entry.name)
         if verify_each and step.name != "verify":

@@ -25,6 +25,7 @@ from graphc.frontends.writing import atomic_write, save
 from graphc.ir.subgraphs import body_initializers
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
+from graphc.ir.wellformed import check_wellformed
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
@@ -144,6 +145,7 @@ def _from_proto(
         raise ModelError(f"{where} is a damaged ONNX model: {cause}") from None
     forget_unknown_sizes(model.graph)
     try:
+        check_wellformed(model)
         sort_and_link(model.graph)
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from None
@@ -219,6 +221,8 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) 
     name = f"external data {location!r} of tensor {tensor.name!r}"
     if folder is None:
         raise ModelError(f"{where}: {name} has no folder to be found in; load the model from its path")
+    if not location or "\0" in location:
+        raise ModelError(f"{where}: {name} is no file name")
     base = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(base / location))
     inside = not os.path.isabs(location) and Path(os.path.normpath(location)).parts[:1] != ("..",)
