@@ -47,19 +47,24 @@ def describe_exit(end: SystemExit) -> tuple[str, int]:
 
 
 def run_program(argv: list[str]) -> None:
-    """Run a script, ``-m module`` or ``-c code`` as Python does."""
+    """Run a script, ``-m module`` or ``-c code`` as Python does.
+
+    Workers start with ``-P``, so that no module of the working directory takes the place of one of Python's own; a program
+    of the user's gets the folder that Python would give it, in front of the path.
+    """
     first, rest = argv[0], argv[1:]
     if first == "-m":
         sys.argv = rest
-        sys.path[0] = os.getcwd()
+        if rest[0].partition(".")[0] != "graphc":
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
-        sys.path[0] = ""
+        sys.path.insert(0, "")
         exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
         sys.argv = argv
-        sys.path[0] = str(Path(first).resolve().parent)
+        sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
 
 

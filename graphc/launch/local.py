@@ -120,7 +120,7 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
             # By default Open MPI ends the job with its first process; other mpiexecs do not know the option.
             command += ["--runtime-options", "continuous"]
             env = {KEEP_GOING: "1", **env}
-        command += [sys.executable, "-m", "graphc.launch.entry", *argv]
+        command += [sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
         process = subprocess.Popen(
             command,
             env=worker_environment(workers, env, directory),

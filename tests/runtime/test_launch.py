@@ -102,6 +102,19 @@ def test_module_and_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_a_module_of_the_working_directory_takes_no_modules_place(tmp_path: Path) -> None:
+    """A ``queue.py`` or ``secrets.py`` beside the data would run in every worker, and break most."""
+    for name in ("queue", "secrets"):
+        (tmp_path / f"{name}.py").write_text("print('a stranger')")
+    text = "from graphc.launch.local import launch; print(launch(2, ['-m', 'graphc.launch.hello']))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "a stranger" not in done.stdout + done.stderr
+    assert "graphc.launch.hello" in done.stderr  # there is no such module: the workers came as far as to look for it
+
+
+@pytest.mark.mpi
 def test_a_program_without_collectives_and_partial_lines() -> None:
     done = run_mpi(2, "import sys\nsys.stdout.write('no newline')\nsys.stderr.write('10%\\r')")
     assert done.code == 0, done.text
