@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from graphc.atomic_files import whole_file
 from graphc.device import Run
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.errors import UsageError
@@ -243,16 +242,8 @@ def _machine() -> str:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary: str | None = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file, separators=(",", ":"))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
+        with whole_file(path) as file:
+            file.write(json.dumps(content, separators=(",", ":")).encode())
     except OSError as error:
         raise UsageError(f"cannot write the trace {str(path)!r}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

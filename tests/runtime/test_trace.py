@@ -15,7 +15,7 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
 from graphc.distributed.threads import run_threads
-from graphc.report.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, overlap, summarise, trace_events
+from graphc.report.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, _write, overlap, summarise, trace_events
 from tests.cli.models import cli, write_blobs, write_mlp
 
 pytestmark = pytest.mark.full
@@ -90,6 +90,24 @@ def test_the_file_of_a_made_up_trace() -> None:
     wait = next(e for e in complete if e["name"] == "wait a" and e["pid"] == 1)
     assert (wait["ts"], wait["dur"], wait["tid"]) == (4e6, 6e6, COMPUTING)  # on the clock of rank 0
     assert {e["tid"] for e in complete if e["cat"] == "collective"} == {COMMUNICATING}
+
+
+@pytest.mark.parametrize("kind", ["device", "link", "file"])
+def test_a_trace_replaces_regular_files_only(kind: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "trace.json", tmp_path / "target.json"
+    if kind == "device":
+        path.symlink_to("/dev/null")
+    elif kind == "link":
+        target.write_text("old")
+        path.symlink_to(target)
+    else:
+        path.write_text("old")
+    _write(path, {"traceEvents": []})
+    assert path.is_symlink() == (kind != "file")
+    if kind == "device":
+        assert Path("/dev/null").is_char_device()
+    else:
+        assert json.loads(path.read_text()) == {"traceEvents": []}
 
 
 def test_overlap_counts_time_once() -> None:
