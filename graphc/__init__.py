@@ -11,9 +11,13 @@ Names are loaded on first use, so that ``import graphc`` (and the command line) 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# onnxruntime's wheels report usage unless this is set before they are imported; a setting of the user's stays.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _EXPORTS = {
     "compile": "graphc.compiler",

@@ -23,7 +23,6 @@ import graphc.backends.cupy.libraries.cudnn_attention
 import graphc.backends.cupy.libraries.cudnn_convolution
 import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these four fill the registry, as cublaslt does
 from graphc.backend import BACKENDS, PLANNERS, Backend, Fallback, PlannedMemory
-from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
@@ -38,6 +37,7 @@ from graphc.backends.cupy.segment.host_fallbacks import LOG, fallbacks_of, warn
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.cupy.updates.bind import bind_update, is_elementwise, join_updates
 from graphc.backends.fusion.op_kernels import is_expression, op_kernel
+from graphc.cache_folder import cache_path
 from graphc.device import Array, Arrays, Memory, Run
 
 

@@ -8,12 +8,12 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from graphc import __version__
+from graphc.cache_folder import cache_folder
 from graphc.cli import gpu, options, output, versions
 from graphc.cli.backends import READY
 from graphc.cli.finding import Finding
@@ -143,17 +143,11 @@ def _backends() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    """Check where Numba keeps compiled kernels: NUMBA_CACHE_DIR, beside the package, or the user's cache."""
-    named = os.environ.get("NUMBA_CACHE_DIR")
-    user = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    places = [Path(named)] if named else [Path(__file__).parent.parent, user, Path(tempfile.gettempdir())]
-    for place in places:
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
-                pass
-        except OSError:
-            continue
-        yield Finding("kernel cache", "ok", str(place))
-        return
-    yield Finding("kernel cache", "missing", f"{places[0]} cannot be written to; set NUMBA_CACHE_DIR to a folder that can")
+    """Check the folder of compiled kernels."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        folder = cache_folder()
+    if caught:
+        yield Finding("kernel cache", "missing", str(caught[0].message))
+    else:
+        yield Finding("kernel cache", "ok", os.environ.get("NUMBA_CACHE_DIR", str(folder)))

@@ -13,11 +13,11 @@ from typing import Any, TypeVar, cast
 import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
-from graphc.backends.cupy.device.cache_folder import cache_folder
 from graphc.backends.cupy.device.cuda_graph import Recording, capture_graph
 from graphc.backends.cupy.device.cuda_memory import CudaMemory, address
 from graphc.backends.cupy.device.nvrtc_cache import Cubins, architecture, folder_name, nvrtc_compiler
 from graphc.backends.cupy.device.protocol import CudaOptions, HostFunction, LibraryCall
+from graphc.cache_folder import cache_folder
 from graphc.device import Array, Run
 
 L = TypeVar("L")

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
@@ -33,6 +32,7 @@ from graphc.backends.cupy.libraries.gemm import (
 )
 from graphc.backends.cupy.libraries.registry import library
 from graphc.backends.cupy.libraries.tuning_cache import Choices
+from graphc.cache_folder import cache_path
 from graphc.device import ALIGNMENT, Run
 from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
 

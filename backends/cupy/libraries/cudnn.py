@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.device.cache_folder import cache_path
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.libraries.tuning_cache import Choices
+from graphc.cache_folder import cache_path
 from graphc.device import Run
 from graphc.errors import GraphcError, MissingExtraError
 

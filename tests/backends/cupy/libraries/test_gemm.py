@@ -314,8 +314,8 @@ def test_the_biases_of_all_layers_are_rounded_by_one_kernel() -> None:
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[CudaOptions], Any]]:
     """Makes the GPU with options; what is measured goes to a folder of its own."""
-    from graphc.backends.cupy.device.cache_folder import CACHE_VARIABLE
     from graphc.backends.cupy.device.cuda_device import CudaDevice
+    from graphc.cache_folder import CACHE_VARIABLE
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
