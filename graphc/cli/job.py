@@ -23,6 +23,7 @@ from graphc import compiler, frontends, losses, optim
 from graphc.backend import backend_of
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
+from graphc.cli.batching import SAMPLE_WEIGHT, fill_last_batch, fit_batch
 from graphc.cli.places import check_checkpoint, check_named, check_place
 from graphc.cli.report import Reporter
 from graphc.cli.summary import collectives, per_step
@@ -31,13 +32,13 @@ from graphc.data import Shards, shard
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
 from graphc.errors import GraphcError, NonFiniteError, UsageError
-from graphc.ir.facts import dims
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.options import CompileOptions
 from graphc.parallel import servers
 from graphc.pipeline import PassCall, warnings_in
 from graphc.report.trace import Summary, Trace
+from graphc.training.microbatch import micro_batches
 from graphc.training.trainer import Trainer
 
 
@@ -62,13 +63,21 @@ class Job(options.RunOptions):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is ready to run: the program and its checked data."""
+    """A job that is ready to run: the program and its checked data.
 
+    Attributes:
+        job: the job, with options that follow from the model.
+        weight: the input of sample weights, if there is one.
+        fixed: the fixed batch of a model that is trained as it is; None: any batch.
+    """
+
+    job: Job
     program: Program
     arrays: Mapping[str, Array]
     evaluation: Mapping[str, Array] | None
     schedule: optim.Schedule | None = None
     weight: str | None = None
+    fixed: int | None = None
 
 
 def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Model, float], None] | None = None) -> Prepared:
@@ -82,20 +91,17 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         GraphcError: an error in the model, options, data or output paths.
     """
     note = (lambda text: None) if quiet else output.note
-    optimizer, loss, compilation = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True), job.compilation
-    if job.tail == "pad":
-        loss = _ignoring_padding(loss)
+    optimizer, loss = optim.parse(job.optimizer), options.loss_of(job.loss, metrics=True)
     if job.backend != "auto":
         backend_of(job.backend)
     _check_places(job)
     model = frontends.load(job.model)
     _check_weights(job, model)
-    if compilation.batch is None:
-        fixed = fixed_batch(model)
-        if fixed is not None:
-            compilation = dataclasses.replace(compilation, batch="batch")
-            note(f"rebatch: the model was exported for batches of {fixed}; trained with a dynamic batch dimension")
-    data = _weighed(read_arrays(job.data), loss)
+    job, fixed = fit_batch(job, model, note)
+    data = read_arrays(job.data)
+    evaluated = read_arrays(job.eval_data) if job.eval_data is not None else {}
+    job, loss = fill_last_batch(job, loss, fixed, _samples(data), _samples(evaluated), note)
+    data, evaluated = _weighed(data, loss), _weighed(evaluated, loss)
     program = compiler.compile(
         model,
         loss=_with_label_shape(loss, data),
@@ -103,34 +109,23 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         mesh=Mesh(data=job.workers),
         backend=job.backend,
         after=after,
-        **vars(compilation),
+        **vars(job.compilation),
     )
     for text in warnings_in(program.log):
         note(f"warning: {text}")
     graph = program.model.graph
+    if not servers(job.compilation):
+        micro_batches(graph, job.workers).check_divides(job.batch_size, job.workers)
     arrays = match_inputs(data, graph, job.data, note)
     _training_batches(job, program, arrays, 0, loss.sample_weight)
     evaluation = None
     if job.eval_data is not None:
-        evaluation = match_inputs(_weighed(read_arrays(job.eval_data), loss), program.inference.graph, job.eval_data, note)
+        evaluation = match_inputs(evaluated, program.inference.graph, job.eval_data, note)
         check_labels(graph, evaluation, job.eval_data)
-        _batches(job, evaluation, 0, job.workers)
-    return Prepared(program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight)
-
-
-SAMPLE_WEIGHT = "sample_weight"
-"""Input of sample weights: 0 for padding, if no label marks samples as ignored."""
-
-
-def _ignoring_padding(loss: losses.Loss) -> losses.Loss:
-    """Give the loss an ignored label, or sample weights."""
-    if isinstance(loss, losses.Output | losses.Model):
-        raise UsageError(f"--tail pad needs a loss over samples, of which some can weigh nothing; {loss.kind!r} is one number")
-    if loss.sample_weight is not None:
-        return loss
-    if isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL) and getattr(loss, "label_kind", "class") != "probabilities":
-        return loss if loss.ignore_index is not None else dataclasses.replace(loss, ignore_index=-100)
-    return dataclasses.replace(loss, sample_weight=SAMPLE_WEIGHT)
+    prepared = Prepared(job, program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight, fixed)
+    if evaluation is not None:
+        _batches(prepared, 0, job.workers)
+    return prepared
 
 
 def _with_label_shape(loss: losses.Loss, data: Mapping[str, Array]) -> losses.Loss:
@@ -138,6 +133,11 @@ def _with_label_shape(loss: losses.Loss, data: Mapping[str, Array]) -> losses.Lo
     if not isinstance(loss, losses.SoftmaxCrossEntropy | losses.NLL) or loss.label not in data or loss.label_shape is not None:
         return loss
     return dataclasses.replace(loss, label_shape=[-1, *data[loss.label].shape[1:]])
+
+
+def _samples(arrays: Mapping[str, Array]) -> int:
+    """The number of samples of a data file."""
+    return len(next(iter(arrays.values()), ()))
 
 
 def _weighed(arrays: dict[str, Array], loss: losses.Loss) -> dict[str, Array]:
@@ -153,17 +153,6 @@ def _schedule(job: Job, lr: float) -> optim.Schedule | None:
         return None
     batch = job.batch_size if job.scale_lr_from is not None else None
     return optim.Schedule(lr, global_batch=batch, base_batch=job.scale_lr_from, warmup_steps=job.warmup_steps)
-
-
-def fixed_batch(model: ir.Model) -> int | None:
-    """The fixed batch size that all inputs of a model share, or None."""
-    sizes = set()
-    for value in model.graph.inputs:
-        if not value.is_initializer():
-            found = dims(value)
-            sizes.add(found[0] if found else None)
-    size = next(iter(sizes)) if len(sizes) == 1 else None
-    return size if isinstance(size, int) else None
 
 
 def _check_places(job: Job) -> None:
@@ -189,13 +178,28 @@ def _check_weights(job: Job, model: ir.Model) -> None:
         check_place(option, place, {f"the weights of the model, {Path(file).name}": file for file in weights})
 
 
-def _batches(job: Job, arrays: Mapping[str, Array], rank: int, size: int) -> Shards:
+def _batches(prepared: Prepared, rank: int, size: int) -> Shards:
     """Yield this rank's shares of the evaluation data: every sample once, in file order."""
-    return shard(arrays, global_batch=job.batch_size, rank=rank, size=size, shuffle=False)
+    job, fixed = prepared.job, prepared.fixed
+    cut = "pad" if fixed is not None and (prepared.weight is not None or _ignored(prepared.program)) else "keep"
+    return shard(
+        prepared.evaluation or {},
+        global_batch=job.batch_size if fixed is None else fixed * size,
+        rank=rank,
+        size=size,
+        shuffle=False,
+        tail="drop" if fixed is not None and cut == "keep" else cut,
+        weight=prepared.weight if cut == "pad" else None,
+        padding=_ignored(prepared.program),
+    )
+
+
+def _ignored(program: Program) -> dict[str, float]:
+    """Label → the value that the loss ignores."""
+    return {name: ignore for name, (_, _, ignore) in label_checks(program.model.graph).items() if ignore is not None}
 
 
 def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], rank: int, weight: str | None) -> Shards:
-    ignored = {name: ignore for name, (_, _, ignore) in label_checks(program.model.graph).items() if ignore is not None}
     return shard(
         arrays,
         global_batch=job.batch_size,
@@ -206,11 +210,11 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
         tail=job.tail,
         prefetch=job.prefetch,
         weight=weight,
-        padding=ignored,
+        padding=_ignored(program),
     )
 
 
-def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> None:
+def execute(prepared: Prepared, comm: Communicator | None = None) -> None:
     """Train as one worker: the rank of ``comm``, or else of the environment.
 
     Raises:
@@ -218,7 +222,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
     """
     start = time.perf_counter()
     failure: NonFiniteError | None = None
-    program = prepared.program
+    job, program = prepared.job, prepared.program
     trace = Trace(job.trace, steps=job.trace_steps) if job.trace is not None else None
     with (
         Trainer(
@@ -243,7 +247,7 @@ def execute(job: Job, prepared: Prepared, comm: Communicator | None = None) -> N
         steps = job.epochs * len(batches) * trainer.strategy.steps_per_batch
         with Reporter(job.form, steps, job.log_every, done=trainer.steps_done) as reporter:
             try:
-                _train(job, prepared, trainer, batches, reporter)
+                _train(prepared, trainer, batches, reporter)
             except NonFiniteError as error:
                 failure = _keep_last_good(job, trainer, error)
             else:
@@ -299,8 +303,9 @@ def without_tracebacks() -> Iterator[None]:
         raise GraphcError(output.unexpected(error)) from None
 
 
-def _train(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
+def _train(prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
     """Train up to ``job.epochs`` epochs in total, from the data's position on."""
+    job = prepared.job
     start = time.perf_counter()
     rank, size = (0, 1) if trainer.servers else (trainer.rank, trainer.size)  # of an evaluation
 
@@ -317,7 +322,7 @@ def _train(job: Job, prepared: Prepared, trainer: Trainer, batches: Shards, repo
                 if trainer.skipped_steps:
                     event["skipped"] = trainer.skipped_steps
                 if prepared.evaluation is not None:
-                    found = trainer.evaluate(_batches(job, prepared.evaluation, rank, size))
+                    found = trainer.evaluate(_batches(prepared, rank, size))
                     event |= {f"eval_{name}": value for name, value in found.items()}
                 now = time.perf_counter()
                 reporter.epoch(event | {"seconds": round(now - start, 3)})

@@ -102,9 +102,9 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -
         ready = prepared or prepare(job)
         try:
             if several:
-                run_threads(job.processes, lambda comm: execute(job, ready, comm), deadline=job.deadline)
+                run_threads(job.processes, lambda comm: execute(ready, comm), deadline=job.deadline)
             else:
-                execute(job, ready)
+                execute(ready)
         except KeyboardInterrupt:
             output.note("interrupted")
             return 130

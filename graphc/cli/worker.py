@@ -18,7 +18,7 @@ def main(path: str) -> None:
     warnings.simplefilter("ignore", PluginWarning)  # the command that started the workers has printed it
     job = from_json(Path(path).read_text())
     with without_tracebacks():
-        execute(job, prepare(job, quiet=True))
+        execute(prepare(job, quiet=True))
 
 
 if __name__ == "__main__":

@@ -73,8 +73,14 @@ class MicroBatches:
         """Refuse a batch that does not divide into equal micro-batches; an epoch's shorter last batch may be uneven.
 
         Raises:
-            UsageError: micro-batches of different size.
+            UsageError: micro-batches of different size, or of another size than the model is fixed at.
         """
+        if isinstance(self._axis, int) and global_batch != self._axis * self._steps * workers:
+            raise UsageError(
+                f"the model is fixed at batches of {self._axis}, and {global_batch} samples over"
+                f" {counted(workers, 'worker')} in {counted(self._steps, 'micro-batch', 'micro-batches')} are others:"
+                f" take a batch of {self._axis * self._steps * workers}, or compile(batch='N') for any batch"
+            )
         if self._steps > 1 and global_batch % (self._steps * workers):
             raise UsageError(
                 f"accumulate={self._steps} does not divide the batch: {global_batch} samples over "
@@ -109,7 +115,8 @@ class MicroBatches:
         """Cut a share whose first sample has index ``offset`` in the global batch into micro-batches.
 
         Raises:
-            UsageError: the share must be cut, but the model's batch size is fixed.
+            FeedError: a share of another size than the model is fixed at.
+            UsageError: a share that does not divide into shards of one size.
         """
         count = self.rows(feeds)
         if count:
@@ -119,12 +126,15 @@ class MicroBatches:
                 f"a share of {count} samples does not divide into {self._steps} shards of one size, which equal bits on any"
                 " number of workers need: make the global batch a multiple of the shards, and drop a shorter last one"
             )
+        if isinstance(self._axis, int) and count not in (0, self._axis * self._steps):
+            raise FeedError(
+                f"feed {self.first!r} has {counted(count, 'sample')}, and the model is fixed at batches of {self._axis}"
+                + (f", {self._steps} a step" if self._steps > 1 else "")
+                + ": fill a smaller last batch up (tail='pad'), drop it (tail='drop'), or make the batch free with"
+                " compile(batch='N')"
+            )
         if self._steps == 1 or not self.batched:
             return [self._whole(feeds, offset, count)]
-        if isinstance(self._axis, int):
-            raise UsageError(
-                f"accumulation cuts the batch, which the model fixes at {self._axis}; give compile(batch='N') to make it free"
-            )
         parts = [share(count, k, self._steps) for k in range(self._steps)]
         parts = parts if self._aligned else [p for p in parts if p.start < p.stop] or parts[:1]
         cut = ({**feeds, **{name: feeds[name][part] for name in self.batched}} for part in parts)

@@ -27,7 +27,10 @@ from graphc.pipeline import Context, graph_pass
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
-_HELP = "export the model with a dynamic batch dimension, or name the inputs that carry the batch with inputs="
+_HELP = (
+    "export the model with a dynamic batch dimension, or, if other inputs carry the batch, name them:"
+    " graphc opt MODEL -p 'legalize,rebatch{inputs=NAME|NAME}' -o NEW.onnx"
+)
 
 
 @graph_pass("rebatch", requires=("legalize",), changes="form")

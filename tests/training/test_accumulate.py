@@ -131,15 +131,21 @@ def test_a_batch_that_does_not_divide_is_refused_and_an_uneven_tail_is_not(path:
         assert trainer.steps_done == 3
 
 
-def test_a_fixed_batch_size_is_refused(tmp_path: Any) -> None:
+def test_a_fixed_batch_is_taken_in_micro_batches_of_its_size(path: str, tmp_path: Any) -> None:
     from graphc import frontends
 
     fixed = frontends.load(
         torch_models.save(torch_models.make(torch_models.Cnn), tmp_path / "cnn.onnx", torch.randn(4, 3, 8, 8))
     )
-    program = compiled(fixed, 2, batch=8)  # type: ignore[arg-type]
-    with graphc.Trainer(program, threads=1) as trainer, pytest.raises(graphc.errors.UsageError, match="fixes at 8"):
-        trainer.step(feeds(8))
+    with (
+        graphc.Trainer(compiled(fixed, 2, batch=4), threads=1) as trainer,  # type: ignore[arg-type]
+        graphc.Trainer(compiled(path, 2), threads=1) as free,
+    ):
+        assert trainer.step(feeds(8)) == free.step(feeds(8))
+        with pytest.raises(graphc.errors.FeedError, match=r"has 6 samples.*fixed at batches of 4, 2 a step"):
+            trainer.step(feeds(6))
+        with pytest.raises(graphc.errors.UsageError, match=r"fixed at batches of 4.*take a batch of 8"):
+            trainer.fit(graphc.data.ArrayBatches(feeds(16), 4))
 
 
 def test_the_pass_runs_once(path: str) -> None:

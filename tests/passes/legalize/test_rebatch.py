@@ -204,5 +204,9 @@ def test_the_text_form() -> None:
     model = load(build([helper.make_node("Relu", ["x"], ["y"])], {"x": [1, 3]}, ["y"], opset=13))
     run_pipeline(model, "legalize,rebatch{batch=8}")
     assert dims(model.graph.outputs[0]) == (8, 3)
+    tables = {"a": [1, 3], "b": [1, 3], "table": [1, 3]}
+    model = load(build([helper.make_node("Sum", list(tables), ["y"])], tables, ["y"], opset=13))
+    run_pipeline(model, "legalize,rebatch{inputs=a|b}")  # what the message of a failure proposes
+    assert [dims(v) for v in model.graph.inputs] == [("batch", 3), ("batch", 3), (1, 3)]
     with pytest.raises(UsageError, match="needs legalize before it"):
         run_pipeline(model, "rebatch")
