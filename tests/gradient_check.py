@@ -34,6 +34,7 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import FLOATS
 from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.report.op_coverage import gradient_of
+from tests.conformance.sampling_reference import DeformConv, GridSample
 
 Array = np.ndarray[Any, Any]
 
@@ -84,7 +85,7 @@ class Erf(OpRun):
 
 def reference(model: ir.Model) -> Run:
     """Compile for ``onnx.reference``, after decomposing every ``graphc`` op; ``model`` stays as it is."""
-    evaluator = ReferenceEvaluator(standard_model(model), new_ops=[Erf, *REPAIRED])
+    evaluator = ReferenceEvaluator(standard_model(model), new_ops=[Erf, DeformConv, GridSample, *REPAIRED])
     names = [v.name or "" for v in model.graph.outputs]
     return lambda feeds: _named(names, evaluator.run(None, _arrays(feeds)))
 

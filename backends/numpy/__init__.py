@@ -18,8 +18,11 @@ from graphc.backends.numpy.operators import REPAIRED
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir import OPSET
+from graphc.ir.builder import Builder
+from graphc.ir.decomposition import replace_nodes
 from graphc.ir.infer import propagate
-from graphc.ir.ops.recurrent import RECURRENT, expand_recurrent
+from graphc.ir.ops.recurrent import RECURRENT, recurrence
+from graphc.ir.ops.sampling import deform_conv, grid_sample
 
 
 class NumpyBackend(Backend):
@@ -50,21 +53,30 @@ class NumpyBackend(Backend):
         return dict(zip(names, results, strict=True))
 
 
+PARTS: Mapping[str, Any] = {
+    **dict.fromkeys(RECURRENT, recurrence),
+    "DeformConv": lambda op, node: (deform_conv(op, node),),
+    "GridSample": lambda op, node: (grid_sample(op, node),),
+}
+"""Ops that run through simpler ones. The RNN, GRU and LSTM of ``onnx.reference`` ignore lengths, activations and clipping; the
+others compute positions in float32.
+"""
+
+
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     try:
-        return ReferenceEvaluator(_with_scans(model), new_ops=list(REPAIRED))
+        return ReferenceEvaluator(_simpler(model), new_ops=list(REPAIRED))
     except Exception as error:
         raise UnsupportedOpError(f"the numpy backend cannot run this model: {error}") from error
 
 
-def _with_scans(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace RNN, GRU and LSTM by Scans: those of ``onnx.reference`` ignore lengths, activations and clipping."""
+def _simpler(model: onnx.ModelProto) -> onnx.ModelProto:
     version = next((o.version for o in model.opset_import if o.domain == ""), None)
-    if version != OPSET or not any(node.op_type in RECURRENT for node in model.graph.node):
+    if version != OPSET or not any(node.op_type in PARTS for node in model.graph.node):
         return model
     copy = ir.from_proto(model)
     propagate(copy.graph)
-    expand_recurrent(copy.graph)
+    replace_nodes(Builder(copy.graph), copy.graph, PARTS)
     return ir.to_proto(copy)
 
 

@@ -8,7 +8,6 @@ GlobalLpPool          missing
 LRN                   sums around the sample's index instead of the channel's; four dimensions only
 LpNormalization       p = 1 without absolute values, axis = 0
 Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whatever the type
-GridSample, DeformConv                                    the same, and slow: :mod:`graphc.backends.numpy.sampling`
 ====================  ========================================================================================
 
 The evaluator finds the classes by the names of the ops; attributes come as keyword arguments.
@@ -25,7 +24,6 @@ import numpy as np
 from onnx.reference.op_run import OpRun
 
 from graphc.backends.numpy.control import If, Loop, Optional, OptionalGetElement, Scan, SequenceInsert, SequenceMap
-from graphc.backends.numpy.sampling import DeformConv, GridSample
 from graphc.device import Array
 
 Ints = Sequence[int]
@@ -232,10 +230,8 @@ REPAIRED: tuple[type[OpRun], ...] = (
     AffineGrid,
     AveragePool,
     ConvTranspose,
-    DeformConv,
     Erf,
     GlobalLpPool,
-    GridSample,
     GroupNormalization,
     If,
     LRN,

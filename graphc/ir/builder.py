@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import DOMAIN, DOMAIN_VERSION, OPSET
 from graphc.ir.declare import OPS, declared
-from graphc.ir.facts import FLOATS, constant, dtype_of, neighbourhood, rank, same_dims, static_dims
+from graphc.ir.facts import FLOATS, constant, dims, dtype_of, neighbourhood, rank, same_dims, static_dims
 from graphc.ir.infer import apply, fold
 from graphc.ir.signatures import declared_signature, index_operands, standard_signature
 from graphc.ir.subgraphs import bodies
@@ -237,6 +237,22 @@ class Builder:
         if known is not None:
             return self.const(np.array(known, dtype=np.int64))
         return self.Shape(value)  # type: ignore[no-any-return]
+
+    def lengths(self, *parts: int | tuple[ir.Value, int]) -> Any:
+        """A shape from numbers and dimensions ``(value, axis)``: constant as far as they are static."""
+        known: list[int] = []
+        pieces: list[Any] = []
+        for part in parts:
+            found = part if isinstance(part, int) else (dims(part[0]) or {part[1]: None})[part[1]]
+            if isinstance(found, int):
+                known.append(found)
+                continue
+            assert not isinstance(part, int)
+            pieces += [self.const(known)] if known else []
+            pieces.append(self.Shape(part[0], start=part[1], end=part[1] + 1))
+            known = []
+        pieces += [self.const(known)] if known else []
+        return pieces[0] if len(pieces) == 1 else self.Concat(*pieces, axis=0)
 
     def reshape_like(self, value: ir.Value, like: ir.Value) -> ir.Value:
         """Reshape ``value`` to the shape of ``like``; emits nothing when the shapes are equal."""

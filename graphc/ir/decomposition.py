@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -33,6 +34,19 @@ def is_decomposed(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
     """Whether :func:`decompose_graph` would change nothing."""
     inner = (n for node in graph for body in bodies(node) for n in body.all_nodes())
     return not any(_is_composite(n) and not keep(n) for n in graph) and not any(_is_composite(n) for n in inner)
+
+
+def replace_nodes(op: Builder, graph: ir.Graph, parts: Mapping[str, Callable[[Builder, ir.Node], Sequence[Any]]]) -> None:
+    """Replace standard nodes of ``graph`` and its bodies by what their op emits; outputs keep their names."""
+    for node in list(graph):
+        for body in bodies(node):
+            replace_nodes(op.inside(body), body, parts)
+        if node.domain == "" and node.op_type in parts:
+            op.before, op.scope = node, node.name or node.op_type
+            for old, new in zip(node.outputs, parts[node.op_type](op, node), strict=False):
+                if new is not None and (old.uses() or old.is_graph_output()):
+                    _replace(graph, op, old, new)
+            graph.remove(node, safe=True)
 
 
 def _is_composite(node: ir.Node) -> bool:

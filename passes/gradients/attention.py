@@ -16,7 +16,6 @@ from graphc.ir.facts import describe, dims, rank
 from graphc.ir.ops.attention import mask_gradient, written
 from graphc.passes.gradients.linear import transpose
 from graphc.passes.gradients.reverse_mode import through
-from graphc.passes.gradients.shape import lengths
 
 
 @gradient("graphc::ScaledDotProductAttention", selective=True)
@@ -70,7 +69,7 @@ def by_parts(op: Builder, node: ir.Node) -> list[ir.Value]:
     p = _probabilities(op, node, scores, mask, past_key)
     y = op.MatMul(p, _repeat(op, values, group))
     if rank(query) == 3:
-        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), lengths(op, (query, 0), (query, 1), -1))
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.lengths((query, 0), (query, 1), -1))
     found = [y, keys, values]
     if len(node.outputs) > 3:
         mode = attributes.get_int("qk_matmul_output_mode", 0)
@@ -105,15 +104,15 @@ def _repeat(op: Builder, x: Any, group: int) -> Any:
     """Each head of x ``group`` times in a row."""
     if group == 1:
         return x
-    wide = op.Expand(op.Unsqueeze(x, [2]), lengths(op, (x, 0), (x, 1), group, (x, 2), (x, 3)))
-    return op.Reshape(wide, lengths(op, (x, 0), -1, (x, 2), (x, 3)))
+    wide = op.Expand(op.Unsqueeze(x, [2]), op.lengths((x, 0), (x, 1), group, (x, 2), (x, 3)))
+    return op.Reshape(wide, op.lengths((x, 0), -1, (x, 2), (x, 3)))
 
 
 def _default_scale(op: Builder, q: Any) -> Any:
     size = (dims(q) or (None,))[-1]
     if isinstance(size, int):
         return 1 / math.sqrt(size)
-    return op.Reciprocal(op.Sqrt(op.cast_like(op.Squeeze(lengths(op, (q, 3)), [0]), q)))
+    return op.Reciprocal(op.Sqrt(op.cast_like(op.Squeeze(op.lengths((q, 3)), [0]), q)))
 
 
 def _probabilities(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: ir.Value | None) -> Any:
@@ -141,15 +140,15 @@ def _bias(op: Builder, node: ir.Node, scores: Any, mask: ir.Value | None, past: 
         bias = mask if mask.dtype == scores.dtype else op.Where(mask, op.scalar(0, scores), op.scalar(-math.inf, scores))
         bias = _for_all_keys(op, bias, scores)
     valid = node.inputs[6] if len(node.inputs) > 6 else None
-    keys = op.Range(np.int64(0), op.Squeeze(lengths(op, (scores, 3)), [0]), np.int64(1))
+    keys = op.Range(np.int64(0), op.Squeeze(op.lengths((scores, 3)), [0]), np.int64(1))
     left, right = (node.attributes.get_int(name, -1) for name in ("left_window_size", "right_window_size"))
     tests: list[Any] = []
     if node.attributes.get_int("is_causal", 0) or left >= 0 or right >= 0:
-        queries = op.Unsqueeze(op.Range(np.int64(0), op.Squeeze(lengths(op, (scores, 2)), [0]), np.int64(1)), [1])
+        queries = op.Unsqueeze(op.Range(np.int64(0), op.Squeeze(op.lengths((scores, 2)), [0]), np.int64(1)), [1])
         if valid is not None and past is None:
-            offset = op.Sub(op.Unsqueeze(op.Cast(valid, to=7), [1, 2, 3]), lengths(op, (scores, 2)))
+            offset = op.Sub(op.Unsqueeze(op.Cast(valid, to=7), [1, 2, 3]), op.lengths((scores, 2)))
         else:
-            offset = lengths(op, (past, 2)) if past is not None else op.const([0])
+            offset = op.lengths((past, 2)) if past is not None else op.const([0])
         ahead = op.Sub(keys, op.Add(queries, offset))  # distance of a key from its query's position
         tests += [op.LessOrEqual(ahead, [0])] if node.attributes.get_int("is_causal", 0) else []
         tests += [op.GreaterOrEqual(ahead, [-left])] if left >= 0 else []

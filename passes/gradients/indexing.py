@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank
-from graphc.passes.gradients.shape import lengths, pad_to, scatter_back
+from graphc.passes.gradients.shape import pad_to, scatter_back
 
 zero_gradient("NonZero", "NonMaxSuppression", origin=__name__)
 
@@ -31,15 +31,15 @@ def gather(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return op.ScatterND(op.zeros_like(x), columns, dy, reduction="add")
     order = [axis, *(k for k in range(rank(x)) if k != axis)]
     front = op.Transpose(dy, perm=[*range(axis, axis + width), *range(axis), *range(axis + width, rank(dy))])
-    zeros = op.Expand(op.scalar(0, x), lengths(op, *((x, k) for k in order)))
+    zeros = op.Expand(op.scalar(0, x), op.lengths(*((x, k) for k in order)))
     moved = op.ScatterND(zeros, columns, front, reduction="add")
     return op.Transpose(moved, perm=[int(k) for k in np.argsort(order)])
 
 
 def _one_slice(op: Builder, x: ir.Value, axis: int, index: int, dy: ir.Value) -> Any:
     """Zeros of the shape of x, with dy at one constant index of an axis."""
-    piece = op.Reshape(dy, lengths(op, *((x, k) if k != axis else 1 for k in range(rank(x)))))
-    size = lengths(op, (x, axis))
+    piece = op.Reshape(dy, op.lengths(*((x, k) if k != axis else 1 for k in range(rank(x)))))
+    size = op.lengths((x, axis))
     whole = constant(size)
     if whole is not None:
         before = index % int(whole[0])
@@ -146,11 +146,11 @@ def tensor_scatter(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return op.TensorScatter(dy, op.zeros_like(update), starts, **node.attributes)
 
     def dupdate() -> Any:
-        size = lengths(op, (update, axis))
+        size = op.lengths((update, axis))
         places = op.Range(np.int64(0), op.Squeeze(size, [0]), np.int64(1))
         if starts is not None:
             places = op.Add(op.Unsqueeze(starts, [1]), places)
-            places = op.Mod(places, lengths(op, (cache, axis)))
+            places = op.Mod(places, op.lengths((cache, axis)))
             places = op.Unsqueeze(places, [k for k in range(rank(cache)) if k not in (0, axis)])
         else:
             places = op.Unsqueeze(places, [k for k in range(rank(cache)) if k != axis])

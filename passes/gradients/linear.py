@@ -14,7 +14,6 @@ import onnx_ir as ir
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import rank
-from graphc.passes.gradients.shape import lengths
 
 zero_gradient("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", origin=__name__)
 
@@ -113,7 +112,7 @@ def _onto_diagonal(op: Builder, value: Any, own: str, term: str, like: ir.Value)
 
 def _positions(op: Builder, like: ir.Value, axis: int, width: int) -> Any:
     """0, 1, 2 … along one axis."""
-    numbers = op.Range(np.int64(0), op.Squeeze(lengths(op, (like, axis)), [0]), np.int64(1))
+    numbers = op.Range(np.int64(0), op.Squeeze(op.lengths((like, axis)), [0]), np.int64(1))
     return op.Unsqueeze(numbers, [k for k in range(width) if k != axis])
 
 

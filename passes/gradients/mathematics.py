@@ -12,7 +12,6 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, dims, input_of, rank
-from graphc.passes.gradients.shape import lengths
 
 zero_gradient("BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", origin=__name__)
 
@@ -74,9 +73,9 @@ def dft(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     if length is not None:
         points = op.Reshape(length, [1]) if length.dtype == ir.DataType.INT64 else op.Cast(op.Reshape(length, [1]), to=7)
     elif inverse and onesided:
-        points = lengths(op, (dy, axis))
+        points = op.lengths((dy, axis))
     else:
-        points = lengths(op, (x, axis))
+        points = op.lengths((x, axis))
     count = op.Squeeze(points, [0])
     scale = op.cast_like(count, x)
     if not inverse:
@@ -99,7 +98,7 @@ def _axis(node: ir.Node, axis: ir.Value | None, width: int) -> int:
 
 def _fit(op: Builder, value: Any, axis: int, of: tuple[Any, int], points: Any, *, to_x: bool = False) -> Any:
     """Crop or zero-pad ``value`` along an axis: to ``points``, or (``to_x``) from there to the size of ``of``."""
-    size = lengths(op, of)
+    size = op.lengths(of)
     have, want = (points, size) if to_x else (size, points)
     missing = op.Sub(want, have)
     known = constant(missing)
@@ -131,11 +130,11 @@ def stft(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     window, length = (*node.inputs, None, None)[2:4]
     onesided = bool(node.attributes.get_int("onesided", 1))
     if window is not None:
-        size = lengths(op, (window, 0))
+        size = op.lengths((window, 0))
     else:
-        size = op.Reshape(op.Cast(length, to=7), [1]) if length is not None else lengths(op, (signal, 1))
+        size = op.Reshape(op.Cast(length, to=7), [1]) if length is not None else op.lengths((signal, 1))
     count = op.Squeeze(size, [0])
-    numbers = op.Range(np.int64(0), op.Squeeze(lengths(op, (dy, 1)), [0]), np.int64(1))
+    numbers = op.Range(np.int64(0), op.Squeeze(op.lengths((dy, 1)), [0]), np.int64(1))
     starts = op.Mul(numbers, op.Reshape(op.Cast(step, to=7), [1]))
     index = op.Add(op.Unsqueeze(starts, [1]), op.Unsqueeze(op.Range(np.int64(0), count, np.int64(1)), [0]))
 
@@ -150,7 +149,7 @@ def stft(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         frames = windowed() if window is None else op.Mul(windowed(), op.Unsqueeze(window, [1]))
         parts = (dims(signal) or (None,) * 3)[2]
         last: int | tuple[ir.Value, int] = parts if isinstance(parts, int) else (signal, 2)
-        zeros = op.Expand(op.scalar(0, signal), lengths(op, (signal, 1), (signal, 0), last))
+        zeros = op.Expand(op.scalar(0, signal), op.lengths((signal, 1), (signal, 0), last))
         front = op.Transpose(frames, perm=[1, 2, 0, 3])
         added = op.ScatterND(zeros, op.Unsqueeze(index, [-1]), front, reduction="add")
         return op.Transpose(added, perm=[1, 0, 2])

@@ -17,7 +17,6 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, dtype_of, rank
-from graphc.passes.gradients.shape import lengths
 
 
 @gradient("DequantizeLinear")
@@ -91,9 +90,9 @@ def _spread(op: Builder, node: ir.Node, value: ir.Value, x: ir.Value) -> Any:
         axis, size = _along(node, x), _block(node)
         wide = op.Unsqueeze(value, [axis + 1])
         parts: list[Any] = [(value, k) for k in range(axis + 1)] + [size] + [(value, k) for k in range(axis + 1, rank(value))]
-        repeated = op.Expand(wide, lengths(op, *parts))
-        flat = op.Reshape(repeated, lengths(op, *(-1 if k == axis else (value, k) for k in range(rank(value)))))
-        return op.Slice(flat, [0], lengths(op, (x, axis)), [axis])
+        repeated = op.Expand(wide, op.lengths(*parts))
+        flat = op.Reshape(repeated, op.lengths(*(-1 if k == axis else (value, k) for k in range(rank(value)))))
+        return op.Slice(flat, [0], op.lengths((x, axis)), [axis])
     if rank(value) != 1 or rank(x) <= 1 or dims(value) == (1,):
         return value if rank(value) <= rank(x) else op.Reshape(value, op.const(np.zeros(0, np.int64)))
     axis = _along(node, x)
@@ -111,7 +110,7 @@ def _gather(op: Builder, node: ir.Node, value: Any, scale: ir.Value) -> Any:
         blocks = -(-size // _block(node))
         padded = op.Pad(value, op.const([0, blocks * _block(node) - size]), None, op.const([axis]))
         parts: list[Any] = [(x, k) for k in range(axis)] + [blocks, _block(node)] + [(x, k) for k in range(axis + 1, rank(x))]
-        return op.ReduceSum(op.Reshape(padded, lengths(op, *parts)), [axis + 1], keepdims=0)
+        return op.ReduceSum(op.Reshape(padded, op.lengths(*parts)), [axis + 1], keepdims=0)
     if rank(scale) != 1 or rank(x) <= 1 or dims(scale) == (1,):
         total = op.ReduceSum(value, keepdims=0)
         return op.reshape_like(total, scale)

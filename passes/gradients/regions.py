@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
-from graphc.passes.gradients.shape import lengths
 
 
 @gradient("MaxRoiPool")
@@ -41,7 +40,7 @@ def max_roi_pool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def _inside(op: Builder, x: ir.Value, axis: int, first: Any, last: Any, count: int) -> list[Any]:
     """Membership of positions along an axis in cell 0, 1 … of each region: region × position, bool."""
     size = op.Div(op.Max(op.Add(op.Sub(last, first), 1.0), op.scalar(1, first)), float(count))
-    places = op.Range(np.int64(0), op.Squeeze(lengths(op, (x, axis)), [0]), np.int64(1))
+    places = op.Range(np.int64(0), op.Squeeze(op.lengths((x, axis)), [0]), np.int64(1))
     places = op.Unsqueeze(op.cast_like(places, first), [0])
     found = []
     for k in range(count):

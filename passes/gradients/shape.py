@@ -18,23 +18,6 @@ zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", origin=
 _END = np.iinfo(np.int64).max
 
 
-def lengths(op: Builder, *parts: int | tuple[ir.Value, int]) -> Any:
-    """A shape from numbers and dimensions ``(value, axis)``: constant as far as they are static."""
-    known: list[int] = []
-    pieces: list[Any] = []
-    for part in parts:
-        found = part if isinstance(part, int) else (dims(part[0]) or {part[1]: None})[part[1]]
-        if isinstance(found, int):
-            known.append(found)
-            continue
-        assert not isinstance(part, int)
-        pieces += [op.const(known)] if known else []
-        pieces.append(op.Shape(part[0], start=part[1], end=part[1] + 1))
-        known = []
-    pieces += [op.const(known)] if known else []
-    return pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=0)
-
-
 def scatter_back(op: Builder, x: ir.Value, dy: ir.Value, pick: Callable[[Any], Any]) -> Any:
     """Gradient of an op ``pick`` that only copies elements of x: runs it on their positions and adds dy there."""
     positions = op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x))
@@ -73,7 +56,7 @@ def range_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """yᵢ = start + i·delta;  ∂start = Σ dy,  ∂delta = Σ i·dy; the limit only says how many there are"""
 
     def ddelta() -> Any:
-        numbers = op.Range(np.int64(0), op.Squeeze(lengths(op, (dy, 0)), [0]), np.int64(1))
+        numbers = op.Range(np.int64(0), op.Squeeze(op.lengths((dy, 0)), [0]), np.int64(1))
         return op.ReduceSum(op.Mul(dy, op.cast_like(numbers, dy)), keepdims=0)
 
     return lambda: op.ReduceSum(dy, keepdims=0), None, ddelta
@@ -94,7 +77,7 @@ def tile(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
             axes.append(len(parts))
             parts.append(int(count))
         parts.append((x, axis))
-    return op.ReduceSum(op.Reshape(dy, lengths(op, *parts)), axes, keepdims=0) if axes else dy
+    return op.ReduceSum(op.Reshape(dy, op.lengths(*parts)), axes, keepdims=0) if axes else dy
 
 
 @gradient("Concat")
@@ -107,7 +90,7 @@ def concat(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 
     @functools.cache
     def parts() -> Any:
-        return op.Split(dy, lengths(op, *((v, axis) for v in inputs)), axis=axis, _outputs=len(inputs))
+        return op.Split(dy, op.lengths(*((v, axis) for v in inputs)), axis=axis, _outputs=len(inputs))
 
     return tuple((lambda k=k: parts()[k]) for k in range(len(inputs)))
 
@@ -145,10 +128,10 @@ def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], start
             befores.append(op.const([before]))
             afters.append(op.const([full - before - taken]))
             continue
-        size = lengths(op, (x, axis))
+        size = op.lengths((x, axis))
         before_value = op.const([start]) if start >= 0 else op.Max(op.Add(size, op.const([start])), op.const([0]))
         befores.append(before_value)
-        rest = op.Sub(size, lengths(op, (dy, axis)))
+        rest = op.Sub(size, op.lengths((dy, axis)))
         afters.append(rest if start == 0 else op.Sub(rest, before_value))
     pieces = [*befores, *afters]
     known = [constant(p) for p in pieces]
@@ -200,7 +183,7 @@ def depth_to_space(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     (x,), size = operands(node, 1), node.attributes["blocksize"].as_int()
     if node.attributes.get_string("mode", "DCR") == "DCR":
         return op.SpaceToDepth(dy, blocksize=size)
-    blocks = op.Reshape(dy, lengths(op, (dy, 0), (dy, 1), (x, 2), size, (x, 3), size))
+    blocks = op.Reshape(dy, op.lengths((dy, 0), (dy, 1), (x, 2), size, (x, 3), size))
     return op.reshape_like(op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x)
 
 

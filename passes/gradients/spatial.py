@@ -10,13 +10,12 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dims, dtype_of, rank
-from graphc.ir.ops.convolution import POOL, Window, spatial
+from graphc.ir.facts import constant, describe, dtype_of, rank
+from graphc.ir.ops import sampling
+from graphc.ir.ops.convolution import POOL
 from graphc.ir.ops.pooling import norm_flow, norm_slope
 from graphc.passes.gradients.convolution import canonical_attributes
 from graphc.passes.gradients.reverse_mode import through
-from graphc.passes.gradients.sampling import KERNELS, interpolate, taps
-from graphc.passes.gradients.shape import lengths
 
 
 @gradient("LpPool")
@@ -43,7 +42,7 @@ def max_unpool(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         pads = node.attributes.get_ints("pads", None) or [0] * (2 * n)
         strides = node.attributes.get_ints("strides", None) or [1] * n
         margin = [k - s - b - e for k, s, b, e in zip(kernel, strides, pads[:n], pads[n:], strict=True)]
-        reach = op.Add(op.Mul(lengths(op, *((x, k + 2) for k in range(n))), list(strides)), margin)
+        reach = op.Add(op.Mul(op.lengths(*((x, k + 2) for k in range(n))), list(strides)), margin)
         dy = op.Slice(dy, [0] * n, reach, list(range(2, n + 2)))
     return op.Gather(op.Reshape(dy, [-1]), indices)
 
@@ -62,7 +61,7 @@ def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     columns: Any = op.Pad(dy, [0, 0, *pads[:n], 0, 0, *pads[n:]]) if any(pads) else dy
     for axis in range(n):
         where = 2 + 2 * axis  # each image axis is split into taps and blocks
-        last = op.Sub(lengths(op, (columns, where)), [dilations[axis] * (kernel[axis] - 1) + 1])
+        last = op.Sub(op.lengths((columns, where)), [dilations[axis] * (kernel[axis] - 1) + 1])
         blocks = op.Add(op.Div(last, [strides[axis]]), [1])
         starts = op.Mul(op.Range(np.int64(0), op.Squeeze(blocks, [0]), np.int64(1)), [strides[axis]])
         places = np.arange(kernel[axis], dtype=np.int64)[:, None] * dilations[axis]
@@ -77,7 +76,7 @@ def center_crop_pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     (x,) = operands(node, 1)
     axes = node.attributes.get_ints("axes", ())
     where = [a % rank(x) for a in axes] if axes else list(range(rank(x)))
-    dx = op.CenterCropPad(dy, lengths(op, *((x, a) for a in where)), axes=where)
+    dx = op.CenterCropPad(dy, op.lengths(*((x, a) for a in where)), axes=where)
     dx.shape = ir.Shape(x.shape.dims) if x.shape is not None else None
     return dx
 
@@ -85,39 +84,7 @@ def center_crop_pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("DeformConv", selective=True)
 def deform_conv(op: Builder, node: ir.Node, dy: ir.Value, needs: set[ir.Value]) -> Any:
     """y[n,m,o] = Σ w[m,c,t]·mask[n,t,o]·x[n,c,o·s + t·d - p + offset[n,t,o]] + b[m], x read between its elements"""
-    return tuple(through(op, node, [dy], needs, lambda: (_deform_conv(op, node),)))
-
-
-def _deform_conv(op: Builder, node: ir.Node) -> Any:
-    x, w, offset = operands(node, 3)
-    bias, mask = (*node.inputs, None, None)[3:5]
-    n = rank(x) - 2
-    group, parts = node.attributes.get_int("group", 1), node.attributes.get_int("offset_group", 1)
-    found = canonical_attributes(node, ("auto_pad", "dilations", "kernel_shape", "pads", "strides"), w)
-    window = Window.of(found, spatial(x.shape), spatial(w.shape))
-    channels = (dims(x) or (None, None))[1]
-    if not isinstance(channels, int) or window.begin is None:
-        raise UnsupportedOpError(f"DeformConv needs static channels and padding: {describe(node)}")
-    count = int(np.prod(window.kernel))
-    out = [(offset, 2 + k) for k in range(n)]
-    moves = op.Reshape(offset, lengths(op, (offset, 0), parts, count, n, *out))
-    coordinates = []
-    for axis in range(n):
-        tap = np.indices(window.kernel)[axis].reshape(1, 1, -1, *[1] * n) * window.dilations[axis] - window.begin[axis]
-        counted = op.Range(np.int64(0), op.Squeeze(lengths(op, out[axis]), [0]), np.int64(1))
-        steps = op.Mul(counted, [window.strides[axis]])
-        behind = list(range(1, n - axis))
-        regular = op.cast_like(op.Add(tap.astype(np.int64), op.Unsqueeze(steps, behind) if behind else steps), x)
-        place = op.Add(op.Gather(moves, np.int64(axis), axis=3), regular)
-        coordinates.append(op.Flatten(op.Reshape(place, lengths(op, -1, count, *out)), axis=1))
-    images = op.Reshape(x, lengths(op, -1, channels // parts, *((x, 2 + k) for k in range(n))))
-    every = op.Range(np.int64(0), op.Squeeze(lengths(op, (images, 0)), [0]), np.int64(1))
-    read = interpolate(op, images, every, coordinates, KERNELS["linear"], "zeros")  # N·parts, count·out, C/parts
-    if mask is not None:
-        read = op.Mul(read, op.Reshape(mask, op.Concat(op.Shape(read, end=2), op.const([1]), axis=0)))
-    columns = op.Reshape(op.Transpose(read, perm=[0, 2, 1]), lengths(op, (x, 0), group, channels // group * count, -1))
-    y = op.reshape_like(op.MatMul(op.Reshape(w, [group, -1, channels // group * count]), columns), node.outputs[0])
-    return y if bias is None else op.Add(y, op.Unsqueeze(bias, list(range(1, n + 1))))
+    return tuple(through(op, node, [dy], needs, lambda: (sampling.deform_conv(op, node),)))
 
 
 @gradient("RoiAlign", selective=True)
@@ -146,10 +113,12 @@ def _roi_align(op: Builder, node: ir.Node) -> Any:
     def both(down: Any, across: Any) -> Any:
         return op.And(spread(down, [3, 4]), spread(across, [1, 2]))
 
-    read, weights = taps(op, x, batch, [spread(rows, [3, 4]), spread(columns, [1, 2])], KERNELS["linear"], "border")
+    read, weights = sampling.taps(
+        op, x, batch, [spread(rows, [3, 4]), spread(columns, [1, 2])], sampling.KERNELS["linear"], "border"
+    )
     used = both(used_y, used_x)
     weights = op.Where(op.Unsqueeze(op.And(used, both(hit_y, hit_x)), [2]), weights, op.scalar(0, x))
-    each = op.Concat(full, lengths(op, (x, 1)), axis=0)
+    each = op.Concat(full, op.lengths((x, 1)), axis=0)
     if attributes.get_string("mode", "avg") == "avg":
         total = op.ReduceSum(op.Reshape(op.MatMul(op.Unsqueeze(weights, [2]), read), each), [2, 4], keepdims=0)
         y = op.Div(total, op.Unsqueeze(op.Max(op.Mul(count_y, count_x), 1.0), [2, 3]))
@@ -176,7 +145,7 @@ def _bins(op: Builder, x: ir.Value, axis: int, start: Any, extent: Any, bins: in
     within = op.Mul(width, op.Div(op.Add(k, 0.5), op.Max(count, 1.0)))
     corners = op.Add(start, op.Mul(width, op.cast_like(op.const(np.arange(bins)), x)))
     places = op.Add(op.Unsqueeze(corners, [2]), op.Unsqueeze(within, [1]))
-    size = op.cast_like(lengths(op, (x, axis)), x)
+    size = op.cast_like(op.lengths((x, axis)), x)
     hit = op.And(op.GreaterOrEqual(places, -1.0), op.LessOrEqual(places, size))
     used = op.Unsqueeze(op.Less(k, count), [1])
     return op.Max(op.Min(places, op.Sub(size, 1.0)), 0.0), hit, used, count

@@ -7,7 +7,6 @@ import onnx_ir as ir
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS
 from graphc.ir.facts import dims, producer_of
-from graphc.passes.gradients.shape import lengths
 from graphc.passes.optimize.axis_order import View, only_user
 
 
@@ -42,7 +41,7 @@ def drawn_again(op: Builder, mask: View, q: tuple[ir.Value, str], k: tuple[ir.Va
     if _shape_of(mask.value) is None:
         return mask.emit(op)
     places = {"s": (k[0], k[1].find("t")), **{c: (q[0], q[1].find(c)) for c in "bht"}}
-    shape = lengths(op, *(n if isinstance(n := mask.sizes[c], int) else places[c] for c in mask.axes))
+    shape = op.lengths(*(n if isinstance(n := mask.sizes[c], int) else places[c] for c in mask.axes))
     values = OPS[drawn.op_type].attribute_values(drawn)
     return op.emit(drawn.op_type, (shape, *drawn.inputs[1:]), values, domain=drawn.domain, outputs=1)[0]
 

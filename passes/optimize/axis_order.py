@@ -17,7 +17,6 @@ import onnx_ir as ir
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, constant, dims
 from graphc.ir.symbolic_dims import product, quotient
-from graphc.passes.gradients.shape import lengths
 from graphc.passes.optimize.identities import filled
 
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
@@ -97,7 +96,7 @@ class View:
         """The value with one axis a letter."""
         if all(len(axis) == 1 for axis in self.axes):
             return self.value
-        return op.Reshape(self.value, lengths(op, *_target(self)))  # type: ignore[no-any-return]
+        return op.Reshape(self.value, op.lengths(*_target(self)))  # type: ignore[no-any-return]
 
     def reshaped(self, op: Builder, whole: ir.Value) -> ir.Value:
         """Reshape ``whole``, which has one axis a letter, to the shape of this value."""
@@ -111,7 +110,7 @@ class View:
                 target.append(size)
             else:
                 target.append((whole, letters.index(axis)) if len(axis) == 1 else -1)
-        return op.Reshape(whole, lengths(op, *target))  # type: ignore[no-any-return]
+        return op.Reshape(whole, op.lengths(*target))  # type: ignore[no-any-return]
 
     def expressible(self) -> bool:
         """Whether :meth:`emit` can write the shape: at most one length inside an axis is unknown."""

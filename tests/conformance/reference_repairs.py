@@ -11,6 +11,7 @@ from onnx.reference.ops.op_causal_conv_with_state import CausalConvWithState as 
 from onnx.reference.ops.op_scatter_elements import ScatterElements
 
 from graphc.backends.numpy.operators import REPAIRED
+from tests.conformance.sampling_reference import DeformConv, GridSample
 
 Array = np.ndarray[Any, Any]
 
@@ -86,8 +87,10 @@ class Unique(OpRun):
 
 _OWN: tuple[type[OpRun], ...] = (
     CausalConvWithState,
+    DeformConv,
     DynamicQuantizeLinear,
     Gelu,
+    GridSample,
     MeanVarianceNormalization,
     Scatter,
     Unique,

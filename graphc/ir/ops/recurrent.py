@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, input_of
-from graphc.ir.subgraphs import bodies, finish_body, new_body
+from graphc.ir.subgraphs import finish_body, new_body
 
 RECURRENT = frozenset({"RNN", "GRU", "LSTM"})
 
@@ -256,27 +256,3 @@ def _lstm(op: Builder, way: _Direction, x: Any, r: Any, before: list[Any]) -> li
     if way.peepholes:
         o = op.Add(o, op.Mul(way.peepholes[1], cell))
     return [op.Mul(f(op, _clipped(op, way, o)), h_of(op, cell)), cell]
-
-
-def expand_recurrent(graph: ir.Graph) -> bool:
-    """Replace every RNN, GRU and LSTM of ``graph`` and its bodies by its Scan; outputs keep their names."""
-    return _expand(Builder(graph), graph)
-
-
-def _expand(op: Builder, graph: ir.Graph) -> bool:
-    changed = False
-    for node in list(graph):
-        for body in bodies(node):
-            changed |= _expand(op.inside(body), body)
-        if node.domain != "" or node.op_type not in RECURRENT:
-            continue
-        op.before, op.scope = node, node.name or node.op_type
-        for old, new in zip(node.outputs, recurrence(op, node), strict=False):
-            if new is None or not (old.uses() or old.is_graph_output()):
-                continue
-            name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            new.name = name
-        graph.remove(node, safe=True)
-        changed = True
-    return changed

@@ -1,4 +1,4 @@
-"""GridSample and DeformConv in the precision of their operands; ``onnx.reference`` computes positions in float32."""
+"""GridSample and DeformConv in the precision of their operands, written apart from graphc's own formulas, which it checks."""
 
 from __future__ import annotations
 
