@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OPS, decompose_node
-from graphc.ir.facts import describe, dims, rank
-from graphc.ir.ops.attention import mask_gradient, written
+from graphc.ir.facts import dims, rank
+from graphc.ir.ops.attention import mask_gradient, repeat_heads, written
 from graphc.passes.gradients.linear import transpose
 from graphc.passes.gradients.reverse_mode import through
 
@@ -59,15 +58,15 @@ def by_parts(op: Builder, node: ir.Node) -> list[ir.Value]:
     query, key, value = operands(node, 3)
     _, _, _, mask, past_key, past_value, _ = (*node.inputs, *[None] * 4)[:7]
     q_heads, kv_heads = attributes.get_int("q_num_heads", 0), attributes.get_int("kv_num_heads", 0)
-    q, group = _heads(op, query, q_heads), _group(node, q_heads, kv_heads)
+    q = _heads(op, query, q_heads)
     keys = _with_past(op, past_key, _heads(op, key, kv_heads))
     values = _with_past(op, past_value, _heads(op, value, kv_heads))
     scale = attributes.get_float("scale", 0.0) or _default_scale(op, q)
-    product = op.MatMul(op.Mul(q, scale), transpose(op, _repeat(op, keys, group)))
+    product = op.MatMul(op.Mul(q, scale), transpose(op, repeat_heads(op, keys, q)))
     cap = attributes.get_float("softcap", 0.0)
     scores = op.Mul(op.Tanh(op.Mul(product, 1 / cap)), cap) if cap > 0 else product
     p = _probabilities(op, node, scores, mask, past_key)
-    y = op.MatMul(p, _repeat(op, values, group))
+    y = op.MatMul(p, repeat_heads(op, values, q))
     if rank(query) == 3:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.lengths((query, 0), (query, 1), -1))
     found = [y, keys, values]
@@ -85,27 +84,6 @@ def _with_past(op: Builder, past: ir.Value | None, new: Any) -> Any:
 def _heads(op: Builder, x: Any, count: int) -> Any:
     """x as (batch, heads, length, size)."""
     return x if rank(x) == 4 else op.Transpose(op.Reshape(x, [0, 0, count, -1]), perm=[0, 2, 1, 3])
-
-
-def _group(node: ir.Node, q_heads: int, kv_heads: int) -> int:
-    """The number of query heads per key head."""
-    query, key = operands(node, 2)
-    if rank(query) == 4:
-        counts = (dims(query) or ())[1], (dims(key) or ())[1]
-        if counts[0] == counts[1]:
-            return 1
-        if not isinstance(counts[0], int) or not isinstance(counts[1], int):
-            raise UnsupportedOpError(f"the numbers of heads of Attention must be known: {describe(node)}")
-        q_heads, kv_heads = counts[0], counts[1]
-    return q_heads // kv_heads
-
-
-def _repeat(op: Builder, x: Any, group: int) -> Any:
-    """Each head of x ``group`` times in a row."""
-    if group == 1:
-        return x
-    wide = op.Expand(op.Unsqueeze(x, [2]), op.lengths((x, 0), (x, 1), group, (x, 2), (x, 3)))
-    return op.Reshape(wide, op.lengths((x, 0), -1, (x, 2), (x, 3)))
 
 
 def _default_scale(op: Builder, q: Any) -> Any:
