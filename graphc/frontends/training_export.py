@@ -162,6 +162,3 @@ def save_proto(proto: onnx.ModelProto, path: str) -> None:
         return
     with atomic_write(Path(path)) as file:
         file.write(data)
-
-
-__all__ = ["NEXT", "save_proto", "standard_model", "training_info"]

@@ -15,7 +15,7 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -170,22 +170,25 @@ class OpOptions(TypedDict, total=False):
     local: tuple[int, ...]
 
 
-def make_declaration(
-    name: str,
-    *,
-    inputs: str,
-    outputs: str,
-    infer: InferFunction,
-    doc: str,
-    decompose: Decomposition | None,
-    origin: str,
-    **options: Unpack[OpOptions],
-) -> OpDeclaration:
+class Declared(OpOptions, total=False):
+    """All that a declaration says; see :class:`OpDeclaration`. ``inputs`` and ``outputs`` are text for :class:`Formal`."""
+
+    inputs: Required[str]
+    outputs: Required[str]
+    infer: Required[InferFunction]
+    doc: Required[str]
+    origin: Required[str]
+    decompose: Decomposition | None
+
+
+def make_declaration(name: str, **given: Unpack[Declared]) -> OpDeclaration:
     """An :class:`OpDeclaration` with its defaults filled in.
 
     Raises:
         UsageError: a state of the update has no role, or the gradient is one of the states.
     """
+    options: dict[str, Any] = {**given}
+    inputs, outputs, doc = (options.pop(key) for key in ("inputs", "outputs", "doc"))
     formals, next_value = Formal.parse(inputs), options.get("next_value", {})
     placement: Mapping[str, Any] = PLACEMENT if next_value else {SHARD: ""} if options.get("combine") else {}
     options["attributes"] = {**options.get("attributes", {}), **placement}
@@ -200,34 +203,13 @@ def make_declaration(
         options["roles"] = {**dict.fromkeys(states, Role.OPTIMIZER), **parameter, **options.get("roles", {})}
     if options.get("roles", {}).keys() != set(states):
         raise UsageError(f"the update {name!r} must give each of its states a role: roles={{{states[0]}: Role.…}}")
-    return OpDeclaration(
-        name=name,
-        inputs=formals,
-        outputs=Formal.parse(outputs),
-        infer=infer,
-        doc=inspect.cleandoc(doc),
-        origin=origin,
-        decompose=decompose,
-        **options,
-    )
+    return OpDeclaration(name, formals, Formal.parse(outputs), doc=inspect.cleandoc(doc), **options)
 
 
-def declare_primitive(
-    name: str,
-    *,
-    inputs: str,
-    outputs: str,
-    infer: InferFunction,
-    doc: str,
-    origin: str,
-    decompose: Decomposition | None = None,
-    **options: Unpack[OpOptions],
-) -> OpDeclaration:
+def declare_primitive(name: str, **given: Unpack[Declared]) -> OpDeclaration:
     """Register an op of the ``graphc`` domain; see :class:`OpDeclaration` for the arguments."""
-    declaration = make_declaration(
-        name, inputs=inputs, outputs=outputs, infer=infer, doc=doc, decompose=decompose, origin=origin, **options
-    )
-    OPS.register(name, declaration, origin=origin)
+    declaration = make_declaration(name, **given)
+    OPS.register(name, declaration, origin=declaration.origin)
     return declaration
 
 

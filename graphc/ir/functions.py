@@ -166,6 +166,3 @@ def _agreeing(op: Builder, op_type: str, operands: Sequence[ir.Value | None]) ->
     return [
         op.const(np.asarray(known).astype(dtype)) if v in values and (known := constant(v)) is not None else v for v in operands
     ]
-
-
-__all__ = ["emit_body", "has_body", "schema_of"]

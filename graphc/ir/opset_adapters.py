@@ -252,6 +252,3 @@ def group_normalization_18(op: Builder, node: ir.Node) -> None:
     for index in (1, 2):
         column = op.Reshape(node.inputs[index], [groups, 1])
         set_input(node, index, op.Reshape(op.Expand(column, [groups, channels // groups]), [channels]))
-
-
-__all__ = ["adapt", "set_input", "take"]

@@ -267,17 +267,3 @@ def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]
         path.append((current.name or current.op_type if current else value.name) or "?")
     path.reverse()
     return path if len(path) <= 12 else [*path[:5], "…", *path[-6:]]
-
-
-__all__ = [
-    "add",
-    "ancestors",
-    "backpropagate",
-    "descendants",
-    "differentiate",
-    "has_no_gradient",
-    "path_from_source",
-    "sum_to_shape",
-    "through",
-    "zeros",
-]

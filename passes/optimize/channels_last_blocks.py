@@ -118,6 +118,3 @@ class Blocks:
         apart = op.Reshape(wide, [outer, channels, *(n for pair in zip(blocks, self.side, strict=True) for n in pair)])
         turned = op.Transpose(apart, perm=[0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)])
         return op.Reshape(turned, [outer, *blocks, self.wide])  # type: ignore[no-any-return]
-
-
-__all__ = ["Blocks"]

@@ -319,6 +319,3 @@ def _max_pool_gradient(walk: Arrangement, node: ir.Node) -> Results:
 def _average_pool_gradient(walk: Arrangement, node: ir.Node) -> Results:
     shape = static_dims(node.outputs[0]) or ()
     return _pool(walk, node, node.inputs[:1], [shape[axis] for axis in inverse(last_order(len(shape)))])
-
-
-__all__ = ["RULES", "follow"]

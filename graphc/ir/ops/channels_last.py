@@ -197,6 +197,3 @@ def channels_last_average_pool_grad(op: Builder, dy: ir.Value, shape: ir.Value, 
 
 def _given(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None}
-
-
-__all__ = ["PREFIX", "last_order", "spread", "to_last"]

@@ -274,6 +274,3 @@ def _samples_by_group(op: Builder, x: ir.Value, group: int) -> ir.Value:
     split = op.Transpose(op.Reshape(x, [0, group, channels // group, -1]), perm=[2, 1, 0, 3])
     target = op.Concat(op.const([channels // group, -1]), op.Shape(x, start=2), axis=0)
     return op.Reshape(split, target)  # type: ignore[no-any-return]
-
-
-__all__ = ["CONV", "POOL", "Size", "Window", "of_shape", "same_padding", "spatial", "spatial_part"]

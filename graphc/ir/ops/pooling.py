@@ -163,6 +163,3 @@ def _apply_transposed(op: Builder, matrix: ir.Value, value: ir.Value, axis: int,
     flat = op.MatMul(transposed, op.Reshape(value, [0, 0, 0, -1]))
     behind = op.Shape(value, start=axis + 3)
     return op.Reshape(flat, op.Concat(op.const([0, 0, 0]), behind, axis=0))  # type: ignore[no-any-return]
-
-
-__all__ = ["averaging_matrix", "norm_flow", "norm_slope"]

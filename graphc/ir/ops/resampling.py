@@ -217,6 +217,3 @@ def _apply_transposed(op: Builder, matrix: Any, value: Any, axis: int, size: Any
     lead, tail = op.Shape(value, start=0, end=axis), op.Shape(value, start=axis + 1)
     rows = op.Reshape(value, op.Concat(lead, op.Shape(value, start=axis, end=axis + 1), op.const([-1]), axis=0))
     return op.Reshape(op.MatMul(transposed, rows), op.Concat(lead, size, tail, axis=0))
-
-
-__all__ = ["RESIZE", "ResizedAxis", "interpolation_matrix"]

@@ -94,6 +94,3 @@ def _matrix(before: int, after: int, length: int, *, inverse: bool, one_sided: b
         if one_sided:
             matrix = matrix * np.where((k == 0) | (2 * k == length), 1.0, 2.0)
     return np.asarray(matrix)
-
-
-__all__ = ["LONGEST", "fourier_transform", "short_time_transform"]
