@@ -84,11 +84,46 @@ def strategy_steps(options: CompileOptions) -> list[PassCall]:
     name, _, rest = options.strategy.partition(":")
     if name not in STRATEGIES:
         raise UsageError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}; known are {', '.join(STRATEGIES)}")
+    _check_together(name, options)
     if name != "mirrored":
         return [PassCall(name, PASSES[name].bind(key_values(rest)))]
     if name != options.strategy:
         raise UsageError(f"strategy {name!r} has no options, not {options.strategy!r}")
     return []
+
+
+_ALONE = "a worker pushes the gradients of each batch as it has them, without the other workers"
+_SUMS = "it needs each gradient as one plain sum over the workers"
+
+EXCLUDED: dict[tuple[str, str], str] = {
+    **{(strategy, "compress"): _SUMS for strategy in ("zero", "central_storage", "local_sgd", "adasum")},
+    **{(strategy, "deterministic"): _SUMS for strategy in ("zero", "central_storage", "local_sgd", "adasum")},
+    **{("parameter_server", option): _ALONE for option in ("accumulate", "sync_batchnorm", "deterministic")},
+    ("parameter_server", "compress"): f"{_ALONE}, for which there are bf16 and fp16",
+}
+"""Strategy and option that exclude each other → the reason."""
+
+
+def _check_together(strategy: str, options: CompileOptions) -> None:
+    """Refuse an option that excludes the strategy, in terms of both; the passes would name a node.
+
+    Raises:
+        UsageError: strategy, option and reason.
+    """
+    method = (options.compress or "").partition(":")[0]
+    given = {
+        "accumulate": options.accumulate if options.accumulate > 1 else None,
+        "sync_batchnorm": options.sync_batchnorm or None,
+        "deterministic": options.deterministic if _shards(options) else None,
+        "compress": None if strategy == "parameter_server" and method in ("bf16", "fp16") else options.compress,
+    }
+    for option, value in given.items():
+        reason = EXCLUDED.get((strategy, option))
+        if reason is not None and value is not None:
+            raise UsageError(
+                f"strategy {strategy!r} and {option}={value} exclude each other: {reason}; leave {option} out, or choose"
+                " another strategy"
+            )
 
 
 def servers(options: CompileOptions) -> int:

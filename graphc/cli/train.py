@@ -67,6 +67,8 @@ def command(
     size = world.size - beside if world.size > 1 else workers or 1
     if world.size > 1 and workers is not None and workers != size:
         raise UsageError(f"-n {workers} inside a world of {size} workers; leave -n out, or start without mpiexec")
+    if beside and run.transport == "tcp":
+        raise UsageError("--strategy parameter_server works over --transport mpi or threads, not over tcp")
     if batch_size is not None and per_worker_batch is not None:
         raise UsageError("--batch-size is over all workers, --per-worker-batch on one of them; give one of the two")
     batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32

@@ -146,9 +146,14 @@ class Communicator(ABC):
         """Make ``nbytes`` zeroed bytes (0: none) of this rank readable and writable for all; every rank calls it at once.
 
         Raises:
-            UsageError: there is only one rank.
+            UsageError: there is only one rank, or the transport has no windows.
         """
-        raise UsageError("parameter servers need at least two ranks; this run has one")
+        if self.size == 1:
+            raise UsageError("parameter servers need at least two ranks; this run has one")
+        raise UsageError(
+            f"parameter servers do not work with transport {self.transport!r}: workers write into the servers' memory; take"
+            " transport 'mpi' or 'threads'"
+        )
 
 
 class Handle:

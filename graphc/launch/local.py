@@ -1,7 +1,8 @@
 """Starts and ends the workers of one machine together.
 
-Over MPI every worker is a process under ``mpiexec`` that writes into its own pipes; the launcher forwards whole lines.
-When a worker fails or is killed, the run ends within seconds with a message that names it, and leaves no process behind.
+Every worker is a process that writes into its own pipes; the launcher forwards whole lines. ``mpiexec`` starts workers that
+meet by MPI, :mod:`graphc.launch.spawn` those that meet by TCP on the loopback. When a worker fails or is killed, the run ends
+within seconds with a message that names it, and leaves no process behind.
 
 With ``transport="threads"`` the program runs once per rank in threads of this process. Ranks then share modules, their
 globals and ``sys.argv``; each rank has only its own program namespace and ``find_world()`` result. This suits programs that
@@ -59,9 +60,10 @@ def launch(
 
     Args:
         argv: arguments as for ``python``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``.
-        transport: ``"threads"``: all ranks in this process; else ``mpiexec`` starts a process per worker, which gets
-            ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see :mod:`graphc.distributed.nccl.device_transport`).
-        env: variables set for the workers on top of this process's environment (``mpi`` only).
+        transport: ``"threads"``: all ranks in this process; ``"tcp"``: a process per worker, which meet on the loopback; else
+            ``mpiexec`` starts a process per worker, which gets ``auto``, ``nccl`` or ``mpi`` in GRAPHC_TRANSPORT (see
+            :mod:`graphc.distributed.nccl.device_transport`).
+        env: variables set for the workers on top of this process's environment (not for threads).
         keep_going: a process that is marked spare (a worker of parameter servers) may die without ending the run.
         deadline: seconds a collective may take; None: GRAPHC_DEADLINE of the workers' environment, or 300.
 
@@ -76,14 +78,12 @@ def launch(
     if workers < 1:
         raise UsageError(f"the number of workers must be at least 1, not {workers}")
     wanted = wanted_transport(transport)
-    if wanted == "tcp":
-        raise UsageError("graphc launch starts workers over MPI; 'tcp' is for workers that torchrun or a script starts")
     _check_program(argv)
     if wanted == "threads":
         return _launch_threads(workers, list(argv), deadline)
     found = find_deadline({**os.environ, **(env or {})}) if deadline is None else check_deadline(deadline)
     environment = {**(env or {}), DEADLINE: str(found), **({TRANSPORT: wanted} if wanted != "auto" else {})}
-    return _launch_mpi(workers, list(argv), environment, keep_going)
+    return _launch_processes(workers, list(argv), environment, keep_going, over_tcp=wanted == "tcp")
 
 
 def find_mpiexec() -> Path:
@@ -104,23 +104,25 @@ def find_mpiexec() -> Path:
     for candidate in candidates:
         if os.access(candidate, os.X_OK):
             return candidate
-    raise MissingExtraError("several worker processes need mpiexec, which is not installed; run: pip install 'graphc[mpi]'")
+    raise MissingExtraError(
+        "worker processes that talk by MPI need mpiexec, which is not installed; run: pip install 'graphc[mpi]', or choose"
+        " --transport tcp (slower) or threads"
+    )
 
 
-def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool) -> int:
-    mpiexec = find_mpiexec()
+def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool, *, over_tcp: bool) -> int:
+    mpiexec = None if over_tcp else find_mpiexec()
     with tempfile.TemporaryDirectory(prefix="graphc-run-") as name:
         directory = Path(name)
         board = StatusBoard.create(directory / BOARD_FILE, workers)
         pipes = {(stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)}
         for path in pipes.values():
             os.mkfifo(path)
-        command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
         if keep_going:
-            # By default Open MPI ends the job with its first process; other mpiexecs do not know the option.
-            command += ["--runtime-options", "continuous"]
             env = {KEEP_GOING: "1", **env}
-        command += [sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
+        command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
+        if mpiexec is not None:
+            command = [*_mpi_command(mpiexec, workers, keep_going), sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
         process = subprocess.Popen(
             command,
             env=worker_environment(workers, env, directory),
@@ -130,6 +132,12 @@ def _launch_mpi(workers: int, argv: list[str], env: Mapping[str, str], keep_goin
             start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
         )
         return Supervisor(process, board, pipes, float(env[DEADLINE])).run()
+
+
+def _mpi_command(mpiexec: Path, workers: int, keep_going: bool) -> list[str]:
+    command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
+    # By default Open MPI ends the job with its first process; other mpiexecs do not know the option.
+    return [*command, "--runtime-options", "continuous"] if keep_going else command
 
 
 def worker_environment(workers: int, env: Mapping[str, str], directory: Path) -> dict[str, str]:

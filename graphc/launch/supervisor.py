@@ -75,12 +75,13 @@ class Stream:
 
 
 class Supervisor:
-    """Supervises ``process`` (mpiexec) and the workers on ``board``."""
+    """Supervises ``process`` (mpiexec, or what starts workers over TCP) and the workers on ``board``."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], board: StatusBoard, pipes: Mapping[tuple[str, int], Path], deadline: float
     ) -> None:
         self.process = process
+        self._starter = "the process that started them" if "graphc.launch.spawn" in process.args else "mpiexec"
         self.board = board
         self.deadline = deadline
         self._stopped: dict[int, float] = {}
@@ -206,7 +207,7 @@ class Supervisor:
             return 0
         sys.stderr.write(text)
         names = ", ".join(map(str, gone or range(self.board.size)))
-        self._say(f"rank {names} did not end well: mpiexec returned {self.process.returncode}")
+        self._say(f"rank {names} did not end well: {self._starter} returned {self.process.returncode}")
         return 1
 
     def _say_failed(self, ranks: list[int], status: RankStatus) -> None:

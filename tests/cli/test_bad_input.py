@@ -251,10 +251,20 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "initialize": (lambda _: train("--initialize", "hee"), 2, "hee"),
     "batch option": (lambda _: train("--batch", "-3"), 2, "batch=-3 is neither"),
     "transport": (lambda _: train("-n", "2", "--transport", "mpy"), 2, "unknown transport 'mpy'"),
-    "tcp from here": (
-        lambda _: train("-n", "2", "--transport", "tcp"),
+    "strategy and accumulate": (
+        lambda _: train("--strategy", "parameter_server", "--accumulate", "2"),
         2,
-        "'tcp' is for workers that torchrun or a script starts",
+        "strategy 'parameter_server' and accumulate=2 exclude each other: a worker pushes the gradients of each batch",
+    ),
+    "strategy and compress": (
+        lambda _: train("--strategy", "zero:stage=2", "--compress", "bf16"),
+        2,
+        "strategy 'zero' and compress=bf16 exclude each other",
+    ),
+    "strategy and deterministic": (
+        lambda _: train("--strategy", "adasum", "--deterministic", "any-world"),
+        2,
+        "strategy 'adasum' and deterministic=any-world exclude each other",
     ),
     "nccl on the host": (lambda _: train("--transport", "nccl"), 2, "'nccl' moves arrays of GPUs"),
     "command": (lambda _: ["trian"], 2, "trian"),

@@ -1,0 +1,72 @@
+"""Starts the ranks of one machine that meet by TCP: ``python -m graphc.launch.spawn N SCRIPT ARGS…``.
+
+It stands where ``mpiexec`` stands for MPI: each rank is a process of :mod:`graphc.launch.entry` in a process group of its own,
+with ``RANK`` and its like in the environment. When one ends badly the others are ended, and a line as of mpiexec says which.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+LOOPBACK = "127.0.0.1"
+TICK = 0.05  # seconds between looks at the ranks
+PATIENCE = 1.0  # seconds in which the others notice a failure themselves, and say more about it
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def main(size: int, argv: Sequence[str]) -> int:
+    """Run all ranks; returns 0 if they succeed, else the exit code of the first that did not."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    command = [sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(size):
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=os.environ | place | numbers, start_new_session=True))
+        return _wait(ranks)
+    finally:
+        _end(ranks)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    failed, since = 0, 0.0
+    while any(process.poll() is None for process in ranks):
+        time.sleep(TICK)
+        if not failed:
+            bad = [(rank, process) for rank, process in enumerate(ranks) if process.poll()]
+            for rank, process in bad[:1]:
+                failed, since = process.returncode, time.monotonic()
+                how = f"exited on signal {-failed}" if failed < 0 else "exiting"
+                print(f"process rank {rank} with PID {process.pid} on node localhost {how}", flush=True)
+        elif time.monotonic() - since > PATIENCE:
+            break
+    return abs(failed) if failed else max((process.returncode for process in ranks), default=0)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run: by SIGTERM, and by SIGKILL those that take no notice."""
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        process.terminate()
+    limit = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in running) and time.monotonic() < limit:
+        time.sleep(TICK)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
