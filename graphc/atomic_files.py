@@ -1,4 +1,4 @@
-"""Writes files that appear whole or not at all."""
+"""Writes files that appear whole or not at all; opens regular files only."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file for reading; a pipe, which might never end, or a device is refused.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
+        raise OSError(errno.EINVAL, "it is no regular file; copy what it holds into one", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

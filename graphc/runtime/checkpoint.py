@@ -2,29 +2,35 @@
 
 ``DIRECTORY/state.safetensors`` in the safetensors format (https://github.com/huggingface/safetensors: 8 bytes of header length,
 a JSON header, the raw little-endian arrays), so other tools read it too. The file replaces the last one in a single rename:
-there is always one whole checkpoint. A hash over names, dtypes, shapes and bytes guards it. Nothing in it depends on the
-number of workers.
+there is always one whole checkpoint, and the one before it stays as ``previous.safetensors``. A digest over the whole file,
+metadata included, guards it. Nothing in it depends on the number of workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from graphc.atomic_files import whole_file
+from graphc.atomic_files import open_regular, whole_file
 from graphc.errors import GraphcError, UsageError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 FILE_NAME = "state.safetensors"
-FORMAT = "1"
+PREVIOUS = "previous.safetensors"
+_LINK = f".{PREVIOUS}.tmp"
+FORMAT = "2"
+_NO_DIGEST = "0" * 64  # stands in the place of the digest while it is computed
 _LARGEST_HEADER = 100_000_000  # the limit, in bytes, of the format's own readers
 
 _CODES: dict[str, np.dtype[Any]] = {
@@ -78,47 +84,74 @@ def save(directory: str | os.PathLike[str], state: Mapping[str, Array], metadata
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _link_previous(folder)
         with whole_file(folder / FILE_NAME) as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header)
             for name in _order(arrays):
                 file.write(_bytes(arrays[name]))
+        if (folder / _LINK).exists():
+            os.replace(folder / _LINK, folder / PREVIOUS)
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {str(folder)!r}: {error.strerror or error}") from error
     return folder / FILE_NAME
 
 
+def _link_previous(folder: Path) -> None:
+    """Give the present file a second name, which becomes the previous one when the new file is whole."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / _LINK).unlink()
+    with contextlib.suppress(OSError):  # a first checkpoint, or a file system without links
+        os.link(folder / FILE_NAME, folder / _LINK)
+
+
 def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
     """Read a checkpoint: new, writable arrays by name, and the metadata.
+
+    If the file is damaged and the one before it is whole, that one is read, with a warning.
 
     Raises:
         CheckpointError: there is none, or it is truncated, damaged or no checkpoint of graphc.
     """
-    path = Path(directory) / FILE_NAME
-    if Path(directory).is_file():
+    folder = Path(directory)
+    if folder.is_file():
         raise CheckpointError(f"{str(directory)!r} is a file; name the folder of the checkpoint")
     try:
-        with open(path, "rb") as file:
-            entries, notes, start = _read_header(file.read(8), file.read, path)
-            size = os.fstat(file.fileno()).st_size
+        return _read(folder / FILE_NAME)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint in {str(directory)!r} (no file {FILE_NAME})") from None
+    except CheckpointError as damage:
+        try:
+            found = _read(folder / PREVIOUS)
+        except (OSError, CheckpointError):
+            raise damage from None
+        warnings.warn(f"{damage}; the run goes on from the one before it, {PREVIOUS}", RuntimeWarning, stacklevel=2)
+        return found
+
+
+def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Read and check one file; raises CheckpointError, or FileNotFoundError if there is none."""
+    try:
+        with open_regular(path) as file:
+            header, entries, notes = _read_header(file, path)
+            start, size = len(header), os.fstat(file.fileno()).st_size
             end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             if size != end:
                 raise _damaged(path, f"it has {size} bytes instead of {end}; it was not written to its end")
-            state = {}
-            for name, entry in entries.items():
-                array = np.empty(entry["shape"], _CODES[entry["dtype"]])
-                begin, stop = entry["data_offsets"]
-                if stop - begin != array.nbytes:
-                    raise _damaged(path, f"{name!r} has {stop - begin} bytes instead of {array.nbytes}")
-                file.seek(start + begin)
-                file.readinto(_bytes(array))
-                state[name] = array
+            said = notes.get("sha256", "")
+            digest = hashlib.sha256(header.replace(said.encode(), _NO_DIGEST.encode(), 1))
+            state: dict[str, Array] = {}
+            for name, entry in entries.items():  # in the order of the file
+                state[name] = np.empty(entry["shape"], _CODES[entry["dtype"]])
+                if file.readinto(_bytes(state[name])) != state[name].nbytes:
+                    raise _damaged(path, "it was not written to its end")
+                digest.update(_bytes(state[name]))
     except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint in {str(directory)!r} (no file {FILE_NAME})") from None
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
-    if state_sha256(state) != notes.get("state_sha256"):
-        raise _damaged(path, "its contents do not match its hash")
+    if digest.hexdigest() != said:
+        raise _damaged(path, "its contents do not match its digest")
     return state, json.loads(notes["metadata"])
 
 
@@ -147,9 +180,7 @@ def _header(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
         notes = json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:
         raise UsageError(f"the metadata of a checkpoint must be JSON: {error}") from None
-    table: dict[str, Any] = {
-        "__metadata__": {"format": "np", "graphc": FORMAT, "state_sha256": state_sha256(arrays), "metadata": notes}
-    }
+    table: dict[str, Any] = {"__metadata__": {"format": "np", "graphc": FORMAT, "sha256": _NO_DIGEST, "metadata": notes}}
     offset = 0
     for name in _order(arrays):
         array = arrays[name]
@@ -162,7 +193,12 @@ def _header(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
         }
         offset += array.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # arrays start at a multiple of 8
+    text += b" " * (-len(text) % 8)  # arrays start at a multiple of 8
+    header = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(header)
+    for name in _order(arrays):
+        digest.update(_bytes(arrays[name]))
+    return header.replace(_NO_DIGEST.encode(), digest.hexdigest().encode(), 1)
 
 
 def _order(arrays: Mapping[str, Array]) -> list[str]:
@@ -170,11 +206,13 @@ def _order(arrays: Mapping[str, Array]) -> list[str]:
     return sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
 
 
-def _read_header(length: bytes, read: Any, path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+def _read_header(file: IO[bytes], path: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+    """The header's bytes, the table of arrays and the metadata; arrays follow each other without gaps."""
+    length = file.read(8)
     size = int.from_bytes(length, "little")
     if len(length) < 8 or size > _LARGEST_HEADER:
         raise _damaged(path, "it has no header")
-    text = read(size)
+    text = file.read(size)
     if len(text) < size:
         raise _damaged(path, "it ends inside its header")
     try:
@@ -182,13 +220,19 @@ def _read_header(length: bytes, read: Any, path: Path) -> tuple[dict[str, Any], 
         notes = table.pop("__metadata__", {})
         if notes.get("graphc") != FORMAT:
             raise CheckpointError(f"{str(path)!r} is no checkpoint of this version of graphc")
+        if not isinstance(notes["sha256"], str) or len(notes["sha256"]) != len(_NO_DIGEST):
+            raise ValueError(notes["sha256"])
+        json.loads(notes["metadata"])
+        offset = 0
         for entry in table.values():
             begin, stop = entry["data_offsets"]
-            if entry["dtype"] not in _CODES or not 0 <= begin <= stop or any(extent < 0 for extent in entry["shape"]):
+            needed = math.prod(entry["shape"]) * _CODES[entry["dtype"]].itemsize
+            if begin != offset or stop - begin != needed or any(type(n) is not int or n < 0 for n in entry["shape"]):
                 raise ValueError(entry)
-    except (ValueError, KeyError, TypeError, AttributeError):
+            offset = stop
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(path, "its header cannot be read") from None
-    return table, notes, 8 + size
+    return length + text, table, notes
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -70,7 +70,7 @@ def test_torch_reads_bfloat16(tmp_path: Path) -> None:
         (lambda data: data[:100], "ends inside its header"),
         (lambda data: data[:4], "no header"),
         (lambda data: b"", "no header"),
-        (lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "do not match its hash"),
+        (lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "do not match its digest"),
         (lambda data: data[:8] + b"]" + data[9:], "header cannot be read"),
         (lambda data: b"\xff" * len(data), "no header"),
     ],
@@ -79,6 +79,46 @@ def test_a_damaged_file_is_refused(change: Any, message: str, tmp_path: Path) ->
     path = checkpoint.save(tmp_path, state(), {"step": 1})
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(GraphcError, match=f"is damaged: .*({message})"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["header", "data"])
+def test_every_bit_counts(part: str, tmp_path: Path) -> None:
+    """Metadata (the number of steps, the position in the data) is part of what the digest guards."""
+    path = checkpoint.save(tmp_path, {"w": np.arange(3.0), "s": np.array(1, np.int64)}, {"steps": 12, "pipeline": "a,b"})
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(end) if part == "header" else range(end, len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(GraphcError, match=r"is damaged|is no checkpoint of this version"):
+                checkpoint.load(tmp_path)
+
+
+def test_a_forged_shape_costs_nothing(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, {"w": np.arange(3.0)}, {})
+    text = path.read_bytes()[8:].replace(b"[3]", b"[9999999999999]")
+    path.write_bytes(len(text[:-24]).to_bytes(8, "little") + text)
+    with pytest.raises(GraphcError, match="its header cannot be read"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_damaged_file_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        path = checkpoint.save(tmp_path, {"w": np.full(3, float(step))}, {"step": step})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(RuntimeWarning, match="not written to its end; the run goes on from the one before it"):
+        found, metadata = checkpoint.load(tmp_path)
+    assert metadata == {"step": 2}
+    np.testing.assert_array_equal(found["w"], np.full(3, 2.0))
+    (tmp_path / checkpoint.PREVIOUS).write_bytes(b"")
+    with pytest.raises(GraphcError, match=r"state.safetensors' is damaged"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / checkpoint.FILE_NAME)
+    with pytest.raises(GraphcError, match="it is no regular file"):
         checkpoint.load(tmp_path)
 
 

@@ -107,7 +107,11 @@ def check_the_files(folder: Path) -> None:
     expected = {"mlp.onnx", "checkpoint", "trained.onnx"}
     assert {path.name for path in folder.iterdir()} <= expected
     if (folder / "checkpoint").exists():
-        assert {path.name for path in (folder / "checkpoint").iterdir()} <= {checkpoint.FILE_NAME}
+        assert {path.name for path in (folder / "checkpoint").iterdir()} <= {
+            checkpoint.FILE_NAME,
+            checkpoint.PREVIOUS,
+            checkpoint._LINK,
+        }
     if (folder / "checkpoint" / checkpoint.FILE_NAME).exists():
         state, meta = checkpoint.load(folder / "checkpoint")  # which compares the hash over all of it
         assert {"w1", "b1", "w2", "b2"} <= set(state)
