@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import io
+import lzma
+import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from graphc.atomic_files import open_regular
 from graphc.device import Array
 from graphc.errors import FeedError, nearest
+
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError, NotImplementedError),
+    *(RuntimeError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
+"""What numpy and zipfile raise on damaged, encrypted and forged files."""
 
 MAPPED_FROM = 16 << 20
 """Minimum bytes at which an array of an ``.npz`` file is mapped. Smaller ones are read, which verifies their checksum."""
@@ -34,13 +46,13 @@ def open_arrays(path: str | Path | io.BytesIO) -> dict[str, Array]:
     try:
         if place.is_dir():
             return _folder(place)
-        place.stat()
+        open_regular(place).close()
         return _archive(place, str(path))
     except FileNotFoundError:
         near = [p.name for p in place.parent.glob("*") if p.suffix == ".npz" or p.is_dir()] if place.parent.is_dir() else []
         raise FeedError(f"no such file: {path}{nearest(place.name, near)}") from None
-    except OSError as error:
-        raise FeedError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a name with a NUL character is a ValueError
+        raise FeedError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _folder(folder: Path) -> dict[str, Array]:
@@ -52,9 +64,13 @@ def _folder(folder: Path) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for file in files:
         try:
-            found[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            open_regular(file).close()
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except _DAMAGE as error:
             raise _bad(file.stem, str(folder), error) from None
+        if not isinstance(array, np.ndarray):
+            raise FeedError(f"{file} is an .npz file under the name of an array; rename it to {file.stem}.npz")
+        found[file.stem] = array
     return found
 
 
@@ -68,15 +84,15 @@ def _archive(file: Path | io.BytesIO, where: str) -> dict[str, Array]:
                 name = entry.filename.removesuffix(".npy")
                 mapped = _map_member(file, entry, name, where) if isinstance(file, Path) else None
                 found[name] = _member(arrays, name, where) if mapped is None else mapped
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise FeedError(f"cannot read {where}: {error}") from None
+    except _DAMAGE as error:
+        raise FeedError(f"cannot read {where}: {error or 'it is damaged'}") from None
     return found
 
 
 def _member(arrays: Mapping[str, Array], name: str, where: str) -> Array:
     try:
         array = arrays[name]
-    except ValueError as error:
+    except _DAMAGE as error:
         raise _bad(name, where, error) from None
     if not isinstance(array, np.ndarray):
         raise FeedError(f"{name!r} of {where} is not a numpy array")
@@ -91,14 +107,20 @@ def _map_member(path: Path, entry: zipfile.ZipInfo, name: str, where: str) -> Ar
         file.seek(entry.header_offset)
         header = file.read(30)  # the member's header: a fixed part, its name and an extra field
         file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), 1)
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-        if read is None:
-            return None
-        shape, fortran, dtype = read(file)
-        if dtype.hasobject:
-            raise _bad(name, where, ValueError("objects"))
-        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+        start = file.tell()
+        try:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+            if read is None:
+                return None
+            shape, fortran, dtype = read(file)
+            if dtype.hasobject:
+                raise ValueError("objects")
+            if file.tell() - start + math.prod(shape) * dtype.itemsize != entry.file_size:
+                raise ValueError(f"its shape {list(shape)} of {dtype} does not fit the {entry.file_size} bytes that it has")
+            return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+        except _DAMAGE as error:
+            raise _bad(name, where, error) from None
 
 
 def _bad(name: str, where: str, error: Exception) -> FeedError:

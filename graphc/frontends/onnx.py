@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
@@ -68,14 +69,15 @@ def load(source: Source) -> ir.Model:
         return _from_bytes(sys.stdin.buffer.read(), "standard input", None)
     path = Path(source)
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except FileNotFoundError:
         near = [p.name for p in path.parent.glob("*.onnx")] if path.parent.is_dir() else []
         raise ModelError(f"no such file: {path}{nearest(path.name, near)}") from None
     except IsADirectoryError:
         raise ModelError(f"{path} is a folder; name the .onnx file in it") from None
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name with a NUL character is a ValueError
+        raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     model = _from_bytes(data, str(path), path.parent)
     model.meta[FILE] = str(path.absolute())
     return model
