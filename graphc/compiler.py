@@ -139,7 +139,7 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
     low, again = precision_options(options.precision), recompute_options(options.recompute)
     batch, initialize, freeze = options.batch, options.initialize, options.freeze
     return [
-        PassCall("legalize"),  # one opset, parameters as initializers, everything typed
+        PassCall("legalize", {"train": options.train}),  # one opset, parameters as initializers, everything typed
         *(
             [PassCall("rebatch", {"batch": batch})] if batch is not None else []
         ),  # a baked batch size becomes another, or a symbol

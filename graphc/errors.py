@@ -111,9 +111,13 @@ class MissingExtraError(GraphcError, ImportError):
     """A feature needs a package that is not installed; the message names the extra that installs it."""
 
 
+_CUTOFF = 0.65
+"""Similarity, between 0 and 1, from which a name may be meant by a misspelt one."""
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, or an empty string."""
-    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=_CUTOFF)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
@@ -129,6 +133,15 @@ def listed(noun: str, names: Iterable[str], plural: str = "", *, most: int = LIS
         return f"there are no {plural}"
     rest = f" and {len(found) - most} more" if len(found) > most else ""
     return f"the {plural} are {', '.join(found[:most])}{rest}" if len(found) > 1 else f"the only {noun} is {found[0]}"
+
+
+def near_names(pattern: str, candidates: Iterable[str], most: int = 5) -> str:
+    """Return ``"; near: 'x', 'y'"`` for the names that come close to a glob pattern, or an empty string."""
+    bare = pattern.strip("*?.[]/").lower()
+    names = list(candidates)
+    inside = [name for name in names if bare and bare in name.lower()]
+    found = list(dict.fromkeys([*inside, *difflib.get_close_matches(pattern, names, n=most, cutoff=_CUTOFF)]))[:most]
+    return f"; near: {', '.join(map(repr, found))}" if found else ""
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:

@@ -41,7 +41,7 @@ def command(
     original = frontends.load(model)
     check_untrained(original)
     working, ctx = original.clone(), Context()
-    run(working, [PassCall("legalize")], ctx)
+    run(working, [PassCall("legalize", {"train": chosen.train})], ctx)
     if loss is not None:
         run(working, [options.loss_of(loss).step()], ctx)
     run(working, [PassCall("check", vars(chosen))], ctx)

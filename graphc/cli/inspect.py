@@ -196,7 +196,7 @@ def _parameters(model: ir.Model, chosen: ParameterChoice) -> list[dict[str, Any]
     from graphc.pipeline import Context, PassCall, run
 
     working, ctx = model.clone(), Context()
-    run(working, [PassCall("legalize"), PassCall("check", vars(chosen))], ctx)
+    run(working, [PassCall("legalize", {"train": chosen.train}), PassCall("check", vars(chosen))], ctx)
     rows: list[dict[str, Any]] = ctx.values["check"]["parameters"]
     return rows
 

@@ -23,7 +23,7 @@ from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
-from graphc.ir.subgraphs import body_initializers
+from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
 from graphc.ir.wellformed import check_wellformed
@@ -272,11 +272,14 @@ def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -
     graph = model.graph
     produced = {v.name: v for node in graph for v in node.outputs if v.name}
     inside = {name: value for _, value, name in body_initializers(graph)}
+    held = {name: node for node, name in body_constants(graph)}
     for name, array in values.items():
         if name in graph.initializers:
             _set_initializer(graph.initializers[name], array)
         elif name in inside:
             _set_initializer(inside[name], array)
+        elif name in held:
+            _set_constant(held[name], array)
         elif name in produced:
             _replace_producer(model, produced[name], array)
         else:
@@ -296,6 +299,13 @@ def _set_initializer(value: ir.Value, array: np.ndarray[Any, Any]) -> None:
     if tuple(array.shape) != shape:
         raise ModelError(f"the new value of {value.name!r} has shape {list(array.shape)}, the file has {list(shape)}")
     value.const_value = _tensor(array, dtype, value.name or "")
+
+
+def _set_constant(node: ir.Node, array: np.ndarray[Any, Any]) -> None:
+    """Give a ``Constant`` node inside a body a new tensor."""
+    old = ir.convenience.get_const_tensor(node.outputs[0])
+    node.attributes.clear()
+    node.attributes["value"] = ir.AttrTensor("value", _tensor(array, old.dtype if old is not None else None, ""))
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: ir.DataType | None, name: str) -> ir.TensorProtocol:

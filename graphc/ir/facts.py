@@ -135,9 +135,8 @@ def is_float(value: ir.Value) -> bool:
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """The value's compile-time constant as a numpy array, or None.
 
-    Never constant are: a float initializer of rank ≥ 1 (a parameter, trained or frozen), state that an update node replaces,
-    and
-    an initializer that is also a graph input.
+    Never constant are: a float initializer (a parameter, trained or frozen), state that an update node replaces, and an
+    initializer that is also a graph input.
     """
     if value is None:
         return None
@@ -162,8 +161,10 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def is_parameter(value: ir.Value) -> bool:
-    """Whether the value is a float initializer of rank ≥ 1, and so can train."""
-    return value.is_initializer() and value.dtype in FLOATS and value.shape is not None and len(value.shape) > 0
+    """Whether the value is a float initializer, and so can train; scalars of reserved names are not."""
+    if not value.is_initializer() or value.dtype not in FLOATS or value.shape is None:
+        return False
+    return len(value.shape) > 0 or not (value.name or "").startswith("graphc.")
 
 
 def is_state(value: ir.Value) -> bool:

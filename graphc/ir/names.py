@@ -1,16 +1,10 @@
-"""Names shared by passes: reserved state, metadata keys; selects the parameters that train."""
+"""Names shared by passes: reserved state and metadata keys."""
 
 from __future__ import annotations
-
-import fnmatch
-from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from graphc.errors import UsageError, listed, nearest
-from graphc.ir.declare import Role
-from graphc.ir.facts import is_parameter
-from graphc.ir.updates import has_role
 
 STEP = "graphc.step"
 """int64 scalar initializer: number of finished steps."""
@@ -50,6 +44,9 @@ GRADIENT_OF = "graphc.gradient_of"
 BUFFER = "graphc.buffer"
 """Metadata key on the output of a ``Constant`` that holds a framework's buffer: it never trains."""
 
+PARAMETER = "graphc.parameter"
+"""Metadata key on an initializer that is a framework's parameter: it trains, also if it is a single number."""
+
 BATCHNORM = "graphc.batchnorm"
 """Metadata key on a running mean: ``train`` or ``inference``, the mode of the framework's module during training."""
 
@@ -76,47 +73,3 @@ def find_value(graph: ir.Graph, name: str) -> ir.Value:
         outputs = [v.name for v in graph.outputs if v.name]
         raise UsageError(f"the graph has no value {name!r}{nearest(name, known)}; {listed('output', outputs, most=8)}")
     return known[name]
-
-
-def select_trainable(
-    graph: ir.Graph, *, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None
-) -> list[ir.Value]:
-    """The parameters that train, in the order of the file.
-
-    By default these are all float initializers of rank ≥ 1 except running statistics; ``freeze`` removes those that its globs
-    match and ``train`` adds those that its globs match (even against ``freeze``).
-
-    Raises:
-        UsageError: a pattern that matches nothing.
-    """
-    return [value for value, reason in explain_trainable(graph, train=train, freeze=freeze) if reason == "trains"]
-
-
-def explain_trainable(
-    graph: ir.Graph, *, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None
-) -> list[tuple[ir.Value, str]]:
-    """Every initializer with ``"trains"`` or the reason why it does not train."""
-    for pattern in [*(train or ()), *(freeze or ())]:
-        if not fnmatch.filter(graph.initializers, pattern):
-            known = graph.initializers
-            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, known)}; {listed('parameter', known, most=8)}")
-    result = []
-    for name, value in graph.initializers.items():
-        if not is_parameter(value):
-            reason = "not a float tensor of rank ≥ 1"
-        elif is_running_statistic(value):
-            reason = "running statistic"
-        elif any(fnmatch.fnmatchcase(name, p) for p in freeze or ()) and not any(
-            fnmatch.fnmatchcase(name, p) for p in train or ()
-        ):
-            reason = "frozen"
-        else:
-            reason = "trains"
-        result.append((value, reason))
-    return result
-
-
-def is_running_statistic(value: ir.Value) -> bool:
-    """Whether the value is a running mean or variance of a BatchNormalization, or another running statistic."""
-    normalises = any(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in value.uses())
-    return normalises or has_role(value, Role.STATISTIC)

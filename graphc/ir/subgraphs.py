@@ -6,13 +6,14 @@ although no input list holds it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir.facts import constant
+from graphc.ir.facts import FLOATS, constant
 
 if TYPE_CHECKING:
     from graphc.ir.builder import Builder
@@ -66,6 +67,32 @@ def body_initializers(graph: ir.Graph) -> list[tuple[ir.Graph, ir.Value, str]]:
                 fresh = f"{name}.{k}"
             taken.add(fresh)
             found.append((body, value, fresh))
+    return found
+
+
+def body_constants(graph: ir.Graph) -> list[tuple[ir.Node, str]]:
+    """The float ``Constant`` nodes of bodies, at any depth, each with its name in the whole graph.
+
+    A model as it was loaded and a clone of it give the same names.
+    """
+    inside = [node for body in graph.subgraphs() for node in body]
+    given = [v.name for v in (*graph.inputs, *graph.initializers.values())]
+    given += [v.name for node in graph.all_nodes() for v in node.outputs]
+    given += [v.name for body in graph.subgraphs() for v in (*body.inputs, *body.initializers.values())]
+    times = Counter(given)
+    taken = {*given, *(name for _, _, name in body_initializers(graph))}
+    found = []
+    for node in inside:
+        tensor = ir.convenience.get_const_tensor(node.outputs[0]) if node.op_type == "Constant" else None
+        if tensor is None or tensor.dtype not in FLOATS or node.domain not in ("", "ai.onnx"):
+            continue
+        name = node.outputs[0].name or "constant"
+        fresh, k = name, 0
+        while times[name] > 1 and fresh in taken:
+            k += 1
+            fresh = f"{name}.{k}"
+        taken.add(fresh)
+        found.append((node, fresh))
     return found
 
 

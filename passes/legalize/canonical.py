@@ -15,7 +15,7 @@ from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
 from graphc.ir.signatures import index_operands
-from graphc.passes.legalize.parameters import constant_tensor
+from graphc.passes.parameters.promote import constant_tensor
 
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
 

@@ -24,6 +24,7 @@ from graphc.ir.facts import describe, dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.opset_adapters import adapt
+from graphc.ir.parameters import DECISIONS
 from graphc.ir.state import not_finite
 from graphc.ir.subgraphs import CONTROL, reachable_bodies
 from graphc.ir.toposort import sort_and_link
@@ -34,7 +35,6 @@ from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
-from graphc.passes.legalize.parameters import filler_nodes, promote, small_initializers_to_constants
 from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import (
     initializers_are_no_inputs,
@@ -46,7 +46,8 @@ from graphc.passes.legalize.structure import (
     remove_dead,
     untyped,
 )
-from graphc.passes.legalize.subgraphs import decided_branch, hoist_initializers, name_inputs
+from graphc.passes.legalize.subgraphs import decided_branch, hoist_initializers, name_constants, name_inputs
+from graphc.passes.parameters.promote import filler_nodes, promote
 from graphc.pipeline import Context, graph_pass
 
 _WINDOW = frozenset({"left_window_size", "right_window_size"})
@@ -54,8 +55,13 @@ _WINDOW = frozenset({"left_window_size", "right_window_size"})
 
 
 @graph_pass("legalize", changes="form")
-def legalize(model: ir.Model, ctx: Context) -> bool:
+def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = None) -> bool:
     """Convert ``model`` to the form that the other passes take.
+
+    Args:
+        train: glob patterns of float constants that are parameters whatever the rules say, scalars and ``Constant`` nodes too.
+
+    ``ctx.values["parameters"]`` becomes the list of a :class:`~graphc.ir.parameters.Decision` per float constant of the file.
 
     Raises:
         ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
@@ -65,18 +71,17 @@ def legalize(model: ir.Model, ctx: Context) -> bool:
     placed = is_placed(model)
     normalise_domains(model)
     sort_and_link(graph)
+    inside = name_constants(graph)
     hoist_initializers(graph)
     name_everything(graph)
     initializers_are_no_inputs(graph)
-    fillers = filler_nodes(
-        graph
-    )  # before functions are inlined: the user's file does not contain the names inside their bodies
+    # before functions are inlined: the user's file does not contain the names inside their bodies
+    fillers = [*filler_nodes(graph), *inside]
     inline_functions(model)
     name_everything(graph)
     name_inputs(graph)
-    parameters = promote(model, fillers)
+    ctx.values[DECISIONS], parameters = promote(model, fillers, train)
     remove_dead(graph)
-    small_initializers_to_constants(graph)
     put_gradients_last(graph)
     forget_unknown_sizes(graph)
     annotations = Annotations(graph)

@@ -13,7 +13,23 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims
 from graphc.ir.opset_adapters import until
-from graphc.ir.subgraphs import body_initializers, copy_body, finish_body, inline, new_body, reachable_bodies
+from graphc.ir.subgraphs import (
+    body_constants,
+    body_initializers,
+    copy_body,
+    finish_body,
+    inline,
+    new_body,
+    reachable_bodies,
+)
+
+
+def name_constants(graph: ir.Graph) -> list[ir.Node]:
+    """Give the float ``Constant`` nodes of bodies names that are unique in the whole graph, and return the nodes."""
+    found = body_constants(graph)
+    for node, name in found:
+        node.outputs[0].name = name
+    return [node for node, _ in found]
 
 
 def hoist_initializers(graph: ir.Graph) -> None:

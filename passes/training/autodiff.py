@@ -16,7 +16,8 @@ import onnx_ir as ir
 from graphc.errors import UsageError, counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_float
-from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, select_trainable
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
+from graphc.ir.parameters import select_trainable
 from graphc.passes.gradients.reverse_mode import ancestors, differentiate, zeros
 from graphc.pipeline import Context, graph_pass
 

@@ -7,6 +7,7 @@ after    the same graph; ``ctx.values["check"]`` says that ``W`` would train and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import onnx_ir as ir
@@ -14,7 +15,8 @@ import onnx_ir as ir
 from graphc.errors import UsageError
 from graphc.gradient import GRADIENTS, key_of
 from graphc.ir.facts import dims, is_float
-from graphc.ir.names import LOSS_TOTAL, explain_trainable, find_value
+from graphc.ir.names import LOSS_TOTAL, find_value
+from graphc.ir.parameters import DECISIONS, explain_trainable
 from graphc.passes.gradients.reverse_mode import ancestors, descendants, has_no_gradient, path_from_source
 from graphc.pipeline import Context, graph_pass
 
@@ -35,13 +37,15 @@ def check(
         train, freeze: as for ``autodiff``.
 
     ``ctx.values["check"]`` becomes a dictionary: ``parameters``, one entry (``name``, ``shape``, ``dtype``, ``trains``,
-    ``reason``) per initializer; ``missing``, one entry (``op``, ``count``, ``nodes``, ``path``) per op without a rule.
+    ``reason``, ``doubtful``) per initializer and float constant; ``missing``, one entry (``op``, ``count``, ``nodes``,
+    ``path``) per op without a rule.
     """
     graph = model.graph
     targets = _targets(graph, of)
     nodes = list(graph)
     explained = explain_trainable(graph, train=train, freeze=freeze)
     reaching = _differentiable_ancestors(graph, targets)
+    decided = {decision.name: decision for decision in ctx.values.get(DECISIONS, ())}
     parameters, sources = [], []
     for value, reason in explained:
         if reason == "trains" and value not in reaching:
@@ -50,7 +54,13 @@ def check(
             sources.append(value)
         shape = [d if d is not None else "?" for d in dims(value) or ()]
         dtype = value.dtype.name.lower() if value.dtype is not None else "?"
-        parameters.append({"name": value.name, "shape": shape, "dtype": dtype, "trains": reason == "trains", "reason": reason})
+        trains, known = reason == "trains", decided.pop(value.name or "", None)
+        reason = known.rule if trains and known is not None else reason
+        facts = {"name": value.name, "shape": shape, "dtype": dtype, "trains": trains}
+        parameters.append({**facts, "reason": reason, "doubtful": False})
+    for decision in decided.values():
+        facts = {field.name: getattr(decision, field.name) for field in fields(decision) if field.name != "rule"}
+        parameters.append({**facts, "shape": list(decision.shape), "reason": decision.rule})
     needs, wanted = descendants(nodes, sources), ancestors(nodes, targets)
     missing: dict[str, dict[str, Any]] = {}
     for node in nodes:
@@ -58,9 +68,9 @@ def check(
         if on_path and has_no_gradient(node):
             key = key_of(node.domain, node.op_type)
             path = path_from_source(node, needs, set(sources))
-            entry = missing.setdefault(key, {"op": key, "count": 0, "nodes": [], "path": path})
-            entry["count"] += 1
-            entry["nodes"].append(node.name)
+            found = missing.setdefault(key, {"op": key, "count": 0, "nodes": [], "path": path})
+            found["count"] += 1
+            found["nodes"].append(node.name)
     ctx.values["check"] = {"parameters": parameters, "missing": [missing[key] for key in sorted(missing)]}
     return False
 

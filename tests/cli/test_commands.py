@@ -99,7 +99,12 @@ def test_check_warns(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_inspect_params(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = document(capfd, "inspect", "mlp.onnx", "--show", "params", "--freeze", "b*")["params"]
-    assert {r["name"]: r["reason"] for r in rows} == {"w1": "trains", "b1": "frozen", "w2": "trains", "b2": "frozen"}
+    assert {r["name"]: r["reason"] for r in rows} == {
+        "w1": "weight of Gemm",
+        "b1": "frozen",
+        "w2": "weight of Gemm",
+        "b2": "frozen",
+    }
 
 
 def test_inspect_summary_and_nodes(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

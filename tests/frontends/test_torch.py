@@ -11,7 +11,7 @@ from graphc import frontends
 from graphc.errors import ModelError, UsageError
 from graphc.frontends.torch import export, frozen
 from graphc.ir.facts import dims
-from graphc.ir.names import select_trainable
+from graphc.ir.parameters import select_trainable
 from graphc.passes.legalize.rebatch import rebatch
 from graphc.pipeline import Context
 from tests.frontends.zoo import legal, run

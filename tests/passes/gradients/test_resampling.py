@@ -16,8 +16,8 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.infer import propagate
-from graphc.ir.names import select_trainable
 from graphc.ir.ops.resampling import RESIZE, ResizedAxis, interpolation_matrix
+from graphc.ir.parameters import select_trainable
 from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.pipeline import run
 from tests.gradient_check import (

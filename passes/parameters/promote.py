@@ -1,6 +1,7 @@
-"""Turns parameters hidden behind nodes into initializers, and small constants into ``Constant`` nodes.
+"""Turns what trains into initializers, and other constants into ``Constant`` nodes.
 
     before  shape ─► ConstantOfShape ─► W ─► Conv         after   W (initializer) ─► Conv
+            anchors (initializer) ─► Mul                          Constant ─► anchors ─► Mul
 
 Caffe2's converter and light model zoos write weights as ``ConstantOfShape``, older exporters as ``Constant``, half-precision
 converters as ``Constant → Cast``, and PyTorch's TorchScript exporter writes a second parameter of equal initial value as
@@ -9,46 +10,19 @@ converters as ``Constant → Cast``, and PyTorch's TorchScript exporter writes a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.facts import FLOATS, is_state
-from graphc.ir.names import BUFFER
+from graphc.ir.parameters import Decision, is_running_statistic
+from graphc.passes.parameters.decide import Rules
+from graphc.passes.parameters.uses import Use
 
-_WEIGHT_INPUTS: dict[str, frozenset[int]] = {
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "BiasGelu": frozenset({1}),
-    "Conv": frozenset({1, 2}),
-    "ConvTranspose": frozenset({1, 2}),
-    "DeformConv": frozenset({1, 3}),
-    "FusedMatMul": frozenset({0, 1}),
-    "GRU": frozenset({1, 2, 3}),
-    "Gather": frozenset({0}),
-    "Gemm": frozenset({0, 1, 2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "LSTM": frozenset({1, 2, 3, 7}),
-    "LayerNormalization": frozenset({1, 2}),
-    "MatMul": frozenset({0, 1}),
-    "PRelu": frozenset({1}),
-    "RMSNormalization": frozenset({1}),
-    "RNN": frozenset({1, 2, 3}),
-    "SkipLayerNormalization": frozenset({2, 3, 4}),
-}
-"""(op, input) pairs whose operand is a weight."""
-
-_VIEWS = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Flatten"})
-"""Ops that pass a weight on: their input 0 is a weight where their output is one."""
-
-_ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
-
-_LINEAR = frozenset({"MatMul", "Conv", "ConvTranspose", "Gemm", "Einsum"})
-
-_CONSTANT_LIMIT = 4096
-"""Initializers of at most this many elements become ``Constant`` nodes unless they are parameters."""
+_SMALL = 4096
+"""Initializers of integers with at most this many elements become ``Constant`` nodes."""
 
 
 def filler_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -56,33 +30,53 @@ def filler_nodes(graph: ir.Graph) -> list[ir.Node]:
     return [n for n in graph if n.domain == "" and n.op_type in ("Constant", "ConstantOfShape", "Identity", "Cast")]
 
 
-def promote(model: ir.Model, fillers: Iterable[ir.Node]) -> int:
-    """Turn the outputs of ``fillers`` that are weights into initializers; returns their number."""
-    graph, count = model.graph, 0
+def promote(model: ir.Model, fillers: Iterable[ir.Node], train: Sequence[str] | None = None) -> tuple[list[Decision], int]:
+    """Turn what trains into initializers, and other constants into ``Constant`` nodes.
+
+    Args:
+        fillers: nodes that may hold a parameter, also inside bodies.
+        train: globs of constants that train whatever the rules say.
+
+    Returns:
+        A decision for each float constant, and the number of parameters taken from nodes.
+    """
+    graph, count, rules = model.graph, 0, Rules(model, train)
     from_torch = model.producer_name == "pytorch"
     sources: dict[ir.Value, ir.TensorProtocol] = {}
-    chained: set[ir.Value] = set()  # read by one Identity or Cast only: the parameter takes its output's name
+    taken: list[Decision] = []
     for node in fillers:
         out = node.outputs[0]
         if node.op_type == "Identity" and _alias(graph, node, from_torch):
             continue
         tensor = _tensor_of(node, sources)
-        if tensor is None or tensor.dtype not in FLOATS or not tensor.shape:
+        if tensor is None or tensor.dtype not in FLOATS:
             continue
         sources[out] = tensor
         users = list(out.uses())
         if len(users) == 1 and users[0].node.op_type in ("Identity", "Cast") and not out.is_graph_output():
-            chained.add(out)
-            continue
-        certain = node.op_type == "ConstantOfShape"
-        if BUFFER in out.metadata_props or not any(_is_weight(n, k, out, certain) for n, k in users):
-            continue
-        _make_initializer(graph, out, tensor)
-        count += 1
+            continue  # the parameter takes the name that the rest of the graph uses
+        decision = rules.decide(out, tensor)
+        taken.append(decision)
+        if (decision.trains or decision.rule == Use.STATISTIC.value) and not (
+            node.graph is not graph and out.is_graph_output()
+        ):
+            _make_initializer(graph, out, tensor)
+            count += 1
+    known = {decision.name for decision in taken}
+    held = [value for name, value in graph.initializers.items() if name not in known]
+    decisions = [made for value in held if (made := _decide_initializer(rules, value)) is not None]
+    _to_constants(graph, {d.name for d in decisions if not d.trains})
     for node in reversed(list(filler_nodes(graph))):
         if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)
-    return count
+    return decisions + taken, count
+
+
+def _decide_initializer(rules: Rules, value: ir.Value) -> Decision | None:
+    tensor = value.const_value
+    if tensor is None or tensor.dtype not in FLOATS or is_state(value) or (value.name or "").startswith("graphc."):
+        return None
+    return rules.decide(value, tensor)
 
 
 def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
@@ -109,8 +103,8 @@ def _make_initializer(graph: ir.Graph, out: ir.Value, tensor: ir.TensorProtocol)
     new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
     new.metadata_props.update(out.metadata_props)
     out.replace_all_uses_with(new, replace_graph_outputs=True)
-    if node is not None:
-        graph.remove(node, safe=True)
+    if node is not None and node.graph is not None:
+        node.graph.remove(node, safe=True)
     graph.register_initializer(new)
 
 
@@ -144,27 +138,9 @@ def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
     return ir.convenience.get_const_tensor(node.outputs[0])
 
 
-def _is_weight(node: ir.Node, index: int, value: ir.Value, certain: bool, depth: int = 0) -> bool:
-    """Whether ``value`` is used as a weight here.
-
-    ``certain``: the value is known not to be a constant of a formula, so any scale or shift counts as a weight.
-    """
-    if index in _WEIGHT_INPUTS.get(node.op_type, ()):
-        return True
-    if node.op_type in _ELEMENTWISE:
-        if certain:
-            return True
-        other = node.inputs[1 - index]
-        producer = other.producer() if other is not None else None
-        return node.op_type == "Add" and producer is not None and producer.op_type in _LINEAR
-    if node.op_type in _VIEWS and index == 0 and depth < 8:
-        return any(_is_weight(n, k, node.outputs[0], certain, depth + 1) for n, k in node.outputs[0].uses())
-    return False
-
-
-def small_initializers_to_constants(graph: ir.Graph) -> None:
-    """Turn small initializers that are not parameters (integers, scalars, scales) into ``Constant`` nodes of the same name."""
-    found = list(_constants(graph))
+def _to_constants(graph: ir.Graph, idle: set[str]) -> None:
+    """Turn initializers into ``Constant`` nodes of the same name: floats named in ``idle``, and small integers."""
+    found = list(_constants(graph, idle))
     if not found:
         return
     for value in found:
@@ -175,21 +151,13 @@ def small_initializers_to_constants(graph: ir.Graph) -> None:
         value.replace_all_uses_with(out)
 
 
-def _constants(graph: ir.Graph) -> Iterator[ir.Value]:
-    for value in graph.initializers.values():
+def _constants(graph: ir.Graph, idle: set[str]) -> Iterator[ir.Value]:
+    for name, value in graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or value.is_graph_output() or is_state(value) or (value.name or "").startswith("graphc."):
+        if tensor is None or value.is_graph_output() or is_state(value) or name.startswith("graphc."):
             continue
-        if (tensor.dtype not in FLOATS or not tensor.shape or _says_sizes(value)) and tensor.size <= _CONSTANT_LIMIT:
+        if tensor.dtype in FLOATS:
+            if name in idle and value.uses() and not is_running_statistic(value):
+                yield value
+        elif tensor.size <= _SMALL:
             yield value
-
-
-_SIZES = frozenset({("Resize", 1), ("Resize", 2), ("Upsample", 1)})
-"""(op, input) pairs of float operands that are settings (scales, regions), not weights, although files store them as
-initializers.
-"""
-
-
-def _says_sizes(value: ir.Value) -> bool:
-    uses = list(value.uses())
-    return bool(uses) and all((node.op_type, index) in _SIZES for node, index in uses)
