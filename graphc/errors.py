@@ -116,9 +116,23 @@ _CUTOFF = 0.65
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest candidate, or an empty string."""
-    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=_CUTOFF)
+    """Return ``"; did you mean 'x'?"`` for the closest candidate, or an empty string.
+
+    A candidate is close if most letters agree in order, or if it goes on where ``word`` ends. A common suffix of file names
+    does not count.
+    """
+    names = list(candidates)
+    stem, dot, suffix = word.rpartition(".")
+    if dot and stem and all(name.endswith(dot + suffix) for name in names):
+        match = [found + dot + suffix for found in _close(stem, [name.removesuffix(dot + suffix) for name in names])]
+    else:
+        match = _close(word, names)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _close(word: str, names: list[str]) -> list[str]:
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return longer[:1] or difflib.get_close_matches(word, names, n=1, cutoff=_CUTOFF)
 
 
 LISTED = 40

@@ -23,6 +23,8 @@ from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
+from graphc.ir.exporter_folding import unfold
+from graphc.ir.exporter_records import recorded_kinds, separate_merged
 from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
@@ -46,7 +48,8 @@ def load(source: Source) -> ir.Model:
     """Read a model.
 
     Args:
-        source: a path, ``"-"`` for standard input, or a model already in memory (an ``onnx_ir.Model`` is returned as it is).
+        source: a path, ``"-"`` for standard input, or a model already in memory (an ``onnx_ir.Model`` is returned as it is,
+            or copied where its exporter recorded what it merged and folded).
 
     External data is memory-mapped, not copied. It must lie in the folder of the model.
 
@@ -57,6 +60,10 @@ def load(source: Source) -> ir.Model:
     """
     if isinstance(source, ir.Model):
         sort_and_link(source.graph)
+        if recorded_kinds(source.graph):
+            source = source.clone()
+            separate_merged(source.graph)
+            unfold(source.graph)
         return source
     if isinstance(source, onnx.ModelProto):
         return _from_proto(source, "the given ModelProto", None)
@@ -153,6 +160,8 @@ def _from_proto(
         raise ModelError(f"{where}: {error}") from None
     for external in _external_tensors(model):
         _check_external(external, where, folder)
+    separate_merged(model.graph)
+    unfold(model.graph)
     return model
 
 

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
-from graphc.ir.facts import is_parameter
-from graphc.ir.names import BATCHNORM, BUFFER
+from graphc.ir.facts import FLOATS
+from graphc.ir.names import BATCHNORM, BUFFER, PARAMETER
 from graphc.ir.toposort import silent_reader
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def export(
 
     A BatchNormalization that is in evaluation mode while the module trains stays in inference mode, as it does in PyTorch; one
     whose parameters have ``requires_grad=False`` normalises with the statistics of the batch all the same. What ONNX cannot say
-    is warned of: a parameter of a single number does not train, and the row of ``padding_idx`` does.
+    is warned of: the row of ``padding_idx`` trains.
 
     Raises:
         MissingExtraError: PyTorch is not installed.
@@ -107,11 +107,6 @@ def export(
 
 def _warn(module: torch.nn.Module) -> None:
     """Warns of parameters that train differently than in PyTorch."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dim() == 0:
-            warnings.warn(
-                f"parameter {name!r} is a single number, which does not train here; give it the shape (1,)", stacklevel=4
-            )
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
             warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=4)
@@ -247,8 +242,11 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
             if name.endswith(_STATISTICS[0]):
                 part = module.get_submodule(name.rpartition(".")[0])
                 value.metadata_props[BATCHNORM] = "inference" if module.training and not part.training else "train"
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in parameters & set(graph.initializers):
+        graph.initializers[name].metadata_props[PARAMETER] = "true"
     constants = {name for name in buffers if not name.endswith(_STATISTICS)}
-    found = [v for v in graph.initializers.values() if v.name in constants and is_parameter(v)]
+    found = [v for v in graph.initializers.values() if v.name in constants and v.dtype in FLOATS]
     for value in found:
         del graph.initializers[value.name or ""]
     op = Builder(graph, before=next(iter(graph), None))
