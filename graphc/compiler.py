@@ -27,7 +27,7 @@ from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
-from graphc.options import CompileOptions, key_values
+from graphc.options import CompileOptions, Shapes, key_values, shape_texts
 from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
@@ -139,7 +139,8 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
     low, again = precision_options(options.precision), recompute_options(options.recompute)
     batch, initialize, freeze = options.batch, options.initialize, options.freeze
     return [
-        PassCall("legalize", {"train": options.train}),  # one opset, parameters as initializers, everything typed
+        # one opset, parameters as initializers, everything typed
+        PassCall("legalize", {"train": options.train, "shapes": shape_texts(options.shapes)}),
         *(
             [PassCall("rebatch", {"batch": batch})] if batch is not None else []
         ),  # a baked batch size becomes another, or a symbol
@@ -323,6 +324,7 @@ def grad(
     wrt: str | Sequence[str],
     example_inputs: Sequence[Any] | None = None,
     standard: bool = True,
+    shapes: Shapes = None,
 ) -> ir.Model:
     """Add gradients to a model as outputs.
 
@@ -332,11 +334,12 @@ def grad(
         wrt: a value or several (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or
             ``"<name>::grad.1"`` if an earlier gradient in a model returned by this function has that name.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
+        shapes: dimensions of graph inputs, as for :func:`compile`.
     """
     copy = frontends.load(model, example_inputs=example_inputs).clone()
     targets = [of] if isinstance(of, str) else list(of)
     wrt = [wrt] if isinstance(wrt, str) else wrt
-    ctx = run(copy, [PassCall("legalize")])
+    ctx = run(copy, [PassCall("legalize", {"shapes": shape_texts(shapes)})])
     earlier = set(copy.graph)
     run(copy, [PassCall("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)
     new = (v for node in copy.graph if node not in earlier for v in node.outputs)

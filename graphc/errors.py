@@ -37,6 +37,10 @@ class DataDependentShapeError(ModelError):
     """A value whose shape depends on data, so no buffer can be planned for it."""
 
 
+class UnknownRankError(ModelError):
+    """A rank that only the sizes of the inputs decide; the message names the node and the inputs to fix."""
+
+
 class UnsupportedOpError(GraphcError):
     """An operator that graphc cannot differentiate, decompose or execute; the message names it and its place in the graph."""
 

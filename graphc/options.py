@@ -6,9 +6,9 @@ training job writes them into its file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,19 @@ def key_values(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}
 
 
+Shapes: TypeAlias = Mapping[str, Sequence[int | str | None]] | Sequence[str] | None
+"""Input → its dimensions (None: as the file says), or texts such as ``"x=2,3,48,192"``."""
+
+
+def shape_texts(shapes: Shapes) -> list[str] | None:
+    """Shapes in the form that a pipeline holds: ``x=2;3;48;192``."""
+    if not shapes:
+        return None
+    if isinstance(shapes, Mapping):
+        return [f"{name}={';'.join('?' if d is None else str(d) for d in given)}" for name, given in shapes.items()]
+    return [text.replace(",", ";") for text in ([shapes] if isinstance(shapes, str) else shapes)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterChoice:
     """Which parameters train, as glob patterns over their names."""
@@ -47,6 +60,10 @@ class CompileOptions(ParameterChoice):
     """How a model becomes a training graph, as plain values."""
 
     batch: Annotated[int | str | None, Option("New batch dimension of a model exported with a fixed one.", "N|SYMBOL")] = None
+    shapes: Annotated[
+        Shapes,
+        Option("Fix dimensions of an input, '?' as the file says: x=?,3,48,192 (repeatable).", "NAME=N,…", flags=("--shape",)),
+    ] = None
     initialize: Annotated[
         str | None,
         Option("Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.", "METHOD"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 
 from graphc.cli.output import Format as Formats
-from graphc.options import Option
+from graphc.options import Option, Shapes
 
 if TYPE_CHECKING:
     from graphc.losses import Loss
@@ -136,7 +136,11 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-_TEXT_TYPES: dict[Any, Any] = {Sequence[str] | None: list[str] | None, int | str | None: str | None}
+_TEXT_TYPES: dict[Any, Any] = {
+    Sequence[str] | None: list[str] | None,
+    Shapes: list[str] | None,
+    int | str | None: str | None,
+}
 """Option types that typer does not know → the type that it parses instead."""
 
 

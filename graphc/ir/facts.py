@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import InternalError, ModelError
+from graphc.errors import InternalError, ModelError, UnknownRankError
 from graphc.ir.declare import declaration_of
 
 T = TypeVar("T")
@@ -122,10 +122,58 @@ def inputs_of(node: ir.Node) -> list[ir.Value]:
 
 
 def rank(value: ir.Value) -> int:
-    """The rank of a value; raises ValueError when it is unknown."""
+    """The rank of a value.
+
+    Raises:
+        UnknownRankError: it depends on sizes that are open.
+    """
     if value.shape is None:
-        raise ValueError(f"the rank of {value.name!r} is unknown")
+        raise unknown_rank(value)
     return len(value.shape)
+
+
+def unknown_rank(value: ir.Value) -> UnknownRankError:
+    """The error that names the node which loses the rank of ``value``, and the inputs whose sizes decide it."""
+    first, inputs = _loses_its_rank(value), _open_inputs(value)
+    producer = first.producer()
+    text = f"the rank of {first.name!r} is unknown" + (f": {describe(producer)}" if producer is not None else "")
+    if not inputs:
+        return UnknownRankError(f"{text}; no size of an input decides it: it depends on data")
+    shown = " ".join(f"--shape {v.name}={','.join(_size_to_give(d) for d in dims(v) or ('…',))}" for v in inputs)
+    return UnknownRankError(
+        f"{text}; it follows from the sizes of {', '.join(map(describe_value, inputs))}: fix those that matter with {shown} "
+        "(in Python shapes={'" + (inputs[0].name or "") + "': (…)})"
+    )
+
+
+def _size_to_give(size: Dim) -> str:
+    return str(size) if isinstance(size, int) else "?" if size is None else size.upper()
+
+
+def _loses_its_rank(value: ir.Value) -> ir.Value:
+    """The first value without a rank on the way to ``value``."""
+    producer = value.producer()
+    for source in inputs_of(producer) if producer is not None else ():
+        if source.shape is None and isinstance(source.type, ir.TensorType | None):
+            return _loses_its_rank(source)
+    return value
+
+
+def _open_inputs(value: ir.Value) -> list[ir.Value]:
+    """The graph inputs without a static shape on which ``value`` depends."""
+    found: dict[ir.Value, None] = {}
+    seen, pending = set(), [value]
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        producer = current.producer()
+        if producer is not None:
+            pending += inputs_of(producer)
+        elif current.is_graph_input() and static_dims(current) is None and not current.is_initializer():
+            found[current] = None
+    return list(found)
 
 
 def is_float(value: ir.Value) -> bool:

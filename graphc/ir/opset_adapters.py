@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, input_of
+from graphc.ir.facts import describe, dims, input_of, unknown_rank
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -103,7 +103,7 @@ def broadcasting_6(op: Builder, node: ir.Node) -> None:
         return
     a, b = node.inputs
     if a is None or b is None or a.shape is None or b.shape is None:
-        raise ModelError(f"the ranks of the operands are unknown: {describe(node)}; export with opset 7 or newer")
+        raise unknown_rank(next((v for v in (a, b) if v is not None and v.shape is None), input_of(node)))
     axis = axis + len(a.shape) if axis < 0 else axis
     _append_ones(op, node, 1, len(a.shape) - axis - len(b.shape))
 
@@ -204,15 +204,12 @@ def softmax_11(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     axis = take(node, "axis", 1)
     x = node.inputs[0]
     found = dims(x) if x is not None else None
-    if x is None or found is None:
-        raise ModelError(
-            f"the rank of the input of an old {node.op_type} is unknown: {describe(node)}; export with opset 13 or newer"
-        )
-    axis = axis + len(found) if axis < 0 else axis
-    long = [k for k in range(axis, len(found)) if found[k] != 1]
-    if len(long) <= 1:
-        node.attributes["axis"] = ir.AttrInt64("axis", long[0] if long else len(found) - 1)
-        return None
+    if found is not None:
+        axis = axis + len(found) if axis < 0 else axis
+        long = [k for k in range(axis, len(found)) if found[k] != 1]
+        if len(long) <= 1:
+            node.attributes["axis"] = ir.AttrInt64("axis", long[0] if long else len(found) - 1)
+            return None
     rows = op.emit(node.op_type, [op.Flatten(x, axis=axis)], {"axis": 1})[0]
     return [op.reshape_like(rows, x)]
 

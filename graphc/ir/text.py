@@ -104,7 +104,8 @@ class _Printer:
 
     def graph(self, graph: ir.Graph, indent: str) -> Iterator[str]:
         inputs, outputs = (", ".join(self.value(v) for v in values) for values in (graph.inputs, graph.outputs))
-        yield f"{indent}{_name(graph.name or 'graph')} ({inputs}) => ({outputs})" + _metadata_comment(graph.inputs)
+        name = _name(graph.name or "graph") if not indent else re.sub(r"\W", "_", graph.name or "body")  # no quotes allowed
+        yield f"{indent}{name} ({inputs}) => ({outputs})" + _metadata_comment(graph.inputs)
         declared = [(self.initializer(v), _metadata_comment([v])) for v in graph.initializers.values()]
         declared += [(self.value(v), "") for v in _not_inferred(graph)]
         for k, (item, comment) in enumerate(declared):

@@ -141,6 +141,7 @@ def prepare(
     """
     copy = specialise(model, shapes)
     ctx = Context()
+    PASSES["late_gradients"].function(copy, ctx)
     simplify = PASSES["simplify"].function
     simplify(copy, ctx)
     emulated = emulate_halves(copy.graph, capabilities.computes_halves)

@@ -16,13 +16,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UnsupportedOpError
+from graphc.errors import UnknownRankError, UnsupportedOpError
 from graphc.gradient import GRADIENTS, key_of
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
-from graphc.ir.facts import describe, dims, is_float, same_dims, static_dims
+from graphc.ir.facts import describe, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
-from graphc.ir.subgraphs import captured, finish_body, new_body
+from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body
 
 
 def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
@@ -55,15 +56,76 @@ def backpropagate(
         dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
         if all(dy is None for dy in dys):
             continue
+        for value, made in _gradients_of(op, node, dys, needs):
+            contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
+    op.scope = scope
+    found = {source: _take(op, adjoints, contributions, source) for source in sources}
+    return {source: value for source, value in found.items() if value is not None}
+
+
+def _gradients_of(
+    op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]
+) -> list[tuple[ir.Value, ir.Value]]:
+    """The node's contributions to the adjoints of its operands."""
+    found = []
+    try:
         for value, result in zip((*node.inputs, *captured(node)), _apply_rule(op, node, dys, needs), strict=False):
             if value is None or value not in needs or result is None:
                 continue
             made = result() if callable(result) else result
             if made is not None:
-                contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
-    op.scope = scope
-    found = {source: _take(op, adjoints, contributions, source) for source in sources}
-    return {source: value for source, value in found.items() if value is not None}
+                found.append((value, made))
+    except UnknownRankError:
+        if bodies(node):
+            raise
+        return _late(op, node, dys, needs)
+    return found
+
+
+def _late(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]) -> list[tuple[ir.Value, ir.Value]]:
+    """Leave the rule of a node to the plan, which knows the shapes of the feeds."""
+    inputs = list(dict.fromkeys(v for v in node.inputs if v is not None))
+    body, inner, formal = new_body(op, [(v.name or "input", v.type, v.shape) for v in inputs], name=f"{op.scope}/forward")
+    inside = dict(zip(inputs, formal, strict=True))
+    outputs = inner.repeat(node, [inside[v] if v is not None else None for v in node.inputs], node.attributes)
+    body.outputs.extend(outputs)
+    wanted = [k for k, v in enumerate(inputs) if v in needs and is_float(v)]
+    given = [k for k, dy in enumerate(dys) if dy is not None]
+    made = op.emit(
+        "LateGradient",
+        [*inputs, *(dys[k] for k in given)],
+        {"forward": body, "wanted": wanted, "given": given},
+        domain=DOMAIN,
+        outputs=len(wanted),
+    )
+    return [(inputs[k], value) for k, value in zip(wanted, made, strict=True)]
+
+
+def resolve_late(op: Builder, node: ir.Node) -> None:
+    """Replace a ``LateGradient``, all of whose operands have shapes by now, by what the rule makes."""
+    graph, body = op.graph, node.attributes["forward"].as_graph()
+    before = set(graph)
+    inputs, rest = list(node.inputs[: len(body.inputs)]), node.inputs[len(body.inputs) :]
+    op.before, op.scope = None, node.name or node.op_type
+    known = {formal: value for formal, value in zip(body.inputs, inputs, strict=True) if value is not None}
+    outputs = inline(op, body, known)
+    made = [n for n in graph if n not in before]
+    seeds = [(outputs[k], dy) for k, dy in zip(node.attributes["given"].as_ints(), rest, strict=True) if dy is not None]
+    wanted = [required(inputs[k]) for k in node.attributes["wanted"].as_ints()]
+    found = backpropagate(op, made, seeds, wanted)
+    results = [found[v] if v in found else zeros(op, v) for v in wanted]
+    made = [n for n in graph if n not in before and n.op_type != "Constant"]
+    graph.remove(made)
+    graph.insert_before(node, made)
+    op.before = node
+    for old, new in zip(node.outputs, results, strict=True):
+        if old.is_graph_output() or new.producer() is None or new in results[: results.index(new)]:
+            (new,) = op.emit("Identity", [new])
+        name, old.name = old.name, op.unique(f"{old.name}.late", value=True)
+        new.metadata_props.update(old.metadata_props)
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name = name
+    graph.remove(node, safe=True)
 
 
 def _apply_rule(op: Builder, node: ir.Node, dys: Sequence[ir.Value | None], needs: set[ir.Value]) -> Sequence[Any]:

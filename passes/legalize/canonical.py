@@ -13,7 +13,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims
+from graphc.ir.facts import describe, dims, unknown_rank
 from graphc.ir.signatures import index_operands
 from graphc.passes.parameters.promote import constant_tensor
 
@@ -102,7 +102,7 @@ def _global_lp_pool(op: Builder, node: ir.Node) -> ir.Value:
     """Decompose LpPool into (Σ|x|ᵖ)^(1/p) by other ops: neither runtime has a kernel for it."""
     x, p = _first(node), node.attributes.get_int("p", 2)
     if dims(x) is None:
-        raise ModelError(f"the rank of {x.name!r} is unknown: {describe(node)}; run the exporter's shape inference")
+        raise unknown_rank(x)
     axes = list(range(2, op.rank(x)))
     if p <= 2:
         return op.ReduceL1(x, axes) if p == 1 else op.ReduceL2(x, axes)  # type: ignore[no-any-return]

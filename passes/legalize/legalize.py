@@ -35,6 +35,7 @@ from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
+from graphc.passes.legalize.input_shapes import fix_input_shapes
 from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import (
     initializers_are_no_inputs,
@@ -55,15 +56,17 @@ _WINDOW = frozenset({"left_window_size", "right_window_size"})
 
 
 @graph_pass("legalize", changes="form")
-def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = None) -> bool:
+def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = None, shapes: Sequence[str] | None = None) -> bool:
     """Convert ``model`` to the form that the other passes take.
 
     Args:
         train: glob patterns of float constants that are parameters whatever the rules say, scalars and ``Constant`` nodes too.
+        shapes: dimensions of graph inputs, as ``x=2;3;48;192``; ``?`` leaves a dimension as the file says.
 
     ``ctx.values["parameters"]`` becomes the list of a :class:`~graphc.ir.parameters.Decision` per float constant of the file.
 
     Raises:
+        UsageError: a shape that does not fit its input.
         ModelError: an opset that cannot be converted, a cycle, a value without source or type, a node that rejects its inputs.
         UnsupportedOpError: an operator of a domain without declarations.
     """
@@ -84,6 +87,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     remove_dead(graph)
     put_gradients_last(graph)
     forget_unknown_sizes(graph)
+    fix_input_shapes(graph, shapes or ())
     annotations = Annotations(graph)
     _convert(graph, version, model.opset_imports, annotations)
     dissolve(graph)

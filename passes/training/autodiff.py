@@ -4,7 +4,7 @@
     after    x ─► MatMul(W) ─► loss        seed ─► MatMul(xᵀ, ·) ─► W::grad
 
 The backward subgraph is appended to the forward graph (:mod:`graphc.passes.gradients.reverse_mode`). Running the pass again
-on gradients gives gradients of gradients.
+on gradients gives gradients of gradients. Where a rule needs a rank that only the feeds tell, it writes a ``LateGradient``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphc.errors import UsageError, counted
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.facts import is_float
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
 from graphc.ir.parameters import select_trainable
-from graphc.passes.gradients.reverse_mode import ancestors, differentiate, zeros
+from graphc.passes.gradients.reverse_mode import ancestors, differentiate, resolve_late, zeros
 from graphc.pipeline import Context, graph_pass
 
 
@@ -63,6 +64,16 @@ def autodiff(
         _name_gradient(op, source, value)
     ctx.note(f"autodiff: gradients of {counted(len(gradients), 'value')}, {counted(len(graph), 'node')}")
     return True
+
+
+@graph_pass("late_gradients", changes="training")
+def late_gradients(model: ir.Model, ctx: Context) -> bool:
+    """Apply the gradient rules that waited for shapes; a plan does so after its shapes are known."""
+    waiting = [node for node in model.graph if node.op_type == "LateGradient" and node.domain == DOMAIN]
+    op = Builder(model.graph)
+    for node in waiting:
+        resolve_late(op, node)
+    return bool(waiting)
 
 
 def _name_gradient(op: Builder, source: ir.Value, value: ir.Value) -> None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe_value, dims, is_float, static_dims
+from graphc.ir.facts import describe_value, dims, is_float, static_dims, unknown_rank
 from graphc.ir.names import find_value
 from graphc.pipeline import Context
 
@@ -55,7 +55,7 @@ class LossRequest:
         if not is_float(value):
             raise UsageError(f"{option} {describe_value(value)} is not floating point")
         if value.shape is None:
-            raise UsageError(f"the rank of {option} {value.name!r} is unknown: give the model's inputs a shape")
+            raise unknown_rank(value)
         return value
 
     def existing_label(self) -> ir.Value | None:
@@ -68,7 +68,7 @@ class LossRequest:
         except UsageError:
             return None
         if value.shape is None:
-            raise UsageError(f"the rank of label {name!r} is unknown: give the model's inputs a shape")
+            raise unknown_rank(value)
         return value
 
     def new_label(self, dtype: ir.DataType, shape: Sequence[Any]) -> ir.Value:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import InternalError, UnsupportedOpError
+from graphc.errors import InternalError, UnknownRankError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, spec_of
 from graphc.ir.facts import dims, shape_of_result
@@ -128,7 +128,7 @@ class Window:
 def spatial(shape: ir.Shape | None) -> Size:
     """The sizes after N and C."""
     if shape is None:
-        raise UnsupportedOpError("the rank of a convolution's or pooling's input must be known")
+        raise UnknownRankError("the rank of a convolution's or pooling's input must be known")
     return tuple(d if isinstance(d, int) else None for d in shape.dims[2:])
 
 

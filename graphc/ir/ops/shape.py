@@ -1,4 +1,4 @@
-"""Shape helpers for symbolic dimensions; static shapes decompose them to one or two ONNX ops."""
+"""Helpers for shapes that are not known yet: sums to a symbolic shape, and gradients that wait for a rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
-from graphc.ir.declare import Spec, declare, spec_of
+from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
 from graphc.ir.facts import constant, shape_of_result, static_dims
 
 
@@ -38,3 +39,28 @@ def reduce_sum_to(op: Builder, x: ir.Value, shape: ir.Value) -> ir.Value:
     axes_value = op.Squeeze(op.NonZero(differ), [0])
     summed = op.ReduceSum(x, axes_value, keepdims=1, noop_with_empty_axes=1)
     return op.Reshape(summed, shape)  # type: ignore[no-any-return]
+
+
+def _like_the_wanted(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    return [spec_of(inputs[k]) for k in attributes["wanted"]]
+
+
+@declare(
+    "LateGradient",
+    inputs="*values",
+    outputs="*gradients",
+    attributes={"forward": REQUIRED, "wanted": REQUIRED, "given": REQUIRED},
+    infer=_like_the_wanted,
+)
+def late_gradient(op: Builder, *values: ir.Value, forward: ir.Graph, wanted: list[int], given: list[int]) -> Any:
+    """The gradients of a node whose rule needs a rank that only the shapes of the feeds tell.
+
+    ``forward`` is the node as a body. ``values`` are its inputs, then the adjoints of its outputs ``given``; the gradients
+    are those of the inputs ``wanted``. A plan, which knows all shapes, replaces the node by what the rule makes
+    (``late_gradients``).
+    """
+    first = next(iter(forward))
+    raise UnsupportedOpError(
+        f"the gradient of {first.name!r} ({first.op_type}) needs shapes that are not known; fix those of the inputs with "
+        "--shape (shapes=)"
+    )
