@@ -40,13 +40,14 @@ def fit_batch(job: Job, model: ir.Model, note: Callable[[str], None]) -> tuple[J
     if not isinstance(size, int) or options.batch is not None:
         return job, None
     share, rest = divmod(job.batch_size, job.workers)
-    whole = rest == 0 and options.deterministic != "any-world"  # which cuts the batch into shards of its own
-    if whole and share == size * options.accumulate:
-        return job, size
     rule = batch_rule(model)
     if rule.obstacle is None:
         note(f"rebatch: the model was exported for batches of {size}; trained with a dynamic batch dimension")
         return replace(job, compilation=replace(options, batch="batch")), None
+    whole = rest == 0 and options.deterministic != "any-world"  # which cuts the batch into shards of its own
+    if whole and share == size * options.accumulate:
+        note(f"the model is fixed at batches of {size}, and trains at that")
+        return job, size
     if not whole or share % size or options.accumulate > 1 or servers(options):
         raise UsageError(
             f"the model is fixed at batches of {size} and cannot be changed, {how_to_keep(size)}; here a worker gets"

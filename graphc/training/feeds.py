@@ -11,7 +11,8 @@ import onnx_ir as ir
 from graphc.data import Batch
 from graphc.device import Array, Memory
 from graphc.errors import FeedError, nearest
-from graphc.ir.facts import dims
+from graphc.ir.facts import Dim, dims
+from graphc.ir.symbolic_dims import substituted
 
 
 def feed_shape(feed: Any) -> tuple[int, ...]:
@@ -116,6 +117,36 @@ def check_arrays(
                 where = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise FeedError(f"label {int(found[where])} at {name}{list(where)} is outside {low} … {high - 1}")
     return arrays
+
+
+def check_sample_labels(arrays: Mapping[str, Array], graph: ir.Graph, classes: Mapping[str, tuple[str, int | None]]) -> None:
+    """Check labels whose classes are the samples of the batch, as in contrastive losses.
+
+    Args:
+        classes: name → the number of classes as a product of symbols, and the ignored label.
+
+    Raises:
+        FeedError: a label that is no sample of this worker's share.
+    """
+    pairs = ((dims(value) or (), feed_shape(arrays[value.name or ""])) for value in graph.inputs if value.name in arrays)
+    sizes = {dim: size for shape, fed in pairs for dim, size in zip(shape, fed, strict=False) if isinstance(dim, str)}
+    for name, (count, ignore) in classes.items():
+        limit: Dim = count
+        for symbol, size in sizes.items():
+            limit = substituted(limit, symbol, size)
+        found = arrays.get(name)
+        if not isinstance(limit, int) or not isinstance(found, np.ndarray):
+            continue
+        wrong = (found < 0) | (found >= limit)
+        if ignore is not None:
+            wrong &= found != ignore
+        if wrong.any():
+            where = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise FeedError(
+                f"label {int(found[where])} at {name}{list(where)} is outside 0 … {limit - 1}: the classes are the samples"
+                f" of the batch, of which this worker computes {limit} at a time; compare a whole batch on one worker"
+                " (-n 1, no --accumulate), or number the samples of each share from 0"
+            )
 
 
 def _array(name: str, feed: Any, memory: Memory) -> Array:

@@ -13,11 +13,11 @@ from graphc.device import Array, Run
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.consistency import agree
 from graphc.errors import DeviceMemoryError, WorldError
-from graphc.ir.ops.losses import label_checks
+from graphc.ir.ops.losses import label_checks, symbolic_classes
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
-from graphc.training.feeds import check_arrays, check_feed_names, key_of_shapes
+from graphc.training.feeds import check_arrays, check_feed_names, check_sample_labels, key_of_shapes
 
 Wrap = Callable[[str, str, Run], Run]
 
@@ -57,7 +57,7 @@ class PlanCache:
         self._program, self._backend, self._comm = program, backend, comm
         self._threads, self.check, self._batched = threads, check, batched
         self._host: Backend | None = None
-        self._labels = label_checks(program.model.graph)
+        self._labels, self._classes = label_checks(program.model.graph), symbolic_classes(program.model.graph)
         self._collectives: list[str] | None = None
         self._available = backend.memory.available() or 0
         self.state = self._make_state()
@@ -87,7 +87,10 @@ class PlanCache:
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Convert feeds to the plan's dtypes and check the labels; FeedError if that fails."""
-        return check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
+        arrays = check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
+        if self._classes:
+            check_sample_labels(arrays, self._program.model.graph, self._classes)
+        return arrays
 
     def on_host(self) -> Backend:
         """The host backend beside a device backend; created on first use."""

@@ -77,8 +77,8 @@ def trained_by_pytorch(samples: int, batch: int) -> tuple[list[float], dict[str,
 @pytest.mark.parametrize(
     ("batch", "more", "says"),
     [
-        (4, (), ""),
-        (8, ("--accumulate", 2), ""),
+        (4, (), "the model is fixed at batches of 4, and trains at that"),
+        (8, ("--accumulate", 2), "the model is fixed at batches of 4, and trains at that"),
         (8, (), "each step takes 2 micro-batches of 4 a worker, as --accumulate 2 does"),
         (8, ("-n", 2, "--transport", "threads"), ""),
     ],
@@ -121,3 +121,25 @@ def test_a_batch_that_micro_batches_do_not_divide_is_refused_before_training(
     out, err = capfd.readouterr()
     assert "accumulate=3 does not divide the batch: 32 samples over 1 worker" in err
     assert out == ""
+
+
+def test_a_table_that_repeats_for_each_sample_trains_as_one(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = parse(TABLE)
+    (table,) = [t for t in model.graph.initializer if t.name == "t"]
+    row = onnx.numpy_helper.to_array(table)[:1]
+    table.CopyFrom(onnx.numpy_helper.from_array(np.repeat(row, 4, axis=0), "t"))
+    onnx.save(model, "table.onnx")
+    events, _ = train(capfd, 24, "--batch-size", 4, "-o", "t.onnx")
+    p = parameters() | {"t": torch.from_numpy(row.copy()).requires_grad_()}
+    data = {k: torch.from_numpy(v) for k, v in blobs(24).items()}
+    optimizer, expected = torch.optim.SGD(p.values(), lr=0.1), []
+    for k in range(0, 24, 4):
+        hidden = torch.relu(data["x"][k : k + 4] @ p["w1"] + p["t"])
+        loss = torch.nn.functional.cross_entropy(hidden @ p["w2"], data["label"][k : k + 4])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(losses(events), expected, rtol=1e-5)
+    trained = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load("t.onnx").graph.initializer}
+    np.testing.assert_allclose(trained["t"], p["t"].detach().repeat(4, 1).numpy(), rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ step runs, with the limits that :func:`label_checks` reads from the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, same_as, spec_of
-from graphc.ir.facts import FLOATS, dims
+from graphc.ir.facts import FLOATS, Dim, dims
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
 """Attributes of a loss over classes: the class axis and the ignored label (None: every label counts)."""
@@ -207,7 +207,15 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
     Returns:
         graph input → (low, high, ignore_index): every label must lie in [low, high) or equal ``ignore_index``.
     """
-    checks: dict[str, tuple[int, int, int | None]] = {}
+    return {name: (0, size, ignored) for name, size, ignored in _class_counts(graph) if isinstance(size, int)}
+
+
+def symbolic_classes(graph: ir.Graph) -> dict[str, tuple[str, int | None]]:
+    """Graph input → (number of classes, ignore_index) of labels whose number of classes is a symbol: samples of a batch."""
+    return {name: (size, ignored) for name, size, ignored in _class_counts(graph) if isinstance(size, str)}
+
+
+def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
     for node in graph:
         if (node.domain, node.op_type) not in _OVER_CLASSES:
             continue
@@ -215,12 +223,10 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
         if scores is None or label is None or not label.is_graph_input() or label.name is None:
             continue
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-        ignore_index = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
         sizes = dims(scores)
-        size = None if sizes is None else sizes[axis]
-        if isinstance(size, int):
-            checks[label.name] = (0, size, ignore_index)
-    return checks
+        if sizes is not None:
+            ignored = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
+            yield label.name, sizes[axis], ignored
 
 
 def _behind_views(value: ir.Value | None) -> ir.Value | None:
