@@ -23,6 +23,25 @@ def call(name: str) -> Expression:
     return lambda a, node, dtype: f"{_f(name, dtype)}({', '.join(a)})"
 
 
+def formula(text: str) -> Expression:
+    """C text with operands as ``{0}``, ``{1}`` and so on, ``{zero}``, ``{one}``, and functions of the compute type."""
+
+    def rule(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
+        functions = {name: _f(name, dtype) for name in ("exp", "fabs", "log1p")}
+        return text.format(*a, zero=literal(dtype, 0), one=literal(dtype, 1), **functions)
+
+    return rule
+
+
+sigmoid = formula("({one} / ({one} + {exp}(-{0})))")
+softplus = formula("(({0} > {zero} ? {0} : {zero}) + {log1p}({exp}(-{fabs}({0}))))")
+softsign = formula("({0} / ({one} + {fabs}({0})))")
+relu = formula("({0} < {zero} ? {zero} : {0})")
+prelu = formula("({0} < {zero} ? {0} * {1} : {0})")
+reciprocal = formula("({one} / {0})")
+where = formula("({0} ? {1} : {2})")
+
+
 def infix(sign: str) -> Expression:
     return lambda a, node, dtype: f"({a[0]} {sign} {a[1]})"
 
@@ -76,15 +95,6 @@ def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     return f"{_f('pow', dtype)}({a[0]}, ({compute_type(dtype)}){a[1]})"
 
 
-def sigmoid(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({literal(dtype, 1)} / ({literal(dtype, 1)} + {_f('exp', dtype)}(-{a[0]})))"
-
-
-def softplus(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    zero = literal(dtype, 0)
-    return f"(({a[0]} > {zero} ? {a[0]} : {zero}) + {_f('log1p', dtype)}({_f('exp', dtype)}(-{_f('fabs', dtype)}({a[0]}))))"
-
-
 def gelu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     x = a[0]
     half, one = literal(dtype, 0.5), literal(dtype, 1)
@@ -101,10 +111,6 @@ def clip(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     if len(a) > 2 and a[2]:
         value = f"({value} > {a[2]} ? {a[2]} : {value})"
     return value
-
-
-def where(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({a[0]} ? {a[1]} : {a[2]})"
 
 
 def scaled_exponential(alpha: float, gamma: float) -> Expression:
@@ -152,21 +158,5 @@ def bit_shift(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     return f"({a[0]} {'<<' if left else '>>'} {a[1]})"
 
 
-def reciprocal(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({literal(dtype, 1)} / {a[0]})"
-
-
-def relu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({a[0]} < {literal(dtype, 0)} ? {literal(dtype, 0)} : {a[0]})"
-
-
-def prelu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({a[0]} < {literal(dtype, 0)} ? {a[0]} * {a[1]} : {a[0]})"
-
-
 def thresholded_relu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     return f"({a[0]} > {literal(dtype, _attribute(node, 'alpha', 1.0))} ? {a[0]} : {literal(dtype, 0)})"
-
-
-def softsign(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    return f"({a[0]} / ({literal(dtype, 1)} + {_f('fabs', dtype)}({a[0]})))"

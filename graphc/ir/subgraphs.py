@@ -52,6 +52,29 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return list(found)
 
 
+def reads(node: ir.Node) -> list[ir.Value]:
+    """The values that ``node`` and its bodies read."""
+    return [v for v in (*node.inputs, *captured(node)) if v is not None]
+
+
+def sources(node: ir.Node) -> list[ir.Node]:
+    """The nodes that produce what ``node`` and its bodies read, each once."""
+    return list(dict.fromkeys(p for v in reads(node) if (p := v.producer()) is not None))
+
+
+def replace_reads(node: ir.Node, by: Mapping[ir.Value, ir.Value]) -> None:
+    """Make ``node`` and its bodies read other values."""
+    for index, value in enumerate(node.inputs):
+        if value is not None and value in by:
+            node.replace_input_with(index, by[value])
+    for body in bodies(node):
+        for inner in body:
+            replace_reads(inner, by)
+        for k, value in enumerate(list(body.outputs)):
+            if value in by:
+                body.outputs[k] = by[value]
+
+
 def body_initializers(graph: ir.Graph) -> list[tuple[ir.Graph, ir.Value, str]]:
     """The initializers of bodies, at any depth, each with its body and its name in the whole graph."""
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}

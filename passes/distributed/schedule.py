@@ -32,7 +32,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.facts import producer_of, static_dims
 from graphc.ir.ops.collectives import collective_of
-from graphc.ir.subgraphs import captured
+from graphc.ir.subgraphs import sources
 from graphc.passes.precision.update_graph import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
 from graphc.plan.overlap_view import overlapping
@@ -87,7 +87,7 @@ class _Order:
         self.pair_of = {node: pair for pair in pairs for node in (pair.start, pair.wait)}
         self.starts = {pair.start for pair in pairs}
         self.waits = {pair.wait for pair in pairs}
-        self.sources = {node: _sources(node) for node in self.nodes}
+        self.sources = {node: sources(node) for node in self.nodes}
         self.order: list[ir.Node] = []
         self.done: set[ir.Node] = set()
         self.missing = {start: len(self.sources[start]) for start in self.starts}
@@ -178,8 +178,8 @@ class _Order:
         """Collectives of state alone, in the order of their first use."""
         position = {node: k for k, node in enumerate(self.nodes)}
         users: dict[ir.Node, int] = {}
-        for node, sources in self.sources.items():
-            for source in sources:
+        for node, producers in self.sources.items():
+            for source in producers:
                 users[source] = min(users.get(source, len(position)), position[node])
         found = [pair for pair in pairs if pair.prefetched]
         return sorted(found, key=lambda pair: users.get(pair.wait, len(position)))
@@ -229,9 +229,3 @@ class _Order:
             if node in leads or node in self.starts:
                 leads.update(self.sources[node])
         return {n for n in self.waits if n in leads}
-
-
-def _sources(node: ir.Node) -> list[ir.Node]:
-    """The nodes that produce the inputs of ``node``."""
-    values = [*node.inputs, *captured(node)]
-    return list(dict.fromkeys(p for v in values if v is not None and (p := v.producer()) is not None))

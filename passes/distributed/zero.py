@@ -14,7 +14,7 @@ ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -22,7 +22,7 @@ from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.names import BUCKET, LOSS_TOTAL
-from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.subgraphs import reads, replace_reads, sources
 from graphc.ir.updates import state_of
 from graphc.passes.distributed.sharding import Bucket, buckets_note, gather_next, shard_updates
 from graphc.pipeline import Context, graph_pass
@@ -59,7 +59,7 @@ def _forward(graph: ir.Graph) -> set[ir.Node]:
     for node in reversed(graph):
         if node in found or any(LOSS_TOTAL in v.metadata_props for v in node.outputs):
             found.add(node)
-            found.update(p for v in (*node.inputs, *captured(node)) if v is not None and (p := v.producer()) is not None)
+            found.update(sources(node))
     return found
 
 
@@ -68,7 +68,7 @@ def _gather_before_use(graph: ir.Graph, bucket: Bucket, forward: set[ir.Node]) -
     for k, updates in enumerate(bucket.read()):
         states = [state_of(node) for node in updates]
         wanted = set(states)
-        readers = [n for n in graph if not is_update(n) and not wanted.isdisjoint(_reads(n))]
+        readers = [n for n in graph if not is_update(n) and not wanted.isdisjoint(reads(n))]
         phases = (("forward", [n for n in readers if n in forward]), ("backward", [n for n in readers if n not in forward]))
         for phase, nodes in phases:
             if nodes:
@@ -81,20 +81,4 @@ def _gather(graph: ir.Graph, bucket: Bucket, phase: str, states: Sequence[ir.Val
     results = op.emit("AllGather", list(states), attributes, domain="graphc", name=f"gather/{bucket.name}/{phase}")
     whole = dict(zip(states, results, strict=True))
     for node in readers:
-        _replace(node, whole)
-
-
-def _reads(node: ir.Node) -> Iterable[ir.Value]:
-    return [v for v in (*node.inputs, *captured(node)) if v is not None]
-
-
-def _replace(node: ir.Node, by: dict[ir.Value, ir.Value]) -> None:
-    for index, value in enumerate(node.inputs):
-        if value is not None and value in by:
-            node.replace_input_with(index, by[value])
-    for body in bodies(node):
-        for inner in body:
-            _replace(inner, by)
-        for k, value in enumerate(list(body.outputs)):
-            if value in by:
-                body.outputs[k] = by[value]
+        replace_reads(node, whole)

@@ -11,7 +11,7 @@ decomposition.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
-from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body
+from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads
 
 
 def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
@@ -247,12 +247,6 @@ def _axes_are_certain(have: Sequence[int | str | None], want: Sequence[int | str
     return all(w is not None and (w == h or w == 1) and h is not None for h, w in zip(have[lead:], want, strict=True))
 
 
-def _operands(node: ir.Node) -> Iterator[ir.Value]:
-    """The inputs of a node, including values captured by its subgraphs."""
-    yield from (v for v in node.inputs if v is not None)
-    yield from captured(node)
-
-
 def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir.Value]:
     """Float values that depend on ``sources``, except through ops with zero gradient."""
     needs = set(sources)
@@ -263,7 +257,7 @@ def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir
         rule = GRADIENTS.get(key_of(node.domain, node.op_type))
         if rule is not None and rule.function is None:
             continue
-        if any(v in needs for v in _operands(node)):
+        if any(v in needs for v in reads(node)):
             needs.update(out for out in node.outputs if out.dtype is None or is_float(out) or _is_quantised(node, out, needs))
     return needs
 
@@ -286,7 +280,7 @@ def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.V
     wanted = set(targets)
     for node in reversed(list(nodes)):
         if any(out in wanted for out in node.outputs):
-            wanted.update(_operands(node))
+            wanted.update(reads(node))
     return wanted
 
 
@@ -324,7 +318,7 @@ def path_from_source(node: ir.Node, needs: set[ir.Value], sources: set[ir.Value]
     path = [node.name or node.op_type]
     current: ir.Node | None = node
     while current is not None:
-        value = next(v for v in _operands(current) if v in needs)
+        value = next(v for v in reads(current) if v in needs)
         current = None if value in sources else value.producer()
         path.append((current.name or current.op_type if current else value.name) or "?")
     path.reverse()

@@ -16,7 +16,7 @@ pass ``loss_scaling``, after ``allreduce``, removes the factor and adapts it.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -29,7 +29,7 @@ from graphc.ir.facts import producer_of
 from graphc.ir.infer import apply
 from graphc.ir.names import LOSS_SCALE, LOSS_TOTAL
 from graphc.ir.state import scalar
-from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.subgraphs import captured, replace_reads
 from graphc.ir.updates import trains
 from graphc.pipeline import Context, graph_pass
 
@@ -161,8 +161,8 @@ class _Rewriter:
                 node.replace_input_with(index, self.cast(value, targets[kind], node))
                 changed = True
         wide = {v: self.cast(v, ir.DataType.FLOAT, node) for v in captured(node) if v.dtype == self.low}
-        for body in bodies(node) if wide else ():
-            _replace_captured(body, wide)
+        if wide:
+            replace_reads(node, wide)
         if changed or wanted == self.low:
             if node.op_type == "Attention" and wanted == self.low:
                 node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", int(ir.DataType.FLOAT))
@@ -241,18 +241,6 @@ def _formals(schema: onnx.defs.OpSchema, node: ir.Node) -> Iterator[tuple[ir.Val
 def _takes(schema: onnx.defs.OpSchema, variable: str, dtype: ir.DataType) -> bool:
     wanted = f"tensor({str(dtype).lower()})"
     return any(c.type_param_str == variable and wanted in c.allowed_type_strs for c in schema.type_constraints)
-
-
-def _replace_captured(body: ir.Graph, by: Mapping[ir.Value, ir.Value]) -> None:
-    for node in body:
-        for index, value in enumerate(node.inputs):
-            if value is not None and value in by:
-                node.replace_input_with(index, by[value])
-        for inner in bodies(node):
-            _replace_captured(inner, by)
-    for k, value in enumerate(list(body.outputs)):
-        if value in by:
-            body.outputs[k] = by[value]
 
 
 class _Matcher:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
+from graphc.backends.fusion.indexing import row_major
 from graphc.ir.facts import shape_of, size_of
 
 DOMAIN = "graphc.cupy"
@@ -54,11 +55,7 @@ class Strided:
 
     @staticmethod
     def contiguous(shape: Sequence[int]) -> Strided:
-        steps, step = [], 1
-        for size in reversed(shape):
-            steps.append(step)
-            step *= size
-        return Strided(tuple(shape), tuple(reversed(steps)))
+        return Strided(tuple(shape), tuple(row_major(shape)))
 
     def turned(self) -> Strided:
         """The same elements with the last two dimensions exchanged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -32,7 +31,6 @@ def relu_grad(k: Binding) -> Run:
 
 
 @exact
-@no_type_check
 def _relu_grad(dy, y, dx, start, stop):
     dy, y, dx = dy[start:stop], y[start:stop], dx[start:stop]
     for i in range(y.size):
@@ -51,7 +49,6 @@ def gelu(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _gelu(x, y, start, stop):
     """Φ as in :func:`_gelu_grad`."""
     x, y = x[start:stop], y[start:stop]
@@ -67,7 +64,6 @@ def _gelu(x, y, start, stop):
 
 
 @jit
-@no_type_check
 def _gelu_tanh(x, y, start, stop):
     """½x(1 + tanh u) = x/(1 + exp(-2u))"""
     x, y = x[start:stop], y[start:stop]
@@ -89,7 +85,6 @@ def gelu_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _gelu_grad(dy, x, dx, start, stop):
     """Φ(x) + x·φ(x); both share exp(-x²/2).
 
@@ -109,7 +104,6 @@ def _gelu_grad(dy, x, dx, start, stop):
 
 
 @jit
-@no_type_check
 def _gelu_grad_tanh(dy, x, dx, start, stop):
     """½(1 + t) + ½x(1 - t²)u' with t = tanh(u) from e = exp(-2|u|)."""
     dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
@@ -143,7 +137,6 @@ def softmax(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _softmax(x, y, start, stop):
     for r in range(start, stop):
         row, out = x[r], y[r]
@@ -169,7 +162,6 @@ def softmax_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _softmax_grad(dy, y, dx, start, stop):
     for row in range(start, stop):
         slope, share, out = dy[row], y[row], dx[row]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -120,7 +120,6 @@ def scaled_dot_product_attention(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop):
     batch, heads, key_heads, queries, keys, size, width = shape
     parts, block = scratch.shape[0], scratch.shape[1]
@@ -158,14 +157,12 @@ def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape,
 
 
 @jit
-@no_type_check
 def _at(array, place, b, h):
     """Address of the first element of a head."""
     return array.ctypes.data + 4 * (place[0] + b * place[1] + h * place[2])
 
 
 @jit
-@no_type_check
 def _mask(row, bias, seen, place, b, h, r):
     """Mask the scores of query r; ``place[0]`` is 0 for a boolean mask and 1 for an additive one."""
     begin = b * place[1] + h * place[2] + r * place[3]
@@ -180,7 +177,6 @@ def _mask(row, bias, seen, place, b, h, r):
 
 
 @jit
-@no_type_check
 def _softmax(row, own):
     """Turn the first ``own`` scores into probabilities; returns their maximum m and Σ exp(score - m). A masked row gets
     zeros.
@@ -221,7 +217,6 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _backward(
     q, k, v, y, dy, dq, dk, dv, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop
 ):
@@ -274,7 +269,6 @@ def _backward(
 
 
 @jit
-@no_type_check
 def _again(row, own, logarithm):
     """Recompute the probabilities of the first ``own`` scores of a row from their log-sum-exp."""
     shown = row[:own]
@@ -288,7 +282,6 @@ def _again(row, own, logarithm):
 
 
 @jit
-@no_type_check
 def _score_gradient(ds, p, count, limit, y, start_y, step_y, dy, start_dy, step_dy, width):
     """ds = p·(dp - Σ dy·y), with dp in ds."""
     for r in range(count):

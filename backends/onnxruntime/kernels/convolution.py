@@ -7,7 +7,6 @@ ConvTranspose plus the Numba weight gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -126,7 +125,6 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
 
 
 @jit
-@no_type_check
 def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
     """Each part sums the gradient over its own samples."""
     parts = sums.shape[0]
@@ -143,7 +141,6 @@ def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
 
 
 @jit
-@no_type_check
 def _unfold(x, out, geometry, patches):
     """patches[c, tap, position] = x[c] under that tap of the window at that position, 0 in the padding."""
     taps_h, taps_w, stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
@@ -174,7 +171,6 @@ def _unfold(x, out, geometry, patches):
 
 
 @jit
-@no_type_check
 def _add_parts(parts, total, start, stop):
     target = total[start:stop]
     target[:] = parts[0, start:stop]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import no_type_check
 
 import numpy as np
 
@@ -56,7 +55,6 @@ def softmax_cross_entropy(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):
     behind, classes = scores.shape[1], scores.shape[2]
     positions, parts = scores.shape[0] * behind, sums.shape[0]
@@ -109,7 +107,6 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _softmax_cross_entropy_grad(
     dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, start, stop
 ):

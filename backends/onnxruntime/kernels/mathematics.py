@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import numba
 import numpy as np
 
@@ -15,7 +13,6 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 
 
 @numba.njit(inline="always", error_model="numpy")
-@no_type_check
 def exp(x):
     """eˣ of a float32 to about one unit in the last place; 0 below -87.3 and e⁸⁸ above 88; NaN stays NaN.
 
@@ -37,7 +34,6 @@ def exp(x):
 
 
 @jit
-@no_type_check
 def highest_of(row):
     """Maximum of two floats by comparing their bit patterns as integers, which vectorises."""
     rest = np.int32(0x7FFFFFFF)

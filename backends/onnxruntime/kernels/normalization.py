@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -37,7 +36,6 @@ def batch_normalization_training(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     count = samples * positions
@@ -75,7 +73,6 @@ def batch_normalization_training_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     count = samples * positions
@@ -139,7 +136,6 @@ def layer_normalization(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _layer_normalization(x, scale, bias, y, mean, inv_std, epsilon, start, stop):
     size = scale.size
     for r in range(start, stop):
@@ -187,7 +183,6 @@ def layer_normalization_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _layer_normalization_grad(dy, x, scale, mean, inv_std, dx, sums, start, stop):
     rows, size = x.shape
     parts = sums.shape[0]
@@ -229,7 +224,6 @@ def lrn_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):
     alpha, beta, bias = coefficients[0], coefficients[1], coefficients[2]
     before, after = (size - 1) // 2, size // 2
@@ -262,7 +256,6 @@ def _lrn_grad(dy, x, y, coefficients, size, scratch, dx, start, stop):
 
 
 @jit
-@no_type_check
 def _negative_power(base, exponent):
     """base^-exponent; by square roots for the exponent that all published networks use, else by libm."""
     if exponent == np.float32(0.75):

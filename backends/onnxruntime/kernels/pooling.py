@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, no_type_check
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -66,7 +66,6 @@ def max_pool_grad(k: Binding) -> Run:
 
 
 @exact
-@no_type_check
 def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
     """Index of the first tap inside x that equals ``wanted``, else -1."""
     for i in range(taps_h):
@@ -78,7 +77,6 @@ def _clipped(x, wanted, row, column, taps_h, taps_w, dilation_h, dilation_w):
 
 
 @exact
-@no_type_check
 def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
     """Index of the last tap inside x that is NaN, else -1."""
     found = -1
@@ -98,7 +96,6 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
     dilation_h, dilation_w = dilations
 
     @exact
-    @no_type_check
     def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):
         parts, planes, height, width = found.shape[0], x.shape[0], x.shape[1], x.shape[2]
         first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # from this window on, no tap lies before x
@@ -136,7 +133,7 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
                         if at[q] >= 0:
                             target[at[q]] += slopes[q]
 
-    return max_pool_grad  # type: ignore[no-any-return]
+    return max_pool_grad
 
 
 def _average_is_native(node: ir.Node) -> bool:
@@ -167,7 +164,6 @@ def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -
 
 
 @jit
-@no_type_check
 def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, start, stop):
     for plane in range(start, stop):
         dx[plane] = 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import numba
 import numpy as np
 from numba import types
@@ -12,7 +10,7 @@ from numba.np import linalg
 _SINGLE, _PLAIN, _TRANSPOSED = np.int8(ord("s")), np.int8(ord("n")), np.int8(ord("t"))
 
 # the BLAS function of SciPy that Numba uses for np.dot, which takes contiguous arrays only
-linalg.ensure_blas()  # type: ignore[no-untyped-call]
+linalg.ensure_blas()
 _sgemm = types.ExternalFunction(
     "numba_xxgemm",
     types.int32(
@@ -23,7 +21,6 @@ _sgemm = types.ExternalFunction(
 
 
 @numba.njit(inline="always")
-@no_type_check
 def product(transpose_a, transpose_b, m, n, k, alpha, a, step_a, b, step_b, beta, c, step_c):
     """c = alpha·a'·b' + beta·c over float32 matrices in row-major order.
 

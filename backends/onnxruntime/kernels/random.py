@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -40,7 +39,6 @@ def dropout_mask(k: Binding) -> Run:
 
 
 @exact
-@no_type_check
 def _dropout_mask(words, kept, mask, start, stop):
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     begin, threshold, size = words[4], words[5], mask.size

@@ -5,8 +5,6 @@ Sums are made in float64 element by element: a float32 partial sum would depend 
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import numpy as np
 import onnx_ir as ir
 
@@ -32,7 +30,6 @@ def batch_moments(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _moments(x, live, total, squares, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     for c in range(start, stop):
@@ -58,7 +55,6 @@ def batch_statistics(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _statistics(count, total, squares, epsilon, mean, var, inv_std):
     elements = max(count[0], 1.0)
     for c in range(total.size):
@@ -76,7 +72,6 @@ def shared_normalization(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _normalize(x, scale, bias, mean, inv_std, y, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     for c in range(start, stop):
@@ -95,7 +90,6 @@ def shared_normalization_sums(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _normalize_sums(dy, x, mean, inv_std, dscale, dbias, product, slope, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     for c in range(start, stop):
@@ -127,7 +121,6 @@ def shared_normalization_grad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _normalize_grad(dy, x, scale, mean, inv_std, count, product, slope, dx, start, stop):
     samples, positions = x.shape[0], x.shape[2]
     elements = max(count[0], 1.0)

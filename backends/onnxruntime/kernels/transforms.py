@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +36,6 @@ def sum_of_squares(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _sums_of_squares(flat, sums, start, stop):
     for block in range(start, stop):
         part = flat[block * BLOCK : min(flat.size, (block + 1) * BLOCK)]
@@ -90,7 +89,6 @@ def _convert(k: Binding, loop: Callable[..., None], read: type[np.generic], writ
 
 
 @exact
-@no_type_check
 def _to_bfloat16(source, target, start, stop):
     source, target = source[start:stop], target[start:stop]
     for i in range(source.size):
@@ -101,7 +99,6 @@ def _to_bfloat16(source, target, start, stop):
 
 
 @exact
-@no_type_check
 def _from_bfloat16(source, target, start, stop):
     source, target = source[start:stop], target[start:stop]
     for i in range(source.size):
@@ -109,7 +106,6 @@ def _from_bfloat16(source, target, start, stop):
 
 
 @exact
-@no_type_check
 def _to_float16(source, target, start, stop):
     """Convert with integer operations, which always vectorise; numpy's own conversion takes ten times as long."""
     source, target = source[start:stop], target[start:stop]
@@ -131,7 +127,6 @@ def _to_float16(source, target, start, stop):
 
 
 @exact
-@no_type_check
 def _from_float16(source, target, start, stop):
     """Convert sign and magnitude separately: below 2^-14 a float16's magnitude is an integer times 2^-24."""
     source, target = source[start:stop], target[start:stop]
@@ -163,7 +158,6 @@ def orthogonalize(k: Binding) -> Run:
 
 
 @exact
-@no_type_check
 def _orthogonalize(rows, dependent):
     for k in range(rows.shape[0]):
         before = np.sum(rows[k] * rows[k])
@@ -185,7 +179,6 @@ def keep_largest(k: Binding) -> Run:
 
 
 @exact
-@no_type_check
 def _keep_largest(bits, source, kept, rest, count, bins):
     """Find the threshold 16 bits at a time: without the sign, floats and their bit patterns have the same order."""
     high, left = np.uint32(0), count

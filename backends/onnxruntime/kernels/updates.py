@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import no_type_check
 
 import numpy as np
 import onnx_ir as ir
@@ -121,7 +120,6 @@ def sgd(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _limited(g, limit):
     """``g`` within ±limit; NaN stays NaN."""
     g = limit if g > limit else g
@@ -129,7 +127,6 @@ def _limited(g, limit):
 
 
 @jit
-@no_type_check
 def _sgd(param, grad, c, start, stop):
     param, grad = param[start:stop], grad[start:stop]
     scale, decay, lr, limit = c[0], c[1], c[2], c[9]
@@ -156,7 +153,6 @@ def momentum_sgd(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _momentum(param, grad, buffer, c, start, stop):
     param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
     scale, decay, keep, take, of_gradient, of_buffer, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[9]
@@ -194,7 +190,6 @@ def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
 
 
 @jit
-@no_type_check
 def _adam(param, grad, first, second, c, start, stop):
     param, grad, first, second = param[start:stop], grad[start:stop], first[start:stop], second[start:stop]
     scale, decay, step1, keep2, step2, size, correction = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
@@ -222,7 +217,6 @@ def adagrad(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _adagrad(param, grad, total, c, start, stop):
     param, grad, total = param[start:stop], grad[start:stop], total[start:stop]
     scale, decay, size, eps, limit = c[0], c[1], c[2], c[3], c[9]
@@ -247,7 +241,6 @@ def rmsprop(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _rmsprop(param, grad, square, average, buffer, c, start, stop):
     scale, decay, keep, take, eps, momentum, lr, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[9]
     centered, heavy = average.size > 0, buffer.size > 0
@@ -280,7 +273,6 @@ def running_average(k: Binding) -> Run:
 
 
 @jit
-@no_type_check
 def _running_average(running, batch, c, start, stop):
     running, batch = running[start:stop], batch[start:stop]
     keep, take = c[0], c[1]
@@ -333,7 +325,6 @@ def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
 
 
 @exact
-@no_type_check
 def _count_nonfinite(bits, exponent):
     count = 0
     for i in range(bits.size):
@@ -342,7 +333,6 @@ def _count_nonfinite(bits, exponent):
 
 
 @exact
-@no_type_check
 def _count_nonfinite_parts(bits, counts, start, stop):
     parts = counts.size
     for part in range(start, stop):
