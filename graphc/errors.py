@@ -47,6 +47,12 @@ class UnsupportedOpError(GraphcError):
     exit_code = 3
 
 
+class NotTrainableError(GraphcError):
+    """Nothing in the model can train: ``graphc check`` says why."""
+
+    exit_code = 3
+
+
 class NewerOpsetError(UnsupportedOpError):
     """An operator, or a form of one, that the opset of a legalised graph lacks."""
 

@@ -54,6 +54,18 @@ class Loss:
         options.update({f.name: getattr(self, f.name) for f in fields(self)})
         return PassCall("loss", {key: value for key, value in options.items() if value is not None})
 
+    def __str__(self) -> str:
+        """The form that :func:`parse` reads, without defaults: ``mse:prediction=y``."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        options = ",".join(f"{key}={_as_text(value)}" for key, value in given.items())
+        return f"{self.kind}:{options}" if options else self.kind
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, str) or not isinstance(value, Sequence) else "|".join(map(str, value))
+
 
 @dataclass(frozen=True)
 class SoftmaxCrossEntropy(Loss):

@@ -1,9 +1,9 @@
-"""``graphc check``: reports whether a model can be trained and which ops prevent it."""
+"""``graphc check``: reports whether a model can be trained, what trains, and the command that trains it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +15,14 @@ from graphc.options import ParameterChoice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from graphc.cli.trainability import Trainability
+    from graphc.compiler import Program
+    from graphc.losses import Loss
+
 EXAMPLES = (
     "graphc check model.onnx",
-    "graphc check model.onnx --loss softmax_cross_entropy:logits=logits,label=label",
-    "graphc check model.onnx --freeze 'encoder.*' --json",
+    "graphc check model.onnx --loss softmax_cross_entropy:logits=logits,label=label --batch-size 8",
+    "graphc check model.onnx --freeze 'encoder.*' --format json",
 )
 
 
@@ -26,149 +30,211 @@ EXAMPLES = (
 def command(
     model: options.Model,
     loss: Annotated[
-        str | None, typer.Option("--loss", metavar="LOSS", help="Check the path to this loss; default: to all float outputs.")
+        str | None, typer.Option("--loss", metavar="LOSS", help="As for 'train'. Default: the first that fits and trains.")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Samples of the planned step. Default: that of the file, or 32.", min=1)
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="INPUT=D,D,…", help="Sizes of an input to plan with (repeatable). Default: guessed."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="A line for each parameter, and the time of each stage.")
+    ] = False,
     form: options.Format = Format.text,
     *,
     chosen: ParameterChoice,
 ) -> None:
-    """Report whether MODEL can be trained; exit code 3: some ops have no gradient and are listed."""
+    """Compile and plan MODEL as 'train' does, without running it.
+
+    Exit codes: 0 it trains; 1 the file is missing or broken; 2 wrong options; 3 nothing in it can train, or an op is unknown.
+    """
     from graphc import frontends
+    from graphc.cli.trainability import examine
     from graphc.compiler import check_untrained
-    from graphc.errors import UnsupportedOpError
-    from graphc.pipeline import Context, PassCall, run
+    from graphc.errors import NotTrainableError
 
     original = frontends.load(model)
     check_untrained(original)
-    working, ctx = original.clone(), Context()
-    run(working, [PassCall("legalize", {"train": chosen.train})], ctx)
-    if loss is not None:
-        run(working, [options.loss_of(loss).step()], ctx)
-    run(working, [PassCall("check", vars(chosen))], ctx)
-    report = _report(original, working, ctx.values["check"], ctx.log)
+    result = examine(
+        original,
+        loss=options.loss_of(loss) if loss is not None else None,
+        chosen=chosen,
+        batch_size=batch_size,
+        shapes=dict(_shape_of(text) for text in shape or ()),
+    )
+    report = _report(model, original, result, chosen, verbose=verbose)
     if form is Format.json:
         output.document(report)
     else:
-        _print(model, report)
-    if report["missing"]:
-        names = ", ".join(f"{entry['op']} ({entry['count']}×)" for entry in report["missing"])
-        raise UnsupportedOpError(
-            f"no gradient for {names} on the path from a parameter to the loss; freeze the parameters in front of it with "
-            "--freeze GLOB, or register a rule"
-        )
+        _print(report)
+    if result.error is not None:
+        raise NotTrainableError(report["error"]) from result.error
 
 
-def _report(original: ir.Model, legal: ir.Model, found: dict[str, Any], log: Sequence[str]) -> dict[str, Any]:
+def _shape_of(text: str) -> tuple[str, list[int]]:
+    """Parse ``x=1,3,64,64``."""
+    from graphc.errors import UsageError
+
+    name, equals, sizes = text.rpartition("=")
+    try:
+        return name, [int(size) for size in sizes.split(",")] if equals and sizes else []
+    except ValueError:
+        raise UsageError(f"--shape {text!r}: give sizes, as in --shape x=1,3,224,224") from None
+
+
+def _report(name: str, original: ir.Model, result: Trainability, chosen: ParameterChoice, *, verbose: bool) -> dict[str, Any]:
+    from graphc.cli.check_warnings import warnings_of
     from graphc.cli.summary import elements, op_counts
     from graphc.ir.facts import describe_value
 
-    trains = {p["name"] for p in found["parameters"] if p["trains"]}
-    values = legal.graph.initializers
-    return {
-        "trainable": bool(trains) and not found["missing"],
+    parameters: list[dict[str, Any]] = result.found["parameters"]
+    trained = {p["name"] for p in parameters if p["trains"]}
+    values = result.legal.graph.initializers
+    report = {
+        "model": name,
+        "trainable": result.trains,
         "opset": original.opset_imports.get("", original.opset_imports.get("ai.onnx")),
         "nodes": len(original.graph),
-        "inputs": [describe_value(v) for v in legal.graph.inputs],
-        "outputs": [describe_value(v) for v in legal.graph.outputs],
-        "ops": op_counts(legal.graph),
+        "inputs": [describe_value(v) for v in result.legal.graph.inputs],
+        "outputs": [describe_value(v) for v in result.legal.graph.outputs],
+        "ops": op_counts(result.legal.graph),
         "parameters": len(values),
         "elements": sum(map(elements, values.values())),
-        "trained_parameters": len(trains),
-        "trained_elements": sum(elements(values[name]) for name in trains),
-        "missing": found["missing"],
-        "warnings": _warnings(legal, trains, log),
+        "trained_parameters": len(trained),
+        "trained_elements": sum(elements(values[name]) for name in trained),
+        "left_out": dict(Counter(p["reason"] for p in parameters if not p["trains"])),
+        "batch": str(result.batch),
+        "batch_size": result.batch_size,
+        "missing": result.found["missing"] if not result.trains else [],
+        "warnings": warnings_of(result.legal, trained, result.log),
+    }
+    if result.program is not None and result.loss is not None:
+        report |= _training(name, result, result.program, result.loss, chosen)
+    if verbose:
+        report |= {"each_parameter": parameters, "seconds": {k: round(v, 3) for k, v in result.seconds.items()}}
+    if result.error is not None:
+        report |= {"error": _missing(report["missing"]) or str(result.error), "stage": result.stage}
+    return report
+
+
+def _missing(missing: Sequence[Mapping[str, Any]]) -> str:
+    """What to do about ops without a gradient; empty if there are none."""
+    if not missing:
+        return ""
+    names = ", ".join(f"{entry['op']} ({entry['count']}×)" for entry in missing)
+    return (
+        f"no gradient for {names} on the path from a parameter to the loss; freeze the parameters in front of it with "
+        "--freeze GLOB, or register a rule"
+    )
+
+
+def _training(name: str, result: Trainability, program: Program, loss: Loss, chosen: ParameterChoice) -> dict[str, Any]:
+    """What is known of a model that compiles: the loss, the data that it needs, the memory, the command."""
+    import dataclasses
+
+    from graphc.cli.trainability import OPTIMIZER, unfed
+    from graphc.losses import LOSSES
+
+    losses = (LOSSES[advice.kind](**advice.options()) for advice in result.found["losses"])
+    found: dict[str, Any] = {
+        "loss": str(loss),
+        "other_losses": [str(other) for other in losses if other != loss],
+        "optimizer": OPTIMIZER,
+        "data": _arrays(program, result.shapes),
+        "sizes_guessed": result.guessed,
+    }
+    if result.memory is not None:
+        found["memory"] = {**dataclasses.asdict(result.memory), "total": result.memory.total}
+        found["unfed"] = unfed(result)
+        found["command"] = _command(name, result, chosen) if not found["unfed"] else None
+    return found
+
+
+def _arrays(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
+    """The arrays that the data must hold: dtype, shape, the shape of one step (``example``), and the range of labels."""
+    from graphc.ir.facts import dims, dtype_of
+    from graphc.ir.ops.losses import label_checks
+
+    graph = program.model.graph
+    ranges = label_checks(graph)
+    return {
+        value.name or "": {
+            "dtype": str(dtype_of(value).numpy()),
+            "shape": [d if d is not None else "?" for d in dims(value) or ()],
+            "example": list(shapes.get(value.name or "", ())),
+            **({"low": ranges[value.name][0], "high": ranges[value.name][1] - 1} if value.name in ranges else {}),
+        }
+        for value in graph.inputs
     }
 
 
-def _warnings(model: ir.Model, trains: set[str], log: Sequence[str]) -> list[str]:
-    """Collect warnings about the model before training; ``log``: what the passes said of the file."""
-    from graphc.ir.facts import dims
-    from graphc.ir.state import repeats_one_value
-    from graphc.pipeline import warnings_in
+def _command(name: str, result: Trainability, chosen: ParameterChoice) -> str:
+    """The line that trains the model as it was checked."""
+    import shlex
 
-    warnings = warnings_in(log)
-    if not trains:
-        warnings.append("nothing to train: no float initializer of rank ≥ 1 lies on a differentiable path to the loss")
-    constant = []
-    for name in sorted(trains):
-        tensor = model.graph.initializers[name].const_value
-        if tensor is None or (len(tensor.shape) >= 2 and tensor.size > 1 and repeats_one_value(tensor)):
-            constant.append(name)
-    if constant:
-        warnings.append(
-            f"{output.counted(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved"
-            " without trained weights; train with --initialize he"
-        )
-    warnings.extend(_folded_normalization(model.graph))
-    warnings.extend(_rewritten_weights(model.graph, trains))
-    for value in model.graph.inputs:
-        found = dims(value)
-        if found and isinstance(found[0], int):
-            warnings.append(
-                f"input {value.name!r} has the fixed batch size {found[0]}; 'train' makes it dynamic, 'compile' with --batch N"
-            )
-    return warnings
+    from graphc.cli.trainability import OPTIMIZER
+
+    words = ["graphc", "train", name, "--data", "data.npz", "--loss", str(result.loss), "--optimizer", OPTIMIZER]
+    for option, patterns in (("--freeze", chosen.freeze), ("--train", chosen.train)):
+        words += [word for pattern in patterns or () for word in (option, pattern)]
+    return shlex.join([*words, "--batch-size", str(result.batch_size), "-o", "trained.onnx"])
 
 
-_MADE_NAMES = re.compile(r"val_\d+|onnx::\w+_\d+")
-"""Names that PyTorch's exporters give to results of constant folding."""
-
-_UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, or give the module itself to graphc.compile"
-
-
-def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
-    """Warn about weights that an exporter folded or merged, which changes training but not inference."""
-    from graphc.ir.state import repeats_one_value
-
-    warnings = []
-    made = sorted(name for name in trains if _MADE_NAMES.fullmatch(name))
-    if made:
-        warnings.append(
-            f"{output.counted(len(made), 'weight')} (first: {made[0]!r}) came out of the exporter's constant folding: names are"
-            f" lost, and a weight that was shared may be several now; {_UNFOLDED}"
-        )
-    merged = []
-    for name in sorted(trains):
-        value = graph.initializers[name]
-        if value.const_value is not None and len(value.uses()) > 1 and repeats_one_value(value.const_value):
-            merged.append(name)
-    if merged:
-        warnings.append(
-            f"{output.counted(len(merged), 'weight')} of one repeated value (first: {merged[0]!r}) serve several nodes: if the"
-            f" exporter has merged equal weights, they train as one here; {_UNFOLDED}"
-        )
-    return warnings
-
-
-def _folded_normalization(graph: ir.Graph) -> list[str]:
-    """Warn if BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
-    convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
-    with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
-    normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())
-    if len(convolutions) < 3 or len(with_bias) < len(convolutions) or normalised:
-        return []
-    return [
-        f"all {len(convolutions)} convolutions have a bias and nothing is normalised: if the network had BatchNormalization, "
-        "its exporter folded it in evaluation mode, and it cannot train; export with training=TrainingMode.TRAINING"
-    ]
-
-
-def _print(name: str, report: dict[str, Any]) -> None:
+def _print(report: Mapping[str, Any]) -> None:
     shown = {
-        "model": name,
+        "model": report["model"],
         "opset": report["opset"],
         "nodes": f"{report['nodes']:,}",
         "inputs": ", ".join(report["inputs"]),
         "outputs": ", ".join(report["outputs"]),
         "ops": ", ".join(f"{op} {number}" for op, number in report["ops"].items()),
-        "parameters": f"{report['parameters']:,} initializers, {report['elements']:,} elements",
-        "trains": f"{report['trained_parameters']:,} of them, {report['trained_elements']:,} elements",
+        "trains": f"{output.counted(report['trained_parameters'], 'parameter')}, {report['trained_elements']:,} elements",
     }
+    if report["left_out"]:
+        shown["frozen"] = ", ".join(f"{number:,} × {reason}" for reason, number in report["left_out"].items())
+    shown["batch"] = report["batch"]
+    if "memory" in report:
+        kinds = ("parameters", "gradients", "optimizer", "activations")
+        parts = ", ".join(f"{kind} {output.size(report['memory'][kind])}" for kind in kinds)
+        step = f"a step of {report['batch_size']} with {report['optimizer'].partition(':')[0]}"
+        shown["memory"] = f"{output.size(report['memory']['total'])} for {step}: {parts}"
+    if "loss" in report:
+        shown["loss"] = " or ".join([report["loss"], *report["other_losses"][:3]])
+        shown["data"] = ", ".join(_array(name, array) for name, array in report["data"].items())
     output.pairs(shown)
     for text in report["warnings"]:
         output.say(f"warning: {text}")
     if report["missing"]:
         rows = [(e["op"], e["count"], " → ".join(e["path"])) for e in report["missing"]]
         output.table(("op without gradient", "count", "path from a parameter"), rows)
-    elif report["trainable"]:
-        output.say("can be trained: every op on the way to the loss has a gradient")
+    if "each_parameter" in report:
+        columns = ("parameter", "shape", "dtype", "trains", "rule")
+        output.table(columns, [_row(parameter) for parameter in report["each_parameter"]])
+        output.say("time  " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report["seconds"].items()))
+    if report["trainable"]:
+        _print_command(report)
+
+
+def _print_command(report: Mapping[str, Any]) -> None:
+    if report["sizes_guessed"]:
+        sizes = " ".join(f"{name}={','.join(map(str, array['example']))}" for name, array in report["data"].items())
+        output.say(f"sizes that the file leaves open were guessed for the memory: {sizes}; --shape gives others")
+    if report["command"] is None:
+        output.say("can be trained from a script with graphc.Trainer: it compiles, and a step can be planned")
+        output.say(f"'graphc train' cannot feed it: {'; '.join(report['unfed'])}")
+    else:
+        output.say("can be trained: it compiles, and a step can be planned; with arrays as in 'data' this command trains it:")
+        output.say(f"  {report['command']}")
+
+
+def _array(name: str, array: Mapping[str, Any]) -> str:
+    shape: Sequence[Any] = array["shape"]
+    text = f"{name} {array['dtype']}[{','.join(map(str, shape))}]"
+    return f"{text} from {array['low']} to {array['high']}" if "low" in array else text
+
+
+def _row(parameter: Mapping[str, Any]) -> tuple[Any, ...]:
+    shape = f"[{','.join(map(str, parameter['shape']))}]"
+    return parameter["name"], shape, parameter["dtype"], "yes" if parameter["trains"] else "no", parameter["reason"]

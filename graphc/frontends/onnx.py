@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.atomic_files import open_regular
-from graphc.errors import ModelError, UsageError, nearest
+from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.exporter_folding import unfold
@@ -176,9 +176,21 @@ def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryv
     for k, tensor in enumerate(graph.initializer):
         if k not in apart:
             _check_inline(tensor, where)
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if _holds_a_map(value.type):
+            raise UnsupportedOpError(
+                f"{where}: {value.name!r} is a map or a sequence of maps, which cannot be trained through: export with plain"
+                " tensors (skl2onnx: options={'zipmap': False}; onnxmltools: zipmap=False), or remove the ZipMap node"
+            )
     names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
     if any(isinstance(name, bytes) for group in names for name in group):  # protobuf returns text that is not UTF-8 as bytes
         raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
+
+
+def _holds_a_map(kind: onnx.TypeProto) -> bool:
+    while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+        kind = kind.sequence_type.elem_type if kind.HasField("sequence_type") else kind.optional_type.elem_type
+    return bool(kind.HasField("map_type"))
 
 
 def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memoryview]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UsageError
 from graphc.gradient import GRADIENTS, key_of
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LOSS_TOTAL, find_value
 from graphc.ir.parameters import DECISIONS, explain_trainable
 from graphc.passes.gradients.reverse_mode import ancestors, descendants, has_no_gradient, path_from_source
+from graphc.passes.training.loss_advice import LossAdvice, advise
 from graphc.pipeline import Context, graph_pass
 
 
@@ -33,15 +33,17 @@ def check(
     """Report whether the model can be trained; changes nothing.
 
     Args:
-        of: values that would be differentiated. Default: the loss total if there is one, else all float outputs.
+        of: values that would be differentiated. Default: the loss total if there is one, else all float outputs, or what
+            other outputs are computed from.
         train, freeze: as for ``autodiff``.
 
     ``ctx.values["check"]`` becomes a dictionary: ``parameters``, one entry (``name``, ``shape``, ``dtype``, ``trains``,
     ``reason``, ``doubtful``) per initializer and float constant; ``missing``, one entry (``op``, ``count``, ``nodes``,
-    ``path``) per op without a rule.
+    ``path``) per op without a rule; ``losses``, one :class:`~.loss_advice.LossAdvice` per loss that fits, the best first.
     """
     graph = model.graph
-    targets = _targets(graph, of)
+    losses = advise(graph)
+    targets = _targets(graph, of, losses)
     nodes = list(graph)
     explained = explain_trainable(graph, train=train, freeze=freeze)
     reaching = _differentiable_ancestors(graph, targets)
@@ -71,18 +73,16 @@ def check(
             found = missing.setdefault(key, {"op": key, "count": 0, "nodes": [], "path": path})
             found["count"] += 1
             found["nodes"].append(node.name)
-    ctx.values["check"] = {"parameters": parameters, "missing": [missing[key] for key in sorted(missing)]}
+    ctx.values["check"] = {"parameters": parameters, "missing": [missing[key] for key in sorted(missing)], "losses": losses}
     return False
 
 
-def _targets(graph: ir.Graph, of: Sequence[str] | None) -> list[ir.Value]:
+def _targets(graph: ir.Graph, of: Sequence[str] | None, losses: Sequence[LossAdvice]) -> list[ir.Value]:
     if of:
         return [find_value(graph, name) for name in of]
     marked = [v for node in graph for v in node.outputs if v.metadata_props.get(LOSS_TOTAL)]
-    targets = marked or [v for v in graph.outputs if is_float(v)]
-    if not targets:
-        raise UsageError("the model has no floating-point output to build a loss from")
-    return targets
+    outputs = [v for v in graph.outputs if isinstance(v.type, ir.TensorType) and is_float(v)]
+    return marked or outputs or [find_value(graph, loss.value) for loss in losses]
 
 
 def _differentiable_ancestors(graph: ir.Graph, targets: Sequence[ir.Value]) -> set[ir.Value]:

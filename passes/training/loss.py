@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
-from graphc.ir.facts import dtype_of, required
+from graphc.ir.facts import dtype_of
 from graphc.ir.names import LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
@@ -195,7 +195,7 @@ def _huber(request: LossRequest, difference: ir.Value) -> ir.Value:
 def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.Value:
     label = request.existing_label()
     if label is None:
-        return request.new_label(dtype_of(value), required(value.shape).dims)
+        return request.new_label(dtype_of(value), value)
     check_same_shape(label, value, option)
     return request.op.cast_like(label, value)
 

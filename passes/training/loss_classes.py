@@ -111,7 +111,7 @@ def _probabilities(request: LossRequest, logits: ir.Value, label: ir.Value | Non
         raise UsageError("ignore_index needs class indices as labels, not probabilities")
     if label is None:
         logits = _without_trailing_ones(op, logits, axis)
-        label = request.new_label(dtype_of(logits), required(logits.shape).dims)
+        label = request.new_label(dtype_of(logits), logits)
     elif rank(label) < rank(logits):
         logits = _without_trailing_ones(op, logits, axis)
     check_same_shape(label, logits, "logits")
@@ -187,11 +187,10 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
     op = request.op
     given = request.options.get("label_shape") or ()
     if label is None and len(given) == rank(scores) and given[axis] == 1:
-        column = [1 if k == axis else d for k, d in enumerate(required(scores.shape).dims)]
-        label = request.new_label(ir.DataType.INT64, column)
+        label = request.new_label(ir.DataType.INT64, scores, axis, keepdims=True)
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
-        return scores, request.new_label(ir.DataType.INT64, [d for k, d in enumerate(required(scores.shape).dims) if k != axis])
+        return scores, request.new_label(ir.DataType.INT64, scores, axis)
     if is_float(label):
         raise UsageError(f"label {describe_value(label)} is floating point: give class indices, or label_kind=probabilities")
     if rank(label) < rank(scores) - 1:

@@ -11,9 +11,12 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe_value, dims, is_float, static_dims, unknown_rank
+from graphc.ir.facts import describe_value, dims, is_float, required, static_dims, unknown_rank
 from graphc.ir.names import find_value
 from graphc.pipeline import Context
+
+LABELS = "labels"
+"""Entry of ``Context.values``: name of a new label → (scores, class axis or None, whether the label keeps it with size 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,22 @@ class LossRequest:
             raise unknown_rank(value)
         return value
 
-    def new_label(self, dtype: ir.DataType, shape: Sequence[Any]) -> ir.Value:
-        """A new graph input for the label."""
+    def new_label(self, dtype: ir.DataType, scores: ir.Value, axis: int | None = None, *, keepdims: bool = False) -> ir.Value:
+        """A new graph input for the label, in the shape of ``scores`` without the class axis, or with size 1 there.
+
+        ``ctx.values["labels"]`` keeps (scores, axis, keepdims) under its name.
+        """
         name = self.options.get("label", "label")
-        value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        sizes = list(required(scores.shape).dims)
+        if axis is not None:
+            sizes[axis : axis + 1] = [1] if keepdims else []
+        value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=ir.Shape(sizes))
         if value.name != name:
             raise UsageError(
                 f"the model computes a value {name!r}: to use it say label={name}, else give the label another name"
             )
         self.graph.inputs.append(value)
+        self.ctx.values.setdefault(LABELS, {})[name] = (scores, axis, keepdims)
         return value
 
     def sample_weight(self, like: ir.Value) -> ir.Value | None:

@@ -92,9 +92,10 @@ def test_check_warns(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for tensor in model.graph.initializer:
         tensor.CopyFrom(onnx.numpy_helper.from_array(np.ones(tuple(tensor.dims), np.float32), tensor.name))
     onnx.save(model, "ones.onnx")
-    warnings = " ".join(document(capfd, "check", "ones.onnx")["warnings"])
-    assert "--initialize he" in warnings
-    assert "fixed batch size 1" in warnings
+    found = document(capfd, "check", "ones.onnx")
+    assert "--initialize he" in " ".join(found["warnings"])
+    assert "fixed at 1" in found["batch"]
+    assert found["batch_size"] == 1
 
 
 def test_inspect_params(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -256,9 +256,10 @@ def test_nan_in_weights_is_a_warning_that_names_them(tmp_path: Path, capsys: pyt
 
 
 def check(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The warnings of ``graphc check``."""
+    """The warnings of ``graphc check``, and its line about the batch."""
     assert main(["check", str(path), "--format", "json"]) == 0
-    return list(json.loads(capsys.readouterr().out)["warnings"])
+    found = json.loads(capsys.readouterr().out)
+    return [*found["warnings"], found["batch"]]
 
 
 def test_check_points_out_folded_batchnorm_and_a_baked_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +281,7 @@ def test_check_points_out_folded_batchnorm_and_a_baked_batch(tmp_path: Path, cap
 
     folded = check(exported("folded.onnx"), capsys)
     assert any("folded it in evaluation mode" in line for line in folded)
-    assert any("fixed batch size 4" in line for line in folded)
+    assert any("fixed at 4" in line for line in folded)
     kept = check(exported("kept.onnx", training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False), capsys)
     assert not any("folded" in line for line in kept)
 

@@ -1,0 +1,71 @@
+"""Warnings of ``graphc check``: files that train, but hardly as their makers meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphc.cli import output
+from graphc.ir.state import repeats_one_value
+from graphc.pipeline import warnings_in
+
+
+def warnings_of(model: ir.Model, trains: set[str], log: Sequence[str]) -> list[str]:
+    """Collect warnings about the model before training; ``log``: what the passes said of the file."""
+    warnings = warnings_in(log)
+    constant = []
+    for name in sorted(trains):
+        tensor = model.graph.initializers[name].const_value
+        if tensor is None or (len(tensor.shape) >= 2 and tensor.size > 1 and repeats_one_value(tensor)):
+            constant.append(name)
+    if constant:
+        warnings.append(
+            f"{output.counted(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved"
+            " without trained weights; train with --initialize he"
+        )
+    warnings.extend(_folded_normalization(model.graph))
+    warnings.extend(_rewritten_weights(model.graph, trains))
+    return warnings
+
+
+_MADE_NAMES = re.compile(r"val_\d+|onnx::\w+_\d+")
+"""Names that PyTorch's exporters give to results of constant folding."""
+
+_UNFOLDED = "export with optimize=False (dynamo) or do_constant_folding=False, or give the module itself to graphc.compile"
+
+
+def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
+    """Warn about weights that an exporter folded or merged, which changes training but not inference."""
+    warnings = []
+    made = sorted(name for name in trains if _MADE_NAMES.fullmatch(name))
+    if made:
+        warnings.append(
+            f"{output.counted(len(made), 'weight')} (first: {made[0]!r}) came out of the exporter's constant folding: names are"
+            f" lost, and a weight that was shared may be several now; {_UNFOLDED}"
+        )
+    merged = []
+    for name in sorted(trains):
+        value = graph.initializers[name]
+        if value.const_value is not None and len(value.uses()) > 1 and repeats_one_value(value.const_value):
+            merged.append(name)
+    if merged:
+        warnings.append(
+            f"{output.counted(len(merged), 'weight')} of one repeated value (first: {merged[0]!r}) serve several nodes: if the"
+            f" exporter has merged equal weights, they train as one here; {_UNFOLDED}"
+        )
+    return warnings
+
+
+def _folded_normalization(graph: ir.Graph) -> list[str]:
+    """Warn if BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
+    convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
+    with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
+    normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())
+    if len(convolutions) < 3 or len(with_bias) < len(convolutions) or normalised:
+        return []
+    return [
+        f"all {len(convolutions)} convolutions have a bias and nothing is normalised: if the network had BatchNormalization, "
+        "its exporter folded it in evaluation mode, and it cannot train; export with training=TrainingMode.TRAINING"
+    ]
