@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
-        result = _app()(args=arguments, prog_name="graphc", standalone_mode=False)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        result = _app()(args=words, prog_name="graphc", standalone_mode=False, obj=words)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except GraphcError as error:

@@ -24,6 +24,8 @@ from graphc.backend import backend_of
 from graphc.cli import options, output
 from graphc.cli.arrays import check_labels, match_inputs, read_arrays
 from graphc.cli.batching import SAMPLE_WEIGHT, fill_last_batch, fit_batch
+from graphc.cli.interrupt import Progress
+from graphc.cli.last_good import LastGood
 from graphc.cli.places import check_checkpoint, check_named, check_place
 from graphc.cli.report import Reporter
 from graphc.cli.summary import collectives, per_step
@@ -31,7 +33,8 @@ from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
-from graphc.errors import GraphcError, NonFiniteError, UsageError
+from graphc.errors import GraphcError, NonFiniteError, UsageError, counted
+from graphc.ir.names import SKIPPED
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
 from graphc.options import CompileOptions
@@ -95,6 +98,8 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     if job.backend != "auto":
         backend_of(job.backend)
     _check_places(job)
+    if job.output is None and job.checkpoint is None:
+        note("neither -o FILE nor --checkpoint DIR is given: the trained weights will not be written")
     model = frontends.load(job.model)
     _check_weights(job, model)
     job, fixed = fit_batch(job, model, note)
@@ -124,7 +129,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         check_labels(graph, evaluation, job.eval_data)
     prepared = Prepared(job, program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight, fixed)
     if evaluation is not None:
-        _batches(prepared, 0, job.workers)
+        _batches(prepared, prepared.evaluation, 0, job.workers)
     return prepared
 
 
@@ -178,12 +183,12 @@ def _check_weights(job: Job, model: ir.Model) -> None:
         check_place(option, place, {f"the weights of the model, {Path(file).name}": file for file in weights})
 
 
-def _batches(prepared: Prepared, rank: int, size: int) -> Shards:
-    """Yield this rank's shares of the evaluation data: every sample once, in file order."""
+def _batches(prepared: Prepared, arrays: Mapping[str, Array], rank: int, size: int) -> Shards:
+    """Yield this rank's shares of data to evaluate: every sample once, in file order."""
     job, fixed = prepared.job, prepared.fixed
     cut = "pad" if fixed is not None and (prepared.weight is not None or _ignored(prepared.program)) else "keep"
     return shard(
-        prepared.evaluation or {},
+        arrays,
         global_batch=job.batch_size if fixed is None else fixed * size,
         rank=rank,
         size=size,
@@ -214,8 +219,11 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
     )
 
 
-def execute(prepared: Prepared, comm: Communicator | None = None) -> None:
+def execute(prepared: Prepared, comm: Communicator | None = None, progress: Progress | None = None) -> None:
     """Train as one worker: the rank of ``comm``, or else of the environment.
+
+    Args:
+        progress: rank 0 notes in it how far the run is.
 
     Raises:
         NonFiniteError: on every rank, after the last good state is exported.
@@ -244,31 +252,51 @@ def execute(prepared: Prepared, comm: Communicator | None = None) -> None:
             if trainer.steps_done and batches.position == (0, 0):  # a checkpoint of a custom loop, without a position
                 epoch, done = divmod(trainer.steps_done, len(batches))
                 batches.load_state_dict(batches.state_dict() | {"epoch": epoch, "samples": done * job.batch_size})
+            if batches.position[0] >= job.epochs:
+                finished = counted(batches.position[0], "finished epoch")
+                output.note(
+                    f"--resume {job.resume} holds {finished}, and --epochs {job.epochs} counts them: nothing is left to train;"
+                    f" say --epochs {batches.position[0] + 1} or more"
+                )
+        before, last_good = trainer.steps_done, LastGood(job, trainer)
         steps = job.epochs * len(batches) * trainer.strategy.steps_per_batch
-        with Reporter(job.form, steps, job.log_every, done=trainer.steps_done) as reporter:
+        progress = progress or Progress()
+        progress.steps = steps
+        with Reporter(job.form, steps, job.log_every, _columns(program, prepared), done=before) as reporter:
             try:
-                _train(prepared, trainer, batches, reporter)
+                _train(prepared, trainer, batches, reporter, last_good, progress)
+                last_good.export(_batches(prepared, prepared.arrays, trainer.rank, trainer.size))
             except NonFiniteError as error:
-                failure = _keep_last_good(job, trainer, error)
+                failure = last_good.after_failure(error)
             else:
-                event = _end_event(job, trainer, time.perf_counter() - start)
+                event = _end_event(job, trainer, before, time.perf_counter() - start)
                 communication = trainer.write_trace()
                 if communication is not None:
                     event |= _traced(job, communication)
-                if job.output is not None:
-                    trainer.export(job.output)
                 # Inside the block: on a terminal these lines go through the progress bar and keep their order.
                 reporter.end(event)
     if failure is not None:
         raise failure
 
 
-def _end_event(job: Job, trainer: Trainer, seconds: float) -> dict[str, Any]:
-    """Make the last event; its state hash checks that all ranks hold the same state."""
+def _columns(program: Program, prepared: Prepared) -> list[str]:
+    """What an epoch reports besides its number and time."""
+    names = [value.name or "" for value in program.model.graph.outputs]
+    evaluated = [f"eval_{name}" for name in names] if prepared.evaluation is not None else []
+    return [*names, *evaluated, *(["skipped"] if SKIPPED in program.model.graph.initializers else [])]
+
+
+def _end_event(job: Job, trainer: Trainer, before: int, seconds: float) -> dict[str, Any]:
+    """Make the last event; its state hash checks that all ranks hold the same state.
+
+    Args:
+        before: steps of earlier runs.
+    """
     number, _ = per_step(collectives(trainer.program.model.graph)) if trainer.size > 1 else (0, 0)
     return {
         "event": "end",
         "steps": trainer.steps_done,
+        "steps_of_run": trainer.steps_done - before,
         "state_sha256": trainer.state_sha256(),
         "world_size": trainer.size,
         **({"servers": trainer.servers, "lost": sorted(trainer.lost)} if trainer.servers else {}),
@@ -303,7 +331,14 @@ def without_tracebacks() -> Iterator[None]:
         raise GraphcError(output.unexpected(error)) from None
 
 
-def _train(prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Reporter) -> None:
+def _train(
+    prepared: Prepared,
+    trainer: Trainer,
+    batches: Shards,
+    reporter: Reporter,
+    last_good: LastGood,
+    progress: Progress,
+) -> None:
     """Train up to ``job.epochs`` epochs in total, from the data's position on."""
     job = prepared.job
     start = time.perf_counter()
@@ -311,6 +346,8 @@ def _train(prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Repo
 
     def report(event: dict[str, Any]) -> None:
         nonlocal start
+        if trainer.rank == 0:
+            progress.step = trainer.steps_done
         match event:
             case {"event": "step", "step": step, **metrics}:
                 reporter.step(step, metrics)
@@ -319,30 +356,16 @@ def _train(prepared: Prepared, trainer: Trainer, batches: Shards, reporter: Repo
             case {"event": "lost", "worker": worker, "step": step}:
                 output.note(f"worker {worker} was lost after step {step}; the others go on")
             case _:
-                if trainer.skipped_steps:
-                    event["skipped"] = trainer.skipped_steps
+                event["skipped"] = trainer.skipped_steps
                 if prepared.evaluation is not None:
-                    found = trainer.evaluate(_batches(prepared, rank, size))
+                    found = trainer.evaluate(_batches(prepared, prepared.evaluation, rank, size))
                     event |= {f"eval_{name}": value for name, value in found.items()}
                 now = time.perf_counter()
-                reporter.epoch(event | {"seconds": round(now - start, 3)})
+                reporter.epoch(event | {"seconds": round(now - start, 3)}, trainer.steps_done)
                 start = now
-                if job.checkpoint is not None:
-                    trainer.save(job.checkpoint)
+                last_good.end_epoch(event["epoch"])
 
     trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[report], log_every=1)
-
-
-def _keep_last_good(job: Job, trainer: Trainer, error: NonFiniteError) -> NonFiniteError:
-    """Export the state of the last good step beside the requested output, which is not written."""
-    if job.output is None:
-        return error
-    target = Path(job.output)
-    kept = target.with_name(f"{target.stem}.last-good{target.suffix or '.onnx'}")
-    trainer.export(kept)
-    return NonFiniteError(
-        f"{error}; {job.output} was not written, {kept} holds the last good state", step=error.step, tensor=error.tensor
-    )
 
 
 def to_json(job: Job) -> str:

@@ -103,6 +103,8 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
         if dataclasses.is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
             parameters += _parameters(parameter.annotation)
+        elif parameter.annotation is typer.Context:
+            parameters.append(parameter)
         else:
             parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,17 +27,20 @@ class Reporter:
         form: ``json``: one line per event; ``text``: for people.
         steps: total steps of the run.
         log_every: steps between ``step`` events; 0 takes the default of the form.
+        columns: what an epoch reports besides its number and time: the same names from its first line to its last.
         done: steps that a resumed run has already done.
     """
 
-    def __init__(self, form: Format, steps: int, log_every: int, *, done: int = 0) -> None:
+    def __init__(self, form: Format, steps: int, log_every: int, columns: Sequence[str], *, done: int = 0) -> None:
         self._json = form is Format.json
         self._every = log_every or (JSON_LOG_EVERY if self._json else 0)
         self._main = output.is_main()
         self._stack = contextlib.ExitStack()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._columns: list[str] | None = None
+        self._names = list(columns)
+        self._columns = ["epoch", *(["step"] if self._every else []), *columns, "seconds"]
+        self._headed = False
         self._steps, self._done = steps, done
         self._unheard = False
 
@@ -76,26 +79,32 @@ class Reporter:
             if self._json:
                 self._event({"event": "step", "step": step, **metrics})
             else:
-                self._say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+                self._row({"step": step, **metrics})
 
     def skipped(self, step: int, count: int) -> None:
         """Report that step ``step`` was skipped, the ``count``-th skipped step of the run."""
         if self._main and self._json:
             self._event({"event": "skipped", "step": step, "skipped": count})
         elif self._main:
-            self._say(f"step {step}  skipped: a NaN or infinity in loss or gradients ({output.counted(count, 'step')} so far)")
+            so_far = output.counted(count, "step")
+            output.note(f"step {step} skipped: a NaN or infinity in loss or gradients ({so_far} so far)")
 
-    def epoch(self, event: Mapping[str, Any]) -> None:
-        """Report the end of an epoch."""
+    def epoch(self, event: Mapping[str, Any], step: int) -> None:
+        """Report the end of an epoch, after step ``step``."""
         if not self._main:
             return
         if self._json:
-            self._event(event)
-            return
-        if self._columns is None:
-            self._columns = [name for name in event if name != "event"]
+            self._event({**{name: event.get(name) for name in ("event", "epoch", *self._names)}, "seconds": event["seconds"]})
+        else:
+            self._row({**event, "step": step})
+
+    def _row(self, event: Mapping[str, Any]) -> None:
+        """Print a line of the table, which has one layout for steps and epochs; the first has a heading above it."""
+        if not self._headed:
+            self._headed = True
             self._say("  ".join(f"{name.replace('_', ' '):>{_width(name)}}" for name in self._columns))
-        self._say("  ".join(f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns))
+        cells = (f"{_cell(name, event.get(name)):>{_width(name)}}" for name in self._columns)
+        self._say("  ".join(cells).rstrip())
 
     def end(self, event: Mapping[str, Any]) -> None:
         """Report the end of the run."""
@@ -105,7 +114,8 @@ class Reporter:
             self._event(event)
             return
         servers = event.get("servers", 0)
-        steps, workers = output.counted(event["steps"], "step"), output.counted(event["world_size"] - servers, "worker")
+        own, workers = event["steps_of_run"], output.counted(event["world_size"] - servers, "worker")
+        steps = output.counted(own, "step") + ("" if own == event["steps"] else f" ({event['steps']:,} in all)")
         if servers:
             lost = f", worker {', '.join(map(str, event['lost']))} lost on the way" if event["lost"] else ""
             self._say(f"{steps} on {workers} and {output.counted(servers, 'server')} in {event['seconds']:.1f} s{lost}")
@@ -143,7 +153,7 @@ def _width(name: str) -> int:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if name in ("epoch", "skipped"):
+    if name in ("epoch", "step", "skipped"):
         return str(value)
     if name == "seconds":
         return f"{value:.2f}"

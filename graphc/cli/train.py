@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +33,7 @@ EXAMPLES = (
 @options.takes_options
 def command(
     *,
+    context: typer.Context,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", metavar="N", help="Samples of one step over all workers. Default: 32.", min=1)
     ] = None,
@@ -74,7 +77,7 @@ def command(
     batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32
     compilation = replace(compilation, recompute=_with_batch(compilation.recompute, batch_size, size))
     job = Job(**vars(run), batch_size=batch_size, workers=size, compilation=compilation)
-    return run_job(job, alone=world.size == 1)
+    return run_job(job, alone=world.size == 1, words=context.obj)
 
 
 def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | None:
@@ -84,33 +87,41 @@ def _with_batch(recompute: str | None, batch_size: int, workers: int) -> str | N
     return f"{recompute},batch={max(1, -(-batch_size // workers))}"
 
 
-def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None) -> int:
+def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None, words: Sequence[str] | None = None) -> int:
     """Run ``job`` on its number of workers (and parameter servers); return the exit code.
 
     Args:
         alone: this process is not a worker, so it starts the workers.
         prepared: the job's program and data, if already prepared.
+        words: the command line, without the program's name.
     """
+    from graphc.cli.interrupt import Progress, how_to_resume, stopped
     from graphc.cli.job import execute, prepare
     from graphc.distributed.threads import run_threads
+    from graphc.launch.signals import termination_interrupts
 
-    with tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
-        several = job.processes > 1 and alone
-        if several and job.transport != "threads":
-            job = _on_disk(job, Path(name))
-            if prepared is None:
-                prepare(job)  # errors in the arguments are reported once, before any worker starts
-            return _launch(job, Path(name))
-        ready = prepared or prepare(job)
-        try:
+    progress = Progress()
+    several = job.processes > 1 and alone
+    try:
+        with termination_interrupts(), tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
+            if several and job.transport != "threads":
+                job = _on_disk(job, Path(name))
+                if prepared is None:
+                    prepare(job)  # errors in the arguments are reported once, before any worker starts
+                code = _launch(job, Path(name))
+                if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+                    output.note(how_to_resume(job, progress.begun, words))
+                return code
+            ready = prepared or prepare(job)
             if several:
-                run_threads(job.processes, lambda comm: execute(ready, comm), deadline=job.deadline)
+                run_threads(job.processes, lambda comm: execute(ready, comm, progress), deadline=job.deadline)
             else:
-                execute(ready)
-        except KeyboardInterrupt:
-            output.note("interrupted")
-            return 130
-        return 0
+                execute(ready, progress=progress)
+    except KeyboardInterrupt as end:
+        number = end.args[0] if end.args else signal.SIGINT
+        output.note(stopped(job, progress, number, words))
+        return int(128 + number)
+    return 0
 
 
 def _on_disk(job: Job, folder: Path) -> Job:

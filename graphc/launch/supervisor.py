@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
 
 from graphc.distributed.health.flight_recorder import dump
 from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
+from graphc.launch.signals import termination_interrupts
 
 TICK = 0.05  # seconds between looks at the board
 PARTIAL = 0.1  # seconds after which an unfinished line (a progress bar) is shown
@@ -94,13 +93,15 @@ class Supervisor:
     def run(self) -> int:
         """Wait for the end of the run; return the exit code."""
         try:
-            with _termination_interrupts():
+            with termination_interrupts():
                 while self.process.poll() is None:
                     self._forward()
                     self._look()
         except KeyboardInterrupt as end:
             number = end.args[0] if end.args else signal.SIGINT
-            print("graphc: interrupted; the workers were stopped", file=sys.stderr)
+            self._end_all()
+            what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
             return int(128 + number)
         finally:
             self._end_all()
@@ -109,6 +110,12 @@ class Supervisor:
                 stream.flush()
                 os.close(stream.descriptor)
         return self._report()
+
+    def _last_step(self) -> str:
+        """The step that the workers were in, as far as their collectives tell."""
+        steps = [entry.step for rank in range(self.board.size) for entry in self.board.recorder(rank).entries()]
+        last = max(steps, default=-1)
+        return f" in step {last}" if last >= 0 else ""
 
     def _forward(self) -> None:
         poll = select.poll()
@@ -222,23 +229,6 @@ class Supervisor:
         where = dump(logs, self.board.size, message, self.board.stamp)
         text = "; ".join(filter(None, (message, "the other workers were stopped", where)))
         print(f"graphc: {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does; only the main thread may set handlers."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _reason(rank: str, signal: str | None = None, code: str | None = None) -> str:

@@ -133,6 +133,7 @@ class ParameterServer(Strategy):
         if self._skipped > skipped:
             progress.skip(server.steps, self._skipped)
         else:
+            self.trainer.watch(server.results)
             progress.step(server.steps, server.results, server.samples)
 
     def _epoch_steps(self, shards: Shards | None) -> int:

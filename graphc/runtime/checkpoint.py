@@ -155,6 +155,37 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     return state, json.loads(notes["metadata"])
 
 
+def metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the metadata of a checkpoint alone.
+
+    Raises:
+        CheckpointError: there is none, or its header cannot be read.
+    """
+    path = Path(directory) / FILE_NAME
+    try:
+        with open(path, "rb") as file:
+            _, notes, _ = _read_header(file.read(8), file.read, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
+    found: dict[str, Any] = json.loads(notes["metadata"])
+    return found
+
+
+def move(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Move a checkpoint to another folder, where it replaces one; nothing happens if there is none.
+
+    Raises:
+        CheckpointError: the folder cannot be written to.
+    """
+    try:
+        Path(target).mkdir(parents=True, exist_ok=True)
+        os.replace(Path(directory) / FILE_NAME, Path(target) / FILE_NAME)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"cannot move the checkpoint to {str(target)!r}: {error.strerror or error}") from error
+
+
 def check_state_names(arrays: Mapping[str, Array], *, needed: Collection[str], known: Collection[str]) -> None:
     """Refuse a checkpoint of something else.
 

@@ -72,7 +72,7 @@ def explain(
     everyone = comm.allgather_object((tensor, nothing)) if comm.size > 1 else [(tensor, nothing)]
     rank, first = next(((r, t) for r, (t, _) in enumerate(everyone) if t is not None), (comm.rank, None))
     because = "every label of the batch is the one that is ignored, so that there is nothing to average"
-    advice = because if all(found for _, found in everyone) else _advice(model.graph, first)
+    advice = because if all(found for _, found in everyone) else _advice(model.graph, first, step)
     return nonfinite_error(step, first, f"rank {rank}", "in the gradients", advice)
 
 
@@ -87,16 +87,24 @@ def _all_ignored(graph: ir.Graph, feeds: Mapping[str, Array]) -> bool:
 _STEADIER = "a smaller learning rate or gradient clipping may help"
 
 
-def _advice(graph: ir.Graph, tensor: str | None) -> str:
+_NO_UPDATE_YET = (
+    "no update has changed a weight yet: look at the data and at what this op gets, such as a division by zero, the logarithm"
+    " or root of a number that is not positive, or numbers too large for their type"
+)
+
+
+def _advice(graph: ir.Graph, tensor: str | None, step: int) -> str:
     if any(value.name == tensor for value in graph.inputs):
         return "it is in the data"
     if tensor in graph.initializers:
-        return "it was there before the step: in the model's file, in a checkpoint, or since an update"
-    return _STEADIER
+        since = " or in a checkpoint" if step == 0 else ", in a checkpoint, or since an update"
+        return f"it was there before the step: in the model's file{since}"
+    return _STEADIER if step else _NO_UPDATE_YET
 
 
-def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, advice: str = _STEADIER) -> NonFiniteError:
+def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, advice: str | None = None) -> NonFiniteError:
     """What stops a run: the ``tensor`` in which :func:`first_nonfinite` found it on ``who``, or ``elsewhere``."""
+    advice = advice or (_STEADIER if step else _NO_UPDATE_YET)
     where = f"first in tensor {tensor!r} on {who}" if tensor else f"{elsewhere}, and not again on replay"
     return NonFiniteError(
         f"a NaN or infinity appeared in step {step}, {where}; the state is that of the last good step ({advice})",

@@ -13,13 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 import graphc
-from graphc import frontends
 from graphc.backend import make_backend
 from graphc.compiler import Program
-from graphc.data import Batch, Shards
+from graphc.data import Shards
 from graphc.device import Array
 from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
@@ -27,8 +24,7 @@ from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import GraphcError, UsageError, describe_error
-from graphc.ir.facts import is_float
-from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, RESERVED, SEED, SKIPPED
+from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
 from graphc.ir.ops.parameter_server import server_options
 from graphc.optim import checked_rate
 from graphc.plan.accumulation import sums_by_tree
@@ -36,8 +32,10 @@ from graphc.plan.state_rewrites import adapted
 from graphc.report.trace import Summary, Trace
 from graphc.runtime import checkpoint
 from graphc.runtime.state import State
-from graphc.training.feeds import averages, batches_of, feed_shape
-from graphc.training.microbatch import MicroBatch, micro_batches
+from graphc.training import export
+from graphc.training.divergence import LossWatch
+from graphc.training.evaluation import evaluate
+from graphc.training.microbatch import micro_batches
 from graphc.training.plan_cache import PlanCache, Wrap
 from graphc.training.program_check import check_programs
 from graphc.training.progress import Callback, EpochProgress
@@ -67,6 +65,7 @@ class Trainer:
         steps_done: finished steps of the training. With parameter servers: on a server the steps applied to the state,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
         lost: on parameter server 0: worker → last step before it was lost.
+        loss_watch: compares the loss with that of the first steps.
 
     Raises:
         WorldError: mesh and world disagree, or the workers' programs do.
@@ -120,6 +119,7 @@ class Trainer:
         self.plans.wrap = self._hook()
         self.steps_done = 0
         self.lost: dict[int, int] = {}
+        self.loss_watch = LossWatch()
         self.last_checkpoint: tuple[Path, int] | None = None  # with the number of steps applied to it
         self._tracked: Shards | None = None
         self._restored_position: dict[str, Any] | None = None  # kept until the shards that it belongs to are known
@@ -187,7 +187,15 @@ class Trainer:
             WorldError: a parameter server is lost, or slower workers miss the deadline.
         """
         with self._exclusive_use():
-            return self.strategy.step(feeds, offset)
+            metrics = self.strategy.step(feeds, offset)
+        self.watch(metrics)
+        return metrics
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Warn once if the loss of the step that just ended has grown a thousandfold over the first steps."""
+        loss = metrics.get("loss", 0.0)
+        if self.loss_watch.see(loss) and self.rank == 0:
+            self.loss_watch.warn(self.steps_done, loss, self.learning_rate)
 
     def fit(
         self, batches: Batches, *, epochs: int = 1, callbacks: Sequence[Callback] = (), log_every: int = 0
@@ -258,23 +266,8 @@ class Trainer:
         """
         if self.servers and isinstance(batches, Shards) and batches.size != 1:
             raise UsageError("with parameter servers a rank evaluates alone; give shard(…, rank=0, size=1)")
-        names = [v.name or "" for v in self.program.inference.graph.outputs]
-        sums = dict.fromkeys(names, 0.0)
         with self._exclusive_use():
-            self.state.gather(self.comm, self.program.inference.graph.initializers)
-            MicroBatch({}, 0, live=True).set_scalars(self.state.scalars)
-            for item in batches_of(batches.epoch(0) if isinstance(batches, Shards) else batches):
-                feeds = item.feeds if isinstance(item, Batch) else item
-                if all(feed_shape(array)[:1] == (0,) for array in feeds.values()):
-                    continue  # this worker has no sample of the last batch
-                executor = self.plans.for_evaluation(feeds)
-                executor.run(self.plans.checked(executor, feeds))
-                for name in names:
-                    sums[name] += float(executor.outputs[name])
-            total = np.array([sums[name] for name in names], dtype=np.float64)
-            if self.size > 1 and not self.servers:  # a collective would wait for a lost worker
-                self.comm.allreduce(total, "sum")
-        return averages(dict(zip(names, total.tolist(), strict=True)))
+            return evaluate(self, batches)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -312,6 +305,7 @@ class Trainer:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._tracked is not None:
                 meta["data"] = self._tracked.state_dict()
+            export.check_finite(self, arrays, folder)
             checkpoint.save(folder, arrays, meta)
         self.strategy.wait_for_file()
         self.last_checkpoint = Path(folder), self.steps_done
@@ -339,26 +333,17 @@ class Trainer:
 
     def trained_values(self) -> dict[str, Array]:
         """Return the model's current initializers under the file's names; if any are sharded, every rank calls it."""
-        graph = self.program.inference.graph
-        known = self.state.arrays.keys() | self.state.gather(self.comm, graph.initializers).keys()
-        names = [n for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)]
-        found = {name: self.state.fetch(name) for name in names}
-        for name in self.state.apart() if self.size > 1 else ():
-            if name in found:  # ranks that update independently: the mean of their parameters
-                found[name] = found[name].copy()
-                self.comm.allreduce(found[name].reshape(-1), "mean", f"state/{name}")
-        return found
+        return export.trained_values(self)
 
     def export(self, path: str | Path) -> None:
         """Write the user's model with trained values, original names and in inference mode; rank 0 writes atomically.
 
         If a pass changed what the model computes, that is the legalised model with the change.
+
+        Raises:
+            NonFiniteError: training has made weights NaN or infinite; a file at ``path`` stays as it is.
         """
-        self.strategy.collect()
-        values = self.trained_values()
-        if self.rank == 0:
-            frontends.save(self.program.trained(values), path)
-        self.strategy.wait_for_file()
+        export.export(self, path)
 
     def write_trace(self) -> Summary | None:
         """Write the trace on rank 0 and return how much communication was hidden; None without a trace.

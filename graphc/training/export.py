@@ -1,0 +1,62 @@
+"""Takes trained weights out of a trainer, and refuses those that training has broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphc import frontends
+from graphc.device import Array
+from graphc.errors import NonFiniteError
+from graphc.ir.facts import array_of, is_float
+from graphc.ir.names import RESERVED
+
+if TYPE_CHECKING:
+    from graphc.training.trainer import Trainer
+
+
+def trained_values(trainer: Trainer) -> dict[str, Array]:
+    """The model's current initializers under the file's names; if any are sharded, every rank calls it."""
+    state, graph = trainer.state, trainer.program.inference.graph
+    known = state.arrays.keys() | state.gather(trainer.comm, graph.initializers).keys()
+    names = [n for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)]
+    found = {name: state.fetch(name) for name in names}
+    for name in state.apart() if trainer.size > 1 else ():
+        if name in found:  # ranks that update independently: the mean of their parameters
+            found[name] = found[name].copy()
+            trainer.comm.allreduce(found[name].reshape(-1), "mean", f"state/{name}")
+    return found
+
+
+def export(trainer: Trainer, path: str | Path) -> None:
+    """See :meth:`graphc.Trainer.export`."""
+    trainer.strategy.collect()
+    values = trained_values(trainer)
+    if trainer.rank == 0 or not trainer.servers:  # other ranks than 0 of parameter servers may hold old values
+        check_finite(trainer, values, path)
+    if trainer.rank == 0:
+        frontends.save(trainer.program.trained(values), path)
+    trainer.strategy.wait_for_file()
+
+
+def check_finite(trainer: Trainer, values: Mapping[str, Array], path: str | Path) -> None:
+    """Refuse to write weights that training has made NaN or infinite.
+
+    Raises:
+        NonFiniteError: with the first of them.
+    """
+    given = trainer.program.model.graph.initializers
+    for name, array in values.items():
+        if array.dtype.kind in "iub" or name not in given or bool(np.isfinite(array).all()):
+            continue
+        if given[name].const_value is not None and not np.isfinite(array_of(given[name])).all():
+            continue  # the file came with it: a mask, say
+        raise NonFiniteError(
+            f"{name!r} holds a NaN or infinity after step {trainer.steps_done}, so {path} was not written: the last update"
+            f" overflowed, at a learning rate of {trainer.learning_rate:g}; a smaller one or gradient clipping may help",
+            step=trainer.steps_done,
+            tensor=name,
+        )
