@@ -129,7 +129,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         check_labels(graph, evaluation, job.eval_data)
     prepared = Prepared(job, program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight, fixed)
     if evaluation is not None:
-        _batches(prepared, prepared.evaluation, 0, job.workers)
+        _batches(prepared, evaluation, 0, job.workers)
     return prepared
 
 

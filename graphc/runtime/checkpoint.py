@@ -163,8 +163,8 @@ def metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(directory) / FILE_NAME
     try:
-        with open(path, "rb") as file:
-            _, notes, _ = _read_header(file.read(8), file.read, path)
+        with open_regular(path) as file:
+            _, _, notes = _read_header(file, path)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
     found: dict[str, Any] = json.loads(notes["metadata"])

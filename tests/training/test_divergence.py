@@ -82,19 +82,19 @@ def test_infinities_of_the_file_are_no_fault(tmp_path: Path) -> None:
     """A mask of -inf, say, is exported as it came."""
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 21]> g (float[N,4] x) => (float[N,4] p)
-        <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}, float[4] mask = {0, 0, 0, 0}>
-        { y = MatMul(x, w) z = Add(y, mask) p = Softmax(z) }"""
+        <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}, float[4] "fc.bias" = {0, 0, 0, 0}>
+        { y = MatMul(x, w) z = Add(y, "fc.bias") p = Softmax(z) }"""
     )
     mask = np.array([0, 0, 0, -np.inf], np.float32)
-    model.graph.initializer[1].CopyFrom(onnx.numpy_helper.from_array(mask, "mask"))
+    model.graph.initializer[1].CopyFrom(onnx.numpy_helper.from_array(mask, "fc.bias"))
     compiled = graphc.compile(
-        model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.01), freeze=["mask"]
+        model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.01), freeze=["fc.bias"]
     )
     with graphc.Trainer(compiled, threads=1) as trainer:
         trainer.step({"x": X, "label": np.arange(16) % 3})
         trainer.export(tmp_path / "trained.onnx")
     saved = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
-    np.testing.assert_array_equal(saved["mask"], mask)
+    np.testing.assert_array_equal(saved["fc.bias"], mask)
 
 
 @pytest.mark.parametrize(("steps", "words"), [(0, "no update has changed a weight yet"), (1, "a smaller learning rate")])
