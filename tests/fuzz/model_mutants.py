@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -59,21 +59,21 @@ def seeds() -> tuple[Seed, ...]:
     return tuple(found)
 
 
-def mutate(model: onnx.ModelProto, rng: random.Random) -> bytes:
-    """A damaged copy of ``model``, as the bytes of a file; one to three changes."""
+def mutate(model: onnx.ModelProto, number: int, keep: Collection[int] | None = None) -> bytes:
+    """Mutant ``number`` of ``model``, as the bytes of a file: one to three changes, of which ``keep`` lists those to make."""
+    rng = random.Random(number)
     mutant = onnx.ModelProto()
     mutant.CopyFrom(model)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        rng.choice(_CHANGES)(mutant, rng)
-    data = mutant.SerializeToString()
-    if rng.random() < 0.05:
-        spoilt = bytearray(data)
+    changes = [(rng.choice(_CHANGES), rng.getrandbits(32)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+    spoil, cut = rng.random() < 0.05, rng.random() < 0.02
+    for k, (change, own) in enumerate(changes):
+        if keep is None or k in keep:
+            change(mutant, random.Random(own))
+    data = bytearray(mutant.SerializeToString())
+    if spoil:
         for _ in range(rng.randint(1, 8)):
-            spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
-        data = bytes(spoilt)
-    elif rng.random() < 0.02:
-        data = data[: rng.randrange(len(data))]
-    return data
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(data[: rng.randrange(len(data))] if cut else data)
 
 
 def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
