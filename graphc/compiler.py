@@ -112,7 +112,7 @@ class Program:
             values: name → array.
         """
         if self.changed is None:
-            return frontends.write_back(self.original, values)
+            return frontends.write_back(self.original, values, frontends.quantized_parameters(self.inference.graph))
         model = frontends.write_back(self.changed, values)
         decompose_graph(model.graph, lambda node: node.domain != DOMAIN)
         return model
@@ -141,6 +141,8 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
     return [
         # one opset, parameters as initializers, everything typed
         PassCall("legalize", {"train": options.train, "shapes": shape_texts(options.shapes)}),
+        # float weights and products in the place of integers
+        PassCall("dequantize", {"mode": options.dequantize, "train": options.train}),
         *(
             [PassCall("rebatch", {"batch": batch})] if batch is not None else []
         ),  # a baked batch size becomes another, or a symbol
@@ -339,7 +341,7 @@ def grad(
     copy = frontends.load(model, example_inputs=example_inputs).clone()
     targets = [of] if isinstance(of, str) else list(of)
     wrt = [wrt] if isinstance(wrt, str) else wrt
-    ctx = run(copy, [PassCall("legalize", {"shapes": shape_texts(shapes)})])
+    ctx = run(copy, [PassCall("legalize", {"shapes": shape_texts(shapes)}), PassCall("dequantize")])
     earlier = set(copy.graph)
     run(copy, [PassCall("autodiff", {"of": targets, "wrt": list(wrt)})], ctx)
     new = (v for node in copy.graph if node not in earlier for v in node.outputs)

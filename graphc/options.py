@@ -64,6 +64,14 @@ class CompileOptions(ParameterChoice):
         Shapes,
         Option("Fix dimensions of an input, '?' as the file says: x=?,3,48,192 (repeatable).", "NAME=N,…", flags=("--shape",)),
     ] = None
+    dequantize: Annotated[
+        str,
+        Option(
+            "Quantised files: auto trains float weights behind rounded activations, always rounds nothing, never leaves the"
+            " integers alone.",
+            "MODE",
+        ),
+    ] = "auto"
     initialize: Annotated[
         str | None,
         Option("Fresh weights: he, glorot, normal, uniform or zeros, for a file without trained ones.", "METHOD"),

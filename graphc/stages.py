@@ -22,7 +22,7 @@ from graphc.ir.names import LOSS_TOTAL
 from graphc.ir.subgraphs import captured
 from graphc.pipeline import PASSES, Context, PassCall, run
 
-IMPORT_PASSES = ("legalize", "rebatch", "initialize")
+IMPORT_PASSES = ("legalize", "dequantize", "rebatch", "initialize")
 """Passes that prepare the model itself, besides those that change its function."""
 
 RunStep = Callable[[PassCall], None]

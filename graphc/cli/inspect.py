@@ -196,7 +196,9 @@ def _parameters(model: ir.Model, chosen: ParameterChoice) -> list[dict[str, Any]
     from graphc.pipeline import Context, PassCall, run
 
     working, ctx = model.clone(), Context()
-    run(working, [PassCall("legalize", {"train": chosen.train}), PassCall("check", vars(chosen))], ctx)
+    chosen_too = {"train": chosen.train}
+    steps = [PassCall("legalize", chosen_too), PassCall("dequantize", chosen_too), PassCall("check", vars(chosen))]
+    run(working, steps, ctx)
     rows: list[dict[str, Any]] = ctx.values["check"]["parameters"]
     return rows
 

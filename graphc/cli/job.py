@@ -118,6 +118,9 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     )
     for text in warnings_in(program.log):
         note(f"warning: {text}")
+    for line in program.log:
+        if line.startswith("dequantize: "):  # the graph computes something else than the file
+            note(line)
     graph = program.model.graph
     if not servers(job.compilation):
         micro_batches(graph, job.workers).check_divides(job.batch_size, job.workers)

@@ -9,8 +9,9 @@ import onnx_ir as ir
 from graphc.errors import UsageError
 from graphc.frontends import onnx as _onnx
 from graphc.frontends.onnx import files_of, save, write_back
+from graphc.frontends.requantize import quantized_parameters
 
-__all__ = ["export", "files_of", "frozen", "load", "save", "write_back"]
+__all__ = ["export", "files_of", "frozen", "load", "quantized_parameters", "save", "write_back"]
 
 
 def load(source: Any, *, example_inputs: Any = None) -> ir.Model:

@@ -7,6 +7,7 @@ save(trained, "trained.onnx")
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -22,9 +23,11 @@ import onnx_ir as ir
 from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
+from graphc.frontends.requantize import requantize
 from graphc.frontends.writing import atomic_write, save
 from graphc.ir.exporter_folding import unfold
 from graphc.ir.exporter_records import recorded_kinds, separate_merged
+from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
@@ -275,13 +278,16 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) 
 # Giving trained weights back ------------------------------------------------------------------------------------------
 
 
-def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -> ir.Model:
+def write_back(
+    original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]], quantized: Mapping[str, Quantized] | None = None
+) -> ir.Model:
     """Return the user's own file with trained values.
 
     Args:
         original: the model as it was loaded, before ``legalize``.
         values: name → array, for initializers and for values computed by ``ConstantOfShape``, ``Constant``, ``Identity``
             or ``Cast`` nodes, which become initializers of that name. An axis of size 1 is repeated to the file's size.
+        quantized: parameters that the file holds as integers, and where.
 
     Returns:
         A new model of the same opset, names and element types, with BatchNormalization and Dropout in inference mode.
@@ -294,6 +300,10 @@ def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -
     produced = {v.name: v for node in graph for v in node.outputs if v.name}
     inside = {name: value for _, value, name in body_initializers(graph)}
     held = {name: node for node, name in body_constants(graph)}
+    if quantized:
+        read = functools.partial(_constant, graph, produced)
+        integers = requantize(quantized, values, read)
+        values = {name: array for name, array in values.items() if name not in quantized} | integers
     for name, array in values.items():
         if name in graph.initializers:
             _set_initializer(graph.initializers[name], array)
@@ -309,6 +319,15 @@ def write_back(original: ir.Model, values: Mapping[str, np.ndarray[Any, Any]]) -
         for node in list(nodes):
             to_inference(node)
     return model
+
+
+def _constant(graph: ir.Graph, produced: Mapping[str, ir.Value], name: str) -> np.ndarray[Any, Any]:
+    """The array of an initializer or ``Constant`` of the file."""
+    value = graph.initializers.get(name) or produced.get(name)
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None:
+        raise ModelError(f"the file has no constant {name!r}{nearest(name, [*graph.initializers, *produced])}")
+    return np.asarray(tensor.numpy())
 
 
 def _set_initializer(value: ir.Value, array: np.ndarray[Any, Any]) -> None:

@@ -14,8 +14,9 @@ import onnx_ir as ir
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import rank
+from graphc.passes.gradients.reverse_mode import INTEGER_PRODUCTS
 
-zero_gradient("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", origin=__name__)
+zero_gradient(*sorted(INTEGER_PRODUCTS), origin=__name__)
 
 
 @gradient("Gemm")

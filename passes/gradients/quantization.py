@@ -44,7 +44,7 @@ def quantize_linear(op: Builder, node: ir.Node, dq: ir.Value) -> Any:
     def through() -> tuple[Any, Any]:
         wide = op.cast_like(_spread(op, node, scale, x), dq)
         ratio = op.Div(op.cast_like(x, dq), wide)
-        low, high = _range(node)
+        low, high = quantised_range(node)
         level = op.Round(ratio)
         if zero is not None:
             level = op.Add(level, _spread(op, node, op.cast_like(zero, dq), x))
@@ -61,7 +61,7 @@ def quantize_linear(op: Builder, node: ir.Node, dq: ir.Value) -> Any:
     return dx, dscale
 
 
-def _range(node: ir.Node) -> tuple[float, float]:
+def quantised_range(node: ir.Node) -> tuple[float, float]:
     """The smallest and the largest number of the quantised type."""
     dtype = dtype_of(node.outputs[0])
     known = {ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15), ir.DataType.INT2: (-2, 1), ir.DataType.UINT2: (0, 3)}

@@ -255,7 +255,7 @@ def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir
         if declaration is not None and declaration.next_value:
             continue
         rule = GRADIENTS.get(key_of(node.domain, node.op_type))
-        if rule is not None and rule.function is None:
+        if rule is not None and rule.function is None and node.op_type not in INTEGER_PRODUCTS:
             continue
         if any(v in needs for v in reads(node)):
             needs.update(out for out in node.outputs if out.dtype is None or is_float(out) or _is_quantised(node, out, needs))
@@ -263,6 +263,9 @@ def descendants(nodes: Sequence[ir.Node], sources: Sequence[ir.Value]) -> set[ir
 
 
 _QUANTISES = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+INTEGER_PRODUCTS = frozenset({"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"})
+"""Products of integers that stand for real numbers: a gradient that stops here is wrong, so it is refused."""
+
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Expand", "Concat"})
 
 
@@ -272,6 +275,8 @@ def _is_quantised(node: ir.Node, out: ir.Value, needs: set[ir.Value]) -> bool:
         return False
     if node.op_type in _QUANTISES:
         return out is node.outputs[0]
+    if node.op_type in INTEGER_PRODUCTS:
+        return any(v in needs for v in node.inputs)
     return node.op_type in _MOVES and any(v in needs and v.dtype == out.dtype for v in node.inputs if v is not None)
 
 
@@ -286,6 +291,8 @@ def ancestors(nodes: Iterable[ir.Node], targets: Sequence[ir.Value]) -> set[ir.V
 
 def has_no_gradient(node: ir.Node) -> bool:
     """Whether the node has no rule, decomposition or function body to differentiate."""
+    if node.op_type in INTEGER_PRODUCTS and not node.domain:
+        return True
     if key_of(node.domain, node.op_type) in GRADIENTS:
         return False
     declaration = declaration_of(node)
@@ -304,12 +311,18 @@ def _refuse_missing_rules(order: Sequence[ir.Node], needs: set[ir.Value], source
         lines.append(f"  {key_of(node.domain, node.op_type)} at {describe(node)}\n    reached from {' → '.join(path)}")
     more = f"\n  … and {len(missing) - 8} more" if len(missing) > 8 else ""
     names = sorted({key_of(n.domain, n.op_type) for n in missing})
+    instead = (
+        "\nThe pass 'dequantize' in front of autodiff makes float products of integer ones (--dequantize auto)"
+        if INTEGER_PRODUCTS & set(names)
+        else ""
+    )
     raise UnsupportedOpError(
         f"no gradient for {', '.join(names)} on the path from a trained parameter to the loss:\n"
         + "\n".join(lines)
         + more
         + "\nFreeze the parameters in front of it (--freeze GLOB), or register a rule with @graphc.gradient.gradient"
         + f"({names[0]!r})"
+        + instead
     )
 
 

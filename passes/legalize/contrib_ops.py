@@ -19,6 +19,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, inputs_of, static_dims
 from graphc.ir.opset_adapters import Adapter, take
+from graphc.passes.legalize.contrib_quantized import QUANTIZED_OPS
 
 
 def adapt_contributed(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -266,5 +267,6 @@ CONTRIBUTED: dict[str, Adapter] = {
     "SimplifiedLayerNormalization": _simplified_layer_normalization,
     "SkipLayerNormalization": _skip_layer_normalization,
     "SkipSimplifiedLayerNormalization": _skip_simplified_layer_normalization,
+    **QUANTIZED_OPS,
 }
 """``com.microsoft`` op → its standard form."""

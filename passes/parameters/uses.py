@@ -54,7 +54,7 @@ Sign Floor Ceil Round MelWeightMatrix HannWindow HammingWindow BlackmanWindow Is
 _SETTINGS = frozenset(_IGNORED.split())
 """Ops through which no operand trains."""
 
-_SET = "Resize Upsample Clip Dropout RoiAlign MaxRoiPool CenterCropPad QuantizeLinear Pad"
+_SET = "Resize Upsample Clip Dropout RoiAlign MaxRoiPool CenterCropPad QuantizeLinear DequantizeLinear Pad"
 
 _SET_BY_INPUTS = frozenset(_SET.split())
 """Ops whose inputs are settings, except input 0."""

@@ -1,0 +1,1 @@
+"""Passes that give quantised files float weights to train."""
