@@ -11,12 +11,17 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe_value, dims, is_float, required, static_dims, unknown_rank
+from graphc.ir.facts import constant, describe_value, dims, is_float, is_parameter, required, static_dims, unknown_rank
 from graphc.ir.names import find_value
+from graphc.passes.gradients.reverse_mode import ancestors
 from graphc.pipeline import Context
 
 LABELS = "labels"
 """Entry of ``Context.values``: name of a new label → (scores, class axis or None, whether the label keeps it with size 1)."""
+
+
+DEFAULT = "label"
+"""Name of the label that the losses have unless they are given another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class LossRequest:
 
     def existing_label(self) -> ir.Value | None:
         """The value of the graph that is the label, or None when the label will be a new input."""
-        name = self.options.get("label", "label")
+        name = self.options.get("label", DEFAULT)
         if "label" not in self.options and not any(v.name == name for v in self.graph.inputs):
             return None
         try:
@@ -72,14 +77,34 @@ class LossRequest:
             return None
         if value.shape is None:
             raise unknown_rank(value)
+        self._refuse_own_answer(value)
         return value
+
+    def _refuse_own_answer(self, label: ir.Value) -> None:
+        """Refuse a label that the model computes with the weights that the loss trains, such as a classifier's ``label``.
+
+        A target of floats under another name than the default was chosen on purpose: two views of one sample, say.
+        """
+        name, producer = label.name or "", label.producer()
+        if producer is None or constant(label) is not None:
+            return
+        scores = self.scored("prediction" if "prediction" in self.options else "logits")
+        if label is not scores:
+            behind, shared = ancestors(self.graph, [label]), ancestors(self.graph, [scores])
+            trained = any(value.is_initializer() and is_parameter(value) for value in behind & shared)
+            if not (trained or scores in behind or producer is scores.producer()) or (is_float(label) and name != DEFAULT):
+                return
+        raise UsageError(
+            f"the model computes {name!r} itself, with the weights that are to be trained, so that it cannot be the target:"
+            f" give the label another name, such as label=target, and call its array so in the data"
+        )
 
     def new_label(self, dtype: ir.DataType, scores: ir.Value, axis: int | None = None, *, keepdims: bool = False) -> ir.Value:
         """A new graph input for the label, in the shape of ``scores`` without the class axis, or with size 1 there.
 
         ``ctx.values["labels"]`` keeps (scores, axis, keepdims) under its name.
         """
-        name = self.options.get("label", "label")
+        name = self.options.get("label", DEFAULT)
         sizes = list(required(scores.shape).dims)
         if axis is not None:
             sizes[axis : axis + 1] = [1] if keepdims else []

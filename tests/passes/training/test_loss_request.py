@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+import graphc
 from graphc import losses, pipeline
 from graphc.errors import GraphcError, ModelError, UsageError
 from graphc.ir.names import LOSS_TOTAL
@@ -99,6 +100,46 @@ def test_several_outputs_need_a_name_and_can_be_kept() -> None:
     model = two()
     loss(model, Context(), logits="features")
     assert [v.name for v in model.graph.outputs] == ["loss"]
+
+
+OWN_ANSWERS = {
+    # what scikit-learn's converters write: the best class, and its probability
+    "its class": ("int64[N] label, double[N,5] p", "z = MatMul(x, w) p = Softmax(z) label = ArgMax<axis=1, keepdims=0>(p)"),
+    "through a view": (
+        "int64[N,1] label, double[N,5] p",
+        "z = MatMul(x, w) p = Softmax(z) a = ArgMax<axis=1, keepdims=1>(z) label = Identity(a)",
+    ),
+    "its output": ("double[N,5] label", "label = MatMul(x, w)"),
+}
+
+
+@pytest.mark.parametrize("case", OWN_ANSWERS)
+def test_the_models_own_answer_is_no_target(case: str) -> None:
+    outputs_, body = OWN_ANSWERS[case]
+    w = np.random.default_rng(0).standard_normal((4, 5))
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21]> g (double[N,4] x) => ({outputs_})
+        <double[4,5] w = {{{",".join(map(str, w.flat))}}}> {{ {body} }}"""
+    )
+    kind, option = (
+        (losses.MSE, {"prediction": "label"}) if case == "its output" else (losses.SoftmaxCrossEntropy, {"logits": "p"})
+    )
+    with pytest.raises(UsageError, match=r"the model computes 'label' itself.*label=target"):
+        graphc.compile(model, loss=kind(**option), optimizer=graphc.optim.SGD())
+    x, label = data(6, 4)
+    target = np.zeros((6, 5)) if kind is losses.MSE else label
+    program = graphc.compile(model, loss=kind(**option, label="target"), optimizer=graphc.optim.SGD())
+    with graphc.Trainer(program, threads=1) as trainer:
+        got = trainer.step({"x": x, "target": target})["loss"]
+    function = F.mse_loss if kind is losses.MSE else F.cross_entropy
+    np.testing.assert_allclose(got, function(torch.tensor(x @ w), torch.tensor(target)).item(), rtol=1e-9)
+
+
+def test_a_target_that_the_model_prepares_from_its_inputs_is_one() -> None:
+    model = graph_of("double[N,5] x, double[N,5] t) => (double[N,5] z", "z = Neg(x) scaled = Add(t, t)")
+    x, _ = data(4, 5)
+    got = run(model, {"x": x, "t": x}, of=None, kind="mse", prediction="z", label="scaled")
+    np.testing.assert_allclose(got["loss"], (9 * x**2).mean(), rtol=1e-9)
 
 
 @pytest.mark.parametrize("shape", ["", "1"])
