@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from graphc.cli import options, output
@@ -22,10 +21,6 @@ EXAMPLES = (
 )
 
 
-TEXT = ".onnxtxt"
-"""Suffix of files in ONNX text syntax."""
-
-
 @options.takes_options
 def command(
     model: options.Model,
@@ -33,7 +28,8 @@ def command(
     out: Annotated[
         str | None,
         Option(
-            "'-' writes the model to standard output, a name in .onnxtxt its text. Default: print the text.",
+            "'-' writes the model to standard output, a name in .onnxtxt its text, with large tensors in NAME.data. Default: "
+            "print the text.",
             "FILE",
             flags=("-o", "--output"),
         ),
@@ -48,8 +44,7 @@ def command(
     from graphc import frontends
     from graphc.cli.places import check_place
     from graphc.errors import UsageError, nearest
-    from graphc.frontends.onnx import atomic_write
-    from graphc.ir.text import from_text, to_text
+    from graphc.ir.text import elided, to_text
     from graphc.pipeline import parse, run
 
     steps = parse(pipeline)
@@ -63,9 +58,9 @@ def command(
     def after(step: PassCall, current: ir.Model, seconds: float) -> None:
         times.add(step, current, seconds)
         if step.name in (print_after or ()):
-            print(f"// after {step}\n{to_text(current)}", file=sys.stderr, flush=True)
+            print(f"// after {step}\n{to_text(current, large=elided)}", file=sys.stderr, flush=True)
 
-    working = from_text(_read(model)) if model.endswith(TEXT) else frontends.load(model)
+    working = frontends.load(model)
     ctx = run(working, steps, verify_each=verify_each, dump_dir=dump_dir, after=after)
     if time_passes:
         times.print()
@@ -73,23 +68,15 @@ def command(
         output.note(line)
     if out is None:
         if form is Format.json:
-            output.document({"pipeline": ",".join(map(str, steps)), "passes": times.rows, "text": to_text(working)})
+            output.document(
+                {"pipeline": ",".join(map(str, steps)), "passes": times.rows, "text": to_text(working, large=elided)}
+            )
         else:
-            output.say(to_text(working).rstrip("\n"))
+            output.say(to_text(working, large=elided).rstrip("\n"))
     else:
-        if out.endswith(TEXT):
-            with atomic_write(out) as file:
-                file.write(to_text(working, weights=True).encode())  # the file keeps the weights
+        if out.endswith(frontends.TEXT):
+            frontends.save_text(working, out)
         else:
             frontends.save(working, out)
         if form is Format.json and out != "-":
             output.document({"output": out, "pipeline": ",".join(map(str, steps)), "passes": times.rows})
-
-
-def _read(path: str) -> str:
-    from graphc.errors import ModelError
-
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None

@@ -8,10 +8,9 @@ save(trained, "trained.onnx")
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,16 +23,21 @@ from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.requantize import requantize
-from graphc.frontends.writing import atomic_write, save
+from graphc.frontends.tensors import check_external, check_inline, external_tensors
+from graphc.frontends.writing import APART, atomic_write, came_with_data, save
 from graphc.ir.exporter_folding import unfold
 from graphc.ir.exporter_records import recorded_kinds, separate_merged
 from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers
+from graphc.ir.text import from_text
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
 from graphc.ir.wellformed import check_wellformed
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
+
+TEXT = ".onnxtxt"
+"""Suffix of files in ONNX text syntax."""
 
 FILE = "graphc.file"
 """Entry of ``ir.Model.meta``: the path that the model was read from."""
@@ -88,7 +92,8 @@ def load(source: Source) -> ir.Model:
         raise ModelError(f"{path} is a folder; name the .onnx file in it") from None
     except (OSError, ValueError) as error:  # a name with a NUL character is a ValueError
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    model = _from_bytes(data, str(path), path.parent)
+    read = _from_text if path.suffix == TEXT else _from_bytes
+    model = read(data, str(path), path.parent)
     model.meta[FILE] = str(path.absolute())
     return model
 
@@ -121,6 +126,17 @@ def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
         kind = "is truncated or damaged; copy or export it again" if data[:1] == b"\x08" else "is no ONNX model"
         raise ModelError(f"{where} {kind} ({len(data)} bytes do not parse as a protobuf)") from None
     return _from_proto(proto, where, folder, apart)
+
+
+def _from_text(data: bytes, where: str, folder: Path) -> ir.Model:
+    def link(model: ir.Model) -> None:
+        for external in external_tensors(model):
+            check_external(external, where, folder)
+
+    try:
+        return from_text(data.decode(), link=link)
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{where} is no text in UTF-8: {error}") from None
 
 
 def _is_text(data: bytes) -> bool:
@@ -161,8 +177,8 @@ def _from_proto(
         sort_and_link(model.graph)
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from None
-    for external in _external_tensors(model):
-        _check_external(external, where, folder)
+    for external in external_tensors(model):
+        check_external(external, where, folder)
     separate_merged(model.graph)
     unfold(model.graph)
     return model
@@ -178,7 +194,7 @@ def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryv
         )
     for k, tensor in enumerate(graph.initializer):
         if k not in apart:
-            _check_inline(tensor, where)
+            check_inline(tensor, where)
     for value in (*graph.input, *graph.output, *graph.value_info):
         if _holds_a_map(value.type):
             raise UnsupportedOpError(
@@ -205,76 +221,6 @@ def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memor
             value.const_value = wire.tensor(data, value.const_value)
 
 
-def _check_inline(tensor: onnx.TensorProto, where: str) -> None:
-    """Refuse an initializer that holds fewer elements than its dimensions say."""
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return
-    elements = math.prod(tensor.dims)
-    try:
-        dtype = ir.DataType(tensor.data_type)
-    except ValueError:
-        raise ModelError(f"{where}: initializer {tensor.name!r} has the unknown element type {tensor.data_type}") from None
-    if tensor.HasField("raw_data"):
-        needed = math.ceil(elements * dtype.bitwidth / 8) if dtype != ir.DataType.STRING else 0
-        held, unit = len(tensor.raw_data), "bytes"
-    elif dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64):
-        fields = {ir.DataType.FLOAT: tensor.float_data, ir.DataType.DOUBLE: tensor.double_data}
-        needed, held, unit = elements, len(fields.get(dtype, tensor.int64_data)), "elements"
-    else:
-        return
-    if held != needed:
-        raise ModelError(
-            f"{where}: initializer {tensor.name!r} of shape {list(tensor.dims)} holds {held} {unit} instead of {needed}; "
-            "the file is damaged, export it again"
-        )
-
-
-def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                yield value.const_value
-    for nodes in (model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
-        for node in nodes:
-            for attr in node.attributes.values():
-                if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
-                    yield attr.value
-
-
-def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) -> None:
-    """Check external data (inside the model's folder, present, long enough) and memory-map it."""
-    location = os.fspath(tensor.location)
-    name = f"external data {location!r} of tensor {tensor.name!r}"
-    if folder is None:
-        raise ModelError(f"{where}: {name} has no folder to be found in; load the model from its path")
-    if not location or "\0" in location:
-        raise ModelError(f"{where}: {name} is no file name")
-    base = Path(os.path.realpath(folder))
-    target = Path(os.path.realpath(base / location))
-    inside = not os.path.isabs(location) and Path(os.path.normpath(location)).parts[:1] != ("..",)
-    if not inside or not target.is_relative_to(base):
-        raise ModelError(f"{where}: {name} lies outside the folder of the model, which is refused; copy it into {folder}")
-    try:
-        status = target.stat()
-    except OSError:
-        raise ModelError(f"{where}: {name} is missing; put the file beside the model, in {folder}") from None
-    if not target.is_file():
-        raise ModelError(f"{where}: {name} is not a regular file")
-    if status.st_nlink > 1:
-        raise ModelError(f"{where}: {name} is a file with several hard links, which is refused; make it a plain copy")
-    offset, length = tensor.offset or 0, tensor.length
-    if offset < 0 or (length is not None and length < tensor.nbytes):
-        raise ModelError(
-            f"{where}: {name} is declared with offset {offset} and {length} bytes; its shape needs {tensor.nbytes}"
-        )
-    if offset + tensor.nbytes > status.st_size:
-        raise ModelError(
-            f"{where}: {name} is too short: {offset + tensor.nbytes} bytes are needed, the file has {status.st_size}; "
-            "copy it again"
-        )
-    tensor.base_dir = str(base)
-
-
 # Giving trained weights back ------------------------------------------------------------------------------------------
 
 
@@ -296,6 +242,8 @@ def write_back(
         ModelError: a name that the file does not have, or an array of the wrong shape.
     """
     model = original.clone()
+    if came_with_data(original):
+        model.meta[APART] = True
     graph = model.graph
     produced = {v.name: v for node in graph for v in node.outputs if v.name}
     inside = {name: value for _, value, name in body_initializers(graph)}

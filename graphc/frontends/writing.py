@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,14 @@ import onnx_ir as ir
 
 from graphc.atomic_files import whole_file
 from graphc.errors import ModelError
+from graphc.ir.text import to_text
 from graphc.ir.toposort import check_whole
 
 EXTERNAL_ABOVE = 1 << 30
 """Bytes of tensors above which :func:`save` writes them to a separate file; a protobuf message ends at 2 GB."""
+
+APART = "graphc.apart"
+"""Entry of ``ir.Model.meta``: the model came with external data, although its tensors are others by now."""
 
 _SMALL = 1024
 """Tensors of fewer bytes always stay in the ``.onnx`` file: shape inference reads small ones."""
@@ -59,8 +64,8 @@ def write_standard_output(data: bytes) -> None:
 def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
     """Write ``model`` to ``path`` (``"-"``: standard output), whole or not at all.
 
-    More than 1 GiB of tensors go to ``<name>.data`` beside it. Tensors that are memory-mapped from elsewhere are copied
-    into the new files.
+    The tensors of a model that came with external data go to ``<name>.data`` beside it, and so do more than 1 GiB of any
+    other model. Tensors that are memory-mapped from elsewhere are copied into the new files.
 
     Raises:
         ModelError: the file cannot be written, the model is too large for standard output, or a pass has broken its graph.
@@ -82,12 +87,41 @@ def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
     with contextlib.ExitStack() as stack:
         # the data file is renamed last-in first-out: after the model file is complete, and before it appears
         file = stack.enter_context(atomic_write(path))
-        if total > EXTERNAL_ABOVE:
+        if total > EXTERNAL_ABOVE or (came_with_data(model) and any(t.nbytes >= _SMALL for t in _owned_tensors(copy))):
             data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
             _move_out(copy, data, f"{path.name}.data")
             file.write(ir.to_proto(copy).SerializeToString(deterministic=True))
         else:
             file.write(_internal(copy).SerializeToString(deterministic=True))
+
+
+def save_text(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Write ``model`` in ONNX text syntax; tensors of more than 16 elements go to ``<name>.data`` beside it.
+
+    Raises:
+        ModelError: a file cannot be written, or the model has no text form.
+    """
+    path = Path(os.path.realpath(path))
+    location = f"{path.name}.data"
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(atomic_write(path))
+        data: list[IO[bytes]] = []
+
+        def move_out(tensor: ir.TensorProtocol) -> str:
+            if tensor.dtype == ir.DataType.STRING:
+                raise ModelError(f"the strings of {tensor.name!r} have no text form; write an .onnx file")
+            if not data:
+                data.append(stack.enter_context(atomic_write(path.with_name(location))))
+            offset = data[0].tell()
+            data[0].write(tensor.tobytes())
+            return f'["location": {json.dumps(location)}, "offset": "{offset}", "length": "{tensor.nbytes}"]'
+
+        file.write(to_text(model, large=move_out).encode())
+
+
+def came_with_data(model: ir.Model) -> bool:
+    """Whether the tensors of a model lay in files of their own."""
+    return APART in model.meta or any(isinstance(t, ir.ExternalTensor) for t in _owned_tensors(model))
 
 
 def _owned_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:

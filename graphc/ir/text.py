@@ -13,7 +13,7 @@ because it prints text that the parser rejects (quoted names of tensors, repeate
 Comments hold what the syntax cannot express:
 
 * ``#@ {json}`` after a line holds the ``graphc.*`` metadata of the line's values by name, and of the node under ``""``.
-* A tensor of more than 16 elements is written as ``{}`` unless weights are asked for; it is read as zeros.
+* A tensor of more than 16 elements is written as ``{}``, read as zeros, unless weights are asked for or ``large`` writes it.
 
 Element types float16 and narrower are written as the integers of their bits, as the syntax defines.
 """
@@ -23,8 +23,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -34,6 +34,9 @@ from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.facts import dims
 from graphc.ir.infer import apply, fold, infer_node, version_of
+
+Large: TypeAlias = "Callable[[ir.TensorProtocol], str]"
+"""How a large tensor is written."""
 
 ELIDED_ABOVE = 16
 """Larger tensors are written as ``{}`` unless weights are asked for."""
@@ -49,18 +52,25 @@ _BITS = {2: np.int16, 1: np.int8}
 _EXACT = frozenset({"f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"})
 
 
-def to_text(model: ir.Model, *, weights: bool = False) -> str:
+def to_text(model: ir.Model, *, weights: bool = False, large: Large | None = None) -> str:
     """The model in ONNX text syntax.
 
     Args:
-        weights: write every tensor in full; else tensors of more than 16 elements are left out (``{}``).
+        weights: write every tensor in full.
+        large: the text of a tensor of more than 16 elements, such as a reference to a file; default ``{}``, which is read as
+            zeros.
 
     Raises:
         ModelError: the model has local functions (``legalize`` inlines them) or attributes the syntax cannot express.
     """
     if model.functions:
         raise ModelError("a model with local functions has no text form; run 'legalize' first, which inlines them")
-    return "\n".join(_Printer(weights).model(model)) + "\n"
+    return "\n".join(_Printer(weights, large).model(model)) + "\n"
+
+
+def elided(tensor: ir.TensorProtocol) -> str:
+    """``<elided 500 floats>``, for people; no parser reads it."""
+    return f"<elided {tensor.size:,} {str(tensor.dtype).lower()}s>"
 
 
 def node_text(node: ir.Node) -> str:
@@ -68,8 +78,11 @@ def node_text(node: ir.Node) -> str:
     return _Printer(weights=False).node(node)[0]
 
 
-def from_text(text: str) -> ir.Model:
+def from_text(text: str, *, link: Callable[[ir.Model], None] | None = None) -> ir.Model:
     """Read a model from text; every value gets a type, ``graphc`` ops included.
+
+    Args:
+        link: finds the files of tensors that lie in one.
 
     Raises:
         ModelError: a syntax error, or an op that rejects its inputs.
@@ -80,6 +93,8 @@ def from_text(text: str) -> ir.Model:
         detail = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
         raise ModelError(f"not a model in ONNX text syntax: {detail}") from None
     model = ir.serde.deserialize_model(proto)
+    if link is not None:
+        link(model)
     _name_nodes(model.graph)
     _fill_elided(model.graph)
     _type_values(model.graph, model.graph.opset_imports.get("", OPSET))
@@ -88,8 +103,9 @@ def from_text(text: str) -> ir.Model:
 
 
 class _Printer:
-    def __init__(self, weights: bool) -> None:
+    def __init__(self, weights: bool, large: Large | None = None) -> None:
         self.weights = weights
+        self.large = large
 
     def model(self, model: ir.Model) -> Iterator[str]:
         opsets = ", ".join(f"{_quote(d)} : {v}" for d, v in sorted(model.graph.opset_imports.items()))
@@ -137,7 +153,9 @@ class _Printer:
         elif kind in (ir.AttributeType.FLOATS, ir.AttributeType.INTS, ir.AttributeType.STRINGS):
             shown = f"[{', '.join(_scalar(v) for v in value)}]"
         elif kind == ir.AttributeType.TENSOR:
-            shown = f"{_type(attr.as_tensor().dtype, attr.as_tensor().shape.numpy())} {self.tensor(attr.as_tensor())}"
+            tensor, shown = attr.as_tensor(), self.tensor(attr.as_tensor())
+            equals = "= " if shown.startswith("[") else ""  # the syntax of a reference to a file
+            shown = f"{_type(tensor.dtype, tensor.shape.numpy())} {equals}{shown}"
         elif kind == ir.AttributeType.GRAPH:
             shown = "\n".join(self.graph(attr.as_graph(), indent + "      ")).lstrip()
         else:
@@ -152,7 +170,7 @@ class _Printer:
 
     def tensor(self, tensor: ir.TensorProtocol) -> str:
         if tensor.size > ELIDED_ABOVE and not self.weights:
-            return "{}"
+            return "{}" if self.large is None else self.large(tensor)
         if tensor.dtype == ir.DataType.STRING:
             return "{" + ", ".join(_scalar(v.decode()) for v in tensor.numpy().reshape(-1)) + "}"
         array = np.asarray(tensor.numpy()).reshape(-1)
