@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,21 @@ def test_a_stopped_run_says_where_and_how_to_go_on(
     assert main(arguments(*more, "--resume", folder, epochs=9)) == 0
     assert main(arguments("-o", "whole.onnx", epochs=9)) == 0
     np.testing.assert_array_equal(weights("t.onnx"), weights("whole.onnx"))
+
+
+@pytest.mark.mpi
+def test_stopped_processes_say_the_same(here: Path) -> None:
+    command = [sys.executable, "-m", "graphc", *arguments("-n", 2, "--checkpoint", "c", lr=1e-5, epochs=1_000_000)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        until = time.monotonic() + 120
+        while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        run.terminate()
+        err = run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + signal.SIGTERM
+    told, resume = err.strip().splitlines()[-2:]
+    step = int(told.partition("stopped by SIGTERM in step ")[2].partition(";")[0])
+    saved = int(resume.partition("the last checkpoint is c, after step ")[2].partition(";")[0])
+    assert 4 <= saved <= step + 1
+    assert saved == checkpoint.metadata(here / "c")["steps"]
+    assert resume.endswith("--checkpoint c --resume c")

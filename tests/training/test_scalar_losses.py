@@ -146,6 +146,14 @@ def test_every_strategy_weighs_the_shares(name: str, options: dict[str, Any]) ->
     np.testing.assert_allclose(values, w, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [{"strategy": "local_sgd:every=1"}, {"deterministic": "any-world"}], ids=str)
+def test_strategies_of_equal_shares(options: dict[str, Any]) -> None:
+    losses, w = in_torch("mean of squares", 2)
+    got, values, _ = in_graphc("mean of squares", (0, 8, 16), **options)
+    np.testing.assert_allclose(got, losses, rtol=2e-5)
+    np.testing.assert_allclose(values, w, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_loss_of_another_file_is_weighed(weighted: bool, tmp_path: Path) -> None:
     path = tmp_path / "loss.onnx"
