@@ -25,8 +25,8 @@ from graphc.frontends import wire
 from graphc.frontends.requantize import requantize
 from graphc.frontends.tensors import check_external, check_inline, external_tensors
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
-from graphc.ir.exporter_folding import unfold
-from graphc.ir.exporter_records import recorded_kinds, separate_merged
+from graphc.ir.exporter_folding import restore
+from graphc.ir.exporter_records import recorded_kinds
 from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.text import from_text
@@ -69,8 +69,7 @@ def load(source: Source) -> ir.Model:
         sort_and_link(source.graph)
         if recorded_kinds(source.graph):
             source = source.clone()
-            separate_merged(source.graph)
-            unfold(source.graph)
+            restore(source.graph)
         return source
     if isinstance(source, onnx.ModelProto):
         return _from_proto(source, "the given ModelProto", None)
@@ -179,8 +178,7 @@ def _from_proto(
         raise ModelError(f"{where}: {error}") from None
     for external in external_tensors(model):
         check_external(external, where, folder)
-    separate_merged(model.graph)
-    unfold(model.graph)
+    restore(model.graph)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.facts import FLOATS
@@ -67,6 +68,41 @@ def separate_merged(graph: ir.Graph) -> None:
             node.replace_input_with(index, graph.initializers[meant])
 
 
+def restore_biases(graph: ir.Graph) -> None:
+    """Give products the biases of zeros again that the exporter dropped as additions of nothing."""
+    recorded = recorded_kinds(graph)
+    for node in list(graph) if recorded else ():
+        if node.op_type == "Gemm" and len(node.inputs) == 2:
+            name = _bias_of(node, 2)
+        elif node.op_type == "MatMul" and re.search(r"'linear(_\d+)?'\]$", node.metadata_props.get(_SCOPES, "")):
+            name = _bias_name(node.inputs[1])
+        else:
+            continue
+        weight = node.inputs[1]
+        if name not in recorded or name in graph.initializers or weight is None or weight.shape is None or weight.dtype is None:
+            continue
+        size = weight.shape[0 if node.attributes.get_int("transB", 0) else 1]
+        tensor = ir.Tensor(np.zeros(size, weight.dtype.numpy()), dtype=weight.dtype, name=name)
+        bias = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape([size]), const_value=tensor)
+        graph.register_initializer(bias)
+        if node.op_type == "Gemm":
+            node.resize_inputs(3)
+            node.replace_input_with(2, bias)
+        else:
+            _add_behind(graph, node, bias)
+
+
+def _add_behind(graph: ir.Graph, product: ir.Node, bias: ir.Value) -> None:
+    """Replace the result of a product by its sum with ``bias``, under the same name."""
+    out = product.outputs[0]
+    total = ir.node("Add", [out, bias], name=f"{product.name}/bias")
+    out.replace_all_uses_with(total.outputs[0], replace_graph_outputs=True)
+    total.replace_input_with(0, out)
+    total.outputs[0].name, total.outputs[0].type, total.outputs[0].shape = out.name, out.type, out.shape
+    out.name = f"{out.name}/product"
+    graph.insert_after(product, total)
+
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 _LOCAL_NAMES = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}
@@ -86,6 +122,9 @@ def _meant(node: ir.Node, index: int, scope: str, name: str, recorded: Mapping[s
         return None  # computed by the exporter, not merged
     if node.op_type == "InstanceNormalization" and "group_norm" in node.metadata_props.get(_SCOPES, ""):
         return f"{scope}/Constant_{index}"  # ones and zeros; its parameters follow as Mul and Add
+    sibling = _bias_of(node, index)
+    if sibling in recorded:
+        return sibling if sibling != name else None
     if normalises or node.op_type in ("Conv", "ConvTranspose", "Gemm"):
         target = f"{scope}.{_LOCAL_NAMES.get(index, '')}".lstrip(".")
         if target in recorded:
@@ -97,3 +136,23 @@ def _meant(node: ir.Node, index: int, scope: str, name: str, recorded: Mapping[s
         return None
     missing = [known for known in recorded if known.rpartition(".")[0] == scope and known not in graph.initializers]
     return missing[0] if len(missing) == 1 and scope else None
+
+
+def _bias_of(node: ir.Node, index: int) -> str:
+    """Name of the bias that belongs to the weight of a product, if input ``index`` of ``node`` is its bias; else empty."""
+    weight: ir.Value | None = None
+    if node.op_type in ("Conv", "ConvTranspose", "Gemm") and index == 2:
+        weight = node.inputs[1]
+    elif node.op_type == "Add":
+        other = node.inputs[1 - index]
+        product = other.producer() if other is not None else None
+        weight = product.inputs[1] if product is not None and product.op_type == "MatMul" else None
+    return _bias_name(weight)
+
+
+def _bias_name(weight: ir.Value | None) -> str:
+    """Name of the bias beside a weight, or beside the one from which all of it was folded; else empty."""
+    if weight is None:
+        return ""
+    sources = folded_from(weight) or [weight.name or ""]
+    return f"{sources[0].removesuffix('weight')}bias" if len(sources) == 1 and sources[0].endswith("weight") else ""

@@ -222,6 +222,8 @@ def _weight(c: Constant, node: ir.Node) -> Verdict:
         return False, f"fixed weight: {c.look.value}"
     if c.look is Look.REPEATED and c.told is not Told.PARAMETER:
         return False, f"fixed weight: {c.look.value}"
+    if c.made and c.value.producer() is not None and c.rank < 2 and op in ("MatMul", "Einsum"):
+        return False, "a constant of a formula"
     if c.made and op != "PRelu" and not c.filled:
         if c.look is Look.TWO_VALUES:
             return False, f"fixed weight: {c.look.value}"

@@ -34,7 +34,7 @@ _MADE = re.compile(
 _FUNCTIONS = """abs add addmm alias arange as_strided bmm cat clamp clone contiguous convert_element_type copy cos cumsum
 detach div einsum empty exp expand eye flatten full full_like gather getitem index index_select lift_fresh_copy linear
 linspace log matmul maximum minimum mm mul neg ones ones_like outer permute pow prims_convert_element_type reciprocal repeat
-reshape roll round rsqrt rsub scalar_tensor select sigmoid sin slice softmax softplus split sqrt squeeze stack sub sum t tanh
+reshape roll round rsqrt rsub scalar_tensor select sigmoid sin slice softmax softplus split sqrt squeeze stack sub sum tanh
 tensor tile to transpose tril triu unfold unsqueeze view where zeros zeros_like _to_copy"""
 
 _ATEN = frozenset(_FUNCTIONS.split())

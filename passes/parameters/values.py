@@ -6,6 +6,7 @@ windows, Fourier bases, filter banks, masks, grids, anchors) follows a rule that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -22,19 +23,29 @@ class Look(Enum):
 
     UNIFORM = "one repeated value"
     TWO_VALUES = "a mask or selection: two values only"
-    RAMP = "a ramp: equal steps along an axis"
+    RAMP = "a ramp: equal steps or ratios along an axis"
     CURVE = "a table of ramps, powers or sinusoids"
+    BASIS = "a basis of windowed sinusoids, or symmetric filters"
     FILTERS = "a bank of filters: not negative, one hump each"
     REPEATED = "the same filter for every channel"
     WHOLE = "whole numbers or simple fractions"
     IRREGULAR = "irregular values"
 
 
-COMPUTED = frozenset({Look.RAMP, Look.CURVE, Look.FILTERS})
+COMPUTED = frozenset({Look.RAMP, Look.CURVE, Look.BASIS, Look.FILTERS})
 """Looks of what a formula makes and training never leaves."""
 
 _FEWEST = 8
 """Elements that a pattern needs before it is believed; a mask needs as many."""
+
+_SHORT = 5
+"""Elements of a line that can say anything."""
+
+_SEEN = 64
+"""Elements of a line that are looked at."""
+
+_LONG = 24
+"""Elements that a windowed sinusoid needs."""
 
 _FIBRES = 64
 """Number of lines along an axis that are looked at."""
@@ -48,15 +59,17 @@ def look(tensor: ir.TensorProtocol) -> Look:
     if tensor.size < 2 or repeats_one_value(tensor):
         return Look.UNIFORM
     exact = _first(np.asarray(tensor.numpy())).astype(np.float64)
-    tolerance = 16 * _precision(tensor.dtype)
+    precision = _precision(tensor.dtype)
     if not np.isfinite(exact).all():
         return Look.TWO_VALUES if _values(exact) <= 2 else Look.IRREGULAR
     if exact.size >= _FEWEST and _values(exact) <= 2:
         return Look.TWO_VALUES
-    if _is_ramp(exact, tolerance):
+    if _is_ramp(exact, 8 * precision):
         return Look.RAMP
-    if any(_follows_recurrence(exact, axis, tolerance) for axis in range(exact.ndim)):
+    if any(_follows_recurrence(exact, axis, max(1e-5, 16 * precision)) for axis in range(exact.ndim)):
         return Look.CURVE
+    if any(_is_basis(exact, axis, 16 * precision) for axis in range(exact.ndim)):
+        return Look.BASIS
     if _is_filter_bank(exact):
         return Look.FILTERS
     if exact.ndim >= 3 and exact.shape[0] > 2 and bool((exact == exact[:1]).all()):
@@ -88,11 +101,14 @@ def _values(array: Array) -> int:
 
 
 def _is_ramp(array: Array, tolerance: float) -> bool:
-    """Whether one axis alone has several elements, at equal steps: ``arange`` or ``linspace``."""
+    """Whether one axis alone has several elements, at equal steps or ratios: ``arange``, ``linspace``, ``logspace``."""
     if sum(size > 1 for size in array.shape) != 1 or array.size < 4:
         return False
     flat = array.reshape(-1)
-    return bool(np.abs(np.diff(flat, 2)).max() <= tolerance / 2 * np.abs(flat).max())
+    if bool(np.abs(np.diff(flat, 2)).max() <= tolerance * np.abs(flat).max()):
+        return True
+    ratios = flat[1:] / flat[:-1] if flat.all() else np.zeros(1)
+    return bool(ratios[0] > 0 and np.abs(ratios / ratios[0] - 1).max() <= 4 * tolerance)
 
 
 def _follows_recurrence(array: Array, axis: int, tolerance: float) -> bool:
@@ -102,7 +118,7 @@ def _follows_recurrence(array: Array, axis: int, tolerance: float) -> bool:
     its own a, b, c; for random numbers never. Halves of the axis count by themselves: cosines and sines are often stacked.
     """
     length = array.shape[axis]
-    if length < _FEWEST:
+    if length < _SHORT:
         return False
     lines = np.moveaxis(array, axis, -1).reshape(-1, length)
     lines = lines[:: max(1, len(lines) // _FIBRES)]
@@ -111,15 +127,50 @@ def _follows_recurrence(array: Array, axis: int, tolerance: float) -> bool:
         return False
     half = length // 2
     parts = [(slice(None),), (slice(1, half - 1), slice(half + 1, length - 1))] if half - 2 >= _FEWEST else [(slice(None),)]
-    floor = 1e-3 * float(np.abs(array).max())  # sines of multiples of π are rounding errors
-    return any(all(_residual(line[part], floor) <= tolerance for line in moving for part in cut) for cut in parts)
+    top = np.abs(array).max()
+    moving = moving[np.abs(moving).max(axis=1) > 1e-3 * top]  # sines of multiples of π are rounding errors
+    if length < _FEWEST:  # an order of 2 leaves few numbers of a short line unexplained, but those of many lines
+        return (length - 4) * len(moving) >= 2 * _FEWEST and _most(_residual(line, order=2) <= tolerance for line in moving)
+    return len(moving) > 0 and any(
+        _most(all(_residual(_seen(line[part])) <= tolerance for part in cut) for line in moving) for cut in parts
+    )
 
 
-def _residual(line: Array, floor: float) -> float:
-    """How far a line is from a recurrence of order 3, relative to its largest element, at least ``floor``."""
-    line = line[:512]
-    top = max(floor, float(np.abs(line).max()))
-    windows = np.lib.stride_tricks.sliding_window_view(line, 4)
+def _seen(line: Array) -> Array:
+    """A few elements of a line, from shortly before its first step on."""
+    start = max(0, int(np.argmax(line != line[0])) - _FEWEST)
+    return line[start : start + _SEEN]
+
+
+def _most(found: Iterable[bool]) -> bool:
+    """Whether three of four are true: tables computed in float32 are inexact where their arguments are large."""
+    results = list(found)
+    return 4 * sum(results) >= 3 * len(results)
+
+
+def _is_basis(array: Array, axis: int, tolerance: float) -> bool:
+    """Whether the lines along ``axis`` are sinusoids under a raised-cosine window, zero around it: recurrences of order 6."""
+    length = array.shape[axis]
+    if length < _LONG:
+        return False
+    lines = np.moveaxis(array, axis, -1).reshape(-1, length)
+    lines = lines[:: max(1, len(lines) // _FIBRES)]
+    lines = lines[np.abs(lines).max(axis=1) > 1e-3 * np.abs(array).max()]
+    lines = lines[(lines != lines[:, :1]).any(axis=1)]
+    inner = [line[np.flatnonzero(line)[0] : np.flatnonzero(line)[-1] + 1] for line in lines if line.any()]
+    long = [line for line in inner if len(line) >= _LONG]
+    if 2 * len(long) <= len(lines):
+        return False
+    mirrored = all(bool((np.abs(line) == np.abs(line[::-1])).all()) for line in long)  # filters of linear phase
+    return mirrored or all(_residual(line, order=6) <= tolerance for line in long)
+
+
+def _residual(line: Array, order: int = 3) -> float:
+    """How far a line is from a linear recurrence, relative to its largest element."""
+    top = float(np.abs(line).max())
+    if top == 0.0:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(line, order + 1)
     return float(np.linalg.svd(windows, compute_uv=False)[-1]) / np.sqrt(len(windows)) / top
 
 
