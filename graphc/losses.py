@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import UsageError, listed, nearest
 from graphc.pipeline import PASSES, PassCall
 
 __all__ = [
@@ -201,29 +201,32 @@ def parse(text: str) -> Loss:
     Raises:
         UsageError: an unknown loss or option (with the nearest match), or a value of the wrong type.
     """
-    kind, options = split_choice("loss", text, {name: [f.name for f in fields(loss)] for name, loss in LOSSES.items()})
+    kind, options = split_choice("loss", text, LOSSES)
     if kind == "model" and "path" not in options:
         raise UsageError("loss 'model' needs path=FILE.onnx")
     return LOSSES[kind](**PASSES["loss"].bind(options))
 
 
-def split_choice(what: str, text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, dict[str, str]]:
-    """Split ``name:key=value,…`` and check name and keys against ``known``; a key without a value is ``true``.
+def split_choice(what: str, text: str, known: Mapping[str, type[Any]]) -> tuple[str, dict[str, str]]:
+    """Split ``name:key=value,…`` and check name and keys against the dataclasses of ``known``.
+
+    A bool without a value is ``true``.
 
     Raises:
-        UsageError: an unknown name or key, with the nearest match; a key given twice.
+        UsageError: an unknown name or key, with the nearest match; a key given twice or without a value.
     """
     name, _, body = (part.strip() for part in text.partition(":"))
     if name not in known:
-        raise UsageError(f"unknown {what} {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+        raise UsageError(f"unknown {what} {name!r}{nearest(name, known)}; {listed(what, known)}")
+    kinds = {field.name: field.type for field in fields(known[name])}
     options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in body.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
-        if key not in known[name]:
-            raise UsageError(
-                f"{what} {name!r} has no option {key!r}{nearest(key, known[name])}; its options are {', '.join(known[name])}"
-            )
+        if key not in kinds:
+            raise UsageError(f"{what} {name!r} has no option {key!r}{nearest(key, kinds)}; its options are {', '.join(kinds)}")
         if key in options:
             raise UsageError(f"{what} {name!r}: option {key!r} is given twice")
+        if not value and (equals or kinds[key] not in (bool, "bool")):
+            raise UsageError(f"{what} {name!r}: option {key!r} has no value; write {key}=VALUE, or leave it out")
         options[key] = value if equals else "true"
     return name, options

@@ -81,7 +81,7 @@ class Optimizer:
         for key, value in self.options().items():
             below_one = key in ("beta1", "beta2")
             if not value >= 0 or (below_one and not value < 1) or not math.isfinite(value):
-                wanted = "at least 0" + " and below 1" * below_one
+                wanted = "a finite number, at least 0" + " and below 1" * below_one
                 raise UsageError(f"{self.name}: {key}={value} is out of range: it must be {wanted}")
 
     def options(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def parse(text: str) -> Optimizer:
     Raises:
         UsageError: an unknown optimizer or option (with the nearest match), or a value of the wrong type.
     """
-    return make(*split_choice("optimizer", text, {name: [f.name for f in fields(o)] for name, o in OPTIMIZERS.items()}))
+    return make(*split_choice("optimizer", text, OPTIMIZERS))
 
 
 @dataclass(frozen=True)

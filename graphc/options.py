@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
+from graphc.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -101,3 +103,7 @@ class CompileOptions(ParameterChoice):
         str | None, Option("run: equal runs have equal bits; any-world: on 1, 2 and 4 workers too.", "MODE")
     ] = None
     nonfinite: Annotated[str, Option("A step with a NaN or infinity: stop, or skip it and go on.", "MODE")] = "stop"
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed={self.seed} does not fit 64 bits; take a smaller number")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from graphc.cli.output import Format as Formats
 from graphc.options import Option, Shapes
@@ -135,6 +136,9 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
         flags = shown.flags or (f"--{name.replace('_', '-')}",)
         option = typer.Option(*flags, metavar=shown.metavar, help=shown.help, min=shown.minimum)
         hint = Annotated[_TEXT_TYPES.get(kind, kind), option]
+        shown = option
+    if isinstance(shown, OptionInfo) and shown.metavar is None and {int, float} & {kind, *get_args(kind)}:
+        shown.metavar = "N"
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

@@ -81,6 +81,8 @@ def load(source: Source) -> ir.Model:
     if os.fspath(source) == "-":
         return _from_bytes(sys.stdin.buffer.read(), "standard input", None)
     path = Path(source)
+    if not os.fspath(source).strip():
+        raise UsageError("the name of the model is empty")
     try:
         with open_regular(path) as file:
             data = file.read()

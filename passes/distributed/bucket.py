@@ -33,7 +33,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
         mb: size of a bucket in megabytes (10⁶ bytes); a larger tensor has a bucket to itself.
         first_mb: size of the first bucket: small, so that communication starts early.
     """
-    if mb <= 0 or first_mb <= 0:
+    if not (mb > 0 and first_mb > 0):
         raise UsageError(f"bucket sizes must be positive, not mb={mb}, first_mb={first_mb}")
     graph = model.graph
     position = {node: k for k, node in enumerate(graph)}

@@ -94,7 +94,7 @@ def initialize(
         UsageError: an unknown method, or a pattern that matches no parameter.
     """
     if method not in METHODS:
-        raise UsageError(f"unknown initialization {method!r} {nearest(method, METHODS)}; {listed('method', METHODS)}")
+        raise UsageError(f"unknown initialization {method!r}{nearest(method, METHODS)}; {listed('method', METHODS)}")
     roles = {name: _role(value) for name, value in model.graph.initializers.items() if is_parameter(value)}
     for pattern in only or ():
         if not fnmatch.filter(roles, pattern):

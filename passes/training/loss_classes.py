@@ -22,6 +22,8 @@ from graphc.passes.training.loss_request import (
     producer_behind_views,
 )
 
+LABEL_KINDS = ("auto", "class", "probabilities")
+
 
 def softmax_cross_entropy(request: LossRequest) -> Sums:
     op, options = request.op, request.options
@@ -29,8 +31,8 @@ def softmax_cross_entropy(request: LossRequest) -> Sums:
     if not 0 <= smoothing <= 1:
         raise UsageError(f"label_smoothing={smoothing} must lie between 0 and 1")
     kind = options.get("label_kind", "auto")
-    if kind not in ("auto", "class", "probabilities"):
-        raise UsageError(f"label_kind={kind!r}{nearest(kind, ('auto', 'class', 'probabilities'))}")
+    if kind not in LABEL_KINDS:
+        raise UsageError(f"label_kind={kind!r}{nearest(kind, LABEL_KINDS)}; it is {', '.join(LABEL_KINDS)}")
     label = request.existing_label()
     if kind == "auto":
         kind = "probabilities" if label is not None and is_float(label) else "class"
