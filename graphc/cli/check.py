@@ -10,7 +10,7 @@ import typer
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
-from graphc.options import ParameterChoice
+from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -35,16 +35,12 @@ def command(
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", help="Samples of the planned step. Default: that of the file, or 32.", min=1)
     ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option("--shape", metavar="INPUT=D,D,…", help="Sizes of an input to plan with (repeatable). Default: guessed."),
-    ] = None,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="A line for each parameter, and the time of each stage.")
     ] = False,
     form: options.Format = Format.text,
     *,
-    chosen: ParameterChoice,
+    compilation: CompileOptions,
 ) -> None:
     """Compile and plan MODEL as 'train' does, without running it.
 
@@ -53,38 +49,30 @@ def command(
     from graphc import frontends
     from graphc.cli.trainability import examine
     from graphc.compiler import check_untrained
-    from graphc.errors import NotTrainableError
+    from graphc.errors import InternalError, NotTrainableError
 
     original = frontends.load(model)
     check_untrained(original)
     result = examine(
         original,
         loss=options.loss_of(loss) if loss is not None else None,
-        chosen=chosen,
         batch_size=batch_size,
-        shapes=dict(_shape_of(text) for text in shape or ()),
+        compilation=compilation,
     )
-    report = _report(model, original, result, chosen, verbose=verbose)
+    report = _report(model, original, result, compilation, verbose=verbose)
     if form is Format.json:
         output.document(report)
     else:
         _print(report)
+    if isinstance(result.error, InternalError):
+        raise result.error
     if result.error is not None:
         raise NotTrainableError(report["error"]) from result.error
 
 
-def _shape_of(text: str) -> tuple[str, list[int]]:
-    """Parse ``x=1,3,64,64``."""
-    from graphc.errors import UsageError
-
-    name, equals, sizes = text.rpartition("=")
-    try:
-        return name, [int(size) for size in sizes.split(",")] if equals and sizes else []
-    except ValueError:
-        raise UsageError(f"--shape {text!r}: give sizes, as in --shape x=1,3,224,224") from None
-
-
-def _report(name: str, original: ir.Model, result: Trainability, chosen: ParameterChoice, *, verbose: bool) -> dict[str, Any]:
+def _report(
+    name: str, original: ir.Model, result: Trainability, compilation: CompileOptions, *, verbose: bool
+) -> dict[str, Any]:
     from graphc.cli.check_warnings import warnings_of
     from graphc.cli.summary import elements, op_counts
     from graphc.ir.facts import describe_value
@@ -111,7 +99,7 @@ def _report(name: str, original: ir.Model, result: Trainability, chosen: Paramet
         "warnings": warnings_of(result.legal, trained, result.log),
     }
     if result.program is not None and result.loss is not None:
-        report |= _training(name, result, result.program, result.loss, chosen)
+        report |= _training(name, result, result.program, result.loss, compilation)
     if verbose:
         report |= {"each_parameter": parameters, "seconds": {k: round(v, 3) for k, v in result.seconds.items()}}
     if result.error is not None:
@@ -130,7 +118,7 @@ def _missing(missing: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _training(name: str, result: Trainability, program: Program, loss: Loss, chosen: ParameterChoice) -> dict[str, Any]:
+def _training(name: str, result: Trainability, program: Program, loss: Loss, compilation: CompileOptions) -> dict[str, Any]:
     """What is known of a model that compiles: the loss, the data that it needs, the memory, the command."""
     import dataclasses
 
@@ -148,7 +136,7 @@ def _training(name: str, result: Trainability, program: Program, loss: Loss, cho
     if result.memory is not None:
         found["memory"] = {**dataclasses.asdict(result.memory), "total": result.memory.total}
         found["unfed"] = unfed(result)
-        found["command"] = _command(name, result, chosen) if not found["unfed"] else None
+        found["command"] = _command(name, result, compilation) if not found["unfed"] else None
     return found
 
 
@@ -170,15 +158,14 @@ def _arrays(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     }
 
 
-def _command(name: str, result: Trainability, chosen: ParameterChoice) -> str:
+def _command(name: str, result: Trainability, compilation: CompileOptions) -> str:
     """The line that trains the model as it was checked."""
     import shlex
 
     from graphc.cli.trainability import OPTIMIZER
 
     words = ["graphc", "train", name, "--data", "data.npz", "--loss", str(result.loss), "--optimizer", OPTIMIZER]
-    for option, patterns in (("--freeze", chosen.freeze), ("--train", chosen.train)):
-        words += [word for pattern in patterns or () for word in (option, pattern)]
+    words += options.as_arguments(compilation)
     return shlex.join([*words, "--batch-size", str(result.batch_size), "-o", "trained.onnx"])
 
 

@@ -142,6 +142,22 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
+def as_arguments(group: Any) -> list[str]:
+    """The command-line arguments that give the fields of a dataclass of options their values; none for defaults."""
+    hints, words = get_type_hints(type(group), include_extras=True), list[str]()
+    for field in dataclasses.fields(group):
+        value, option = getattr(group, field.name), get_args(hints[field.name])[1]
+        if value == field.default:
+            continue
+        flag = option.flags[0] if option.flags else f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag)
+        else:
+            values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+            words += [word for item in values for word in (flag, str(item))]
+    return words
+
+
 _TEXT_TYPES: dict[Any, Any] = {
     Sequence[str] | None: list[str] | None,
     Shapes: list[str] | None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +13,14 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc import compiler, optim
-from graphc.compiler import Program
+from graphc.compiler import Program, training_pipeline
 from graphc.errors import FeedError, GraphcError, ModelError, NotTrainableError, UsageError
-from graphc.ir.facts import Dim, batch_dim, describe_value, dims
+from graphc.ir.facts import batch_dim, describe_value, dims
 from graphc.ir.names import RESERVED
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.ir.subgraphs import captured
-from graphc.losses import LOSSES, Loss
-from graphc.options import ParameterChoice
+from graphc.losses import LOSSES, MSE, Loss
+from graphc.options import CompileOptions
 from graphc.pipeline import Context, PassCall, run
 from graphc.plan.partition import specialise
 from graphc.report.batch_rule import BatchRule, batch_rule
@@ -99,41 +101,40 @@ def examine(
     model: ir.Model,
     *,
     loss: Loss | None = None,
-    chosen: ParameterChoice | None = None,
     batch_size: int | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    compilation: CompileOptions | None = None,
 ) -> Trainability:
     """Compile ``model`` with ``loss``, or with the losses that fit it until one trains, and plan a step.
 
     Args:
         model: as loaded; it is not changed.
         batch_size: samples of the step; None: the batch of the file, or 32.
-        shapes: shapes of inputs whose sizes the model leaves open; others are guessed.
+        compilation: as for ``train``. Sizes of inputs that the model and ``shapes`` leave open are guessed.
 
     Raises:
-        GraphcError: the model cannot be legalised, or ``loss``, ``chosen`` or ``shapes`` are wrong.
+        GraphcError: the model cannot be legalised, or ``loss`` or ``compilation`` are wrong.
     """
-    choice = chosen or ParameterChoice()
-    known = _checked_shapes(model, shapes or {})
-    ctx = Context()
+    options, ctx = compilation or CompileOptions(), Context()
+    choice = {"train": options.train, "freeze": options.freeze}
     result = Trainability(model.clone(), log=ctx.log)
     with result.timed("legalize"):
-        run(result.legal, [PassCall("legalize", {"train": choice.train})], ctx)
+        run(result.legal, _preparation(options), ctx)
         result.decisions = ctx.values.get(DECISIONS, [])
     with result.timed("batch"):
         result.batch = batch_rule(model)
-        result.batch_size = batch_size or result.batch.size or BATCH
+        fixed = batch_dim(result.legal.graph)
+        result.batch_size = batch_size or (fixed if isinstance(fixed, int) else BATCH)
     with result.timed("parameters"):
-        run(result.legal, [PassCall("check", vars(choice))], ctx)
+        run(result.legal, [PassCall("check", choice)], ctx)
         result.found = ctx.values["check"]
     try:
         with result.timed("compile"):
-            _compile(model, result, loss, choice)
+            _compile(model, result, loss, options)
         forward, labels = _with_loss(result, choice)
         with result.timed("plan"):
-            _plan(result, forward, labels, known)
+            _plan(result, forward, labels)
     except GraphcError as error:
-        if isinstance(error, UsageError) and (loss is not None or choice.freeze or choice.train):
+        if isinstance(error, UsageError) and (loss is not None or options != CompileOptions()):
             raise
         with contextlib.suppress(GraphcError):
             _with_loss(result, choice)
@@ -141,18 +142,13 @@ def examine(
     return result
 
 
-def _checked_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
-    inputs = {v.name or "": v for v in model.graph.inputs}
-    for name, shape in shapes.items():
-        if name not in inputs:
-            raise UsageError(f"--shape {name}: the model has no such input; its inputs are {', '.join(inputs)}")
-        declared: Sequence[Dim] = dims(inputs[name]) or (None,) * len(shape)
-        if len(declared) != len(shape):
-            raise UsageError(f"--shape {name}: the model wants {describe_value(inputs[name])}")
-    return shapes
+def _preparation(options: CompileOptions) -> list[PassCall]:
+    """The passes that prepare the model itself, with its own batch and weights."""
+    own = dataclasses.replace(options, batch=None, initialize=None)
+    return list(itertools.takewhile(lambda step: step.name != "train_mode", training_pipeline(MSE(), optim.SGD(), own)))
 
 
-def _compile(model: ir.Model, result: Trainability, loss: Loss | None, choice: ParameterChoice) -> None:
+def _compile(model: ir.Model, result: Trainability, loss: Loss | None, options: CompileOptions) -> None:
     """Compile with the first loss that trains.
 
     Raises:
@@ -164,13 +160,12 @@ def _compile(model: ir.Model, result: Trainability, loss: Loss | None, choice: P
     if not losses:
         outputs = ", ".join(map(describe_value, result.legal.graph.outputs))
         raise NotTrainableError(f"no output is or depends on a floating-point tensor that a loss could take: {outputs}")
-    batch = "batch" if result.rebatched else None
+    if result.rebatched and options.batch is None:
+        options = dataclasses.replace(options, batch="batch")
     first: GraphcError | None = None
     for candidate in losses:
         try:
-            result.program = compiler.compile(
-                model, loss=candidate, optimizer=optim.parse(OPTIMIZER), batch=batch, **vars(choice)
-            )
+            result.program = compiler.compile(model, loss=candidate, optimizer=optim.parse(OPTIMIZER), **vars(options))
         except GraphcError as error:
             if first is None:
                 first, result.loss = error, candidate
@@ -190,20 +185,20 @@ def _why_nothing_trains(parameters: Sequence[Mapping[str, Any]]) -> str:
     return "nothing to train: " + ", ".join(f"{number} × {reason}" for reason, number in counts.items())
 
 
-def _with_loss(result: Trainability, choice: ParameterChoice) -> tuple[ir.Model, Labels]:
+def _with_loss(result: Trainability, choice: Mapping[str, Any]) -> tuple[ir.Model, Labels]:
     """The legalised model with the chosen loss; ``found`` becomes what the ``check`` pass says of the path to that loss."""
     forward, ctx = result.legal.clone(), Context(done=["legalize"], values={DECISIONS: result.decisions})
     if result.rebatched:
         run(forward, [PassCall("rebatch")], ctx)
     if result.loss is not None:
-        run(forward, [result.loss.step(), PassCall("check", vars(choice))], ctx)
+        run(forward, [result.loss.step(), PassCall("check", choice)], ctx)
         found = ctx.values["check"]
         of_file = [parameter for parameter in found["parameters"] if parameter["name"] not in RESERVED]
         result.found = {"parameters": of_file, "missing": found["missing"], "losses": result.found["losses"]}
     return forward, ctx.values.get("labels", {})
 
 
-def _plan(result: Trainability, forward: ir.Model, labels: Labels, known: Mapping[str, Sequence[int]]) -> None:
+def _plan(result: Trainability, forward: ir.Model, labels: Labels) -> None:
     """Plan a step for the first sizes that the model takes, and measure its memory.
 
     Raises:
@@ -213,7 +208,7 @@ def _plan(result: Trainability, forward: ir.Model, labels: Labels, known: Mappin
         return
     graph, first = result.program.model.graph, None
     inputs = [value for value in graph.inputs if value.name not in labels]
-    candidates = list(likely_shapes(inputs, result.batch_size, known))[:SIZES_TRIED]
+    candidates = list(likely_shapes(inputs, result.batch_size))[:SIZES_TRIED]
     result.guessed = len(candidates) > 1
     for shapes in candidates:
         missing = [value.name for value in inputs if value.name not in shapes]

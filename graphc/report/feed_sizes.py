@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -18,31 +18,21 @@ CHANNELS = 3
 """Size of an image's unknown axis of channels."""
 
 
-def likely_shapes(
-    inputs: Sequence[ir.Value], batch: int, given: Mapping[str, Sequence[int]] | None = None
-) -> Iterator[dict[str, list[int]]]:
+def likely_shapes(inputs: Sequence[ir.Value], batch: int) -> Iterator[dict[str, list[int]]]:
     """Yield shapes for the inputs of a model; more than one if sizes have to be guessed.
 
     Args:
         batch: size of the batch dimension, if the model leaves it open.
-        given: shapes of some inputs; their sizes hold for equal symbols of others too.
 
     Yields:
-        Input → shape. Inputs of unknown rank are left out unless they are given.
+        Input → shape. Inputs of unknown rank are left out.
     """
-    known: dict[str, int] = {}
     symbol = next((found[0] for found in map(dims, inputs) if found), None)
-    if isinstance(symbol, str):
-        known[symbol] = batch
-    for value in inputs:
-        for name, size in zip(dims(value) or (), (given or {}).get(value.name or "", ()), strict=False):
-            if isinstance(name, str):
-                known[name] = size
+    known = {symbol: batch} if isinstance(symbol, str) else {}
     seen = []
     for side, length in zip(SIDES, LENGTHS, strict=True):
         sizes = dict(known)
         shapes = {v.name or "": _shape(v, sizes, batch, side, length) for v in inputs if dims(v) is not None}
-        shapes.update((name, list(shape)) for name, shape in (given or {}).items())
         if shapes not in seen:
             seen.append(shapes)
             yield shapes
