@@ -340,3 +340,38 @@ def compute(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> list[np.ndarr
         return [np.asarray(array) for array in found]
     except Exception:
         return None  # the reference evaluator lacks the op: keep the node
+
+
+def computed(value: ir.Value, known: dict[ir.Value, np.ndarray | None]) -> np.ndarray | None:
+    """Compute a value from constants, initializers and ``known`` values; None if it depends on anything else.
+
+    ``known`` receives every value on the way.
+    """
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        producer = last.producer()
+        if last in known:
+            pending.pop()
+            continue
+        stored = _stored(last)
+        if stored is None and producer is not None:
+            missing = [v for v in producer.inputs if v is not None and v not in known]
+            if missing:
+                pending.extend(missing)
+                continue
+            arrays = [known[v] if v is not None else None for v in producer.inputs]
+            whole = all(a is not None for a, v in zip(arrays, producer.inputs, strict=True) if v is not None)
+            results = compute(producer, arrays) if whole else None
+            known.update({out: results[k] if results is not None else None for k, out in enumerate(producer.outputs)})
+        known.setdefault(last, stored)
+        pending.pop()
+    return known[value]
+
+
+def _stored(value: ir.Value) -> np.ndarray | None:
+    """The array of a constant, or of an initializer that no feed replaces."""
+    fixed = constant(value)
+    if fixed is None and value.is_initializer() and value.const_value is not None and not value.is_graph_input():
+        return np.asarray(value.const_value.numpy())
+    return fixed

@@ -189,3 +189,12 @@ def prune(graph: ir.Graph) -> None:
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             graph.remove(node, safe=True)
+
+
+def remove_with_bodies(graph: ir.Graph, node: ir.Node) -> None:
+    """Remove ``node`` from ``graph``; the values that its bodies capture lose these uses too."""
+    for body in bodies(node):
+        for inner in body.all_nodes():
+            for index in range(len(inner.inputs)):
+                inner.replace_input_with(index, None)
+    graph.remove(node, safe=True)

@@ -36,6 +36,7 @@ from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
 from graphc.passes.legalize.input_shapes import fix_input_shapes
+from graphc.passes.legalize.mapped_loops import compute_mapped_loops_at_once
 from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import (
     initializers_are_no_inputs,
@@ -91,6 +92,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     annotations = Annotations(graph)
     _convert(graph, version, model.opset_imports, annotations)
     dissolve(graph)
+    compute_mapped_loops_at_once(graph)
     annotations.finish(OPSET)
     _complete_shapes(model, version)
     remove_dead(graph)

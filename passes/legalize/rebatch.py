@@ -127,9 +127,9 @@ def _check_outputs(graph: ir.Graph, before: Mapping[ir.Value, tuple[Dim, ...] | 
     reached = _descendants(graph, symbol)
     for value in graph.outputs:
         old, new = before.get(value), dims(value)
-        if not old or old[0] != declared or value not in reached:
+        if value not in reached or old == () or (old and isinstance(old[0], int) and old[0] != declared):
             continue
-        if new and new[0] == symbol:
+        if new and (new[0] == symbol or (old and old[0] != declared and carries(value, symbol))):
             continue
         node = _first_loss(graph, value, symbol) or value.producer()
         where = describe(node) if node is not None else describe_value(value)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.facts import HELD, Dim, constant, describe_value, dims, is_parameter
-from graphc.ir.infer import compute, infer_outputs
+from graphc.ir.infer import computed, infer_outputs
 from graphc.ir.symbolic_dims import held, product, substituted
 
 _SAMPLES = (7, 11)
@@ -143,27 +143,7 @@ class Change:
 
     def number(self, value: ir.Value | None) -> np.ndarray | None:
         """The array of a value that depends on no graph input, from the file's weights; None for any other."""
-        pending = [value]
-        while pending:
-            last = pending[-1]
-            if last is None or last in self.known:
-                pending.pop()
-                continue
-            producer = last.producer()
-            fixed = _stored(last)
-            if fixed is not None or producer is None or last.is_graph_input():
-                self.known[last] = fixed
-            elif missing := [v for v in producer.inputs if v is not None and v not in self.known]:
-                pending.extend(missing)
-                continue
-            else:
-                arrays = [self.known[v] if v is not None else None for v in producer.inputs]
-                whole = all(a is not None for a, v in zip(arrays, producer.inputs, strict=True) if v is not None)
-                results = compute(producer, arrays) if whole else None
-                for k, out in enumerate(producer.outputs):
-                    self.known[out] = results[k] if results is not None else None
-            pending.pop()
-        return self.known.get(value) if value is not None else None
+        return computed(value, self.known) if value is not None else None
 
     def rows(
         self, value: ir.Value, axis: int, *, outer: int = 1, exact: bool = False, step: np.ndarray | int | None = None
@@ -250,14 +230,6 @@ class Change:
         if len(sizes) == 1:
             return self.batch()
         return self.op.Concat(*(self.batch() if d is None else np.array([d]) for d in sizes), axis=0)  # type: ignore[no-any-return]
-
-
-def _stored(value: ir.Value) -> np.ndarray | None:
-    """The array of a constant, or of an initializer that no feed replaces."""
-    fixed = constant(value)
-    if fixed is None and value.is_initializer() and value.const_value is not None and not value.is_graph_input():
-        return np.asarray(value.const_value.numpy())
-    return fixed
 
 
 def _growth(split: np.ndarray, place: int) -> np.ndarray | None:

@@ -24,7 +24,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import constant, dims, producer_of, required, static_dims
 from graphc.ir.infer import apply, propagate
-from graphc.ir.subgraphs import CONTROL, bodies, inline, prune
+from graphc.ir.subgraphs import CONTROL, bodies, inline, prune, remove_with_bodies
 from graphc.passes.legalize.subgraphs import decided_branch
 
 Elements = dict[ir.Value, list[ir.Value]]
@@ -115,7 +115,7 @@ def _replace(op: Builder, graph: ir.Graph, node: ir.Node, values: Sequence[ir.Va
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         if new.is_graph_output():
             new.name = name
-    graph.remove(node, safe=True)
+    remove_with_bodies(graph, node)
 
 
 def _position(value: ir.Value | None, length: int, default: int) -> int | None:

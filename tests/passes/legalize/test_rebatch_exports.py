@@ -123,12 +123,24 @@ class Grouped(nn.Module):
         return self.head(pooled + heads.masked_fill(mask == 0, 0).sum(-1).view(x.shape[0], 2, 4).mean(1))
 
 
+class Bags(nn.Module):
+    """EmbeddingBag, which both exporters write as a loop over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(20, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.words(ids))
+
+
 CASES: dict[str, tuple[type[nn.Module], Inputs]] = {
     "positions": (Positions, tokens),
     "experts": (Experts, vectors),
     "last step": (LastStep, tokens_and_lengths),
     "recurrent": (Recurrent, vectors),
     "grouped": (Grouped, images),
+    "bags": (Bags, tokens),
 }
 
 
