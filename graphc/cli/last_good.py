@@ -33,6 +33,8 @@ class LastGood:
         self._weights: dict[str, Array] = {}
         self._folder = job.checkpoint if job.checkpoint == job.resume else None  # of the last good checkpoint
         self._good = True
+        self._copied = False  # whether rank 0 holds weights of a good epoch
+        self._epoch = 0  # the last good one
 
     def end_epoch(self, epoch: int) -> None:
         """Save the checkpoint; keep a copy of the weights if there is none, and the last good checkpoint if this one is bad."""
@@ -49,9 +51,11 @@ class LastGood:
                 self._folder = job.checkpoint
         elif good and job.output is not None and epoch < job.epochs:
             values = trainer.trained_values()
+            self._copied = True
             if trainer.rank == 0:
                 self._weights = {name: array.copy() for name, array in values.items()}
         self._good = good
+        self._epoch = epoch if good else self._epoch
 
     def export(self, batches: Shards) -> None:
         """Write the trained model to ``-o``.
@@ -90,7 +94,9 @@ class LastGood:
     def write(self) -> str:
         """Write the last good weights beside ``-o`` on rank 0; says where they are."""
         job, trainer = self._job, self._trainer
-        if self._folder is None and not self._weights and trainer.rank == 0:
+        if trainer.servers and trainer.rank > 0:  # epochs end on rank 0 alone
+            return f"if an epoch ended well, {self._place()} holds its weights"
+        if self._folder is None and not self._copied:
             return f"no epoch ended well, so that the last good weights are those of {job.resume or job.model}"
         if trainer.rank == 0:
             values = self._weights
@@ -100,7 +106,8 @@ class LastGood:
                 values = {name: array for name, array in arrays.items() if name in names and array.dtype.kind not in "iub"}
                 values = {name: array for name, array in values.items() if not name.startswith("graphc.")}
             frontends.save(trainer.program.trained(values), self._place())
-        return f"{self._place()} holds the last good ones, of the end of an epoch"
+        after = f" after epoch {self._epoch}" if self._epoch else ""
+        return f"{self._place()} holds the last good ones{after}"
 
     def _place(self) -> Path:
         target = Path(self._job.output or "")
