@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import graphc
 from graphc.cli import main
 
 STEPS = 2
@@ -25,7 +26,7 @@ class Outcome:
         code: exit code of check.
         report: its JSON; empty where it printed none.
         error: what check wrote as an error.
-        trained: exit code of the command that it printed; None: it printed none.
+        trained: exit code of the command that it printed, 0 if a trainer ran in its place; None: neither ran.
         losses: of the steps.
         complaint: what train wrote as an error.
     """
@@ -51,26 +52,36 @@ def call(*arguments: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def arrays(report: dict[str, Any], samples: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Data as check describes them: floats in [0, 1), labels in their range, other integers 0 or 1."""
+def arrays(report: dict[str, Any], samples: int | None, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Data as check describes them: floats in [0, 1), labels in their range, other integers 0 or 1; None: of one step."""
     rng = np.random.default_rng(seed)
     found = {}
     for name, array in report["data"].items():
-        shape, dtype = [samples, *array["example"][1:]], np.dtype(array["dtype"])
+        example, dtype = array["example"], np.dtype(array["dtype"])
+        shape = example if samples is None else [samples, *example[1:]]
         if dtype.kind in "iu":
-            found[name] = rng.integers(array.get("low", 0), array.get("high", 1) + 1, shape).astype(dtype)
+            found[name] = np.asarray(rng.integers(array.get("low", 0), array.get("high", 1) + 1, shape)).astype(dtype)
         else:
             found[name] = (np.ones(shape) if dtype.kind == "b" else rng.random(shape)).astype(dtype)
     return found
+
+
+def train_in_a_script(path: Path | str, report: dict[str, Any]) -> list[float]:
+    """Losses of steps on a model that the command cannot feed."""
+    loss, optimizer = graphc.losses.parse(report["loss"]), graphc.optim.parse(report["optimizer"])
+    with graphc.Trainer(graphc.compile(path, loss=loss, optimizer=optimizer), threads=1) as trainer:
+        return [trainer.step(arrays(report, None, seed=step))["loss"] for step in range(STEPS)]
 
 
 def check_and_train(path: Path | str, folder: Path, *options: str) -> Outcome:
     """Check a model, then run the printed command on generated data for two steps."""
     code, out, err = call("check", str(path), "--format", "json", *options)
     report: dict[str, Any] = json.loads(out) if out else {}
-    command = report.get("command") if code == 0 else None
-    if command is None:
+    if code != 0:
         return Outcome(code, report, err)
+    command = report["command"]
+    if command is None:
+        return Outcome(code, report, err, 0, train_in_a_script(path, report))
     np.savez(folder / "data.npz", **arrays(report, STEPS * report["batch_size"]))
     words = shlex.split(command)[1:]
     words[words.index("data.npz")] = str(folder / "data.npz")

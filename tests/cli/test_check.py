@@ -14,6 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.cli.agreement import call, check_and_train
 from tests.cli.models import MLP, parse
+from tests.frontends.zoo import SMALL, path_of
+from tests.tiers import params
 
 Value = onnx.ValueInfoProto
 rng = np.random.default_rng(0)
@@ -214,6 +216,7 @@ def test_inputs_without_samples_are_named(tmp_path: Path) -> None:
     nodes = [LAYER, node("Add", ["s", "shift"], ["y"])]
     made = model(nodes, [tensor("x", "n", 4), tensor("shift", 1, 3)], [tensor("y", "n", 3)], [weight("w", 4, 3)])
     found = checked(tmp_path, made)
+    assert check_and_train(tmp_path / "m.onnx", tmp_path).agrees
     assert found["command"] is None
     assert "shift:float[1,3] has 1 rows for any number of samples" in found["unfed"]
     assert "graphc.Trainer" in call("check", str(tmp_path / "m.onnx"))[1]
@@ -229,3 +232,25 @@ def test_wrong_options_are_usage_errors(tmp_path: Path) -> None:
     ):
         code, _, err = call("check", str(tmp_path / "m.onnx"), *options)
         assert (code, words in err) == (2, True), err
+
+
+BACKEND = Path(onnx.__file__).parent / "backend" / "test" / "data"
+
+
+def backend_models() -> list[Path]:
+    """The models of ONNX's backend tests that PyTorch's modules and operators became."""
+    return sorted(path for kind in ("converted", "operator") for path in (BACKEND / f"pytorch-{kind}").glob("*/model.onnx"))
+
+
+@pytest.mark.parametrize("part", params(range(8), full=range(1, 8)))
+def test_check_and_train_agree_on_models_of_the_onnx_package(part: int, tmp_path: Path) -> None:
+    """Check says yes and its command trains, or says no with exit code 3; an eighth of the models in the quick tier."""
+    outcomes = {path.parent.name: check_and_train(path, tmp_path) for path in backend_models()[part::8]}
+    assert {name: o.complaint or o.error for name, o in outcomes.items() if not o.agrees} == {}
+    assert any(o.code == 0 for o in outcomes.values())
+
+
+@pytest.mark.parametrize("name", params(SMALL, full=SMALL))
+def test_check_and_train_agree_on_light_models(name: str, tmp_path: Path) -> None:
+    found = check_and_train(path_of(name), tmp_path, "--initialize", "he")
+    assert found.agrees, found.complaint or found.error
