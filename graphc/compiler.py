@@ -18,6 +18,7 @@ from graphc.backend import check_backend
 from graphc.device import Array
 from graphc.errors import UnsupportedOpError, UsageError, counted, nearest
 from graphc.ir import DOMAIN
+from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import describe_value
@@ -27,7 +28,7 @@ from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
-from graphc.options import CompileOptions, Shapes, key_values, shape_texts
+from graphc.options import CompileOptions, Shapes, axes_of, constants_of, key_values, shape_texts
 from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
@@ -267,6 +268,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     ctx = Context()
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()
+    bind_inputs(working, constants_of(arguments.inputs), axes_of(arguments.batch_axis))
 
     def run_step(step: PassCall) -> None:
         run(working, [step], ctx, after=arguments.after, dump_dir=dump)

@@ -222,6 +222,10 @@ def split_choice(what: str, text: str, known: Mapping[str, type[Any]]) -> tuple[
     options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in body.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
+        last = next(reversed(options), "")
+        if not equals and key not in kinds and "str" in str(kinds.get(last)):
+            options[last] += f",{item}"  # names of values may hold commas
+            continue
         if key not in kinds:
             raise UsageError(f"{what} {name!r} has no option {key!r}{nearest(key, kinds)}; its options are {', '.join(kinds)}")
         if key in options:

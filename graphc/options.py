@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from graphc.errors import UsageError
 
@@ -49,6 +49,44 @@ def shape_texts(shapes: Shapes) -> list[str] | None:
     return [text.replace(",", ";") for text in ([shapes] if isinstance(shapes, str) else shapes)]
 
 
+Inputs: TypeAlias = Mapping[str, Any] | Sequence[str] | None
+"""Input → its constant value (an array, a number or text), or texts such as ``"state=zeros:2,1,128"``."""
+
+Axes: TypeAlias = Mapping[str, int] | Sequence[str] | None
+"""Input → an axis, or texts such as ``"state=1"``."""
+
+
+def constants_of(inputs: Inputs) -> dict[str, Any]:
+    """Inputs with their constant values.
+
+    Raises:
+        UsageError: a text without ``=``.
+    """
+    return dict(inputs) if isinstance(inputs, Mapping) else dict(_named(text, "sr=16000") for text in inputs or ())
+
+
+def axes_of(axes: Axes) -> dict[str, int]:
+    """Inputs with an axis each.
+
+    Raises:
+        UsageError: a text without ``=`` and a whole number.
+    """
+    if isinstance(axes, Mapping):
+        return dict(axes)
+    found = dict(_named(text, "state=1") for text in axes or ())
+    for name, text in found.items():
+        if not text.isdecimal():
+            raise UsageError(f"{name}={text} names no axis; write it as in state=1")
+    return {name: int(text) for name, text in found.items()}
+
+
+def _named(text: str, example: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise UsageError(f"{text!r} says nothing of an input; write it as in {example}")
+    return name, value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterChoice:
     """Which parameters train, as glob patterns over their names."""
@@ -65,6 +103,17 @@ class CompileOptions(ParameterChoice):
     shapes: Annotated[
         Shapes,
         Option("Fix dimensions of an input, '?' as the file says: x=?,3,48,192 (repeatable).", "NAME=N,…", flags=("--shape",)),
+    ] = None
+    inputs: Annotated[
+        Inputs,
+        Option(
+            "An input with a constant value in every step: sr=16000, state=zeros:2,1,128, ones:SHAPE or FILE.npy (repeatable).",
+            "NAME=VALUE",
+            flags=("--input",),
+        ),
+    ] = None
+    batch_axis: Annotated[
+        Axes, Option("Axis of an input's samples, if it is not 0: state=1 (repeatable).", "NAME=AXIS", flags=("--batch-axis",))
     ] = None
     dequantize: Annotated[
         str,

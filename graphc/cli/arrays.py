@@ -40,6 +40,17 @@ def gather_sequences(graph: ir.Graph, arrays: Mapping[str, Array]) -> dict[str, 
     return found
 
 
+def samples_first(arrays: Mapping[str, Array], axes: Mapping[str, int]) -> dict[str, Array]:
+    """Return the arrays with their samples on axis 0; those of ``axes`` may have them where the model does."""
+    others = {len(array) for name, array in arrays.items() if name not in axes and array.ndim}
+    found = dict(arrays)
+    for name, axis in axes.items():
+        array = found.get(name)
+        if array is not None and 0 < axis < array.ndim and (array.shape[axis] in others or len(array) not in others):
+            found[name] = np.moveaxis(array, axis, 0)
+    return found
+
+
 def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note: Callable[[str], None]) -> dict[str, Array]:
     """Check names, shapes and labels; return the arrays in the order and dtypes of the graph's inputs.
 
@@ -124,7 +135,7 @@ def _check_shape(array: Array, value: ir.Value, where: str) -> None:
         not isinstance(want, int) or want == have for have, want in zip(array.shape[1:], rest, strict=True)
     )
     if not fits or not declared:
-        hint = "" if declared else "; an input without a sample axis cannot be fed from a file"
+        hint = "" if declared else f"; an input without samples takes a constant: --input {value.name}=VALUE"
         raise FeedError(
             f"{where}: array {value.name!r} has shape {list(array.shape)}, the model wants {describe_value(value)}{hint}"
         )

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graphc import compiler, frontends, losses, optim
 from graphc.backend import backend_of
 from graphc.cli import options, output
-from graphc.cli.arrays import check_labels, match_inputs, read_arrays
+from graphc.cli.arrays import check_labels, match_inputs, read_arrays, samples_first
 from graphc.cli.batching import SAMPLE_WEIGHT, fill_last_batch, fit_batch
 from graphc.cli.interrupt import Progress
 from graphc.cli.last_good import LastGood
@@ -34,10 +34,11 @@ from graphc.data import Shards, shard
 from graphc.device import Array
 from graphc.distributed.communicator import Communicator
 from graphc.errors import GraphcError, NonFiniteError, UsageError, counted
+from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.names import SKIPPED
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
-from graphc.options import CompileOptions
+from graphc.options import CompileOptions, axes_of, constants_of
 from graphc.parallel import servers
 from graphc.pipeline import PassCall, warnings_in
 from graphc.report.trace import Summary, Trace
@@ -102,9 +103,11 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         note("neither -o FILE nor --checkpoint DIR is given: the trained weights will not be written")
     model = frontends.load(job.model)
     _check_weights(job, model)
-    job, fixed = fit_batch(job, model, note)
-    data = read_arrays(job.data)
-    evaluated = read_arrays(job.eval_data) if job.eval_data is not None else {}
+    axes, bound = axes_of(job.compilation.batch_axis), model.clone()
+    bind_inputs(bound, constants_of(job.compilation.inputs), axes)
+    job, fixed = fit_batch(job, bound, note)
+    data = samples_first(read_arrays(job.data), axes)
+    evaluated = samples_first(read_arrays(job.eval_data), axes) if job.eval_data is not None else {}
     job, loss = fill_last_batch(job, loss, fixed, _samples(data), _samples(evaluated), note)
     data, evaluated = _weighed(data, loss), _weighed(evaluated, loss)
     program = compiler.compile(

@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from graphc.cli.output import Format as Formats
-from graphc.options import Option, Shapes
+from graphc.options import Axes, Inputs, Option, Shapes
 
 if TYPE_CHECKING:
     from graphc.losses import Loss
@@ -161,6 +161,8 @@ def as_arguments(group: Any) -> list[str]:
 _TEXT_TYPES: dict[Any, Any] = {
     Sequence[str] | None: list[str] | None,
     Shapes: list[str] | None,
+    Inputs: list[str] | None,
+    Axes: list[str] | None,
     int | str | None: str | None,
 }
 """Option types that typer does not know → the type that it parses instead."""

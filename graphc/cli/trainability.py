@@ -15,12 +15,13 @@ import onnx_ir as ir
 from graphc import compiler, optim
 from graphc.compiler import Program, training_pipeline
 from graphc.errors import FeedError, GraphcError, ModelError, NotTrainableError, UsageError
+from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.facts import batch_dim, describe_value, dims
 from graphc.ir.names import RESERVED
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.ir.subgraphs import captured
 from graphc.losses import LOSSES, MSE, Loss
-from graphc.options import CompileOptions
+from graphc.options import CompileOptions, axes_of, constants_of
 from graphc.pipeline import Context, PassCall, run
 from graphc.plan.partition import specialise
 from graphc.report.batch_rule import BatchRule, batch_rule
@@ -115,6 +116,9 @@ def examine(
         GraphcError: the model cannot be legalised, or ``loss`` or ``compilation`` are wrong.
     """
     options, ctx = compilation or CompileOptions(), Context()
+    model = model.clone()
+    bind_inputs(model, constants_of(options.inputs), axes_of(options.batch_axis))
+    options = dataclasses.replace(options, inputs=None, batch_axis=None)
     choice = {"train": options.train, "freeze": options.freeze}
     result = Trainability(model.clone(), log=ctx.log)
     with result.timed("legalize"):
