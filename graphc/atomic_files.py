@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -46,7 +47,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             temporary.unlink()
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file for reading; a pipe, which might never end, or a device is refused.
 
     Raises:

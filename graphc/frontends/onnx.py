@@ -24,6 +24,7 @@ from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.requantize import requantize
 from graphc.frontends.tensors import check_external, check_inline, external_tensors
+from graphc.frontends.wellformed import check_wellformed
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
 from graphc.ir.exporter_folding import restore
 from graphc.ir.exporter_records import recorded_kinds
@@ -32,7 +33,6 @@ from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.text import from_text
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
-from graphc.ir.wellformed import check_wellformed
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 

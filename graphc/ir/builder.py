@@ -258,7 +258,7 @@ class Builder:
         """Reshape ``value`` to the shape of ``like``; emits nothing when the shapes are equal."""
         if _same_shape(value, like):
             return value
-        empty = 1 if 0 in (static_dims(like) or ()) else None  # a 0 in the shape means a size of 0, not "as in the input"
+        empty = 1 if 0 in (static_dims(like) or (0,)) else None  # a 0 in the shape means a size of 0, not "as in the input"
         return self.Reshape(value, self.shape(like), allowzero=empty)  # type: ignore[no-any-return]
 
     def expand_like(self, value: ir.Value, like: ir.Value) -> ir.Value:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir.facts import FLOATS
+from graphc.ir.facts import FLOATS, static_dims
 from graphc.ir.state import repeats_one_value
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
@@ -79,9 +79,10 @@ def restore_biases(graph: ir.Graph) -> None:
         else:
             continue
         weight = node.inputs[1]
-        if name not in recorded or name in graph.initializers or weight is None or weight.shape is None or weight.dtype is None:
+        sizes = static_dims(weight) if weight is not None else None
+        if name not in recorded or name in graph.initializers or weight is None or sizes is None or weight.dtype is None:
             continue
-        size = weight.shape[0 if node.attributes.get_int("transB", 0) else 1]
+        size = sizes[0 if node.attributes.get_int("transB", 0) else 1]
         tensor = ir.Tensor(np.zeros(size, weight.dtype.numpy()), dtype=weight.dtype, name=name)
         bias = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape([size]), const_value=tensor)
         graph.register_initializer(bias)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, input_of, unknown_rank
+from graphc.ir.facts import describe, dims, input_of, required, unknown_rank
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -211,7 +211,7 @@ def softmax_11(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
             node.attributes["axis"] = ir.AttrInt64("axis", long[0] if long else len(found) - 1)
             return None
     rows = op.emit(node.op_type, [op.Flatten(x, axis=axis)], {"axis": 1})[0]
-    return [op.reshape_like(rows, x)]
+    return [op.reshape_like(rows, required(x))]
 
 
 @until(18, "Split")

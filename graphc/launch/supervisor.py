@@ -80,7 +80,7 @@ class Supervisor:
         self, process: subprocess.Popen[bytes], board: StatusBoard, pipes: Mapping[tuple[str, int], Path], deadline: float
     ) -> None:
         self.process = process
-        self._starter = "the process that started them" if "graphc.launch.spawn" in process.args else "mpiexec"
+        self._starter = "the process that started them" if "graphc.launch.spawn" in str(process.args) else "mpiexec"
         self.board = board
         self.deadline = deadline
         self._stopped: dict[int, float] = {}

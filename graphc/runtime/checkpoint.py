@@ -15,8 +15,9 @@ import math
 import os
 import warnings
 from collections.abc import Collection, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -237,7 +238,7 @@ def _order(arrays: Mapping[str, Array]) -> list[str]:
     return sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
 
 
-def _read_header(file: IO[bytes], path: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+def _read_header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
     """The header's bytes, the table of arrays and the metadata; arrays follow each other without gaps."""
     length = file.read(8)
     size = int.from_bytes(length, "little")

@@ -74,8 +74,8 @@ class Ranks:
         elif node.op_type in _BROADCAST:
             _broadcast(self, node)
         elif node.op_type in _FIXED:
-            inputs, outputs = _FIXED[node.op_type]
-            for value, rank in (*zip(node.inputs, inputs, strict=False), *zip(node.outputs, outputs, strict=False)):
+            taken, made = _FIXED[node.op_type]
+            for value, rank in (*zip(node.inputs, taken, strict=False), *zip(node.outputs, made, strict=False)):
                 self.learn(value, rank)
         elif (rule := _RULES.get(node.op_type)) is not None:
             rule(self, node)

@@ -97,7 +97,7 @@ class Rules:
         """Whether a float constant trains."""
         constant = Constant(value, tensor)
         trains, rule = self._verdict(constant)
-        shape = tuple(int(d) for d in tensor.shape)
+        shape = tuple(tensor.shape.numpy())
         doubtful = not trains and constant.told is not Told.BUFFER and not constant.made and bool(constant.uses)
         doubtful = doubtful and not any(word in rule for word in ("statistic", "buffer", "setting", "not read"))
         return Decision(constant.name, shape, tensor.dtype.name.lower(), trains, rule, doubtful)

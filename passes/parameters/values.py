@@ -6,6 +6,7 @@ windows, Fourier bases, filter banks, masks, grids, anchors) follows a rule that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, TypeAlias
@@ -171,7 +172,7 @@ def _residual(line: Array, order: int = 3) -> float:
     if top == 0.0:
         return 0.0
     windows = np.lib.stride_tricks.sliding_window_view(line, order + 1)
-    return float(np.linalg.svd(windows, compute_uv=False)[-1]) / np.sqrt(len(windows)) / top
+    return float(np.linalg.svd(windows, compute_uv=False)[-1]) / math.sqrt(len(windows)) / top
 
 
 def _is_filter_bank(array: Array) -> bool:
