@@ -96,7 +96,7 @@ def _report(
         "batch": str(result.batch),
         "batch_size": result.batch_size,
         "missing": result.found["missing"] if not result.trains else [],
-        "warnings": warnings_of(result.legal, trained, result.log),
+        "warnings": warnings_of(result.legal, parameters, result.log),
     }
     if result.program is not None and result.loss is not None:
         report |= _training(name, result, result.program, result.loss, compilation)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -12,10 +14,15 @@ from graphc.ir.state import repeats_one_value
 from graphc.pipeline import warnings_in
 
 
-def warnings_of(model: ir.Model, trains: set[str], log: Sequence[str]) -> list[str]:
-    """Collect warnings about the model before training; ``log``: what the passes said of the file."""
-    warnings = warnings_in(log)
-    constant = []
+def warnings_of(model: ir.Model, parameters: Sequence[Mapping[str, Any]], log: Sequence[str]) -> list[str]:
+    """Collect warnings about the model before training.
+
+    Args:
+        parameters: what the ``check`` pass said of each.
+        log: what the passes said of the file.
+    """
+    warnings, constant = warnings_in(log), []
+    trains = {parameter["name"] for parameter in parameters if parameter["trains"]}
     for name in sorted(trains):
         tensor = model.graph.initializers[name].const_value
         if tensor is None or (len(tensor.shape) >= 2 and tensor.size > 1 and repeats_one_value(tensor)):
@@ -24,6 +31,14 @@ def warnings_of(model: ir.Model, trains: set[str], log: Sequence[str]) -> list[s
         warnings.append(
             f"{output.counted(len(constant), 'weight')} (first: {constant[0]!r}) hold one repeated value, so the file was saved"
             " without trained weights; train with --initialize he"
+        )
+    doubtful = [p for p in parameters if p["doubtful"] and not p["trains"]]
+    if doubtful:
+        shown = ", ".join(f"{p['name']!r} ({p['reason']})" for p in doubtful[:3])
+        more = f" and {len(doubtful) - 3} more" if len(doubtful) > 3 else ""
+        warnings.append(
+            f"{output.counted(len(doubtful), 'constant')} may be meant to train, but do not: {shown}{more};"
+            f" --train {shlex.quote(doubtful[0]['name'])} trains the first"
         )
     warnings.extend(_folded_normalization(model.graph))
     warnings.extend(_rewritten_weights(model.graph, trains))

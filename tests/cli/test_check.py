@@ -203,6 +203,23 @@ def test_check_counts_what_the_loss_trains(tmp_path: Path) -> None:
     assert set(found["seconds"]) >= {"legalize", "compile", "plan"}
 
 
+def test_constants_that_may_be_meant_to_train_are_named(tmp_path: Path) -> None:
+    """A named scalar of an unknown exporter does not train unless it is told to."""
+    nodes, scale = [LAYER, node("Mul", ["s", "scale"], ["y"])], numpy_helper.from_array(np.float32(0.7), "scale")
+    made = model(nodes, [tensor("x", "n", 4)], [tensor("y", "n", 3)], [weight("w", 4, 3), scale])
+    found = checked(tmp_path, made, "-v")
+    (warning,) = found["warnings"]
+    assert "1 constant may be meant to train" in warning
+    assert "--train scale" in warning
+    assert {p["name"]: p["trains"] for p in found["each_parameter"]} == {"w": True, "scale": False}
+    again = checked(tmp_path, made, "--train", "scale")
+    assert (again["trained_parameters"], again["warnings"]) == (2, [])
+    assert "--train scale" in again["command"]
+    assert check_and_train(tmp_path / "m.onnx", tmp_path, "--train", "scale").agrees
+    trained = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
+    assert trained["scale"] != np.float32(0.7)
+
+
 def test_data_and_memory_are_those_of_the_batch(tmp_path: Path) -> None:
     found = checked(tmp_path, tokens(), "--batch-size", "6", "--shape", "ids=?,11")
     assert found["data"]["label"] == {"dtype": "int64", "shape": ["n", 11], "example": [6, 11], "low": 0, "high": 4}
