@@ -63,10 +63,12 @@ def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note:
             classes.
     """
     wanted = {value.name or "": value for value in graph.inputs}
+    missing = [name for name in wanted if name not in arrays]
     for name in arrays:
         if name not in wanted:
-            raise FeedError(f"{where}: the model has no input {name!r}{nearest(name, wanted)}; its inputs are {_names(wanted)}")
-    missing = [name for name in wanted if name not in arrays]
+            lacking = f"; the file has no array {', '.join(map(repr, missing))}" if missing else ""
+            close = nearest(name, missing or wanted)
+            raise FeedError(f"{where}: the model has no input {name!r}{close}; its inputs are {_names(wanted)}{lacking}")
     if missing:
         raise FeedError(
             f"{where}: no array {', '.join(map(repr, missing))}; one is needed for each of {_names(wanted)}, "

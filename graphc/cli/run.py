@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
 from graphc.options import Option
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 EXAMPLES = (
     "graphc run model.onnx --inputs inputs.npz -o outputs.npz",
@@ -42,7 +45,7 @@ def command(
     for value in loaded.graph.inputs:
         if value.name in feeds and value.dtype is not None and feeds[value.name].dtype.kind != "U":
             feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)
-    results = _flat(run_model(loaded, gather_sequences(loaded.graph, feeds), backend))
+    results = _flat(run_model(loaded, _without_labels(loaded, gather_sequences(loaded.graph, feeds), inputs), backend))
     if out == "-":
         # Written in one piece: numpy seeks while writing, which standard output may not support.
         buffer = io.BytesIO()
@@ -58,6 +61,17 @@ def command(
     else:
         columns = list(rows[0]) if rows else ["output"]
         output.table(columns, [[str(row[c]) if c == "shape" else row[c] for c in columns] for row in rows])
+
+
+def _without_labels(model: ir.Model, feeds: dict[str, Any], where: str) -> dict[str, Any]:
+    """Leave out arrays that no input takes, such as the labels of test data, if every input has its own."""
+    known = [value.name for value in model.graph.inputs if not value.is_initializer()]
+    extra = [name for name in feeds if name not in {value.name for value in model.graph.inputs}]
+    if not extra or any(name not in feeds for name in known):
+        return feeds
+    names = ", ".join(map(repr, extra))
+    output.note(f"{where}: the model has no input {names}, which is left out")
+    return {name: array for name, array in feeds.items() if name not in extra}
 
 
 def _flat(results: dict[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ _WORDS = (
     (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"these arguments belong to no option: \1"),
     (r"^No such option: (.*)", r"there is no option \1"),
     (r"\(Possible options: (.*)\)", r"(there are \1)"),
-    (r"^Missing (argument|option|parameter)", r"the \1 is missing:"),
+    (r"^Missing (argument|option|parameter) (.*?)\.?$", r"the \1 \2 is missing"),
 )
 """What typer and pydantic say → the same in plain words; versions of theirs that say it differently are left as they are."""
 

@@ -90,6 +90,16 @@ def extra_key(here: Path) -> list[str]:
     return train(data="bad.npz")
 
 
+def both_keys(here: Path) -> list[str]:
+    save("bad.npz", label=None, target=np.zeros(96, np.int64))
+    return train(data="bad.npz")
+
+
+def run_feeds(here: Path) -> list[str]:
+    np.savez("bad.npz", X=np.zeros((2, 4), np.float32))
+    return ["run", "mlp.onnx", "--inputs", "bad.npz"]
+
+
 def wrong_dtype(here: Path) -> list[str]:
     save("bad.npz", x=np.zeros((96, 4), dtype=np.complex64))
     return train(data="bad.npz")
@@ -330,7 +340,12 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "show a model": (lambda _: ["show", "mlp.onnx"], 2, "no training graph"),
     "inspect part": (lambda _: ["inspect", "mlp.onnx", "--show", "parms"], 2, "did you mean 'params'"),
     "script": (lambda _: ["launch", "-n", "2", "none.py"], 2, "no script 'none.py'"),
-    "run feeds": (lambda _: ["run", "mlp.onnx", "--inputs", "d.npz"], 1, "no input 'label'"),
+    "run feeds": (run_feeds, 1, "there is no input 'X'; the inputs are x"),
+    "missing beside unknown": (
+        both_keys,
+        1,
+        "the model has no input 'target'; its inputs are 'x', 'label'; the file has no array 'label'",
+    ),
 }
 
 

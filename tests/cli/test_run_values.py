@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from graphc.cli import main
+from tests.cli.models import write_blobs, write_mlp
 
 
 @pytest.mark.parametrize("backend", ["numpy", "onnxruntime"])
@@ -52,3 +53,12 @@ def test_shapes_that_depend_on_data_and_strings(tmp_path: Path, backend: str) ->
     got = np.load(out)
     np.testing.assert_array_equal(got["where"], [[1, 3]])
     np.testing.assert_array_equal(got["twice"], ["abab", "cc"])
+
+
+def test_labels_in_the_data_are_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_mlp(tmp_path)
+    write_blobs(tmp_path)
+    assert main(["run", str(tmp_path / "mlp.onnx"), "--inputs", str(tmp_path / "d.npz")]) == 0
+    out, err = capfd.readouterr()
+    assert "logits" in out
+    assert "the model has no input 'label', which is left out" in err
