@@ -134,7 +134,8 @@ def rank(value: ir.Value) -> int:
 
 def unknown_rank(value: ir.Value) -> UnknownRankError:
     """The error that names the node which loses the rank of ``value``, and the inputs whose sizes decide it."""
-    first, inputs = _loses_its_rank(value), _open_inputs(value)
+    first = _loses_its_rank(value)
+    inputs = _open_inputs(first)
     producer = first.producer()
     text = f"the rank of {first.name!r} is unknown" + (f": {describe(producer)}" if producer is not None else "")
     if not inputs:

@@ -21,7 +21,7 @@ from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import PassCall, run
-from graphc.plan.partition import make_plan
+from graphc.plan.partition import make_plan, specialise
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 
@@ -70,6 +70,9 @@ def run_model(
                 executor = Executor(plan, State(legal, memory=engine.memory), engine)
                 executor.run(given)
                 return {name: array.copy() for name, array in executor.outputs.items()}
+        if any(node.op_type == "LateGradient" for node in legal.graph):
+            legal = specialise(legal, {name: np.shape(given[name]) for name in wanted})
+            run(legal, [PassCall("late_gradients")])
         decompose_graph(legal.graph, lambda node: False)
         return _run_whole(engine, legal, given)
     finally:

@@ -75,8 +75,12 @@ def _gradients_of(
             made = result() if callable(result) else result
             if made is not None:
                 found.append((value, made))
-    except UnknownRankError:
-        if bodies(node):
+    except Exception as error:
+        # a rule that knows its operands by their axes cannot say in advance which rank it misses
+        late = isinstance(error, UnknownRankError) or any(
+            v is not None and v.shape is None and isinstance(v.type, ir.TensorType) for v in (*node.inputs, *node.outputs)
+        )
+        if not late or bodies(node):
             raise
         return _late(op, node, dys, needs)
     return found

@@ -264,6 +264,16 @@ def _matmul(ranks: Ranks, node: ir.Node) -> None:
             ranks.learn(x, 1)
 
 
+def _class_loss(ranks: Ranks, node: ir.Node) -> None:
+    scores, labels = node.inputs[:2]
+    ranks.differ(labels, scores, 1)
+    if node.attributes.get_string("reduction", "mean") == "none":
+        ranks.equal([labels, node.outputs[0]])
+    else:
+        ranks.learn(node.outputs[0], 0)
+    ranks.equal([scores, *node.outputs[1:]])
+
+
 def _einsum(ranks: Ranks, node: ir.Node) -> None:
     terms, _, result = node.attributes["equation"].as_string().replace(" ", "").partition("->")
     for value, term in zip(node.inputs, terms.split(","), strict=False):
@@ -301,6 +311,7 @@ _RULES: dict[str, Callable[[Ranks, ir.Node], None]] = {
     **dict.fromkeys(("Conv", "ConvInteger", "ConvTranspose", "DeformConv", "QLinearConv"), _convolution),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(("MatMul", "MatMulInteger", "FusedMatMul"), _matmul),
+    **dict.fromkeys(("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"), _class_loss),
     "ConstantOfShape": _filled,
     "Einsum": _einsum,
     "Gather": _gather,

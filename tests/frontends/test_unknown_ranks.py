@@ -133,3 +133,21 @@ def test_the_command_line_fixes_dimensions(tmp_path: Path, capsys: pytest.Captur
     assert "--shape x=N,?,4" in capsys.readouterr().err
     assert main([*arguments, "--shape", "x=4,1,4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 2
+
+
+def test_rules_that_look_at_axes_wait_too() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Squeeze", ["a"], ["s"]),
+        helper.make_node("LogSoftmax", ["s"], ["p"], axis=1),
+        helper.make_node("NegativeLogLikelihoodLoss", ["p", "label"], ["y"]),
+    ]
+    model = build(nodes, {"x": ["n", "k", 10]}, ["y"], {"w": normal(10, 4)}, opset=17)
+    model.graph.input.append(helper.make_tensor_value_info("label", TensorProto.INT64, ["n"]))
+    x, label = normal(3, 1, 10, seed=1), np.array([0, 3, 1])
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy((torch.tensor(x) @ w).squeeze(), torch.tensor(label))
+
+    got = losses(model, {"x": x, "label": label}, graphc.losses.Output())
+    np.testing.assert_allclose(got, of_pytorch(loss, {"w": normal(10, 4)}), rtol=1e-5)
