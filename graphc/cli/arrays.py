@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -16,6 +15,7 @@ from graphc.device import Array
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import describe_value, dims, dtype_of
 from graphc.ir.ops.losses import label_checks
+from graphc.training.feeds import converted
 
 
 def read_arrays(path: str) -> dict[str, Array]:
@@ -98,7 +98,7 @@ def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> No
 
 
 def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Callable[[str], None]) -> Array:
-    """Convert ``array`` to ``dtype`` if only floating-point precision is lost.
+    """Convert ``array`` to ``dtype`` if only floating-point precision is lost, as feeds of a trainer are.
 
     Raises:
         FeedError: any other conversion, or values out of range of a narrower type.
@@ -109,23 +109,9 @@ def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Cal
         return array.astype(object)
     if array.dtype.kind == "V" and dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
         return array.view(dtype)  # a type without a name in numpy's file format, such as bfloat16
-    same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")
-    narrowed = array.dtype.kind == "f" and _is_float(dtype) and dtype.itemsize < array.dtype.itemsize
-    if not narrowed and not (same_kind and np.can_cast(array.dtype, dtype, "safe")):
-        raise FeedError(
-            f"{where}: array {name!r} is {array.dtype}, the model wants {dtype}; convert it with .astype({str(dtype)!r}) "
-            "if its values allow"
-        )
-    with np.errstate(over="ignore"):
-        converted = array.astype(dtype)
-    if narrowed and bool(np.isinf(converted).any()) and not bool(np.isinf(array).any()):
-        raise FeedError(f"{where}: array {name!r} has values too large for {dtype}")
+    result = converted(array, dtype, f"{where}: array {name!r}")
     note(f"{where}: array {name!r} converted from {array.dtype} to {dtype}")
-    return converted
-
-
-def _is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype == np.dtype(ml_dtypes.bfloat16)
+    return result
 
 
 def _check_shape(array: Array, value: ir.Value, where: str) -> None:

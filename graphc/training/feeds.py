@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -91,7 +92,9 @@ def check_arrays(
     labels: Mapping[str, tuple[int, int, int | None]],
     memory: Memory,
 ) -> dict[str, Array]:
-    """Convert feeds to the dtypes of ``inputs``. Arrays that are in ``memory`` stay there; all others go to host memory.
+    """Convert feeds to the dtypes of ``inputs``, as :func:`converted` does.
+
+    Arrays that are in ``memory`` stay there; all others go to host memory.
 
     Args:
         labels: name → range of the labels, and the ignored label. Labels on a device are not checked.
@@ -102,9 +105,7 @@ def check_arrays(
     arrays: dict[str, Array] = {}
     for name, buffer in inputs.items():
         array = _array(name, feeds[name], memory)
-        if array.dtype != buffer.dtype:
-            raise FeedError(f"feed {name!r} is {array.dtype}, the model wants {buffer.dtype}; convert it with .astype")
-        arrays[name] = array
+        arrays[name] = converted(array, np.dtype(buffer.dtype), f"feed {name!r}")
     for name, (low, high, ignore) in labels.items():
         found = arrays.get(name)
         if found is None or found.size == 0 or not isinstance(found, np.ndarray):
@@ -117,6 +118,32 @@ def check_arrays(
                 where = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise FeedError(f"label {int(found[where])} at {name}{list(where)} is outside {low} … {high - 1}")
     return arrays
+
+
+def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
+    """Convert an array to ``dtype`` if that keeps every integer, and of floats all but their last digits.
+
+    Args:
+        what: the array, for messages.
+
+    Raises:
+        FeedError: any other conversion, values out of range of a narrower type, or an array on a device.
+    """
+    if array.dtype == dtype:
+        return array
+    same_kind = array.dtype.kind == dtype.kind or (array.dtype.kind in "iu" and dtype.kind in "iu")
+    to_float = dtype.kind == "f" or dtype == np.dtype(ml_dtypes.bfloat16)
+    narrowed = array.dtype.kind == "f" and to_float and dtype.itemsize < array.dtype.itemsize
+    on_host = isinstance(array, np.ndarray)
+    if not on_host or not (narrowed or (same_kind and np.can_cast(array.dtype, dtype, "safe"))):
+        scaled = array.dtype.kind in "iu" and to_float
+        hint = ", scaled as the model was trained (images: / 255)" if scaled else " if its values allow"
+        raise FeedError(f"{what} is {array.dtype}, the model wants {dtype}; convert it with .astype({str(dtype)!r}){hint}")
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    if narrowed and bool(np.isinf(result).any()) and not bool(np.isinf(array).any()):
+        raise FeedError(f"{what} has values too large for {dtype}")
+    return result
 
 
 def check_sample_labels(arrays: Mapping[str, Array], graph: ir.Graph, classes: Mapping[str, tuple[str, int | None]]) -> None:
