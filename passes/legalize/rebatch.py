@@ -4,8 +4,9 @@
     after   x: [batch, 3, 224, 224] ─► … ─► Reshape(·, [0, 1024]) ─► Gemm
 
 Sizes that the exporter baked in are repaired where the batch provably passes: targets of ``Reshape`` and ``Expand``, ends of
-``Slice``, sizes of ``Resize``, operands of ``Concat`` and initial states of recurrent layers that were made for one batch.
-The result is checked: every output whose first axis was the batch has the new batch there.
+``Slice``, sizes of ``Resize``, and masks, tables, initial states and indices that were made for one batch.
+The result is checked: every output whose first axis was the batch has the new batch there, and where indices reach into the
+batch, samples come out as before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from graphc.errors import ModelError, UsageError, listed, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims
 from graphc.ir.infer import apply, fold, propagate
+from graphc.ir.subgraphs import captured
 from graphc.passes.legalize.rebatch_change import Change
-from graphc.passes.legalize.rebatch_repair import REPAIRS
+from graphc.passes.legalize.rebatch_repair import REPAIRS, is_doubtful
+from graphc.passes.legalize.rebatch_verify import difference
 from graphc.passes.legalize.structure import remove_dead
 from graphc.pipeline import Context, graph_pass
 
@@ -53,17 +56,23 @@ def rebatch(model: ir.Model, ctx: Context, *, batch: int | str = "batch", inputs
     declared = (dims(chosen[0]) or (None,))[0]
     if declared == batch:
         return False
+    original = model.clone()
     before = {v: dims(v) for v in _values(graph)}
     symbol = batch if isinstance(batch, str) else "batch"
     for value in chosen:
         value.shape = ir.Shape([symbol, *(before[value] or ())[1:]])
     if isinstance(declared, int):
-        _walk(graph, Change(Builder(graph), symbol, declared, before, chosen[0]))
+        change = Change(Builder(graph), symbol, declared, before, chosen[0])
+        _walk(graph, change)
     else:
         _rename(graph, declared, symbol)
         propagate(graph)
     _check_outputs(graph, before, declared, symbol)
     remove_dead(graph)
+    if isinstance(declared, int) and change.doubts:
+        wrong = difference(original, model, {v.name or "" for v in chosen}, declared, symbol)
+        if wrong is not None:
+            raise ModelError(f"the batch size cannot change at {describe(change.doubts[0])}: {wrong}\n{_HELP}")
     if isinstance(batch, int):
         _rename(graph, symbol, batch)
         propagate(graph)
@@ -107,6 +116,8 @@ def _walk(graph: ir.Graph, change: Change) -> None:
     op = change.op
     for node in [n for n in graph if n.op_type != "Constant"]:
         op.before, op.scope = node, f"rebatch/{node.name or node.op_type}"
+        if any(change.axes(v) for v in (*node.inputs, *captured(node))) and is_doubtful(change, node):
+            change.doubts.append(node)
         if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
             continue  # keeps its types; if the batch passes through it, the check of the outputs reports it
         for value in node.outputs:

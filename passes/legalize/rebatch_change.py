@@ -34,6 +34,7 @@ class Change:
         source: a graph input whose first dimension is the batch.
         outer: for values that share the batch axis with an outer dimension (time × batch): the size of that dimension.
         known: arrays of values that depend on no graph input.
+        doubts: nodes whose repair only a comparison of results can confirm.
     """
 
     op: Builder
@@ -43,6 +44,7 @@ class Change:
     source: ir.Value
     outer: dict[ir.Value, int] = field(default_factory=dict)
     known: dict[ir.Value, np.ndarray | None] = field(default_factory=dict)
+    doubts: list[ir.Node] = field(default_factory=list)
 
     # Where the batch is ----------------------------------------------------------------------------------------------
 
@@ -95,16 +97,19 @@ class Change:
         unknown = [out for out in node.outputs if None in (dims(out) or ())]
         if not unknown or not any(self.axes(v) or self._holds_batch(v) for v in node.inputs):
             return
-        found = [
-            infer_outputs(
-                node.op_type,
-                node.domain,
-                [self._at(v, size) for v in node.inputs],
-                node.attributes,
-                num_outputs=len(node.outputs),
-            )
-            for size in _SAMPLES
-        ]
+        try:
+            found = [
+                infer_outputs(
+                    node.op_type,
+                    node.domain,
+                    [self._at(v, size) for v in node.inputs],
+                    node.attributes,
+                    num_outputs=len(node.outputs),
+                )
+                for size in _SAMPLES
+            ]
+        except ModelError:
+            return  # the node fits one batch only: what it makes stays unknown
         for k, out in enumerate(node.outputs):
             shapes = [tuple(made[k][1] or ()) for made in found]
             have = dims(out)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, dims, input_of
+from graphc.ir.subgraphs import CONTROL
 from graphc.ir.symbolic_dims import held
 from graphc.passes.legalize import rebatch_index
 from graphc.passes.legalize.rebatch_change import Change
@@ -248,3 +249,23 @@ REPAIRS: dict[str, Repair] = {
     "Squeeze": _squeeze,
 }
 """Op type → repair of a node, applied before its outputs are inferred again."""
+
+
+def is_doubtful(change: Change, node: ir.Node) -> bool:
+    """Whether the graph alone does not tell that ``node``, which the batch reaches, keeps the samples apart."""
+    if node.op_type in CONTROL or node.op_type in ("GatherND", "ScatterND", "NonZero", "Compress"):
+        return True
+    if node.op_type in ("Gather", "GatherElements", "ScatterElements"):
+        data = input_of(node)
+        axis = node.attributes.get_int("axis", 0) % change.op.rank(data)
+        return axis in change.axes(data) or (node.op_type != "Gather" and axis in change.axes(node.inputs[1]))
+    return (
+        node.op_type == "Reshape" and change.declared == 1 and len(change.axes(input_of(node))) == 1 and _is_open(change, node)
+    )
+
+
+def _is_open(change: Change, node: ir.Node) -> bool:
+    """Whether a Reshape of one sample may put the batch in several axes."""
+    source, result = change.old(input_of(node)), change.old(node.outputs[0])
+    axis = next(iter(change.axes(input_of(node))), 0)
+    return source is not None and result is not None and math.prod(source[:axis]) > 1 and result.count(1) != 1

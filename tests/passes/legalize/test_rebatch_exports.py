@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from graphc.errors import ModelError  # noqa: E402
 from graphc.frontends import load  # noqa: E402
 from graphc.pipeline import run as run_pipeline  # noqa: E402
 from tests.frontends.zoo import run  # noqa: E402
@@ -161,7 +162,7 @@ def test_any_batch_computes_what_pytorch_computes(case: str, dynamo: bool, batch
     if (case, dynamo) == ("experts", False):
         pytest.skip("the older exporter refuses index_add with repeated indices")
     if (case, dynamo, batch) == ("last step", False, 1):
-        pytest.skip("the older exporter folds the index of the one sample away")
+        pytest.skip("the older exporter folds the index of the one sample away; see the test below")
     if (case, batch) == ("grouped", 1):
         pytest.skip("squeeze drops the axis of one sample in PyTorch too")
     make, inputs = CASES[case]
@@ -177,3 +178,10 @@ def test_any_batch_computes_what_pytorch_computes(case: str, dynamo: bool, batch
             want = module(*feeds).numpy()
         (have,) = run(model, {f"x{k}": v.numpy() for k, v in enumerate(feeds)})
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rewrite_that_mixes_samples_is_refused() -> None:
+    """The index of the one sample, 0, is folded into the file, which reads the first sample for all others too."""
+    model = load(exported(LastStep().eval(), tokens_and_lengths(1), dynamo=False))
+    with pytest.raises(ModelError, match=r"Gather.*the samples of y:.* come out otherwise in a batch of 2 than in one of 1"):
+        run_pipeline(model, "legalize,rebatch")
