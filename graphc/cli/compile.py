@@ -40,10 +40,16 @@ def command(
     from graphc import compiler, frontends, optim
     from graphc.cli.places import check_place
     from graphc.cli.summary import print_training_graph, training_graph
+    from graphc.errors import UsageError
     from graphc.frontends import training_export
     from graphc.mesh import Mesh
 
     check_place("--output", out, {"the model": model})
+    if workers > 1 and (standard or training_info):
+        form_of = "--standard" if standard else "--training-info"
+        raise UsageError(
+            f"{form_of} writes the graph of one worker, since standard ONNX has no AllReduce; leave -n {workers} out"
+        )
     times = PassTimes()
     program = compiler.compile(
         model if model == "-" else Path(model),

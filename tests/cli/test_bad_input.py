@@ -340,6 +340,12 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "show a model": (lambda _: ["show", "mlp.onnx"], 2, "no training graph"),
     "inspect part": (lambda _: ["inspect", "mlp.onnx", "--show", "parms"], 2, "did you mean 'params'"),
     "script": (lambda _: ["launch", "-n", "2", "none.py"], 2, "no script 'none.py'"),
+    "several workers in standard ONNX": (
+        lambda _: ["compile", "mlp.onnx", "-o", "t.onnx", *LOSS, *SGD, "--standard", "-n", "2"],
+        2,
+        "--standard writes the graph of one worker",
+    ),
+    "no flight log": (lambda _: ["show", "flight", "nope"], 1, "cannot read nope: No such file or directory"),
     "run feeds": (run_feeds, 1, "there is no input 'X'; the inputs are x"),
     "missing beside unknown": (
         both_keys,

@@ -251,5 +251,7 @@ def _read(file: Path) -> RankLog:
     try:
         fields: dict[str, Any] = json.loads(file.read_text())
         return RankLog(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise GraphcError(f"cannot read {file}: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError) as error:
         raise GraphcError(f"{file} is not a flight log: {error}") from None
