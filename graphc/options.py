@@ -92,7 +92,10 @@ class ParameterChoice:
     """Which parameters train, as glob patterns over their names."""
 
     freeze: Annotated[Sequence[str] | None, Option("Parameters that do not train (repeatable).", "GLOB")] = None
-    train: Annotated[Sequence[str] | None, Option("Exceptions to --freeze (repeatable).", "GLOB")] = None
+    train: Annotated[
+        Sequence[str] | None,
+        Option("Constants that train although the rules leave them out; exceptions to --freeze (repeatable).", "GLOB"),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ def warnings_of(model: ir.Model, parameters: Sequence[Mapping[str, Any]], log: S
             f"{output.counted(len(doubtful), 'constant')} may be meant to train, but do not: {shown}{more};"
             f" --train {shlex.quote(doubtful[0]['name'])} trains the first"
         )
-    warnings.extend(_folded_normalization(model.graph))
     warnings.extend(_rewritten_weights(model.graph, trains))
     return warnings
 
@@ -71,16 +70,3 @@ def _rewritten_weights(graph: ir.Graph, trains: set[str]) -> list[str]:
             f" exporter has merged equal weights, they train as one here; {_UNFOLDED}"
         )
     return warnings
-
-
-def _folded_normalization(graph: ir.Graph) -> list[str]:
-    """Warn if BatchNormalization seems folded into convolutions: all have a bias and nothing is normalised."""
-    convolutions = [node for node in graph if node.op_type == "Conv" and node.domain == ""]
-    with_bias = [node for node in convolutions if len(node.inputs) > 2 and node.inputs[2] is not None]
-    normalised = any(node.op_type.endswith("Normalization") for node in graph.all_nodes())
-    if len(convolutions) < 3 or len(with_bias) < len(convolutions) or normalised:
-        return []
-    return [
-        f"all {len(convolutions)} convolutions have a bias and nothing is normalised: if the network had BatchNormalization, "
-        "its exporter folded it in evaluation mode, and it cannot train; export with training=TrainingMode.TRAINING"
-    ]

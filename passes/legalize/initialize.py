@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError, listed, nearest
+from graphc.errors import UsageError, listed, near_names, nearest
 from graphc.ir.declare import Role
 from graphc.ir.facts import dtype_of, is_parameter, static_dims
 from graphc.ir.updates import role_of, source_of
@@ -98,7 +98,9 @@ def initialize(
     roles = {name: _role(value) for name, value in model.graph.initializers.items() if is_parameter(value)}
     for pattern in only or ():
         if not fnmatch.filter(roles, pattern):
-            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, roles)}; {listed('parameter', roles, most=8)}")
+            raise UsageError(
+                f"no parameter matches {pattern!r}{near_names(pattern, roles)}; {listed('parameter', roles, most=8)}"
+            )
     constant = {
         name: _is_constant(model.graph.initializers[name]) for name, role in roles.items() if role in (_WEIGHT, _EMBEDDING)
     }

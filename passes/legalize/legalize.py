@@ -34,6 +34,7 @@ from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
+from graphc.passes.legalize.evaluation_export import lost_normalization
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
 from graphc.passes.legalize.input_shapes import fix_input_shapes
 from graphc.passes.legalize.mapped_loops import compute_mapped_loops_at_once
@@ -75,6 +76,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     placed = is_placed(model)
     normalise_domains(model)
     sort_and_link(graph)
+    lost = lost_normalization(model)
     inside = name_constants(graph)
     hoist_initializers(graph)
     name_everything(graph)
@@ -102,6 +104,8 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     model.opset_imports.clear()
     model.opset_imports.update({"": OPSET, **extra})
     model.ir_version = IR_VERSION
+    if lost is not None:
+        ctx.warn("legalize", lost)
     broken = not_finite(graph)
     if broken:
         names = ", ".join(map(repr, broken[:8])) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")

@@ -5,7 +5,7 @@
 
 A sweep in node order sees inputs that are already simple, so chains collapse in one sweep; sweeps repeat until nothing
 changes (usually two). Collectives and updates are neither merged nor deleted, random ops are never folded, and a float
-initializer of rank ≥ 1 is a parameter, never a constant.
+initializer is a parameter, never a constant.
 """
 
 from __future__ import annotations

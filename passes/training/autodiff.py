@@ -51,7 +51,7 @@ def autodiff(
         reachable = ancestors(graph, targets)
         sources = [v for v in select_trainable(graph, train=train, freeze=freeze) if v in reachable]
         if not sources:
-            raise UsageError("nothing to train: no float initializer of rank ≥ 1 lies on a path to the loss")
+            raise UsageError(_nothing_trains(graph, reachable, train, freeze))
     for value in (*targets, *sources):
         if value.dtype is not None and not is_float(value):
             raise UsageError(f"cannot differentiate {value.name!r}: its type is {value.dtype.name}, not a float")
@@ -74,6 +74,23 @@ def late_gradients(model: ir.Model, ctx: Context) -> bool:
     for node in waiting:
         resolve_late(op, node)
     return bool(waiting)
+
+
+def _nothing_trains(
+    graph: ir.Graph, reachable: set[ir.Value], train: Sequence[str] | None, freeze: Sequence[str] | None
+) -> str:
+    """Say why there is nothing to train."""
+    without = [value for value in select_trainable(graph) if value in reachable]
+    if without and freeze:
+        given = ", ".join(map(repr, freeze))
+        return (
+            f"nothing to train: freeze={given} covers {'all ' if len(without) > 1 else ''}{counted(len(without), 'parameter')}"
+            f" on the path to the loss; freeze fewer, or except some with train= (--train), as in train={without[-1].name!r}"
+        )
+    return (
+        "nothing to train: no parameter lies on a path to the loss; 'graphc check MODEL -v' lists what the file holds and why"
+        " it does not train, and train=[NAME] (--train NAME) trains any float constant"
+    )
 
 
 def _name_gradient(op: Builder, source: ir.Value, value: ir.Value) -> None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, is_parameter
 from graphc.ir.names import BATCHNORM, LIVE, SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.parameters import check_patterns
 from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies
 from graphc.passes.optimize.simplify import replace
@@ -50,9 +50,7 @@ def train_mode(
         UsageError: a pattern that matches no initializer.
     """
     graph = model.graph
-    for pattern in freeze or ():
-        if not fnmatch.filter(graph.initializers, pattern):
-            raise UsageError(f"no parameter matches {pattern!r}{nearest(pattern, graph.initializers)}")
+    check_patterns(graph, freeze=freeze)
     op = Builder(graph)
     averages: dict[ir.Value, _Average] = {}
     normalised = dropped = 0
