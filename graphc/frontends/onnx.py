@@ -22,11 +22,11 @@ import onnx_ir as ir
 from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
+from graphc.frontends.exporter_folding import restore
 from graphc.frontends.requantize import requantize
 from graphc.frontends.tensors import check_external, check_inline, external_tensors
 from graphc.frontends.wellformed import check_wellformed
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
-from graphc.ir.exporter_folding import restore
 from graphc.ir.exporter_records import recorded_kinds
 from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers

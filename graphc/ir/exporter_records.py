@@ -1,4 +1,4 @@
-"""Reads what PyTorch's exporter records about initializers, and separates those that it merged.
+"""Reads what PyTorch's exporter records in a file about its initializers.
 
 The exporter of ``torch.export`` programs writes which initializer is a parameter and which a buffer, and from what a folded
 one was computed. Other files hold no such record.
@@ -7,13 +7,8 @@ one was computed. Other files hold no such record.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-import numpy as np
 import onnx_ir as ir
-
-from graphc.ir.facts import FLOATS, static_dims
-from graphc.ir.state import repeats_one_value
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
@@ -29,131 +24,3 @@ def folded_from(value: ir.Value) -> list[str] | None:
     """Names of the values from which the exporter computed an initializer; None where it did not."""
     text = value.metadata_props.get(_FOLDED)
     return re.findall(r"'([^']+)'", text) if text is not None else None
-
-
-def _merged_uses(graph: ir.Graph) -> list[tuple[ir.Value, list[tuple[ir.Node, int]], str]]:
-    """Uses of an initializer that stood for another tensor before the exporter merged equal ones.
-
-    The optimizer of the exporter makes one initializer of all tensors of equal elements: fresh biases, scales, running
-    variances. The module that a node came from tells which was meant. Only tensors of one repeated value are told apart;
-    others are equal because the module shares them.
-
-    Returns:
-        (merged initializer, its uses, name of the tensor that they meant), in graph order.
-    """
-    recorded = recorded_kinds(graph)
-    found: dict[tuple[ir.Value, str], list[tuple[ir.Node, int]]] = {}
-    for node in graph if recorded else ():
-        scope = _module_of(node)
-        for index, value in enumerate(node.inputs):
-            if scope is None or value is None or not value.is_initializer() or value.dtype not in FLOATS:
-                continue
-            if value.const_value is None or value.const_value.size < 2 or not repeats_one_value(value.const_value):
-                continue
-            meant = _meant(node, index, scope, value.name or "", recorded, graph)
-            if meant is not None:
-                found.setdefault((value, meant), []).append((node, index))
-    return [(value, uses, meant) for (value, meant), uses in found.items()]
-
-
-def separate_merged(graph: ir.Graph) -> None:
-    """Give each tensor that the exporter merged with an equal one its own initializer again, under its own name."""
-    for value, uses, meant in _merged_uses(graph):
-        tensor = value.const_value
-        assert tensor is not None
-        if meant not in graph.initializers:
-            own = ir.Value(name=meant, type=value.type, shape=value.shape, const_value=ir.Tensor(tensor.numpy(), name=meant))
-            graph.register_initializer(own)
-        for node, index in uses:
-            node.replace_input_with(index, graph.initializers[meant])
-
-
-def restore_biases(graph: ir.Graph) -> None:
-    """Give products the biases of zeros again that the exporter dropped as additions of nothing."""
-    recorded = recorded_kinds(graph)
-    for node in list(graph) if recorded else ():
-        if node.op_type == "Gemm" and len(node.inputs) == 2:
-            name = _bias_of(node, 2)
-        elif node.op_type == "MatMul" and re.search(r"'linear(_\d+)?'\]$", node.metadata_props.get(_SCOPES, "")):
-            name = _bias_name(node.inputs[1])
-        else:
-            continue
-        weight = node.inputs[1]
-        sizes = static_dims(weight) if weight is not None else None
-        if name not in recorded or name in graph.initializers or weight is None or sizes is None or weight.dtype is None:
-            continue
-        size = sizes[0 if node.attributes.get_int("transB", 0) else 1]
-        tensor = ir.Tensor(np.zeros(size, weight.dtype.numpy()), dtype=weight.dtype, name=name)
-        bias = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape([size]), const_value=tensor)
-        graph.register_initializer(bias)
-        if node.op_type == "Gemm":
-            node.resize_inputs(3)
-            node.replace_input_with(2, bias)
-        else:
-            _add_behind(graph, node, bias)
-
-
-def _add_behind(graph: ir.Graph, product: ir.Node, bias: ir.Value) -> None:
-    """Replace the result of a product by its sum with ``bias``, under the same name."""
-    out = product.outputs[0]
-    total = ir.node("Add", [out, bias], name=f"{product.name}/bias")
-    out.replace_all_uses_with(total.outputs[0], replace_graph_outputs=True)
-    total.replace_input_with(0, out)
-    total.outputs[0].name, total.outputs[0].type, total.outputs[0].shape = out.name, out.type, out.shape
-    out.name = f"{out.name}/product"
-    graph.insert_after(product, total)
-
-
-_SCOPES = "pkg.torch.onnx.name_scopes"
-
-_LOCAL_NAMES = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}
-"""Input of a normalisation, Conv or Gemm → the module's name of it."""
-
-
-def _module_of(node: ir.Node) -> str | None:
-    """Path of the module in which the node was written; None where nothing is recorded."""
-    scopes = re.findall(r"'([^']*)'", node.metadata_props.get(_SCOPES, ""))
-    return scopes[-2] if len(scopes) > 1 else None
-
-
-def _meant(node: ir.Node, index: int, scope: str, name: str, recorded: Mapping[str, str], graph: ir.Graph) -> str | None:
-    """The tensor that input ``index`` meant, if not ``name`` itself."""
-    normalises = node.op_type.endswith("Normalization")
-    if name not in recorded:
-        return None  # computed by the exporter, not merged
-    if node.op_type == "InstanceNormalization" and "group_norm" in node.metadata_props.get(_SCOPES, ""):
-        return f"{scope}/Constant_{index}"  # ones and zeros; its parameters follow as Mul and Add
-    sibling = _bias_of(node, index)
-    if sibling in recorded:
-        return sibling if sibling != name else None
-    if normalises or node.op_type in ("Conv", "ConvTranspose", "Gemm"):
-        target = f"{scope}.{_LOCAL_NAMES.get(index, '')}".lstrip(".")
-        if target in recorded:
-            return target if target != name else None
-        if normalises and name.rpartition(".")[0] != scope and not any(known.startswith(f"{scope}.") for known in recorded):
-            return f"{scope}/Constant_{index}"  # a normalisation without parameters
-        return None
-    if name.rpartition(".")[0] == scope:
-        return None
-    missing = [known for known in recorded if known.rpartition(".")[0] == scope and known not in graph.initializers]
-    return missing[0] if len(missing) == 1 and scope else None
-
-
-def _bias_of(node: ir.Node, index: int) -> str:
-    """Name of the bias that belongs to the weight of a product, if input ``index`` of ``node`` is its bias; else empty."""
-    weight: ir.Value | None = None
-    if node.op_type in ("Conv", "ConvTranspose", "Gemm") and index == 2:
-        weight = node.inputs[1]
-    elif node.op_type == "Add":
-        other = node.inputs[1 - index]
-        product = other.producer() if other is not None else None
-        weight = product.inputs[1] if product is not None and product.op_type == "MatMul" else None
-    return _bias_name(weight)
-
-
-def _bias_name(weight: ir.Value | None) -> str:
-    """Name of the bias beside a weight, or beside the one from which all of it was folded; else empty."""
-    if weight is None:
-        return ""
-    sources = folded_from(weight) or [weight.name or ""]
-    return f"{sources[0].removesuffix('weight')}bias" if len(sources) == 1 and sources[0].endswith("weight") else ""

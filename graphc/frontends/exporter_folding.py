@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.ir.exporter_records import folded_from, recorded_kinds, restore_biases, separate_merged
+from graphc.frontends.exporter_merging import restore_biases, separate_merged
+from graphc.ir.exporter_records import folded_from, recorded_kinds
 from graphc.ir.facts import FLOATS
 from graphc.ir.state import repeats_one_value
 
