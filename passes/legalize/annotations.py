@@ -70,13 +70,17 @@ class Annotations:
 
     def finish(self, version: int) -> None:
         """Find further ranks after conversion, which has folded arithmetic on shapes, and infer what follows from them."""
+        found: dict[ir.Value, int] = {}
         while any(_open(v) for node in self._graph.all_nodes() for v in node.outputs):
             ranks = Ranks(self._graph)
-            learnt = [v for node in self._graph.all_nodes() for v in node.outputs if _open(v) and ranks[v] is not None]
-            for value in learnt:
-                value.shape = ir.Shape([None] * (ranks[value] or 0))
-            if not learnt:
+            values = [v for node in self._graph.all_nodes() for v in node.outputs if _open(v)]
+            learnt = {v: rank for v in values if (rank := ranks[v]) is not None}
+            for value, rank in learnt.items():
+                value.shape = ir.Shape([None] * rank)
+            # Inference of a node with bodies forgets what it cannot find in them; that is no reason for another round.
+            if learnt.keys() <= found.keys():
                 return
+            found |= learnt
             propagate(self._graph, version=version)
 
     def compare(self, name: str | None, value: ir.Value) -> None:

@@ -11,6 +11,7 @@ import onnx.helper as oh
 import onnx_ir as ir
 import pytest
 
+from graphc import frontends
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.state import add_initializer
@@ -19,6 +20,7 @@ from graphc.ir.verify import verify_model
 from graphc.passes.legalize.legalize import legalize
 from graphc.pipeline import Context
 from tests.gradient_check import Array, new_model, normal, on_onnxruntime, reference
+from tests.passes.legalize.legalize_cases import build
 
 COUNT = ("t", ir.TensorType(ir.DataType.INT64), ir.Shape([]))
 GOING = ("going", ir.TensorType(ir.DataType.BOOL), ir.Shape([]))
@@ -194,3 +196,20 @@ def test_the_batched_scan_of_opset_8() -> None:
 def test_sequences_of_different_length_in_a_batched_scan_are_refused() -> None:
     with pytest.raises(UnsupportedOpError, match="sequence_lens"):
         legalize(ir.from_proto(batched_scan(lengths=True)), Context())
+
+
+def test_a_rank_that_only_a_body_tells_is_learnt_once() -> None:
+    """Inference of a node with bodies forgets the rank again, which must not start another round for ever."""
+    x, w = {"x": ("n", 2, "t"), "c": ()}, {"w": np.ones((2, 2, 3), np.float32)}
+    nodes = [oh.make_node("Squeeze", ["x"], ["s"]), oh.make_node("Conv", ["s", "w"], ["a"])]
+    then = oh.make_graph(nodes, "then", [], [oh.make_tensor_value_info("a", onnx.TensorProto.FLOAT, None)])
+    nodes = [oh.make_node("Conv", ["x", "w"], ["b"])]
+    other = oh.make_graph(nodes, "else", [], [oh.make_tensor_value_info("b", onnx.TensorProto.FLOAT, None)])
+    node = oh.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    model = build([node], x, ["y"], w, opset=17, types={"c": onnx.TensorProto.BOOL})
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    legalised = frontends.load(model)
+    legalize(legalised, Context())
+    squeezed = next(n for n in legalised.graph.all_nodes() if n.op_type == "Squeeze").outputs[0]
+    assert squeezed.shape is not None
+    assert len(squeezed.shape) == 3  # Conv's weight has rank 3
