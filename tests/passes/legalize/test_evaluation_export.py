@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import graphc
+from graphc import frontends
 from graphc.errors import UsageError, nearest
 from graphc.passes.legalize.evaluation_export import EXPORT_LINE
 from graphc.pipeline import Context, PassCall, run, warnings_in
@@ -33,7 +34,7 @@ def network() -> nn.Module:
 
 
 def warned(model: object) -> list[str]:
-    working, ctx = graphc.frontends.load(model).clone(), Context()
+    working, ctx = frontends.load(model).clone(), Context()
     run(working, [PassCall("legalize")], ctx)
     return [line for line in warnings_in(ctx.log) if "BatchNormalization" in line]
 

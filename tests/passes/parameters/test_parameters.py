@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import graphc
+from graphc import frontends
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.pipeline import Context, PassCall, run
 
@@ -45,7 +46,7 @@ def exported(module: nn.Module, x: torch.Tensor, exporter: str) -> onnx.ModelPro
 
 
 def decisions(model: Any, train: list[str] | None = None) -> dict[str, Decision]:
-    working, ctx = graphc.frontends.load(model).clone(), Context()
+    working, ctx = frontends.load(model).clone(), Context()
     run(working, [PassCall("legalize", {"train": train})], ctx)
     return {decision.name: decision for decision in ctx.values[DECISIONS]}
 
@@ -102,7 +103,7 @@ def test_a_default_export_of_a_fresh_model_trains_as_in_pytorch(exporter: str) -
 def test_a_module_trains_its_parameters_and_nothing_else() -> None:
     torch.manual_seed(0)
     module, x = Norms(), torch.randn(3, 2, 4, 4)
-    model = graphc.frontends.export(module, (x,), dynamic_batch=False)
+    model = frontends.export(module, (x,), dynamic_batch=False)
     assert trained(model) == {name for name, _ in module.named_parameters()}
     np.testing.assert_allclose(losses(model, x), reference(module.train(), x), rtol=2e-5)
 
