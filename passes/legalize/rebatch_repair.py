@@ -27,6 +27,8 @@ def _reshape(change: Change, node: ir.Node) -> None:
     axis = change.axis(x)
     if x is None or axis is None or target is None:
         return
+    if not node.attributes.get_int("allowzero", 0) and len(target) > axis and not target[: axis + 1].any():
+        return  # a target of 0 copies the size
     source, result = change.old(x), change.old(node.outputs[0])
     if source is None or result is None:
         raise ModelError(f"the target shape {target.tolist()} is fixed while other dimensions are symbolic")

@@ -76,6 +76,16 @@ def test_baked_reshapes(targets: list[list[int]]) -> None:
     check_like_single_samples(model, {"x": normal(3, 3, 4)}, 3)
 
 
+def test_a_target_that_copies_the_batch_beside_an_unknown_size() -> None:
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["time_first"], perm=[1, 0, 2, 3]),
+        helper.make_node("Reshape", ["time_first", "t"], ["z"]),
+        helper.make_node("Transpose", ["z"], ["y"], perm=[1, 0, 2]),
+    ]
+    model = legal(load(build(nodes, {"x": [1, "steps", 2, 3]}, ["y"], {"t": np.array([0, 0, -1])}, opset=13)))
+    check_like_single_samples(model, {"x": normal(3, 5, 2, 3)}, 3)
+
+
 def test_reshape_of_a_transposed_batch() -> None:
     """Multi-head attention as exported for one batch: time first, heads merged into the batch and taken out again."""
     steps, batch, heads, size = 5, 2, 3, 4
