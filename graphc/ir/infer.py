@@ -214,8 +214,8 @@ def _from_proto(proto: onnx.TypeProto | None) -> Inferred:
     )
 
 
-_LIKE_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
-"""Ops that ONNX cannot infer: their output has the type and shape of their input."""
+_LIKE_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization", "Binarizer", "Imputer", "Normalizer", "Scaler"})
+"""Ops that ONNX cannot infer: their output has the shape of their input, and its type where the schema leaves that open."""
 
 
 def infer_node(node: ir.Node, version: int = OPSET) -> tuple[Inferred, ...]:
@@ -238,8 +238,8 @@ def apply(node: ir.Node, *, version: int = OPSET) -> None:
         found = infer_node(node, version)
     except ModelError as error:
         raise ModelError(f"{error}\n{neighbourhood(node)}") from error.__cause__
-    if node.op_type in _LIKE_INPUT and node.domain == "" and node.inputs[0] is not None:
-        found = ((node.inputs[0].type, node.inputs[0].shape),)
+    if node.op_type in _LIKE_INPUT and node.domain in ("", "ai.onnx.ml") and node.inputs[0] is not None:
+        found = ((found[0][0] or node.inputs[0].type, node.inputs[0].shape),)
     for value, (type_, shape) in zip(node.outputs, found, strict=False):
         if type_ is not None:
             value.type = type_

@@ -17,13 +17,17 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.errors import UnknownRankError, UnsupportedOpError
-from graphc.gradient import GRADIENTS, key_of
+from graphc.gradient import GRADIENTS, key_of, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads
+
+refuse_gradient(
+    "graphc::LateGradient", reason="its rule waits for shapes; fix those of the inputs with --shape (shapes=)", origin=__name__
+)
 
 
 def differentiate(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:

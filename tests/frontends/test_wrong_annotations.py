@@ -178,3 +178,17 @@ def test_multi_device_fields_are_named_once() -> None:
     program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=Sgd)
     (text,) = warnings_in(program.log)
     assert "places nodes on devices" in text
+
+
+def test_a_scaler_in_front_of_a_layer_keeps_the_shape() -> None:
+    """As scikit-learn's exporters write pipelines; ONNX infers no shape for it."""
+    scaled = helper.make_node(
+        "Scaler", ["x"], ["s"], domain="ai.onnx.ml", offset=[1.0, 0.0, 0.0, 0.0], scale=[2.0, 1.0, 1.0, 1.0]
+    )
+    nodes = [scaled, helper.make_node("MatMul", ["s", "w"], ["y"])]
+    weights = {"w": normal(4, 3)}
+    model = build(nodes, {"x": ["n", 4]}, ["y"], weights, opset=17, domains={"ai.onnx.ml": 3})
+    x, target = normal(5, 4, seed=1), normal(5, 3, seed=2)
+    seen = torch.tensor((x - [1, 0, 0, 0]) * [2, 1, 1, 1], dtype=torch.float32)
+    want = of_pytorch(lambda w: (seen @ w - torch.tensor(target)).square().mean(), weights)
+    np.testing.assert_allclose(losses(model, {"x": x, "label": target}, graphc.losses.MSE()), want, rtol=1e-5)
