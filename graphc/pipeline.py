@@ -198,14 +198,19 @@ def convert(owner: str, key: str, value: Any, kind: Any) -> Any:
     """
     if not isinstance(value, str):
         if value is not None and not any(_fits(value, candidate) for candidate in _alternatives(kind)):
-            raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")
+            raise UsageError(f"{owner}: {key}={value!r} is not {_in_words(kind)}")
         return value
     for candidate in _alternatives(kind):
         try:
             return _convert_text(value, candidate)
         except ValueError:
             continue
-    raise UsageError(f"{owner}: {key}={value!r} is not {getattr(kind, '__name__', kind)}")
+    raise UsageError(f"{owner}: {key}={value!r} is not {_in_words(kind)}")
+
+
+def _in_words(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " or ".join(names.get(k, getattr(k, "__name__", str(k))) for k in _alternatives(kind))
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -76,6 +76,11 @@ def match_inputs(arrays: Mapping[str, Array], graph: ir.Graph, where: str, note:
         )
     found: dict[str, Array] = {}
     for name, value in wanted.items():
+        if name in label_checks(graph) and arrays[name].dtype.kind == "f" and arrays[name].ndim == len(dims(value) or ()) + 1:
+            raise FeedError(
+                f"{where}: array {name!r} of shape {list(arrays[name].shape)} holds a row for each label, the loss wants"
+                f" the number of the class: save {name}.argmax(-1), or give the loss label_kind=probabilities"
+            )
         array = convert(arrays[name], np.dtype(dtype_of(value).numpy()), name, where, note)
         _check_shape(array, value, where)
         found[name] = array

@@ -120,6 +120,8 @@ class Shards:
             self._check_count(self.samples)
 
     def _check_count(self, samples: int) -> None:
+        if samples == 0:
+            raise UsageError("the data has no samples: its arrays are empty along axis 0")
         if self.tail == "keep" and samples < self.size:
             raise UsageError(f"{samples} samples are fewer than the {self.size} workers")
         if samples == 0 or (self.tail == "drop" and samples < self.global_batch):

@@ -54,3 +54,16 @@ def test_trainer_and_command_take_and_refuse_the_same(
     code = main(["train", str(tmp_path / "m.onnx"), *options])
     assert (code == 0) == taken
     assert taken or f"array '{name}' is {np.dtype(dtype)}, the model wants" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_one_hot_labels_and_empty_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(model(), tmp_path / "m.onnx")
+    arguments = ["train", str(tmp_path / "m.onnx"), "--loss", "softmax_cross_entropy", "--data", str(tmp_path / "d.npz")]
+    for count, message in (
+        (4, "save label.argmax(-1), or give the loss label_kind=probabilities"),
+        (0, "the data has no samples"),
+    ):
+        label = np.eye(3, dtype=np.float32)[[0, 1, 2, 0]] if count else np.zeros(0, np.int64)
+        np.savez(tmp_path / "d.npz", x=np.ones((count, 3), np.float32), ids=np.arange(count), label=label)
+        assert main([*arguments, "--optimizer", "sgd:lr=0.1"]) != 0
+        assert message in " ".join(capsys.readouterr().err.split())

@@ -157,7 +157,7 @@ def test_allow_beats_the_table_and_deny_beats_allow(exported: Callable[[str], st
         ("bf16:denny=Conv", "no option 'denny'; did you mean 'deny'"),
         ("bf16:deny=Convv", "no op and no node matches 'Convv'; did you mean 'Conv'"),
         ("fp16:loss_scale=0", "loss_scale=0.0 must be a number of at least 1"),
-        ("fp16:loss_scale=much", "loss_scale='much' is not float"),
+        ("fp16:loss_scale=much", "loss_scale='much' is not a number"),
     ],
 )
 def test_wrong_options_are_named(precision: str, message: str, exported: Callable[[str], str]) -> None:

@@ -277,7 +277,7 @@ def test_command_line_form(text: str, expected: losses.Loss) -> None:
     [
         ("softmax", "did you mean 'softmax_cross_entropy'"),
         ("mse:lable=y", "did you mean 'label'"),
-        ("huber:delta=wide", "delta='wide' is not float"),
+        ("huber:delta=wide", "delta='wide' is not a number"),
         ("huber:delta", "delta"),
         ("mse:label=a,label=b", "given twice"),
         ("model", "path=FILE"),

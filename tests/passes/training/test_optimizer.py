@@ -291,7 +291,7 @@ def test_command_line_form(text: str, expected: optim.Optimizer) -> None:
     [
         ("adma", "did you mean 'adam'"),
         ("adam:momentum=0.9", "no option 'momentum'"),
-        ("sgd:lr=fast", "lr='fast' is not float"),
+        ("sgd:lr=fast", "lr='fast' is not a number"),
         ("sgd:lr", "lr"),
         ("rmsprop:alfa=0.9", "did you mean 'alpha'"),
     ],
