@@ -1,2 +1,1 @@
 """Passes that turn the forward graph into a training graph."""
-
