@@ -81,11 +81,11 @@ def _infer_if(condition: ir.Value | None, attributes: Mapping[str, ir.Attr], run
     branches = [attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     decided = constant(condition)
     if decided is not None:  # what the other branch makes of these shapes does not matter
-        branches = [branches[0 if bool(np.all(decided)) else 1]] * 2
+        branches = [branches[0 if bool(np.all(decided)) else 1]]
     for branch in branches:
         run(branch)
     found: list[Types] = []
-    for a, b in zip(*(branch.outputs for branch in branches), strict=True):
+    for a, b in zip(branches[0].outputs, branches[-1].outputs, strict=True):
         found.append((a.type if a.type is not None else b.type, _common(a.shape, b.shape)))
     return found
 
