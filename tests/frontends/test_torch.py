@@ -12,7 +12,7 @@ from graphc.errors import ModelError, UsageError
 from graphc.frontends.torch import export, frozen
 from graphc.ir.facts import dims
 from graphc.ir.parameters import select_trainable
-from graphc.passes.legalize.rebatch import rebatch
+from graphc.passes.rebatch.rebatch import rebatch
 from graphc.pipeline import Context
 from tests.frontends.zoo import legal, run
 

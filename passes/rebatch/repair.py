@@ -1,4 +1,4 @@
-"""Repairs single nodes whose operands are fixed to one batch size (:mod:`graphc.passes.legalize.rebatch`)."""
+"""Repairs single nodes whose operands are fixed to one batch size (:mod:`graphc.passes.rebatch.rebatch`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphc.errors import ModelError
 from graphc.ir.facts import constant, dims, input_of
 from graphc.ir.subgraphs import CONTROL
 from graphc.ir.symbolic_dims import held
-from graphc.passes.legalize import rebatch_index
-from graphc.passes.legalize.rebatch_change import Change
+from graphc.passes.rebatch import indices
+from graphc.passes.rebatch.change import Change
 
 Repair = Callable[[Change, ir.Node], None]
 
@@ -235,9 +235,9 @@ REPAIRS: dict[str, Repair] = {
     "Concat": _concat,
     "Expand": _expand,
     "GRU": _recurrent,
-    "Gather": rebatch_index.gather,
-    "GatherElements": rebatch_index.gather_elements,
-    "GatherND": rebatch_index.gather_nd,
+    "Gather": indices.gather,
+    "GatherElements": indices.gather_elements,
+    "GatherND": indices.gather_nd,
     "Gemm": _gemm,
     "InstanceNormalization": _channels,
     "LSTM": _recurrent,
@@ -245,8 +245,8 @@ REPAIRS: dict[str, Repair] = {
     "RNN": _recurrent,
     "Reshape": _reshape,
     "Resize": _resize,
-    "ScatterElements": rebatch_index.scatter_elements,
-    "ScatterND": rebatch_index.scatter_nd,
+    "ScatterElements": indices.scatter_elements,
+    "ScatterND": indices.scatter_nd,
     "Slice": _slice,
     "Squeeze": _squeeze,
 }

@@ -1,4 +1,4 @@
-"""Compares a model with its rewrite for any batch, sample by sample (:mod:`graphc.passes.legalize.rebatch`).
+"""Compares a model with its rewrite for any batch, sample by sample (:mod:`graphc.passes.rebatch.rebatch`).
 
     file, batch 1:   y(a), y(b)                rewrite, batch 2:   y(a, b)              must be the same rows
 

@@ -1,4 +1,4 @@
-"""Repairs Gather and Scatter whose indices count the samples of one batch (:mod:`graphc.passes.legalize.rebatch`).
+"""Repairs Gather and Scatter whose indices count the samples of one batch (:mod:`graphc.passes.rebatch.rebatch`).
 
     before  y = GatherND(x, [[0, n0], [1, n1], [2, n2], [3, n3]])         after  y = GatherND(x, [[k, nk] for k < batch])
 
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.facts import describe_value, dims
-from graphc.passes.legalize.rebatch_change import Change
+from graphc.passes.rebatch.change import Change
 
 
 def gather(change: Change, node: ir.Node) -> None:

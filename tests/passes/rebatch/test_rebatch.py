@@ -13,8 +13,8 @@ from onnx import helper
 from graphc.errors import ModelError, UsageError
 from graphc.frontends.onnx import load
 from graphc.ir.facts import dims
-from graphc.passes.legalize.rebatch import rebatch as rebatch_pass
-from graphc.passes.legalize.rebatch_repair import batch_place
+from graphc.passes.rebatch.rebatch import rebatch as rebatch_pass
+from graphc.passes.rebatch.repair import batch_place
 from graphc.pipeline import Context
 from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import HUGE, LARGE, SMALL, legal, path_of, run, with_random_weights

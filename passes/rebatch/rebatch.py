@@ -22,10 +22,10 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, describe, describe_value, dims
 from graphc.ir.infer import apply, fold, propagate
 from graphc.ir.subgraphs import captured
-from graphc.passes.legalize.rebatch_change import Change
-from graphc.passes.legalize.rebatch_repair import REPAIRS, is_doubtful
-from graphc.passes.legalize.rebatch_verify import difference
 from graphc.passes.legalize.structure import remove_dead
+from graphc.passes.rebatch.change import Change
+from graphc.passes.rebatch.repair import REPAIRS, is_doubtful
+from graphc.passes.rebatch.verify import difference
 from graphc.pipeline import Context, graph_pass
 
 _NAME = re.compile(r"[A-Za-z_]\w*")

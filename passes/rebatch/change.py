@@ -1,4 +1,4 @@
-"""What the repairs of :mod:`graphc.passes.legalize.rebatch` share: where the batch is, and operands made for one batch size.
+"""What the repairs of :mod:`graphc.passes.rebatch.rebatch` share: where the batch is, and operands made for one batch size.
 
 before  mask[20, 1] = the same 5 rows for each of 4 samples           after  mask[5*batch, 1] = those 5 rows, repeated
 before  index[4] = (0, 5, 10, 15)                                     after  index[batch] = Range(batch) · 5

@@ -1,0 +1,1 @@
+"""Passes that give a model another batch size."""
