@@ -145,7 +145,11 @@ def test_a_stopped_run_says_where_and_how_to_go_on(
     monkeypatch.setattr(Reporter, "epoch", stop_in_the_third)
     more = ["-o", "t.onnx", *(["--checkpoint", folder] if folder else [])]
     before = signal.getsignal(signal.SIGTERM)
-    assert main(arguments(*more, epochs=9)) == 128 + number
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    try:
+        assert main(arguments(*more, epochs=9)) == 128 + number
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     assert signal.getsignal(signal.SIGTERM) is before
     err = capfd.readouterr().err
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"

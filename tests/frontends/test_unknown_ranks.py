@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 import graphc
 from graphc.cli import main
 from graphc.errors import GraphcError, UnknownRankError, UsageError
-from tests.frontends.test_wrong_annotations import losses, of_pytorch
+from tests.frontends.annotation_cases import losses, of_pytorch
 from tests.passes.legalize.legalize_cases import build, normal
 
 Sgd = graphc.optim.SGD(lr=0.1)

@@ -12,27 +12,8 @@ from onnx import TensorProto, helper
 
 import graphc
 from graphc.pipeline import warnings_in
+from tests.frontends.annotation_cases import losses, of_pytorch
 from tests.passes.legalize.legalize_cases import build, normal
-
-Sgd = graphc.optim.SGD(lr=0.1)
-
-
-def losses(model: onnx.ModelProto, feeds: dict[str, np.ndarray], loss: graphc.losses.Loss, steps: int = 3) -> list[float]:
-    with graphc.Trainer(graphc.compile(model, loss=loss, optimizer=Sgd)) as trainer:
-        return [trainer.step(feeds)["loss"] for _ in range(steps)]
-
-
-def of_pytorch(forward: Callable[..., torch.Tensor], weights: dict[str, np.ndarray], steps: int = 3) -> list[float]:
-    """The losses of SGD in PyTorch; ``forward`` maps the weights to a loss."""
-    tensors = {name: torch.tensor(w, requires_grad=True) for name, w in weights.items()}
-    optimizer, found = torch.optim.SGD(tensors.values(), lr=0.1), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = forward(**tensors)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
 
 
 def two_layers() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
@@ -73,7 +54,7 @@ def test_what_a_file_says_of_a_computed_value_changes_nothing(wrong: str, where:
 def test_a_contradiction_is_a_warning_that_names_the_value() -> None:
     model, _ = two_layers()
     model.graph.value_info.append(helper.make_tensor_value_info("h", TensorProto.FLOAT, [2, 5]))
-    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=Sgd)
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
     (text,) = warnings_in(program.log)
     assert "'h' is float[2, 5], but its node makes float[n, 3]" in text
 
@@ -175,7 +156,7 @@ def test_multi_device_fields_are_named_once() -> None:
     model.configuration.add(name="two", num_devices=2)
     node = model.graph.node[0].device_configurations.add(configuration_id="two")
     node.sharding_spec.add(tensor_name="w", device=[0, 1])
-    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=Sgd)
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
     (text,) = warnings_in(program.log)
     assert "places nodes on devices" in text
 

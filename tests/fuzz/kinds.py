@@ -22,14 +22,15 @@ from tests.fuzz.model_mutants import Seed, mutate, seeds
 from tests.passes.legalize.legalize_cases import build
 
 Work = Callable[[], object]
+VALID = 50
 LARGEST_TARGET = 1_000_000
 """Elements; a mutant whose output claims more is fed a target of one element, which must be refused."""
 
 
 def model(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
-    """Compile a mutant of a model and train it for one step; every fiftieth is the valid model, which must train."""
+    """Compile a mutant of a model and train it for one step; every ``VALID``-th is the valid model."""
     seed = seeds()[random.Random(number).randrange(len(seeds()))]
-    data = mutate(seed.model, number, keep) if number % 50 else seed.model.SerializeToString()
+    data = mutate(seed.model, number, keep) if number % VALID else seed.model.SerializeToString()
     return seed.name, lambda: train(data, seed)
 
 

@@ -412,8 +412,8 @@ def test_clipping_by_the_global_norm_sends_every_gradient_to_every_server(export
         ("parameter_server:staleness=-2", {}, "staleness at least 0"),
         ("parameter_server:server=1", {}, "no option 'server'; did you mean 'servers'"),
         ("parameter_server", {"precision": "fp16"}, "bf16, or staleness=0"),
-        ("parameter_server", {"accumulate": 2}, "exclude micro-batches"),
-        ("parameter_server", {"compress": "powersgd:rank=2"}, "several reductions"),
+        ("parameter_server", {"accumulate": 2}, "accumulate=2 exclude each other: a worker pushes the gradients of each batch"),
+        ("parameter_server", {"compress": "powersgd:rank=2"}, "for which there are bf16 and fp16"),
     ],
 )
 def test_bad_options(strategy: str, options: dict[str, Any], message: str, exported: Callable[[str], str]) -> None:
