@@ -65,6 +65,7 @@ def _check_nodes(
             _check_attributes(node, signature)
             if domain == "":
                 _check_values(node)
+                _check_windows(node)
                 _check_bodies(node, imports.get("", 1))
         for attr in node.attributes.values():
             if attr.is_ref():
@@ -135,14 +136,35 @@ def _check_values(node: ir.Node) -> None:
             _fail(node, f"a Constant has one attribute with its value, not {len(values)}")
 
 
+_WINDOWED = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "DeformConv", "AveragePool", "MaxPool", "LpPool"})
+_PER_AXIS = ("kernel_shape", "strides", "dilations", "output_padding")
+
+
+def _check_windows(node: ir.Node) -> None:
+    """Check that the attributes of a convolution or pooling have one number for each spatial axis, ``pads`` two."""
+    if node.op_type not in _WINDOWED:
+        return
+    given = [(name, node.attributes[name]) for name in (*_PER_AXIS, "pads") if name in node.attributes]
+    counts = {name: len(attr.value) / (2 if name == "pads" else 1) for name, attr in given if not attr.is_ref()}
+    rank = _rank(node)
+    axes = rank - 2 if rank is not None else next(iter(counts.values()), 0)
+    for name, count in counts.items():
+        if count != axes:
+            per = "two numbers" if name == "pads" else "one number"
+            _fail(
+                node, f"the attribute {name!r} is {_shown(node.attributes[name].value)}; {axes:g} spatial axes need {per} each"
+            )
+
+
 def _shown(value: Any) -> str:
     text = str(list(value)) if isinstance(value, tuple | list) else repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _rank(node: ir.Node, index: int = 0) -> int | None:
+    """The rank of an operand that the file itself gives; what it says of computed values may be wrong."""
     value = node.inputs[index] if index < len(node.inputs) else None
-    shape = dims(value) if value is not None else None
+    shape = dims(value) if value is not None and value.producer() is None else None
     return None if shape is None else len(shape)
 
 

@@ -159,12 +159,12 @@ def _kernel(node: ir.Node) -> list[int] | None:
 def _pads(node: ir.Node, kernel: list[int], *, upper: bool, wanted: list[int] | None) -> list[int] | None:
     x = node.inputs[0]
     shape = dims(x) if x is not None else None
-    if shape is None:
-        return None
-    size = shape[len(shape) - len(kernel) :]
     ones = [1] * len(kernel)
     strides, dilations = _ints(node, "strides") or ones, _ints(node, "dilations") or ones
     extra = _ints(node, "output_padding") or [0] * len(kernel)
+    if shape is None or not len(shape) - 2 == len(kernel) == len(strides) == len(dilations) == len(extra):
+        return None  # inference names what does not fit
+    size = shape[2:]
     begins, ends = [], []
     for k, (d, width) in enumerate(zip(size, kernel, strict=True)):
         reach = (width - 1) * dilations[k] + 1

@@ -132,6 +132,10 @@ def test_the_valid_file_is_read() -> None:
         (helper.make_node("GatherND", ["x", "i"], ["y"], batch_dims=-3), "'batch_dims' is -3; it must be at least 0"),
         (helper.make_node("Transpose", ["x"], ["y"], perm=[0, 0]), r"'perm' is \[0, 0\]; it must be a permutation"),
         (helper.make_node("Cast", ["x"], ["y"], to=99), "'to' is 99; it must be the number of an element type"),
+        (
+            helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[2]),
+            r"'kernel_shape' is \[2\]; 0 spatial axes need one number each",
+        ),
         (helper.make_node("Celu", ["x"], ["y"], alpha=0.0), "'alpha' is 0.0; it must be a finite number other than 0"),
     ],
 )

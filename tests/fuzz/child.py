@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -73,6 +74,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 def _child(work: Callable[[], object], report: int, megabytes: int) -> None:
     """Run ``work`` and write how it ended; never returns."""
     with contextlib.suppress(BaseException):
+        faulthandler.disable()  # a death is told once, in the outcome
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
