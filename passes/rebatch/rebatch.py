@@ -25,7 +25,7 @@ from graphc.ir.subgraphs import captured
 from graphc.passes.legalize.structure import remove_dead
 from graphc.passes.rebatch.change import Change
 from graphc.passes.rebatch.repair import REPAIRS, is_doubtful
-from graphc.passes.rebatch.verify import difference
+from graphc.passes.rebatch.verify import NOT_COMPARED, difference
 from graphc.pipeline import Context, graph_pass
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -71,7 +71,10 @@ def rebatch(model: ir.Model, ctx: Context, *, batch: int | str = "batch", inputs
     remove_dead(graph)
     if isinstance(declared, int) and change.doubts:
         wrong = difference(original, model, {v.name or "" for v in chosen}, declared, symbol)
-        if wrong is not None:
+        if wrong == NOT_COMPARED:
+            place = describe(change.doubts[0])
+            ctx.note(f"rebatch: warning: whether samples stay apart at {place} could not be compared with the file; check it")
+        elif wrong is not None:
             raise ModelError(f"the batch size cannot change at {describe(change.doubts[0])}: {wrong}\n{_HELP}")
     if isinstance(batch, int):
         _rename(graph, symbol, batch)

@@ -21,8 +21,12 @@ _LIMIT = 20_000_000
 """Values with more elements in total are not compared: the reference evaluator takes too long."""
 
 
+NOT_COMPARED = "not compared"
+"""What :func:`difference` returns where the two models cannot be run here."""
+
+
 def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symbol: str) -> str | None:
-    """Describe the output of ``new`` whose rows are not those of ``old``; None if all are, or it cannot be told.
+    """Describe the output of ``new`` whose rows are not those of ``old``; None if all are, or :data:`NOT_COMPARED`.
 
     Args:
         batched: names of the inputs with the batch.
@@ -30,7 +34,7 @@ def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symb
     """
     sizes = (math.prod(d for d in dims(v) or () if isinstance(d, int)) for node in old.graph for v in node.outputs)
     if sum(sizes) > _LIMIT or any(node.op_type in NOT_DETERMINED or _trains(node) for node in old.graph.all_nodes()):
-        return None
+        return NOT_COMPARED
     for low in (1, 0):  # ids and lengths of 1 and 2 are right nearly everywhere, else 0 and 1
         feeds = _feeds(old.graph, batched, batch, low)
         parts = [{k: v[p * batch : (p + 1) * batch] if k in batched else v for k, v in (feeds or {}).items()} for p in (0, 1)]
@@ -40,7 +44,7 @@ def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symb
         if feeds is not None and first is not None and second is not None:
             break
     else:
-        return None
+        return NOT_COMPARED
     turned = {k: np.roll(v, batch, axis=0) if k in batched else v for k, v in feeds.items()}
     for given, order in ((feeds, (first, second)), (turned, (second, first))):
         whole = _run(new, given, names)
