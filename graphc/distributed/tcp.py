@@ -19,7 +19,7 @@ from graphc.distributed.communicator import CollectiveRequest
 from graphc.distributed.health.watchdog import watch_peers
 from graphc.distributed.host_queue import ProcessCommunicator, reduce_part
 from graphc.distributed.reductions import Array
-from graphc.distributed.tcp_store import Store, meeting_place
+from graphc.distributed.tcp_store.store import Store, meeting_place
 from graphc.distributed.world import World
 
 _store: Store | None = None

@@ -16,7 +16,7 @@ import pytest
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.host_staged import StagedCommunicator
-from graphc.distributed.tcp_store import Store, meeting_place
+from graphc.distributed.tcp_store.store import Store, meeting_place
 from graphc.distributed.world import find_world
 from graphc.errors import UsageError, WorldError
 from tests.backends.strict import StrictMemory

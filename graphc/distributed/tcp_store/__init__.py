@@ -1,0 +1,1 @@
+"""The meeting point of ranks that meet at a TCP address."""
