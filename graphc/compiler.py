@@ -28,7 +28,7 @@ from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
-from graphc.options import CompileOptions, Shapes, axes_of, constants_of, key_values, shape_texts
+from graphc.options import CompileOptions, Shapes, axes_of, constants_of, key_values, scales_of, shape_texts
 from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
@@ -268,7 +268,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     ctx = Context()
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()
-    bind_inputs(working, constants_of(arguments.inputs), axes_of(arguments.batch_axis))
+    bind_inputs(working, constants_of(arguments.inputs), axes_of(arguments.batch_axis), scales_of(arguments.scale))
 
     def run_step(step: PassCall) -> None:
         run(working, [step], ctx, after=arguments.after, dump_dir=dump)

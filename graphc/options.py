@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from graphc.errors import UsageError
+from graphc.ir.bound_inputs import Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ def shape_texts(shapes: Shapes) -> list[str] | None:
 Inputs: TypeAlias = Mapping[str, Any] | Sequence[str] | None
 """Input → its constant value (an array, a number or text), or texts such as ``"state=zeros:2,1,128"``."""
 
+Scales: TypeAlias = Mapping[str, float | str] | Sequence[str] | None
+"""Input → the factor of its integers, or texts such as ``"image=1/255"``; see :class:`graphc.ir.bound_inputs.Scale`."""
+
 Axes: TypeAlias = Mapping[str, int] | Sequence[str] | None
 """Input → an axis, or texts such as ``"state=1"``."""
 
@@ -78,6 +82,16 @@ def axes_of(axes: Axes) -> dict[str, int]:
         if not text.isdecimal():
             raise UsageError(f"{name}={text} names no axis; write it as in state=1")
     return {name: int(text) for name, text in found.items()}
+
+
+def scales_of(scales: Scales) -> dict[str, Scale]:
+    """Inputs that are fed as integers, with the scale of each.
+
+    Raises:
+        UsageError: a text that is no scale.
+    """
+    pairs = scales.items() if isinstance(scales, Mapping) else (_named(text, "image=1/255") for text in scales or ())
+    return {name: Scale.parse(name, given) for name, given in pairs}
 
 
 def _named(text: str, example: str) -> tuple[str, str]:
@@ -117,6 +131,15 @@ class CompileOptions(ParameterChoice):
     ] = None
     batch_axis: Annotated[
         Axes, Option("Axis of an input's samples, if it is not 0: state=1 (repeatable).", "NAME=AXIS", flags=("--batch-axis",))
+    ] = None
+    scale: Annotated[
+        Scales,
+        Option(
+            "An input fed as integers (uint8 images), times a factor: x=1/255; then mean and deviation of channels: "
+            "x=1/255,mean=0.485:0.456:0.406,std=0.229:0.224:0.225 (repeatable).",
+            "NAME=FACTOR",
+            flags=("--scale",),
+        ),
     ] = None
     dequantize: Annotated[
         str,

@@ -38,7 +38,7 @@ from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.names import SKIPPED
 from graphc.ir.ops.losses import label_checks
 from graphc.mesh import Mesh
-from graphc.options import CompileOptions, axes_of, constants_of
+from graphc.options import CompileOptions, axes_of, constants_of, scales_of
 from graphc.parallel import servers
 from graphc.pipeline import PassCall, warnings_in
 from graphc.report.trace import Summary, Trace
@@ -104,7 +104,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     model = frontends.load(job.model)
     _check_weights(job, model)
     axes, bound = axes_of(job.compilation.batch_axis), model.clone()
-    bind_inputs(bound, constants_of(job.compilation.inputs), axes)
+    bind_inputs(bound, constants_of(job.compilation.inputs), axes, scales_of(job.compilation.scale))
     job, fixed = fit_batch(job, bound, note)
     data = samples_first(read_arrays(job.data), axes)
     evaluated = samples_first(read_arrays(job.eval_data), axes) if job.eval_data is not None else {}

@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from graphc.cli.output import Format as Formats
-from graphc.options import Axes, Inputs, Option, Shapes
+from graphc.options import Axes, Inputs, Option, Scales, Shapes
 
 if TYPE_CHECKING:
     from graphc.losses import Loss
@@ -163,6 +163,7 @@ _TEXT_TYPES: dict[Any, Any] = {
     Shapes: list[str] | None,
     Inputs: list[str] | None,
     Axes: list[str] | None,
+    Scales: list[str] | None,
     int | str | None: str | None,
 }
 """Option types that typer does not know → the type that it parses instead."""

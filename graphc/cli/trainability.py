@@ -21,7 +21,7 @@ from graphc.ir.names import RESERVED
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.ir.subgraphs import captured
 from graphc.losses import LOSSES, MSE, Loss
-from graphc.options import CompileOptions, axes_of, constants_of
+from graphc.options import CompileOptions, axes_of, constants_of, scales_of
 from graphc.pipeline import Context, PassCall, run
 from graphc.plan.partition import specialise
 from graphc.report.batch_rule import BatchRule, batch_rule
@@ -117,8 +117,8 @@ def examine(
     """
     options, ctx = compilation or CompileOptions(), Context()
     model = model.clone()
-    bind_inputs(model, constants_of(options.inputs), axes_of(options.batch_axis))
-    options = dataclasses.replace(options, inputs=None, batch_axis=None)
+    bind_inputs(model, constants_of(options.inputs), axes_of(options.batch_axis), scales_of(options.scale))
+    options = dataclasses.replace(options, inputs=None, batch_axis=None, scale=None)
     choice = {"train": options.train, "freeze": options.freeze}
     result = Trainability(model.clone(), log=ctx.log)
     with result.timed("legalize"):

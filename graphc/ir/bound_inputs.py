@@ -1,8 +1,11 @@
-"""Gives inputs of a model a constant value, or moves their batch axis to the front.
+"""Gives inputs of a model a constant value, moves their batch axis to the front, or takes them as integers.
 
     before   x: [b, 576],  state: [2, b, 128],  sr: []
     after    x: [b, 576]                                            state = zeros:2,1,128 (repeated for the batch), sr = 16000
     or       x: [b, 576],  state: [b, 2, 128] ─► Transpose          batch_axis={"state": 1}
+
+    before   image: float[b, 3, 224, 224]
+    after    image: uint8[b, 3, 224, 224] ─► Cast ─► Mul            scale={"image": "1/255"}
 
 Whatever splits a batch (shards, micro-batches, padding) then finds the samples on axis 0 of every input that is left.
 """
@@ -10,6 +13,7 @@ Whatever splits a batch (shards, micro-batches, padding) then finds the samples 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,22 +25,94 @@ from graphc.ir.names import BUFFER
 
 Array = np.ndarray[Any, Any]
 
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "int32")
 
-def bind_inputs(model: ir.Model, constants: Mapping[str, Any], batch_axes: Mapping[str, int]) -> None:
-    """Replace inputs by constants, and give inputs their samples on axis 0.
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How integers x that are fed become the numbers of the model: (x·factor − mean) / std.
+
+    Attributes:
+        factor: such as 1/255 for images with values from 0 to 1.
+        mean: one number, or one for each channel.
+        std: as ``mean``.
+        dtype: the integers' type.
+    """
+
+    factor: float
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    dtype: str = "uint8"
+
+    @classmethod
+    def parse(cls, name: str, given: float | str) -> Scale:
+        """Read ``1/255``, ``0.5``, or ``1/255,mean=0.485:0.456:0.406,std=0.229:0.224:0.225,dtype=uint8``.
+
+        Raises:
+            UsageError: text of another form, a factor or ``std`` that is 0, or no such integer type.
+        """
+        first, *rest = str(given).split(",")
+        options = {key.strip(): text for key, _, text in (part.partition("=") for part in rest)}
+        dtype = options.pop("dtype", "uint8").strip()
+        try:
+            over, _, under = first.partition("/")
+            factor = float(over) / float(under or 1)
+            mean, std = (tuple(float(n) for n in options.pop(key, default).split(":")) for key, default in _NORMAL)
+            if options or dtype not in _INTEGERS or not factor or not all(std) or not np.isfinite([factor, *mean, *std]).all():
+                raise ValueError
+        except (ValueError, ZeroDivisionError):
+            raise UsageError(
+                f"scale {name}={given}: write a factor as in {name}=1/255; means and deviations of channels follow it, as in"
+                f" {name}=1/255,mean=0.485:0.456:0.406,std=0.229:0.224:0.225, and dtype= one of {', '.join(_INTEGERS)}"
+            ) from None
+        return cls(factor, mean, std, dtype)
+
+    def linear(self, value: ir.Value) -> tuple[Array, Array]:
+        """The factor and the offset that an input's integers take, in float64 and of a shape that broadcasts to the input.
+
+        Raises:
+            UsageError: no axis, or two, has as many channels as ``mean`` or ``std``.
+        """
+        count = max(len(self.mean), len(self.std))
+        shape: tuple[int, ...] = ()
+        if count > 1:
+            sizes = dims(value) or ()
+            found = [axis for axis in {1, len(sizes) - 1} if 0 < axis < len(sizes) and sizes[axis] == count]
+            if len(found) != 1 or {len(self.mean), len(self.std)} - {1, count}:
+                raise UsageError(
+                    f"scale: {len(self.mean)} means and {len(self.std)} deviations do not fit the channels of"
+                    f" {describe_value(value)}; give one number, or one for each channel of axis 1 or of the last axis"
+                )
+            shape = (count, *[1] * (len(sizes) - 1 - found[0]))
+        mean, std = np.asarray(self.mean), np.asarray(self.std)
+        return np.broadcast_to(self.factor / std, count).reshape(shape), np.broadcast_to(-mean / std, count).reshape(shape)
+
+
+_NORMAL = (("mean", "0"), ("std", "1"))
+
+
+def bind_inputs(
+    model: ir.Model, constants: Mapping[str, Any], batch_axes: Mapping[str, int], scales: Mapping[str, Scale]
+) -> None:
+    """Replace inputs by constants, give inputs their samples on axis 0, and scale inputs that are fed as integers.
 
     Args:
         constants: input → an array, a number, or text: ``zeros:2,1,128``, ``ones:4``, ``0.5``, ``1,2,3``, ``file.npy``.
         batch_axes: input → the axis of its samples. A constant of size 1 there is repeated for every sample.
+        scales: input → how its integers become the numbers that the model wants.
 
     Raises:
         UsageError: an unknown input, or a value or axis that does not fit it.
     """
     graph = model.graph
     fed = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
-    for name in (*constants, *batch_axes):
+    for name in (*constants, *batch_axes, *scales):
         if name not in fed:
             raise UsageError(f"the model has no input {name!r}{nearest(name, fed)}; its inputs are {', '.join(fed)}")
+    for name, scale in scales.items():
+        if name in constants:
+            raise UsageError(f"input {name!r} has a constant value; a scale is for an input that is fed")
+        fed[name] = _Maker(graph).scaled(fed[name], scale)
     axes = {name: _checked_axis(fed[name], axis) for name, axis in batch_axes.items()}
     leader = next((value for name, value in fed.items() if name not in constants and dims(value)), None)
     size = None if leader is None else (dims(leader) or ())[axes.get(leader.name or "", 0)]
@@ -136,6 +212,22 @@ class _Maker:
         new = ir.Value(name=value.name, type=value.type, shape=ir.Shape(shape))
         perm = [order.index(k) for k in range(len(order))]
         out = self._emit("Transpose", [new], [ir.AttrInt64s("perm", perm)], f"{value.name}/samples_first")
+        out.type, out.shape = value.type, value.shape
+        value.replace_all_uses_with(out, replace_graph_outputs=True)
+        self._graph.inputs[list(self._graph.inputs).index(value)] = new
+        return new
+
+    def scaled(self, value: ir.Value, scale: Scale) -> ir.Value:
+        """Replace an input by one of integers, from which the graph computes its values."""
+        dtype, name = dtype_of(value), value.name or ""
+        if not dtype.is_floating_point():
+            raise UsageError(f"scale: {describe_value(value)} takes no floating-point numbers, so there is nothing to scale")
+        factor, offset = scale.linear(value)
+        new = ir.Value(name=value.name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(scale.dtype))), shape=value.shape)
+        out = self._emit("Cast", [new], [ir.AttrInt64("to", int(dtype))], f"{name}/float")
+        out = self._emit("Mul", [out, self._hold(factor.astype(dtype.numpy()), f"{name}/scale")], [], f"{name}/scaled")
+        if offset.any():
+            out = self._emit("Add", [out, self._hold(offset.astype(dtype.numpy()), f"{name}/offset")], [], f"{name}/normal")
         out.type, out.shape = value.type, value.shape
         value.replace_all_uses_with(out, replace_graph_outputs=True)
         self._graph.inputs[list(self._graph.inputs).index(value)] = new

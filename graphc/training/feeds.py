@@ -137,7 +137,8 @@ def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
     on_host = isinstance(array, np.ndarray)
     if not on_host or not (narrowed or (same_kind and np.can_cast(array.dtype, dtype, "safe"))):
         scaled = array.dtype.kind in "iu" and to_float
-        hint = ", scaled as the model was trained (images: / 255)" if scaled else " if its values allow"
+        hint = ", scaled as the model was trained; of images, the option scale does it (--scale x=1/255)"
+        hint = hint if scaled else " if its values allow"
         raise FeedError(f"{what} is {array.dtype}, the model wants {dtype}; convert it with .astype({str(dtype)!r}){hint}")
     with np.errstate(over="ignore"):
         result = array.astype(dtype)

@@ -34,7 +34,7 @@ from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
-from graphc.passes.legalize.evaluation_export import lost_normalization
+from graphc.passes.legalize.evaluation_export import lost_dropout, lost_normalization
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
 from graphc.passes.legalize.input_shapes import fix_input_shapes
 from graphc.passes.legalize.mapped_loops import compute_mapped_loops_at_once
@@ -76,7 +76,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     placed = is_placed(model)
     normalise_domains(model)
     sort_and_link(graph)
-    lost = lost_normalization(model)
+    lost = lost_normalization(model) or lost_dropout(model)
     inside = name_constants(graph)
     hoist_initializers(graph)
     name_everything(graph)

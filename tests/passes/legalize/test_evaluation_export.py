@@ -33,10 +33,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 3))
 
 
-def warned(model: object) -> list[str]:
+def warned(model: object, word: str = "BatchNormalization") -> list[str]:
     working, ctx = frontends.load(model).clone(), Context()
     run(working, [PassCall("legalize")], ctx)
-    return [line for line in warnings_in(ctx.log) if "BatchNormalization" in line]
+    return [line for line in warnings_in(ctx.log) if word in line]
 
 
 def test_a_folded_batchnorm_is_warned_of_with_the_line_that_keeps_it() -> None:
@@ -59,6 +59,56 @@ def test_the_advised_export_keeps_batchnorm_and_dropout(tmp_path: Path, monkeypa
     assert {"BatchNormalizationTraining", "DropoutMask"} <= ops
     trained = {name for name, _ in model.named_parameters()}
     assert {node.inputs[0].name for node in program.model.graph if node.op_type == "SGD"} == trained
+
+
+class Dropping(nn.Module):
+    """Dropout inside a Sequential of a list, or in layers that have it by default."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        shared = nn.ReLU() if kind == "shared" else None
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(4, 4),
+                shared or nn.ReLU(),
+                nn.Dropout(0.5) if kind == "sequential" else nn.Tanh(),
+                nn.Linear(4, 4),
+                shared or nn.ReLU(),
+                nn.Linear(4, 4),
+            )
+            for _ in range(2)
+        )
+        if kind == "layer":
+            self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("sequential", "2 modules left no node in the file (first: 'blocks.0"),
+        ("layer", "TransformerEncoderLayer has Dropout by default"),
+        ("none", None),
+        ("shared", None),
+    ],
+)
+def test_a_lost_dropout_is_warned_of_where_the_file_tells(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], dynamo: bool, kind: str, said: str | None
+) -> None:
+    if kind == "layer" and not dynamo:
+        pytest.skip("the older exporter does not record classes, so its files do not tell")
+    args, path = (torch.randn(2, 3, 4),), tmp_path / "m.onnx"
+    torch.onnx.export(Dropping(kind).eval(), args, path, dynamo=dynamo)  # type: ignore[arg-type]
+    found = [line for line in warned(path, "Dropout") if EXPORT_LINE in line]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    torch.onnx.export(Dropping(kind).train(), args, path, dynamo=True, optimize=False)  # type: ignore[arg-type]
+    assert not warned(path, "Dropout")
 
 
 def test_freezing_everything_is_told_by_name() -> None:
