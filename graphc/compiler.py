@@ -252,6 +252,8 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     """
     _check_parts(arguments.loss, arguments.optimizer)
     check_backend(arguments.backend)
+    if arguments.mesh is not None:
+        arguments.mesh.refuse("pipe", "tensor")
     original = frontends.load(model, example_inputs=arguments.example_inputs)
     check_untrained(original)
     freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))

@@ -1,7 +1,9 @@
-"""Defines the mesh: named axes over the workers. A collective's ``group`` is the name of an axis."""
+"""Defines the mesh: named axes over the workers. A collective's ``group`` is an axis, or several: ``"data+pipe"``."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, fields
 
 from graphc.errors import UsageError, counted, nearest
@@ -11,13 +13,19 @@ from graphc.errors import UsageError, counted, nearest
 class Mesh:
     """The number of workers along each axis; ``Mesh(data=2)`` is two replicas that average their gradients.
 
+    The worker at the coordinates (d, p, t) has rank (d · pipe + p) · tensor + t: neighbours share the layers of a model.
+    A group is an axis, or several joined by ``+``: it connects the workers whose other coordinates are equal.
+
+    >>> Mesh(data=2, tensor=2).groups("data")
+    [(0, 2), (1, 3)]
+
     Attributes:
         data: replicas, each with its own share of the batch.
-        pipe: pipeline stages; only 1 is supported.
-        tensor: shards of one layer; only 1 is supported.
+        pipe: pipeline stages.
+        tensor: shards of one layer.
 
     Raises:
-        UsageError: an axis that is not a positive integer, or one other than ``data`` above 1.
+        UsageError: an axis that is not a positive integer.
     """
 
     data: int = 1
@@ -28,8 +36,6 @@ class Mesh:
         for name, extent in self.axes.items():
             if isinstance(extent, bool) or not isinstance(extent, int) or extent < 1:
                 raise UsageError(f"mesh axis {name!r} must be a whole number of at least 1, not {extent!r}")
-            if name != "data" and extent > 1:
-                raise UsageError(f"mesh axis {name}={extent} is not supported yet; only the data axis can be larger than 1")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -39,7 +45,60 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self.data * self.pipe * self.tensor
+        return math.prod(self.axes.values())
+
+    def extent(self, group: str) -> int:
+        """The number of workers in each group ``group``, such as ``"tensor"`` or ``"data+pipe"``."""
+        axes = self.axes
+        return math.prod(axes[name] for name in self._names(group))
+
+    def coordinate(self, group: str, rank: int) -> int:
+        """The place of ``rank`` in its group."""
+        found = 0
+        for name in self._names(group):
+            found = found * self.axes[name] + self._coordinates(rank)[name]
+        return found
+
+    def members(self, group: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of ``rank``, in the order of their coordinates."""
+        names, own = self._names(group), self._coordinates(rank)
+        return tuple(
+            self._rank({**own, **dict(zip(names, place, strict=True))})
+            for place in itertools.product(*(range(self.axes[name]) for name in names))
+        )
+
+    def groups(self, group: str) -> list[tuple[int, ...]]:
+        """The ranks of each group ``group``; together they are all workers."""
+        return sorted({self.members(group, rank) for rank in range(self.size)})
+
+    def _names(self, group: str) -> list[str]:
+        """The axes of ``group`` in rank order.
+
+        Raises:
+            UsageError: an unknown axis, or one given twice.
+        """
+        names = group.split("+")
+        for name in names:
+            if name not in self.axes:
+                known = ", ".join(self.axes)
+                raise UsageError(
+                    f"unknown mesh axis {name!r}{nearest(name, self.axes)} in group {group!r}; the axes are {known}"
+                )
+        if len(set(names)) < len(names):
+            raise UsageError(f"the group {group!r} names an axis twice")
+        return [name for name in self.axes if name in names]
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, extent in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, extent)
+        return found
+
+    def _rank(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for name, extent in self.axes.items():
+            rank = rank * extent + coordinates[name]
+        return rank
 
     def check(self, workers: int) -> None:
         """Raise UsageError unless the mesh has exactly ``workers`` workers."""
@@ -48,6 +107,12 @@ class Mesh:
                 f"the mesh {self} needs {counted(self.size, 'worker')}, and the world has {workers}; "
                 f"start {self.size} with 'graphc launch -n {self.size}' or change the mesh to data={workers}"
             )
+
+    def refuse(self, *axes: str) -> None:
+        """Raise UsageError if one of ``axes``, which the caller does not support, is larger than 1."""
+        for name in axes:
+            if self.axes[name] > 1:
+                raise UsageError(f"mesh axis {name}={self.axes[name]} is not supported yet; leave it at 1")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

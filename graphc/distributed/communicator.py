@@ -20,10 +20,15 @@ from graphc.distributed.reductions import LOW, Array, Parts, even_parts
 from graphc.distributed.rma_windows import Windows
 from graphc.errors import UsageError, nearest
 
-Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+Kind: TypeAlias = Literal[
+    "allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier", "send", "recv"
+]
 T = TypeVar("T")
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+REDUCING: tuple[Kind, ...] = ("allreduce", "reduce_scatter", "reduce")
+"""The collectives that have a reduction."""
+
 REDUCTIONS = ("sum", "mean", "min", "max", "prod", "tree", "adasum")
 DTYPES = frozenset(map(np.dtype, ("float32", "float64", "int64"))) | LOW
 
@@ -34,9 +39,12 @@ class CommunicatorOptions(TypedDict, total=False):
     Attributes:
         kind: ``allreduce`` (the default); ``reduce_scatter``: afterwards ``array[start:stop]`` of ``parts[rank]`` holds the
             reduction and the other elements are undefined; ``all_gather``: every rank gives that part of its array and receives
-            the parts of all; ``broadcast``: every rank receives the array of rank ``root``.
+            the parts of all; ``broadcast``: every rank receives the array of rank ``root``; ``reduce``: the array of rank
+            ``root`` holds the reduction, those of the others are undefined; ``all_to_all``: of N equal parts rank k receives the k-th of
+            every rank, in rank order; ``barrier``: the array stays as it is; ``send``, ``recv``: from the one rank of a channel
+            to the other (:meth:`Communicator.subgroup`).
         parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
-        root: the source of a ``broadcast``; by default 0.
+        root: the source of a ``broadcast``, the target of a ``reduce``; by default 0.
         lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
             (padding may be a tensor of its own). None: one tensor.
         overlap: run on another thread from ``begin`` on (the default); False: run inside ``wait``.
@@ -52,8 +60,8 @@ class CommunicatorOptions(TypedDict, total=False):
 class Communicator(ABC):
     """What the runtime needs from a transport.
 
-    Arrays are one-dimensional, contiguous, writable and of dtype float32, float64, int64, bfloat16 or float16 (``broadcast``
-    and ``all_gather`` take any), with the same length and dtype on every rank. Reductions: sum, min, max, prod; ``mean``, the
+    Arrays are one-dimensional, contiguous, writable and of dtype float32, float64, int64, bfloat16 or float16 (what only moves
+    data takes any), with the same length and dtype on every rank. Reductions: sum, min, max, prod; ``mean``, the
     sum divided by ``size`` (floats only); ``tree``, the sum by the fixed tree of
     :func:`~graphc.distributed.reductions.tree_pairs`; ``adasum`` (floats only, see :mod:`graphc.distributed.reductions`).
     bfloat16 and float16 are accumulated in float32 and rounded once. Results are bit-identical on all ranks.
@@ -62,6 +70,8 @@ class Communicator(ABC):
         observer: called with the handle of every collective that has ended.
         step: the training step, shown in errors and flight logs; -1 before the first.
         deadline: seconds after which a collective that has not ended ends the run; by default GRAPHC_DEADLINE, or 300.
+        ranks: the numbers of its ranks in the world, in the order of their ranks here.
+        group: what the ranks have in common, such as ``tensor``; empty for the world.
 
     Raises (all calls):
         UsageError: an array or reduction that is not supported.
@@ -74,6 +84,8 @@ class Communicator(ABC):
     observer: Callable[[Handle], None] | None
     step: int
     deadline: float
+    ranks: Sequence[int]
+    group: str = ""
 
     @property
     @abstractmethod
@@ -133,6 +145,18 @@ class Communicator(ABC):
         """End the work of all ranks because this one failed; the others, or the launcher, name it and ``reason``.
 
         Over MPI this ends the process and does not return; with one rank it does nothing.
+        """
+
+    @abstractmethod
+    def subgroup(self, members: Sequence[int], group: str, index: int) -> Communicator:
+        """A communicator of some ranks of this one, which runs beside it; only they call it, all in the same order.
+
+        A subgroup of two ranks is a channel if it carries ``send`` on the first and ``recv`` on the second only.
+
+        Args:
+            members: ranks of this communicator; their places are their ranks in the new one. This rank is one of them.
+            group: its name in errors.
+            index: a number of at least 1, equal on its members, that no other subgroup has.
         """
 
     def introduce(self, name: str, *, spare: bool) -> None:  # noqa: B027  not every transport outlives a rank
@@ -227,7 +251,7 @@ class CollectiveRequest:
     @property
     def reduction(self) -> str:
         """The reduction; empty where nothing is reduced."""
-        return self.op if self.kind in ("allreduce", "reduce_scatter") else ""
+        return self.op if self.kind in REDUCING else ""
 
     @property
     def what(self) -> str:
@@ -238,9 +262,12 @@ class CollectiveRequest:
     def shown(self) -> str:
         """The collective with everything that must be equal on all ranks."""
         array = f"{self.array.dtype}[{self.array.size}]"
+        rooted = {"broadcast": f" from rank {self.root}", "reduce": f" to rank {self.root}"}.get(self.kind, "")
+        if self.kind in ("send", "recv"):
+            return f"transfer {self.tag} of {array}"
         if self.reduction:
-            return f"{self.what} ({self.op} of {array})"
-        return f"{self.what}{f' from rank {self.root}' if self.kind == 'broadcast' else ''} of {array}"
+            return f"{self.what}{rooted} ({self.op} of {array})"
+        return f"{self.what}{rooted} of {array}"
 
     def handle(self, action: Callable[[], None]) -> Handle:
         """The handle of this collective, which ``action`` carries out."""
@@ -253,12 +280,19 @@ def check_collective(array: Array, size: int, op: str, tag: str, options: Commun
     if kind not in KINDS:
         raise UsageError(f"unknown collective {kind!r}{nearest(kind, KINDS)}; the collectives are {', '.join(KINDS)}")
     divided = kind in ("reduce_scatter", "all_gather")
-    parts = even_parts(array.size, size) if parts is None or not divided else parts
+    if kind == "reduce":  # the reduction of one part, which is everything
+        parts = [(0, 0)] * root + [(0, array.size)] + [(array.size, array.size)] * (size - root - 1)
+    elif parts is None or not divided:
+        parts = even_parts(array.size, size)
     request = CollectiveRequest(array, kind, op, tag, parts, root, options.get("lengths"), options.get("overlap", True))
     if request.reduction:
         _check_reduction(array, op, request.lengths)
-    if kind == "broadcast" and not 0 <= root < size:
-        raise UsageError(f"broadcast from rank {root}: the ranks are 0 … {size - 1}")
+    if kind in ("broadcast", "reduce") and not 0 <= root < size:
+        raise UsageError(f"{kind} {'from' if kind == 'broadcast' else 'to'} rank {root}: the ranks are 0 … {size - 1}")
+    if kind == "all_to_all" and array.size % size:
+        raise UsageError(f"all_to_all gives {size} ranks equal parts, which {array.size} elements have not")
+    if kind in ("send", "recv") and size != 2:
+        raise UsageError(f"{kind} needs a channel, which has two ranks; this communicator has {size}")
     if divided:
         _check_parts(parts, array.size, size)
     return request

@@ -41,6 +41,7 @@ class QueuedCommunicator(Communicator):
         observer: called after each collective on the thread that ran it.
         recorder: the flight recorder of the rank, in which this communicator has ``number``.
         current: the collective under way.
+        root: the communicator of the world, of which this is a subgroup, or itself.
     """
 
     transport = "null"
@@ -48,11 +49,13 @@ class QueuedCommunicator(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.ranks: Sequence[int] = range(size)
+        self.root: QueuedCommunicator = self
         self.current: Handle | None = None
-        self.observer: Callable[[Handle], None] | None = None
+        self._observer: Callable[[Handle], None] | None = None
         self.recorder = FlightRecorder()
         self.number = 1
-        self.step = -1
+        self._step = -1
         self.deadline = find_deadline()
         self._sequence = 0
         self._queue: collections.deque[Handle] = collections.deque()
@@ -60,6 +63,23 @@ class QueuedCommunicator(Communicator):
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._subgroups: list[QueuedCommunicator] = []
+
+    @property
+    def observer(self) -> Callable[[Handle], None] | None:
+        return self.root._observer
+
+    @observer.setter
+    def observer(self, observer: Callable[[Handle], None] | None) -> None:
+        self.root._observer = observer
+
+    @property
+    def step(self) -> int:
+        return self.root._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.root._step = step
 
     # The work of a transport; all of it blocks and works in place. -----------------------------------------------------
 
@@ -81,6 +101,14 @@ class QueuedCommunicator(Communicator):
         """Receive the array of the root."""
 
     @abstractmethod
+    def _all_to_all(self, request: CollectiveRequest) -> None:
+        """Exchange equal parts in place."""
+
+    @abstractmethod
+    def _subgroup(self, members: Sequence[int], index: int) -> QueuedCommunicator:
+        """A communicator of several ``members``, whose ``rank`` and ``size`` are set; see :meth:`subgroup`."""
+
+    @abstractmethod
     def _gather(self, item: Any) -> list[Any]:
         """Gather objects."""
 
@@ -99,6 +127,11 @@ class QueuedCommunicator(Communicator):
             "reduce_scatter": self._reduce_scatter,
             "all_gather": self._all_gather,
             "broadcast": self._broadcast,
+            "reduce": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+            "barrier": lambda request: self._barrier(),
+            "send": self._broadcast,  # a channel has two ranks, the first of which sends
+            "recv": self._broadcast,
         }[request.kind]
         return functools.partial(run, request)
 
@@ -107,7 +140,20 @@ class QueuedCommunicator(Communicator):
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         request = check_collective(array, self.size, op, tag, options)
         check_layout(array)
+        if (request.kind, self.rank) in (("send", 1), ("recv", 0)):
+            raise UsageError(f"{request.what}: the first rank of a channel sends, and this is rank {self.rank} of it")
         return request.handle(self._action(request))
+
+    def subgroup(self, members: Sequence[int], group: str, index: int) -> Communicator:
+        if self.rank not in members:
+            raise UsageError(f"rank {self.rank} is not one of the ranks {', '.join(map(str, members))} of its group {group!r}")
+        if len(members) == 1:
+            return NullCommunicator()
+        found = self._subgroup(members, index)
+        found.ranks, found.group, found.root = [self.ranks[member] for member in members], group, self.root
+        found.recorder, found.number, found.deadline = self.recorder, self.number << 32 | index, self.deadline
+        self._subgroups.append(found)
+        return found
 
     def begin(self, handle: Handle) -> None:
         if self._closed:
@@ -141,6 +187,8 @@ class QueuedCommunicator(Communicator):
     def close(self) -> None:
         if self._closed:
             return
+        for subgroup in self._subgroups:
+            subgroup.close()
         if self._queue:
             self._wake_up()  # collectives that were never waited for
         self._closed = True
@@ -189,6 +237,13 @@ class ProcessCommunicator(QueuedCommunicator):
 
     watchdog: Watchdog | None = None
 
+    def subgroup(self, members: Sequence[int], group: str, index: int) -> Communicator:
+        found = super().subgroup(members, group, index)
+        if isinstance(found, ProcessCommunicator) and self.watchdog is not None:
+            found.watchdog = self.watchdog
+            self.watchdog.add(found, found.number)
+        return found
+
     def leave(self) -> None:
         """Leave in good order; called when the interpreter ends."""
         self.close()
@@ -218,10 +273,13 @@ class NullCommunicator(QueuedCommunicator):
     def _nothing(self, *_: object, **__: object) -> None:
         """A collective of one rank."""
 
-    _reduce_scatter = _all_gather = _broadcast = _barrier = _nothing
+    _reduce_scatter = _all_gather = _broadcast = _all_to_all = _barrier = _nothing
 
     def _gather(self, item: Any) -> list[Any]:
         return [item]
+
+    def _subgroup(self, members: Sequence[int], index: int) -> QueuedCommunicator:
+        return NullCommunicator()
 
 
 def reduce_part(request: CollectiveRequest, rank: int, rows: Sequence[Array], add_up: Callable[[Array], None]) -> None:

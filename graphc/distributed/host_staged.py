@@ -10,7 +10,7 @@ straight to the transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
@@ -57,6 +57,7 @@ class StagedCommunicator(Communicator):
     def __init__(self, inner: Communicator, memory: Memory) -> None:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
+        self.ranks, self.group = inner.ranks, inner.group
         self._memory = memory
 
     @property
@@ -121,6 +122,10 @@ class StagedCommunicator(Communicator):
     def check(self) -> None:
         self.inner.check()
 
+    def subgroup(self, members: Sequence[int], group: str, index: int) -> Communicator:
+        inner = self.inner.subgroup(members, group, index)
+        return inner if inner.size == 1 else StagedCommunicator(inner, self._memory)
+
     def under_way(self) -> str:
         """The collective that runs on the device; empty where the host runs them."""
         return ""
@@ -160,6 +165,11 @@ def transfers(request: CollectiveRequest, rank: int) -> tuple[Ranges, Ranges]:
         "reduce_scatter": (list(parts), mine),
         "all_gather": (mine, [part for other, part in enumerate(parts) if other != rank]),
         "broadcast": (whole, []) if rank == request.root else ([], whole),
+        "reduce": (whole, mine),
+        "all_to_all": (whole, whole),
+        "barrier": ([], []),
+        "send": (whole, []),
+        "recv": ([], whole),
     }[request.kind]
     return _joined(given), _joined(received)
 

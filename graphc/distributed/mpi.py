@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from graphc.distributed.world import World
 from graphc.errors import GraphcError, MissingExtraError, WorldError, describe_error
 
 SLICE = 2 << 20  # bytes
+TAGS = 1 << 15  # the least number of tags that MPI has
 WHOLE = 4 << 20  # bytes up to which one message is as fast as two
 
 
@@ -65,7 +66,7 @@ def open_mpi(world: World) -> MpiCommunicator:
             f"{everyone.Get_size()}; start the workers with 'graphc launch -n {world.size}' or mpiexec"
         )
     with _time_limit(find_deadline()):
-        communicator = MpiCommunicator(MPI, world)
+        communicator = MpiCommunicator(MPI, everyone.Dup())
         communicator.watchdog = watch_peers(communicator, world)
     communicator.watchdog.end_all = communicator.end_all
     atexit.register(communicator.leave)
@@ -90,14 +91,14 @@ def _time_limit(deadline: float) -> Iterator[None]:
 
 
 class MpiCommunicator(ProcessCommunicator):
-    """One rank of MPI_COMM_WORLD, on a duplicate of it, so that a script's own MPI traffic cannot mix with ours."""
+    """One rank of an MPI communicator that nobody else uses, so that a script's own MPI traffic cannot mix with ours."""
 
     transport = "mpi"
 
-    def __init__(self, mpi: Any, world: World) -> None:
-        super().__init__(world.rank, world.size)
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self._mpi = mpi
-        self._comm = mpi.COMM_WORLD.Dup()
+        self._comm = comm
         self._operations = {"sum": mpi.SUM, "mean": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
         self._units = {1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T}  # for data that is only moved
         self._memory: dict[str, Array] = {}
@@ -109,7 +110,7 @@ class MpiCommunicator(ProcessCommunicator):
             traceback.print_exception(error)  # this call does not return
         if self.watchdog is not None:
             self.watchdog.fail(reason, code)
-            self.watchdog.report(f"rank {self.rank} stopped: {reason}")
+            self.watchdog.report(f"rank {self.ranks[self.rank]} stopped: {reason}")
         self.end_all(code)
 
     def end_all(self, code: int) -> None:
@@ -227,6 +228,18 @@ class MpiCommunicator(ProcessCommunicator):
             for start in range(0, data.size, SLICE):
                 self._comm.Bcast(data[start : start + SLICE], request.root)
 
+    def _all_to_all(self, request: CollectiveRequest) -> None:
+        data = request.array.view(np.uint8)
+        with self._failures(request):
+            self._comm.Alltoall(self._mpi.IN_PLACE, data)
+
+    def _subgroup(self, members: Sequence[int], index: int) -> MpiCommunicator:
+        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            raise WorldError("this MPI library lets one thread at a time call it; groups of workers need MPI_THREAD_MULTIPLE")
+        with _time_limit(self.deadline):
+            group = self._comm.Get_group().Incl(list(members))
+            return MpiCommunicator(self._mpi, self._comm.Create_group(group, index % TAGS))
+
     def _scratch(self, name: str, size: int) -> Array:
         """``size`` bytes of memory that is kept for the next collective."""
         memory = self._memory.get(name)
@@ -242,7 +255,7 @@ class MpiCommunicator(ProcessCommunicator):
             raise self._failed(request, error) from error
 
     def _failed(self, request: CollectiveRequest, error: BaseException) -> WorldError:
-        return WorldError(f"{request.what} failed on rank {self.rank}: {error}")
+        return WorldError(f"{request.what} failed on rank {self.ranks[self.rank]}: {error}")
 
     def _gather(self, item: Any) -> list[Any]:
         return list(self._comm.allgather(item))

@@ -34,7 +34,7 @@ def open_tcp(world: World) -> TcpCommunicator:
         WorldError: rank 0 was not reached, or not all ranks came before the deadline.
     """
     global _store
-    communicator = TcpCommunicator(world)
+    communicator = TcpCommunicator(world.rank, world.size, f"{next(_numbers)}")
     if _store is None:
         _store = Store(world.rank, world.size, meeting_place(), communicator.deadline)
         atexit.register(_store.close)
@@ -48,14 +48,14 @@ def open_tcp(world: World) -> TcpCommunicator:
 
 
 class TcpCommunicator(ProcessCommunicator):
-    """One rank of those that are connected to the store."""
+    """One rank of those that are connected to the store; a subgroup has a connection of its own."""
 
     transport = "tcp"
     store: Store
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.rank, world.size)
-        self._name = next(_numbers)
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._name = name
         self._exchanges = itertools.count()
 
     def abort(self, reason: str) -> None:
@@ -71,7 +71,24 @@ class TcpCommunicator(ProcessCommunicator):
         os._exit(code)
 
     def _exchange(self, what: str, pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
-        return self.store.exchange(f"{self._name}/{next(self._exchanges)}", what, pieces, self.deadline)
+        return self.store.exchange(f"{self._name}/{next(self._exchanges)}", what, pieces, self.deadline, self.ranks)
+
+    def close(self) -> None:
+        ends = not self._closed and self.root is not self
+        super().close()
+        if ends:
+            self.store.close()
+
+    def _subgroup(self, members: Sequence[int], index: int) -> TcpCommunicator:
+        found = TcpCommunicator(members.index(self.rank), len(members), f"{self._name}.{index}")
+        found.store = Store(self.ranks[self.rank], self.root.size, meeting_place(), self.deadline, subgroup=True)
+        return found
+
+    def _all_to_all(self, request: CollectiveRequest) -> None:
+        array, each = request.array, request.array.size // self.size
+        received = self._exchange(request.shown, [_bytes(array[k * each : (k + 1) * each]) for k in range(self.size)])
+        for rank, piece in enumerate(received):
+            array[rank * each : (rank + 1) * each] = np.frombuffer(piece, array.dtype)
 
     def _reduce_scatter(self, request: CollectiveRequest) -> None:
         received = self._exchange(request.shown, [_bytes(request.array[start:stop]) for start, stop in request.parts])

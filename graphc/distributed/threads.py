@@ -11,18 +11,21 @@ import contextvars
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from graphc.distributed.communicator import CollectiveRequest
 from graphc.distributed.health.deadline import check_deadline, find_deadline
-from graphc.distributed.health.flight_recorder import dump
+from graphc.distributed.health.flight_recorder import dump, last_of
 from graphc.distributed.health.hang_report import explain_timeout
 from graphc.distributed.host_queue import QueuedCommunicator, reduce_part
 from graphc.distributed.reductions import Array
 from graphc.distributed.rma_windows import ThreadWindows, Windows
 from graphc.distributed.world import THREAD_WORLD, World
 from graphc.errors import UsageError, WorldError, describe_error
+from graphc.ir.facts import required
 
 T = TypeVar("T")
 
@@ -34,12 +37,14 @@ class ThreadGroup:
 
     Args:
         deadline: seconds in which all ranks must come to a collective; by default GRAPHC_DEADLINE.
+        ranks: their numbers in the world, where this is a subgroup.
     """
 
-    def __init__(self, size: int, *, deadline: float | None = None) -> None:
+    def __init__(self, size: int, *, deadline: float | None = None, ranks: Sequence[int] | None = None) -> None:
         if size < 1:
             raise UsageError(f"a group needs at least one rank, not {size}")
         self.size = size
+        self.ranks: Sequence[int] = range(size) if ranks is None else ranks  # in the world
         self.communicators = [ThreadCommunicator(self, rank) for rank in range(size)]
         for communicator in self.communicators:
             communicator.deadline = find_deadline() if deadline is None else check_deadline(deadline)
@@ -49,6 +54,7 @@ class ThreadGroup:
         self._gone: dict[int, str] = {}
         self._generation = 0
         self._table: list[Any] = []
+        self._subgroups: dict[int, tuple[Sequence[int], ThreadGroup]] = {}
 
     def meet(self, rank: int, what: str, item: Any) -> list[Any]:
         """Give ``item`` and wait for all ranks; returns their items in rank order.
@@ -82,11 +88,33 @@ class ThreadGroup:
         """Record that ``rank`` has left; after a failure all others raise at once."""
         with self._changed:
             self._gone.setdefault(rank, reason)
+            subgroups = list(self._subgroups.values())
             if failed:
-                self._fail(f"rank {rank} {reason}")
+                self._fail(f"rank {self.ranks[rank]} {reason}")
             elif self._arrived and self.failure is None:
                 waiting, (what, _) = next(iter(self._arrived.items()))
-                self._fail(f"rank {rank} {reason} while rank {waiting} waits for it in {what!r}")
+                self._fail(self._absence(rank, reason, waiting, what))
+        for members, subgroup in subgroups:
+            if rank in members:
+                subgroup.leave(members.index(rank), reason, failed=failed)
+            elif failed:  # its ranks may wait for others, which this one keeps waiting
+                subgroup.fail(f"rank {self.ranks[rank]} {reason}")
+
+    def fail(self, message: str) -> None:
+        """Make all that wait raise."""
+        with self._changed:
+            self._fail(message)
+
+    def subgroup(self, members: Sequence[int], index: int) -> ThreadGroup:
+        """The group of some ranks, which the first of them to come makes."""
+        with self._changed:
+            if index not in self._subgroups:
+                ranks = [self.ranks[member] for member in members]
+                group = self._subgroups[index] = members, ThreadGroup(len(members), deadline=1.0, ranks=ranks)
+                for member, reason in self._gone.items():
+                    if member in members:
+                        group[1].leave(members.index(member), reason, failed=self.failure is not None)
+            return self._subgroups[index][1]
 
     def gone(self) -> frozenset[int]:
         """Ranks that have ended their program.
@@ -100,14 +128,20 @@ class ThreadGroup:
             return frozenset(self._gone)
 
     def _explain_timeout(self, rank: int, deadline: float) -> str:
-        logs = {communicator.rank: communicator.recorder.entries() for communicator in self.communicators}
-        message = explain_timeout(logs[rank][-1], deadline, logs, {}, {}, time.monotonic(), self.size)
-        return f"{message}; {dump(logs, self.size, message)}"
+        logs = {self.ranks[communicator.rank]: communicator.recorder.entries() for communicator in self.communicators}
+        waiting = self.communicators[rank]
+        wanted = required(last_of(logs[self.ranks[rank]], waiting.number))
+        now = time.monotonic()
+        message = explain_timeout(wanted, deadline, logs, {}, {}, now, self.ranks, waiting.group)
+        return f"{message}; {dump(logs, self.communicators[0].root.size, message)}"
+
+    def _absence(self, gone: int, reason: str, waiting: int, what: str) -> str:
+        return f"rank {self.ranks[gone]} {reason} while rank {self.ranks[waiting]} waits for it in {what!r}"
 
     def _check(self, rank: int, what: str) -> None:
         for gone, reason in self._gone.items():
             if gone != rank:
-                self._fail(f"rank {gone} {reason} while rank {rank} waits for it in {what!r}")
+                self._fail(self._absence(gone, reason, rank, what))
         if self.failure is not None:
             raise WorldError(self.failure)
 
@@ -117,7 +151,8 @@ class ThreadGroup:
         self._arrived = {}
         other = next((rank for rank in names if names[rank] != names[0]), None)
         if other is not None:
-            self._fail(f"the ranks disagree: rank 0 is in {names[0]!r} and rank {other} in {names[other]!r}")
+            first, second = self.ranks[0], self.ranks[other]
+            self._fail(f"the ranks disagree: rank {first} is in {names[0]!r} and rank {second} in {names[other]!r}")
             raise WorldError(self.failure)
         self._generation += 1
         self._changed.notify_all()
@@ -135,43 +170,57 @@ class ThreadCommunicator(QueuedCommunicator):
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(rank, group.size)
-        self.group = group
+        self.threads = group
         self.world = World(rank, group.size, rank, group.size, "threads")
 
     def abort(self, reason: str) -> None:
-        self.group.leave(self.rank, f"stopped: {reason}", failed=True)
+        if self.root is self:
+            self.threads.leave(self.rank, f"stopped: {reason}", failed=True)
+        else:
+            self.root.abort(reason)
 
     def gone(self) -> frozenset[int]:
-        return self.group.gone()
+        return self.threads.gone()
 
     def open_windows(self, nbytes: int) -> Windows:
-        return ThreadWindows(nbytes, lambda own: self.group.meet(self.rank, "windows", own))
+        return ThreadWindows(nbytes, lambda own: self.threads.meet(self.rank, "windows", own))
 
     def _reduce_scatter(self, request: CollectiveRequest) -> None:
-        arrays: list[Array] = self.group.meet(self.rank, request.shown, request.array)
+        arrays: list[Array] = self.threads.meet(self.rank, request.shown, request.array)
         # Each rank reduces one part, into its own array: nobody else reads or writes that part.
         part = slice(*request.parts[self.rank])
         reduce_part(request, self.rank, [other[part].copy() for other in arrays], self._add_up)
-        self.group.meet(self.rank, request.shown, None)
+        self.threads.meet(self.rank, request.shown, None)
 
     def _all_gather(self, request: CollectiveRequest) -> None:
-        arrays = self.group.meet(self.rank, request.shown, request.array)
+        arrays = self.threads.meet(self.rank, request.shown, request.array)
         for rank, (start, stop) in enumerate(request.parts):
             if rank != self.rank:
                 request.array[start:stop] = arrays[rank][start:stop]
-        self.group.meet(self.rank, request.shown, None)
+        self.threads.meet(self.rank, request.shown, None)
 
     def _broadcast(self, request: CollectiveRequest) -> None:
-        arrays = self.group.meet(self.rank, request.shown, request.array)
+        arrays = self.threads.meet(self.rank, request.shown, request.array)
         if self.rank != request.root:
             request.array[:] = arrays[request.root]
-        self.group.meet(self.rank, request.shown, None)
+        self.threads.meet(self.rank, request.shown, None)
+
+    def _all_to_all(self, request: CollectiveRequest) -> None:
+        each = request.array.size // self.size
+        mine = slice(self.rank * each, (self.rank + 1) * each)
+        arrays = self.threads.meet(self.rank, request.shown, request.array)
+        received = np.concatenate([array[mine] for array in arrays])
+        self.threads.meet(self.rank, request.shown, None)
+        request.array[:] = received
+
+    def _subgroup(self, members: Sequence[int], index: int) -> ThreadCommunicator:
+        return self.threads.subgroup(members, index).communicators[members.index(self.rank)]
 
     def _gather(self, item: Any) -> list[Any]:
-        return [pickle.loads(text) for text in self.group.meet(self.rank, "allgather_object", pickle.dumps(item))]
+        return [pickle.loads(text) for text in self.threads.meet(self.rank, "allgather_object", pickle.dumps(item))]
 
     def _barrier(self) -> None:
-        self.group.meet(self.rank, "barrier", None)
+        self.threads.meet(self.rank, "barrier", None)
 
 
 def communicator_of(world: World) -> ThreadCommunicator:

@@ -34,6 +34,9 @@ REDUCTIONS: dict[int, Callable[[Any], Any]] = {
 def perform(arrays: Sequence[Any], calls: Sequence[Sequence[NcclCall]]) -> None:
     """What NCCL makes of the arrays of all ranks when each rank makes its calls; in place."""
     memory = [array.view(np.uint8) for array in arrays]
+    if any(call.function in ("send", "recv") for own in calls for call in own):
+        deliver(memory, memory, calls)
+        return
     for together in zip(*calls, strict=True):
         first = together[0]
         same = {(c.function, c.count, c.datatype, c.operation, c.root) for c in together}
@@ -58,6 +61,24 @@ def perform(arrays: Sequence[Any], calls: Sequence[Sequence[NcclCall]]) -> None:
             elif call.function == "all_gather":
                 assert call.send == call.receive + rank * length, "in place is at the rank's own block"
                 target[: ranks * length] = np.concatenate(sent).view(np.uint8)
+
+
+def deliver(memory: Sequence[Any], copies: Sequence[Any], calls: Sequence[Sequence[NcclCall]]) -> None:
+    """What NCCL makes of a group of sends and receives; a ``copied`` call reads ``copies``."""
+    sent: dict[tuple[int, int], list[Any]] = {}
+    for rank, own in enumerate(calls):
+        for call in own:
+            if call.function == "send":
+                length = call.count * np.dtype(DTYPES[call.datatype]).itemsize
+                source = (copies if call.copied else memory)[rank]
+                sent.setdefault((rank, call.root), []).append(source[call.send : call.send + length].copy())
+    for rank, own in enumerate(calls):
+        for call in own:
+            if call.function == "recv":
+                piece = sent[call.root, rank].pop(0)
+                assert piece.size == call.count * np.dtype(DTYPES[call.datatype]).itemsize, "the two ends differ in size"
+                memory[rank][call.receive : call.receive + piece.size] = piece
+    assert not any(sent.values()), "something was sent that nobody receives"
 
 
 NUMBERS = itertools.count(1)
@@ -267,12 +288,21 @@ class PretendNccl:
         self.comms: list[PretendComm] = []
         self.changed = threading.Condition()
         self.apart = apart
+        self.subgroups: dict[bytes, PretendNccl] = {}
 
     def unique_id(self) -> bytes:
-        return b"pretended"
+        with self.changed:
+            if self.apart or not self.comms:
+                return b"pretended"
+            name = f"subgroup {next(NUMBERS)}".encode()
+        return name
 
     def init_rank(self, size: int, unique_id: bytes, rank: int) -> PretendComm:
-        assert (size, unique_id) == (self.size, b"pretended")
+        if unique_id != b"pretended":
+            with self.changed:
+                subgroup = self.subgroups.setdefault(unique_id, PretendNccl(size))
+            return subgroup.init_rank(size, b"pretended", rank)
+        assert size == self.size
         comm = PretendComm(self, rank)
         with self.changed:
             self.comms.append(comm)
@@ -293,12 +323,13 @@ class PretendComm:
     def __init__(self, nccl: PretendNccl, rank: int) -> None:
         self.nccl, self.rank = nccl, rank
         self.fault, self.aborted, self.misused = "", False, False
-        self.waiting: tuple[Sequence[NcclCall], Any] | None = None
+        self.waiting: tuple[Sequence[NcclCall], Any, Any] | None = None
 
-    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Callable[[], None]:
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int, copy: int = 0) -> Callable[[], None]:
         ends = [max(c.send, c.receive) + c.count * np.dtype(DTYPES[c.datatype]).itemsize * self._blocks(c) for c in calls]
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * max(ends, default=0)).from_address(address))
-        return lambda: STREAMS[stream].queue(lambda: self._meet(calls, memory))
+        copied = np.ctypeslib.as_array((ctypes.c_uint8 * memory.size).from_address(copy)) if copy else memory
+        return lambda: STREAMS[stream].queue(lambda: self._meet(calls, memory, copied))
 
     def _blocks(self, call: NcclCall) -> int:
         if call.function == "reduce_scatter":
@@ -307,16 +338,20 @@ class PretendComm:
             return self.nccl.size if call.receive >= call.send else self.nccl.size - self.rank
         return 1
 
-    def _meet(self, calls: Sequence[NcclCall], memory: Any) -> None:
+    def _meet(self, calls: Sequence[NcclCall], memory: Any, copied: Any) -> None:
         if not calls:
             return
         nccl = self.nccl
         with nccl.changed:
-            self.waiting = calls, memory
+            self.waiting = calls, memory, copied
             comms = sorted(nccl.comms, key=lambda comm: comm.rank)
             if len(comms) == nccl.size and all(comm.waiting for comm in comms):
                 brought = [comm.waiting for comm in comms if comm.waiting]
-                perform([memory for _, memory in brought], [calls for calls, _ in brought])
+                own = [calls for calls, _, _ in brought]
+                if own[0][0].function in ("send", "recv"):
+                    deliver([memory for _, memory, _ in brought], [copied for _, _, copied in brought], own)
+                else:
+                    perform([memory for _, memory, _ in brought], own)
                 for comm in comms:
                     comm.waiting = None
                 nccl.changed.notify_all()

@@ -165,7 +165,7 @@ def test_the_late_rank_is_named_from_the_counters() -> None:
     ranks[0].begins(1)
     ranks[0].progress.poll(4, 2.0)
     logs = {rank: gpu.recorder.entries() for rank, gpu in enumerate(ranks)}
-    text = explain_timeout(logs[0][-1], 3.0, logs, {}, {}, 5.0, 2)
+    text = explain_timeout(logs[0][-1], 3.0, logs, {}, {}, 5.0, range(2))
     assert text == (
         "rank 1 did not come to allreduce(sum) 'b1' of step 4 (4096 bytes) within 3 s: rank 1 is busy with something else; "
         "its last was allreduce(sum) 'b0' of step 4 (4096 bytes), which ended 3.5 s ago"

@@ -98,8 +98,6 @@ def test_mesh_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pipe=2", "pipe=2 is not supported yet"),
-        ("data=2,tensor=4", "tensor=4 is not supported yet"),
         ("date=2", "unknown mesh axis 'date'; did you mean 'data'"),
         ("data=two", "cannot read the mesh axis 'data=two'"),
         ("data=0", "at least 1"),

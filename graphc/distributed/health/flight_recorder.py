@@ -26,14 +26,19 @@ ENTRIES = 256
 FLIGHT_DIR = "GRAPHC_FLIGHT_DIR"
 """Environment variable: folder for the logs; by default the working directory."""
 
-CODES = ("other", "allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "allgather_object", "join")
+CODES = (
+    *("other", "allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "allgather_object", "join"),
+    *("reduce", "all_to_all", "send", "recv"),
+)
 REDUCES = ("", "sum", "mean", "min", "max", "prod", "tree", "adasum")
 _CODE = {kind: code for code, kind in enumerate(CODES)}
 _REDUCE = {op: code for code, op in enumerate(REDUCES)}
-_ENTRY = struct.Struct("<qqqqddHBBI72s")  # number, sequence, step, bytes, start, end, communicator, kind, op, trace, tag
+_ENTRY = struct.Struct("<qqqqddQBBI72s")  # number, sequence, step, bytes, start, end, communicator, kind, op, trace, tag
 _PRIME, _FACTOR = 4_294_967_291, 1_000_003  # of the traces: a polynomial over the digests of the collectives
 _END = struct.Struct("<d")
 _END_OFFSET = struct.calcsize("<qqqqd")
+SUBGROUPS = 1 << 32
+"""Numbers of communicators from which on they are subgroups: the number of the world's, and below it that of the subgroup."""
 RECORDER_SIZE = ENTRIES * _ENTRY.size
 
 
@@ -91,12 +96,17 @@ class Entry:
 
     def differs_from(self, other: Entry) -> bool:
         """Whether ``other``, of another rank, is a different collective at the same place."""
-        mine, its = (self.kind, self.op, self.tag, self.nbytes), (other.kind, other.op, other.tag, other.nbytes)
+        mine, its = (_shared(e.kind, e.op, e.tag, e.nbytes) for e in (self, other))
         return self.place == other.place and mine != its
 
     def diverged_from(self, other: Entry) -> bool:
         """Whether ``other``, of another rank, is at the same place but earlier collectives of the two differed."""
         return self.place == other.place and 0 not in (self.trace, other.trace) and self.trace != other.trace
+
+
+def _shared(kind: str, op: str, tag: str, nbytes: int) -> tuple[str, str, str, int]:
+    """What the entries of all ranks of a collective have in common: one end of a channel sends, the other receives."""
+    return "send" if kind == "recv" else kind, op, tag, nbytes
 
 
 class FlightRecorder:
@@ -127,7 +137,7 @@ class FlightRecorder:
     def _encode(self, kind: str, op: str, tag: str, nbytes: int) -> tuple[int, int, bytes, int]:
         """The fields that are the same each time a collective runs."""
         name = tag.encode("utf-8", "replace")
-        digest = 1 + zlib.crc32(repr((kind, op, tag, nbytes)).encode())
+        digest = 1 + zlib.crc32(repr(_shared(kind, op, tag, nbytes)).encode())
         encoded = self._encoded[kind, op, tag, nbytes] = _CODE.get(kind, 0), _REDUCE[op], name, digest
         return encoded
 

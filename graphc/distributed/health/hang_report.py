@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphc.distributed.health.flight_recorder import Entry, RankLog, counterpart, has_reached, last_of
+from graphc.distributed.health.flight_recorder import SUBGROUPS, Entry, RankLog, counterpart, has_reached, last_of
 
 
 def join_ranks(ranks: Sequence[int]) -> str:
@@ -19,20 +19,23 @@ def explain_timeout(
     pids: Mapping[int, int],
     states: Mapping[int, str],
     now: float,
-    size: int,
+    ranks: Sequence[int],
+    group: str = "",
 ) -> str:
     """Say why the collective ``wanted`` has not ended within its deadline of ``seconds``.
 
     Args:
-        logs: the entries of all ranks of this machine, the waiting one's included.
+        logs: the entries of all ranks of this machine, the waiting one's included; those of other groups are left out.
         pids: process ids by rank, where ranks are processes.
         states: for ranks that do not run: why, ``is stopped (SIGSTOP)`` say.
         now: ``time.monotonic()``, as in the entries.
-        size: number of ranks; those without a log run on other machines.
+        ranks: those that take part; those without a log run on other machines.
+        group: what they have in common; empty for all ranks.
     """
-    limit = f"within {seconds:g} s"
+    logs = {rank: entries for rank, entries in logs.items() if rank in ranks}
+    limit = f"within {seconds:g} s{f' ({group}: {join_ranks(ranks)})' if group else ''}"
     missing = [rank for rank, entries in logs.items() if not has_reached(entries, wanted)]
-    elsewhere = [rank for rank in range(size) if rank not in logs]
+    elsewhere = [rank for rank in ranks if rank not in logs]
     if missing:
         each = [_last_seen(_name(rank, pids), logs[rank], wanted, states.get(rank), now) for rank in missing]
         text = f"{join_ranks(missing)} did not come to {wanted.what} {limit}: {'; '.join(each)}"
@@ -85,6 +88,8 @@ def compare(flights: Sequence[RankLog]) -> list[str]:
     logs = {flight.rank: flight.entries for flight in flights}
     for communicator in sorted({entry.communicator for entries in logs.values() for entry in entries}):
         lasts = {rank: last_of(entries, communicator) for rank, entries in logs.items()}
+        if communicator >= SUBGROUPS:  # of a subgroup, the ranks that have come to a collective
+            lasts = {rank: last for rank, last in lasts.items() if last is not None}
         difference = _first_difference(logs, communicator)
         if difference:
             lines.append(f"#{difference[0]}: {difference[1]}")

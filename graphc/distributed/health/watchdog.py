@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -118,12 +118,16 @@ class WatchedCommunicator(Protocol):
     Attributes:
         recorder: where it records them, under ``number``.
         current: the collective under way.
+        ranks: those that take part, by their numbers in the world.
+        group: what they have in common; empty for the world.
     """
 
     recorder: FlightRecorder
     number: int
     current: Handle | None
     deadline: float
+    ranks: Sequence[int]
+    group: str
 
 
 class Watchdog:
@@ -164,10 +168,14 @@ class Watchdog:
                 self._peers.append(rank)
                 self.processes.add(self.board.read(rank).pid, lambda rank=rank: self._ended(rank))  # type: ignore[misc]
 
-    def add(self, communicator: WatchedCommunicator) -> None:
-        """Apply the deadline of ``communicator`` to its collectives; every rank adds its own at the same point."""
+    def add(self, communicator: WatchedCommunicator, number: int | None = None) -> None:
+        """Apply the deadline of ``communicator`` to its collectives; every rank adds its own at the same point.
+
+        Args:
+            number: of a subgroup.
+        """
         communicator.recorder = self.recorder
-        communicator.number = next(_numbers)
+        communicator.number = next(_numbers) if number is None else number
         self.communicators.add(communicator)
 
     def leave(self) -> None:
@@ -203,41 +211,42 @@ class Watchdog:
         self._joining = None
         self.recorder.end(place, time.monotonic())
 
-    def _in_progress(self) -> Iterator[tuple[int, Handle, float]]:
-        """Number of each communicator with a collective under way, the collective, and its deadline."""
+    def _in_progress(self) -> Iterator[tuple[int, Handle, float, Sequence[int], str]]:
+        """Number of each communicator with a collective under way, the collective, its deadline, and who takes part."""
         if self._joining is not None:
-            yield 0, self._joining, find_deadline()
-        for communicator in self.communicators:
-            if communicator.current is not None:
-                yield communicator.number, communicator.current, communicator.deadline
+            yield 0, self._joining, find_deadline(), range(self.world_size), ""
+        for communicator in list(self.communicators):
+            current = communicator.current
+            if current is not None:
+                yield communicator.number, current, communicator.deadline, communicator.ranks, communicator.group
 
     def _check(self) -> None:
         """Check the collectives under way. Time in which this process itself was stopped does not count."""
         now = time.monotonic()
         passed, self._checked = min(now - self._checked, 4 * POLL), now
-        for number, handle, deadline in self._in_progress():
+        for number, handle, deadline, ranks, group in self._in_progress():
             before, seconds = self._waited.get(number, (0.0, 0.0))
             seconds = seconds + passed if before == handle.since else min(now - handle.since, passed)
             self._waited[number] = (handle.since, seconds)
-            self._check_left(handle, now)
+            self._check_left(handle, ranks, now)
             if seconds > deadline:
-                self._check_deadline(number, deadline)
+                self._check_deadline(number, deadline, ranks, group)
         self._check_same()
 
-    def _check_left(self, current: Handle, now: float) -> None:
+    def _check_left(self, current: Handle, ranks: Sequence[int], now: float) -> None:
         for rank in self._peers:
+            if rank not in ranks:
+                continue
             status = self.board.read(rank)
             if status.state is RankState.LEFT and now - max(status.time, current.since) > LEAVE_GRACE:
                 self._end(f"rank {rank} ended its program while rank {self.rank} waits for it in {current.what!r}")
 
-    def _check_deadline(self, number: int, deadline: float) -> None:
+    def _check_deadline(self, number: int, deadline: float, ranks: Sequence[int], group: str) -> None:
         logs = self.logs()
         wanted = last_of(logs[self.rank], number)
         if wanted is not None and wanted.end is None:
             pids = {rank: self.board.read(rank).pid for rank in self._local}
-            self._end(
-                hang_report.explain_timeout(wanted, deadline, logs, pids, self._states(), time.monotonic(), self.world_size)
-            )
+            self._end(hang_report.explain_timeout(wanted, deadline, logs, pids, self._states(), time.monotonic(), ranks, group))
 
     def _check_same(self) -> None:
         """Compare collectives with the peers: different ones of equal size do not fail by themselves."""

@@ -42,14 +42,21 @@ class NcclComm:
     def __init__(self, nccl: Any, comm: Any) -> None:
         self._nccl, self._comm = nccl, comm
 
-    def bind(self, calls: Sequence[NcclCall], address: int, stream: int) -> Run:
-        """What queues ``calls`` on the array at ``address`` on ``stream`` (a ``cudaStream_t``), as one group."""
-        runs = [self._bind(call, address, stream) for call in calls]
+    def bind(self, calls: Sequence[NcclCall], address: int, stream: int, copy: int = 0) -> Run:
+        """What queues ``calls`` on the array at ``address`` on ``stream`` (a ``cudaStream_t``), as one group.
+
+        Args:
+            copy: address of the array that ``copied`` calls read.
+        """
+        runs = [self._bind(call, copy if call.copied else address, address, stream) for call in calls]
         return runs[0] if len(runs) == 1 else in_order([self._nccl.group_start, *runs, self._nccl.group_end] if runs else [])
 
-    def _bind(self, call: NcclCall, address: int, stream: int) -> Run:
+    def _bind(self, call: NcclCall, source: int, target: int, stream: int) -> Run:
         options = [value for value in (call.operation, call.root) if value >= 0]
-        arguments = (address + call.send, address + call.receive, call.count, call.datatype, *options, self._comm, stream)
+        places = {"send": (source + call.send,), "recv": (target + call.receive,)}.get(
+            call.function, (source + call.send, target + call.receive)
+        )
+        arguments = (*places, call.count, call.datatype, *options, self._comm, stream)
         return functools.partial(getattr(self._nccl, call.function), *arguments)
 
     def error(self) -> str:

@@ -20,10 +20,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard, Unpack
 
-from graphc.device import Array, Memory, in_order
+from graphc.device import Array, Memory, Run, in_order
 from graphc.distributed.communicator import Communicator, CommunicatorOptions, Handle, check_collective, check_layout
 from graphc.distributed.health.flight_recorder import FlightRecorder, dump
 from graphc.distributed.host_queue import ProcessCommunicator
@@ -59,10 +59,15 @@ def on_gpu(memory: Memory) -> TypeGuard[GpuMemory]:
 
 
 class NcclHandle(Handle):
-    """A prepared NCCL collective: ``fork`` queues it, ``join`` makes the compute stream wait for it."""
+    """A prepared NCCL collective: ``fork`` queues it, ``join`` makes the compute stream wait for it.
 
-    __slots__ = ("fork", "join")
+    Attributes:
+        before: what the compute stream does first.
+    """
 
+    __slots__ = ("before", "fork", "join")
+
+    before: list[Run]
     fork: Callable[[], None]
     join: Callable[[], None]
 
@@ -74,6 +79,7 @@ class NcclCommunicator(StagedCommunicator):
         inner: the transport of the host, over which the ranks exchange NCCL's unique id.
         memory: that of this rank's GPU, which is the current device.
         library: NCCL.
+        number: of a subgroup, in the flight recorder. Its collectives have a stream of their own.
 
     Attributes:
         gpu: the memory and streams of this rank's GPU.
@@ -83,21 +89,23 @@ class NcclCommunicator(StagedCommunicator):
         WorldError: the GPUs do not reach each other.
     """
 
-    def __init__(self, inner: Communicator, memory: GpuMemory, library: NcclLibrary) -> None:
+    def __init__(self, inner: Communicator, memory: GpuMemory, library: NcclLibrary, number: int | None = None) -> None:
         super().__init__(inner, memory)
-        self.gpu = memory
-        self.recorder, self.number = FlightRecorder(), 1
+        self.gpu, self._library = memory, library
+        self._stream = memory.communication if number is None else memory.cupy.cuda.Stream(non_blocking=True)
+        self.recorder, self.number = FlightRecorder(), 1 if number is None else number
         self.current: Handle | None = None
         self.failure = ""
         self._raised = threading.Event()
         self._captured = self._aborted = False
         self._abort_lock = threading.Lock()
         if isinstance(inner, ProcessCommunicator) and inner.watchdog is not None:
-            inner.watchdog.add(self)
+            inner.watchdog.add(self, number)
         self.nccl = self._join(library)
-        counters = Counters(memory, memory.cupy, memory.communication)
+        counters = Counters(memory, memory.cupy, self._stream)
         self._counters, self._progress = counters, NcclProgress(counters.seen, self.recorder, self.number)
-        self._timeline = Timeline(memory.cupy, memory.communication)
+        self._timeline = Timeline(memory.cupy, self._stream)
+        self._subgroups: list[Communicator] = []
         self._closed = threading.Event()
         self._monitor = threading.Thread(target=self._poll, name=f"graphc-nccl-{self.rank}", daemon=True)
         self._monitor.start()
@@ -131,21 +139,34 @@ class NcclCommunicator(StagedCommunicator):
             return super().prepare(array, op, tag, **options)
         check_layout(array)
         handle = NcclHandle(lambda: None, request.kind, request.reduction, tag, array.nbytes, overlap=request.overlap)
+        handle.before = []
         calls = plan_calls(request.kind, op, array.dtype, array.size, request.parts, request.root, self.rank)
-        self._bind(handle, self.nccl.bind(calls, int(array.data.ptr), int(self.gpu.communication.ptr)))  # type: ignore[attr-defined]
+        copy = self.gpu.zeros(array.nbytes) if any(call.copied for call in calls) else None
+        if copy is not None:
+            handle.before.append(self.gpu.bind_copy(copy.view(array.dtype), array))
+        source = int(copy.data.ptr) if copy is not None else 0  # type: ignore[attr-defined]
+        self._bind(handle, self.nccl.bind(calls, int(array.data.ptr), int(self._stream.ptr), source))  # type: ignore[attr-defined]
         return handle
+
+    def subgroup(self, members: Sequence[int], group: str, index: int) -> Communicator:
+        inner = self.inner.subgroup(members, group, index)
+        if inner.size == 1:
+            return inner
+        found = NcclCommunicator(inner, self.gpu, self._library, self.number << 32 | index)
+        self._subgroups.append(found)
+        return found
 
     def _bind(self, handle: NcclHandle, run: Callable[[], None]) -> None:
         gpu, event = self.gpu, self.gpu.cupy.cuda.Event
         ready, done = event(disable_timing=True), event(disable_timing=True)
         begins, ends = self._counters.around(self._progress.number_of(handle))
-        compute, communication = gpu.stream, gpu.communication
+        compute, communication = gpu.stream, self._stream
         work = [begins, run, ends]
         handle.queued = self.observer is None
         if not handle.queued:  # events of a timeline cannot be captured
             timeline = self._timeline
             work = [lambda: timeline.begin(handle), *work, timeline.end]
-        fork = [lambda: ready.record(compute), lambda: communication.wait_event(ready)]
+        fork = [*handle.before, lambda: ready.record(compute), lambda: communication.wait_event(ready)]
         handle.fork = in_order([*fork, *work, lambda: done.record(communication)])
         handle.join = lambda: compute.wait_event(done)
 
@@ -162,7 +183,7 @@ class NcclCommunicator(StagedCommunicator):
         except Exception as error:
             if type(error).__name__.startswith("CUDA"):  # an error of the GPU, not of the collective
                 raise
-            raise WorldError(f"{handle.what} failed on rank {self.rank}: {error}") from error
+            raise WorldError(f"{handle.what} failed on rank {self.ranks[self.rank]}: {error}") from error
         handle.finished = handle.finished and captured
 
     def wait(self, handle: Handle) -> None:
@@ -185,6 +206,8 @@ class NcclCommunicator(StagedCommunicator):
         self._raise_failure()
         if self.observer is not None:
             self._timeline.report(self.observer)
+        for subgroup in self._subgroups:
+            subgroup.check()
         self.inner.check()
 
     def under_way(self) -> str:
@@ -192,7 +215,7 @@ class NcclCommunicator(StagedCommunicator):
         return found.what if found is not None else ""
 
     def barrier(self) -> None:
-        self.gpu.communication.synchronize()
+        self._stream.synchronize()
         self.check()
         self.inner.barrier()
 
@@ -203,11 +226,13 @@ class NcclCommunicator(StagedCommunicator):
 
     def close(self) -> None:
         if not self._closed.is_set():
+            for subgroup in self._subgroups:
+                subgroup.close()
             self._closed.set()
             self._raised.set()
             self._monitor.join()
             if not self._aborted:
-                self.gpu.communication.synchronize()
+                self._stream.synchronize()
                 if not self._captured:  # NCCL would wait for the last graph that contains one of its calls
                     self.nccl.close()
         self.inner.close()
@@ -238,7 +263,7 @@ class NcclCommunicator(StagedCommunicator):
         """Unblock the GPU, so that a call of the program raises the error; end the process if none does."""
         what = f" in {self.current.what!r}" if self.current is not None else ""
         when = f"step {self.step}" if self.step >= 0 else "before the first step"
-        message = f"NCCL failed{what} ({when}) on rank {self.rank}: {error}"
+        message = f"NCCL failed{what} ({when}) on rank {self.ranks[self.rank]}: {error}"
         logs = dump({self.rank: self.recorder.entries()}, self.size, message)
         self.failure = f"{message}; {logs}" if logs else message
         self.current = None

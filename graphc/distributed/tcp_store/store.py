@@ -118,10 +118,11 @@ class StoreServer:
             problem = self._admit(header)
             _send(connection, {"protocol": PROTOCOL, "error": problem})
             if not problem:
-                rank = int(header["rank"])
+                rank = int(header["rank"]) if not header["subgroup"] else None
+                own = int(header["rank"])
                 while True:
                     header, body = _receive(connection)
-                    _send(connection, *self._answer(rank, header, body))
+                    _send(connection, *self._answer(own, header, body, leaves=rank is not None))
         if rank is not None:
             self._drop(rank)
 
@@ -132,6 +133,8 @@ class StoreServer:
         with self._changed:
             if size != self.size:
                 return f"rank {rank} belongs to a world of {counted(size, 'worker')}, rank 0 to one of {self.size}"
+            if header["subgroup"]:
+                return "" if rank in self._here else f"rank {rank} has left already"
             if rank in self._here or rank in self._gone:
                 return f"there is another rank {rank} already"
             self._here.add(rank)
@@ -143,38 +146,41 @@ class StoreServer:
             self._gone.setdefault(rank, "lost its connection; it was killed or crashed, or its machine is gone")
             self._changed.notify_all()
 
-    def _answer(self, rank: int, header: Header, body: bytearray) -> tuple[Header, list[memoryview]]:
+    def _answer(self, rank: int, header: Header, body: bytearray, *, leaves: bool) -> tuple[Header, list[memoryview]]:
         if header["call"] == "exchange":
             return self._exchange(rank, header, _cut(body, header["lengths"]))
         if header["call"] == "abort":
             self.fail(f"rank {rank} stopped: {header['reason']}")
-        with self._changed:
-            self._gone[rank] = "ended its program"
-            self._changed.notify_all()
+        if leaves:
+            with self._changed:
+                self._gone[rank] = "ended its program"
+                self._changed.notify_all()
         return {}, []
 
     def _exchange(self, rank: int, header: Header, pieces: list[memoryview]) -> tuple[Header, list[memoryview]]:
         key, name, limit = header["key"], header["name"], time.monotonic() + header["deadline"]
+        ranks: list[int] = header["ranks"]
         with self._changed:
             meeting = self._rounds.setdefault(key, _Round())
             meeting.names[rank], meeting.pieces[rank] = name, pieces
             self._changed.notify_all()
             while True:
-                problem = self._problem(meeting, rank, name)
+                problem = self._problem(meeting, ranks, rank, name)
                 if problem:
                     return {"error": problem}, []
-                missing = [other for other in range(self.size) if other not in meeting.pieces]
+                missing = [other for other in ranks if other not in meeting.pieces]
                 if not missing:
                     break
                 if not self._changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                     return {"error": f"{join_ranks(missing)} did not come to {name} within {header['deadline']:g} s"}, []
             meeting.served += 1
-            if meeting.served == self.size:
+            if meeting.served == len(ranks):
                 del self._rounds[key]
-            found = [meeting.pieces[other][rank if len(meeting.pieces[other]) > 1 else 0] for other in range(self.size)]
+            place = ranks.index(rank)
+            found = [meeting.pieces[other][place if len(meeting.pieces[other]) > 1 else 0] for other in ranks]
         return {"lengths": [len(piece) for piece in found]}, found
 
-    def _problem(self, meeting: _Round, rank: int, name: str) -> str:
+    def _problem(self, meeting: _Round, ranks: Sequence[int], rank: int, name: str) -> str:
         if self._failure is not None:
             return self._failure
         other = next((other for other, its in sorted(meeting.names.items()) if its != name), None)
@@ -182,7 +188,7 @@ class StoreServer:
             (first, one), (second, two) = sorted(((rank, name), (other, meeting.names[other])))
             return f"the ranks disagree: rank {first} is in {one} and rank {second} in {two}"
         for gone, reason in self._gone.items():  # the first is the cause of the others
-            if gone not in meeting.pieces:
+            if gone in ranks and gone not in meeting.pieces:
                 return f"rank {gone} {reason} while rank {rank} waits for it in {name}"
         return ""
 
@@ -197,22 +203,23 @@ class Store:
         rank, size: of this worker.
         place: host and port of rank 0; see :func:`meeting_place`.
         deadline: seconds in which rank 0 must be reached.
+        subgroup: whether it is a further connection of this rank, for the exchanges of a subgroup.
 
     Raises:
         WorldError: nobody listens there, something else does, or rank 0 knows another world.
     """
 
-    def __init__(self, rank: int, size: int, place: tuple[str, int], deadline: float) -> None:
+    def __init__(self, rank: int, size: int, place: tuple[str, int], deadline: float, *, subgroup: bool = False) -> None:
         self.rank, self.size = rank, size
         self._where = f"{place[0]}:{place[1]}"
         self._busy = threading.Lock()
-        self.server = StoreServer(size, place) if rank == 0 else None
+        self.server = StoreServer(size, place) if rank == 0 and not subgroup else None
         self._socket = self._connect(place, deadline)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
             self._socket.settimeout(SLACK)
-            _send(self._socket, {"protocol": PROTOCOL, "rank": rank, "size": size})
+            _send(self._socket, {"protocol": PROTOCOL, "rank": rank, "size": size, "subgroup": subgroup})
             answer, _ = _receive(self._socket)
         except (OSError, ValueError):
             answer = {}
@@ -234,7 +241,9 @@ class Store:
                     ) from None
                 time.sleep(RETRY)
 
-    def exchange(self, key: str, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> list[memoryview]:
+    def exchange(
+        self, key: str, name: str, pieces: Sequence[bytes | memoryview], deadline: float, ranks: Sequence[int] | None = None
+    ) -> list[memoryview]:
         """Give every rank its piece of ``pieces``, or the only one; returns what the ranks had for this one, in rank order.
 
         What it returns is the caller's own memory.
@@ -243,13 +252,14 @@ class Store:
             key: of this exchange, the same on all ranks and used once.
             name: what it is, in words, which must be the same on all ranks.
             deadline: seconds in which all must have come.
+            ranks: those that take part, in the order of the pieces; None: all.
 
         Raises:
             WorldError: a rank is gone, came to something else, stopped the work, or did not come.
         """
         deadline = min(deadline, FOREVER)
         header = {"call": "exchange", "key": key, "name": name, "deadline": deadline}
-        header |= {"lengths": [len(piece) for piece in pieces]}
+        header |= {"lengths": [len(piece) for piece in pieces], "ranks": list(range(self.size) if ranks is None else ranks)}
         answer, body = self._ask(header, pieces, deadline + SLACK)
         if answer.get("error"):
             raise WorldError(answer["error"])

@@ -22,7 +22,9 @@ from graphc.ir.declare import REQUIRED, Spec, declare_primitive, spec_of
 OWNERS = ("even", "root")
 """How the elements of a flat buffer are divided among the ranks of a group."""
 
-Kind: TypeAlias = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+Kind: TypeAlias = Literal[
+    "allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier", "send", "recv"
+]
 """The communicator's name of a collective."""
 
 COMMON: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "bucket": ""}
