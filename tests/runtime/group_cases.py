@@ -1,4 +1,4 @@
-"""The collectives that move data, groups of a mesh and channels, on any transport, against what each rank can work out alone."""
+"""The collectives that move data, groups of a mesh and channels, on any transport, against what a rank works out alone."""
 
 from __future__ import annotations
 

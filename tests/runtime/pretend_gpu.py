@@ -294,8 +294,7 @@ class PretendNccl:
         with self.changed:
             if self.apart or not self.comms:
                 return b"pretended"
-            name = f"subgroup {next(NUMBERS)}".encode()
-        return name
+            return f"subgroup {next(NUMBERS)}".encode()
 
     def init_rank(self, size: int, unique_id: bytes, rank: int) -> PretendComm:
         if unique_id != b"pretended":
