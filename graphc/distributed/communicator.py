@@ -41,8 +41,8 @@ class CommunicatorOptions(TypedDict, total=False):
             reduction and the other elements are undefined; ``all_gather``: every rank gives that part of its array and receives
             the parts of all; ``broadcast``: every rank receives the array of rank ``root``; ``reduce``: the array of rank
             ``root`` holds the reduction, those of the others are undefined; ``all_to_all``: of N equal parts rank k receives
-            the k-th of every rank, in rank order; ``barrier``: the array stays as it is; ``send``, ``recv``: from the one rank of
-            a channel to the other (:meth:`Communicator.subgroup`).
+            the k-th of every rank, in rank order; ``barrier``: the array stays as it is; ``send``, ``recv``: from one rank of a
+            channel to the other (:meth:`Communicator.subgroup`).
         parts: ``(start, stop)`` in elements for each rank, in order and disjoint; they may be empty. None: equal parts.
         root: the source of a ``broadcast``, the target of a ``reduce``; by default 0.
         lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
