@@ -136,7 +136,9 @@ def _agreed(count: int) -> int:
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         from mpi4py import MPI
 
-        return int(MPI.COMM_WORLD.bcast(count))
+        agreed = np.array([count])
+        MPI.COMM_WORLD.Bcast(agreed)
+        return int(agreed[0])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         import torch
 

@@ -130,7 +130,14 @@ class Communicator(ABC):
 
     @abstractmethod
     def allgather_object(self, item: T) -> list[T]:
-        """A picklable object of every rank, in rank order."""
+        """An object of every rank, in rank order.
+
+        Args:
+            item: None, a number, text, bytes or an array, or a list, tuple or dict of these; nothing is ever unpickled.
+
+        Raises:
+            UsageError: it is something else.
+        """
 
     @abstractmethod
     def barrier(self) -> None:

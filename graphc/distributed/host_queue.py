@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from graphc.distributed.communicator import (
 from graphc.distributed.health.deadline import find_deadline
 from graphc.distributed.health.flight_recorder import FlightRecorder
 from graphc.distributed.health.watchdog import Watchdog
+from graphc.distributed.plain_data import pack, unpack
 from graphc.distributed.reductions import LOW, Array, adasum_rows, combine, cuts_of
 from graphc.errors import UsageError
 
@@ -109,8 +110,8 @@ class QueuedCommunicator(Communicator):
         """A communicator of several ``members``, whose ``rank`` and ``size`` are set; see :meth:`subgroup`."""
 
     @abstractmethod
-    def _gather(self, item: Any) -> list[Any]:
-        """Gather objects."""
+    def _gather(self, data: bytes) -> Sequence[bytes | memoryview]:
+        """Gather the bytes of every rank, in rank order."""
 
     @abstractmethod
     def _barrier(self) -> None:
@@ -118,7 +119,7 @@ class QueuedCommunicator(Communicator):
 
     def _add_up(self, sums: Array) -> None:
         """Sum a small array over all ranks, in rank order."""
-        sums[...] = sum(self._gather(sums))
+        sums[...] = sum(np.frombuffer(row, sums.dtype).reshape(sums.shape) for row in self._gather(sums.tobytes()))
 
     def _action(self, request: CollectiveRequest) -> Callable[[], None]:
         """What runs a collective."""
@@ -177,9 +178,10 @@ class QueuedCommunicator(Communicator):
             raise handle.error
 
     def allgather_object(self, item: T) -> list[T]:
-        result: list[T] = []
-        self._blocking(Handle(lambda: result.extend(self._gather(item)), "allgather_object"))
-        return result
+        data = pack(item)
+        rows: list[bytes | memoryview] = []
+        self._blocking(Handle(lambda: rows.extend(self._gather(data)), "allgather_object"))
+        return [unpack(row) for row in rows]
 
     def barrier(self) -> None:
         self._blocking(Handle(self._barrier, "barrier"))
@@ -275,8 +277,8 @@ class NullCommunicator(QueuedCommunicator):
 
     _reduce_scatter = _all_gather = _broadcast = _all_to_all = _barrier = _nothing
 
-    def _gather(self, item: Any) -> list[Any]:
-        return [item]
+    def _gather(self, data: bytes) -> list[bytes]:
+        return [data]
 
     def _subgroup(self, members: Sequence[int], index: int) -> QueuedCommunicator:
         return NullCommunicator()

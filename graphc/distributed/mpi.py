@@ -257,8 +257,15 @@ class MpiCommunicator(ProcessCommunicator):
     def _failed(self, request: CollectiveRequest, error: BaseException) -> WorldError:
         return WorldError(f"{request.what} failed on rank {self.ranks[self.rank]}: {error}")
 
-    def _gather(self, item: Any) -> list[Any]:
-        return list(self._comm.allgather(item))
+    def _gather(self, data: bytes) -> list[memoryview]:
+        """Plain bytes: mpi4py's own calls for objects would pickle them."""
+        counts = np.zeros(self.size, np.int64)
+        self._comm.Allgather(np.array([len(data)], np.int64), counts)
+        stops = np.cumsum(counts)
+        rows = np.empty(int(stops[-1]), np.uint8)
+        byte = self._mpi.BYTE
+        self._comm.Allgatherv([np.frombuffer(data, np.uint8), byte], [rows, counts.tolist(), (stops - counts).tolist(), byte])
+        return [rows[start:stop].data for start, stop in zip(stops - counts, stops, strict=True)]
 
     def _barrier(self) -> None:
         self._comm.Barrier()

@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +17,10 @@ from graphc.distributed.communicator import CollectiveRequest
 from graphc.distributed.health.watchdog import watch_peers
 from graphc.distributed.host_queue import ProcessCommunicator, reduce_part
 from graphc.distributed.reductions import Array
-from graphc.distributed.tcp_store.store import Store, meeting_place
+from graphc.distributed.tcp_store.client import Store
+from graphc.distributed.tcp_store.job_secret import LOOPBACK, is_loopback, job_secret, listening_place, meeting_place
 from graphc.distributed.world import World
+from graphc.errors import UsageError
 
 _store: Store | None = None
 _numbers = itertools.count(1)
@@ -30,13 +30,13 @@ def open_tcp(world: World) -> TcpCommunicator:
     """Join the ranks that meet at ``MASTER_ADDR:MASTER_PORT``; all communicators of a process share one connection.
 
     Raises:
-        UsageError: the environment does not say where.
+        UsageError: the environment does not say where, or names no secret for a meeting beyond the loopback.
         WorldError: rank 0 was not reached, or not all ranks came before the deadline.
     """
     global _store
     communicator = TcpCommunicator(world.rank, world.size, f"{next(_numbers)}")
     if _store is None:
-        _store = Store(world.rank, world.size, meeting_place(), communicator.deadline)
+        _store = _join(world, communicator.deadline)
         atexit.register(_store.close)
     communicator.store = _store
     communicator.watchdog = watch_peers(communicator, world)
@@ -45,6 +45,20 @@ def open_tcp(world: World) -> TcpCommunicator:
         communicator.watchdog.notify = _store.server.fail
     atexit.register(communicator.leave)
     return communicator
+
+
+def _join(world: World, deadline: float) -> Store:
+    place = meeting_place()
+    if world.rank > 0:
+        return Store(world.rank, world.size, place, job_secret(place[0]), deadline)
+    listens = listening_place(place)
+    host = listens[0]
+    if world.local_size < world.size and host not in (LOOPBACK, "localhost", "::1") and is_loopback(host):
+        raise UsageError(
+            f"on this machine {host} is an address of the loopback, where rank 0 cannot be reached by workers of other "
+            "machines; set MASTER_ADDR to its address on their network"
+        )
+    return Store(0, world.size, place, job_secret(place[0], host), deadline, listens=listens)
 
 
 class TcpCommunicator(ProcessCommunicator):
@@ -81,7 +95,8 @@ class TcpCommunicator(ProcessCommunicator):
 
     def _subgroup(self, members: Sequence[int], index: int) -> TcpCommunicator:
         found = TcpCommunicator(members.index(self.rank), len(members), f"{self._name}.{index}")
-        found.store = Store(self.ranks[self.rank], self.root.size, meeting_place(), self.deadline, subgroup=True)
+        own = self.store
+        found.store = Store(own.rank, own.size, own.place, own.secret, self.deadline, subgroup=True)
         return found
 
     def _all_to_all(self, request: CollectiveRequest) -> None:
@@ -107,8 +122,8 @@ class TcpCommunicator(ProcessCommunicator):
         if self.rank != root:
             array[...] = np.frombuffer(received[root], array.dtype)
 
-    def _gather(self, item: Any) -> list[Any]:
-        return [pickle.loads(text) for text in self._exchange("allgather_object", [pickle.dumps(item)])]
+    def _gather(self, data: bytes) -> list[memoryview]:
+        return self._exchange("allgather_object", [data])
 
     def _barrier(self) -> None:
         self._exchange("barrier", [b""])

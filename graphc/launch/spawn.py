@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-LOOPBACK = "127.0.0.1"
+from graphc.distributed.tcp_store.job_secret import JOB_SECRET, LISTEN_ADDRESS, LOOPBACK, new_secret
+
 TICK = 0.05  # seconds between looks at the ranks
 PATIENCE = 1.0  # seconds in which the others notice a failure themselves, and say more about it
 
@@ -28,7 +29,8 @@ def free_port() -> int:
 def main(size: int, argv: Sequence[str]) -> int:
     """Run all ranks; returns 0 if they succeed, else the exit code of the first that did not."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), LISTEN_ADDRESS: LOOPBACK, JOB_SECRET: new_secret()}
+    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     command = [sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -155,7 +155,8 @@ class Trace:
         inside = [(s.start, s.stop) for s in self.lanes.computing if s.kind == "step"]
         self.lanes.communicating = [s for s in self.lanes.communicating if overlap([(s.start, s.stop)], inside) > 0]
         self.lanes.shift = _clock_shift(comm)
-        lanes = comm.allgather_object(self.lanes)
+        everyone = comm.allgather_object((self.lanes.computing, self.lanes.communicating, self.lanes.shift))
+        lanes = [Lanes([Span(*s) for s in own], [Span(*s) for s in sent], shift) for own, sent, shift in everyone]
         if comm.rank == 0:
             _write(self.path, trace_events(lanes))
         return summarise(lanes)

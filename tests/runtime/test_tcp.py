@@ -16,7 +16,8 @@ import pytest
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.host_staged import StagedCommunicator
-from graphc.distributed.tcp_store.store import Store, meeting_place
+from graphc.distributed.tcp_store.client import Store
+from graphc.distributed.tcp_store.job_secret import meeting_place
 from graphc.distributed.world import find_world
 from graphc.errors import UsageError, WorldError
 from tests.backends.strict import StrictMemory
@@ -118,9 +119,12 @@ def test_torchrun_starts_the_workers(tmp_path: Path) -> None:
 # The store itself -----------------------------------------------------------------------------------------------------
 
 
+SECRET = b"only the ranks know this"
+
+
 def pair() -> tuple[Store, Store]:
     place = ("127.0.0.1", free_port())
-    return Store(0, 2, place, 5.0), Store(1, 2, place, 5.0)
+    return Store(0, 2, place, SECRET, 5.0), Store(1, 2, place, SECRET, 5.0)
 
 
 def both(first: Any, second: Any) -> list[Any]:
@@ -164,13 +168,13 @@ def test_two_ranks_of_one_number_and_worlds_of_two_sizes() -> None:
     a, b = pair()
     place = ("127.0.0.1", int(a._where.rpartition(":")[2]))
     with pytest.raises(WorldError, match="there is another rank 1 already"):
-        Store(1, 2, place, 1.0)
+        Store(1, 2, place, SECRET, 1.0)
     with pytest.raises(WorldError, match=r"rank 2 belongs to a world of 3 worker.*, rank 0 to one of 2"):
-        Store(2, 3, place, 1.0)
+        Store(2, 3, place, SECRET, 1.0)
     with pytest.raises(
         WorldError, match=r"rank 0 cannot listen at port \d+ \(Address already in use\); set another MASTER_PORT"
     ):
-        Store(0, 2, place, 1.0)
+        Store(0, 2, place, SECRET, 1.0)
     both(b.close, a.close)
 
 
@@ -185,7 +189,7 @@ def test_a_stranger_at_the_port() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(WorldError, match="is not rank 0 of this training; set another MASTER_PORT"):
-            Store(1, 2, place, 1.0)
+            Store(1, 2, place, SECRET, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def for_memory(comm: Communicator, memory: Memory, *, transport: str | None = No
         return comm
     library = load_nccl() if on_gpu(memory) and wanted in ("auto", "nccl") else None
     device = device_name(memory) if on_gpu(memory) else None
-    offers = comm.allgather_object(Offer(device, library is not None, wanted))
+    offers = [Offer(*offer) for offer in comm.allgather_object((device, library is not None, wanted))]
     if memory.on_host:  # another worker's arrays may lie on a device all the same
         _check_host(comm.transport, wanted)
         return comm
