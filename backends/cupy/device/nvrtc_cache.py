@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -100,10 +101,21 @@ def nvrtc_compiler(nvrtc: Any, architecture: str) -> Callable[[str, str], bytes]
         program = nvrtc.createProgram(text, f"{name}.cu", (), ())
         try:
             nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
-            return bytes(nvrtc.getCUBIN(program) if architecture.startswith("sm_") else nvrtc.getPTX(program))
+            if architecture.startswith("sm_"):
+                return whole_cubin(bytes(nvrtc.getCUBIN(program)))
+            return bytes(nvrtc.getPTX(program))
         except nvrtc.NVRTCError as error:
             raise GraphcError(f"a generated kernel does not compile: {nvrtc.getProgramLog(program)}") from error
         finally:
             nvrtc.destroyProgram(program)
 
     return compile
+
+
+def whole_cubin(found: bytes) -> bytes:
+    """The cubin up to the end of its tables: CuPy drops the last byte as if it ended a text, and ``cuobjdump`` refuses that."""
+    if found[:5] != b"\x7fELF\x02" or len(found) < 64:
+        return found
+    programs, sections = struct.unpack_from("<QQ", found, 32)
+    program, count, section, number = struct.unpack_from("<HHHH", found, 54)
+    return found.ljust(max(programs + program * count, sections + section * number), b"\0")

@@ -1,12 +1,15 @@
 """Products through cuBLASLt's bindings: descriptors, choice of algorithm, and capturable calls.
 
-The fastest of the library's proposals is taken. Each is timed once, on noise in scratch memory, and the result is kept on disk
-under the product's description. The measured time also decides whether an epilogue is faster than a kernel of its own.
+The fastest of the library's proposals is taken. Each is timed once on the device, on noise that is not in the cache, and the
+result is kept on disk under the product's description. The measured time also decides whether an epilogue is faster than a
+kernel of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.device.cuda_device import CudaDevice
+from graphc.backends.cupy.device.device_timer import DeviceTimer
+from graphc.backends.cupy.libraries import gemm_kernel
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
     HALVES,
@@ -30,11 +35,12 @@ from graphc.backends.cupy.libraries.gemm import (
     is_product,
     product_of,
 )
+from graphc.backends.cupy.libraries.noise import noise, sets_for
 from graphc.backends.cupy.libraries.registry import library
 from graphc.backends.cupy.libraries.tuning_cache import Choices
 from graphc.cache_folder import cache_path
 from graphc.device import ALIGNMENT, Run
-from graphc.errors import DeviceMemoryError, GraphcError, MissingExtraError
+from graphc.errors import DeviceMemoryError, MissingExtraError
 
 WORKSPACE = 32 << 20
 """Bytes of workspace, as NVIDIA advises for Hopper."""
@@ -52,9 +58,6 @@ BYTES_PER_SECOND = 3.5e12
 LAUNCH = 2e-6
 FLOPS_PER_SECOND = 6e14
 """Cost of a kernel that replaces an epilogue (bandwidth of an H200, launch time), and the rate of unmeasured products."""
-
-NOISE = {2: (0x83FF, 0x3800), 14: (0x807F, 0x3F00), 0: (0x807FFFFF, 0x3F000000), 1: (0x800FFFFFFFFFFFFF, 0x3FE << 52)}
-"""CUDA type → (random bits, set bits) of numbers between ½ and 1 of either sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,7 @@ class Products:
     def bind(self, node: ir.Node, inputs: Sequence[Any], outputs: Sequence[Any]) -> Run:
         """A closure that queues the product; all descriptors are built here.
 
-        Raises:
-            GraphcError: the library has no algorithm for it.
+        A product for which the library has no algorithm runs as a generated kernel, and a warning says so.
         """
         product, given = product_of(node), [*inputs, *[None] * (5 - len(inputs))]
         results = list(outputs)
@@ -120,7 +122,8 @@ class Products:
         plan = MatmulPlan(self._lt, self._compute, product, pointers, self._tf32)
         chosen = self._choose(product, alignments(product, pointers))
         if chosen is None:
-            raise GraphcError(f"cuBLASLt has no algorithm for {node.name}: {product.text()}")
+            warnings.warn(f"cuBLASLt has no algorithm for {node.name}: {product.text()}; a slower kernel runs it", stacklevel=2)
+            return gemm_kernel.bind_product(self._device, product, inputs, outputs)
         algorithm = np.array(chosen["algorithm"], dtype=np.uint64)
         calls = [(*plan.arguments(self._handle, k), *self._tail(algorithm)) for k in range(product.rounds)]
         matmul = self._lt.matmul
@@ -137,7 +140,8 @@ class Products:
             allowed = by_rule(joined, apart, saved) and not any(p.bias_gradient for p in joined)
             return allowed and all(self.seconds(p) < math.inf for p in joined)
         kernel = saved / BYTES_PER_SECOND + LAUNCH if saved else 0.0
-        return sum(map(self.seconds, joined)) <= 1.02 * sum(map(self.seconds, apart)) + kernel
+        spent = sum(map(self.seconds, joined))
+        return spent < math.inf and spent <= 1.02 * sum(map(self.seconds, apart)) + kernel
 
     def seconds(self, product: Product) -> float:
         """Seconds that one product takes; infinite if the library has no algorithm for it."""
@@ -168,23 +172,27 @@ class Products:
         if not proposals:
             return best
         try:
-            memory, pointers = (None, nowhere) if self._deterministic else self._noise(product)
+            memory, places = (None, list[Pointers]()) if self._deterministic else self._noise(product)
         except DeviceMemoryError:
             memory = None
         if memory is None:
             return {"algorithm": proposals[0].tolist(), "seconds": product.flops / product.rounds / FLOPS_PER_SECOND}
-        plan = MatmulPlan(self._lt, self._compute, product, pointers, self._tf32)
+        plans = [MatmulPlan(self._lt, self._compute, product, place, self._tf32) for place in places]
+        timer, fastest = self._device.library(DeviceTimer), math.inf
         for algorithm in proposals:
+            calls = [
+                functools.partial(self._lt.matmul, *plan.arguments(self._handle, 0), *self._tail(algorithm)) for plan in plans
+            ]
             try:
-                spent = self._time((*plan.arguments(self._handle, 0), *self._tail(algorithm)))
+                spent = timer.trial(f"an algorithm of cuBLASLt for {product.text()}", calls, fastest)
             except self._lt.cuBLASLtError as error:  # a proposed algorithm may fail to run
                 if error.status not in REFUSALS:
                     raise
                 continue
-            if not best["algorithm"] or spent < best["seconds"]:
-                best = {"algorithm": algorithm.tolist(), "seconds": spent}
+            if spent < fastest:
+                fastest, best = spent, {"algorithm": algorithm.tolist(), "seconds": spent}
         del memory
-        self._device.cupy.get_default_memory_pool().free_all_blocks()
+        self._device.trim()
         return best
 
     def _proposals(self, plan: MatmulPlan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
@@ -215,45 +223,20 @@ class Products:
             lt.matmul_preference_destroy(preference)
         return [np.array(found["algo"]["data_"][k], dtype=np.uint64) for k in range(int(count[0])) if not found["state"][k]]
 
-    def _time(self, call: tuple[Any, ...]) -> float:
-        """Seconds per call, averaged over about two milliseconds of calls."""
-        events, stream = self._device.cupy.cuda, self._device.stream
-        begin, end = events.Event(), events.Event()
-        spent = math.inf
-        for repeats in (1, 1, 0):
-            count = repeats or int(min(20, max(3, 2e-3 / max(spent, 1e-7))))
-            begin.record(stream)
-            for _ in range(count):
-                self._lt.matmul(*call)
-            end.record(stream)
-            end.synchronize()
-            spent = events.get_elapsed_time(begin, end) * 1e-3 / count
-        return spent
-
-    def _noise(self, p: Product) -> tuple[Any, Pointers]:
-        """Memory filled with noise for every operand and result; matrices of zeros multiply faster."""
-        call = call_of(p)
+    def _noise(self, p: Product) -> tuple[Any, list[Pointers]]:
+        """Memory filled with noise, and the addresses of each set of operands in it."""
         sizes = [
-            _extent(p.a, p) * p.dtype.itemsize, _extent(p.b, p) * p.dtype.itemsize,
-            0 if p.c is None else _extent(p.c, p) * p.result.itemsize, _extent(p.d, p) * p.result.itemsize,
-            max(p.m, p.n) * p.result.itemsize, 0 if p.aux is None else p.m * p.aux.row_step * p.result.itemsize,
-        ]  # fmt: skip
-        starts = [0]
-        for size in sizes:
-            starts.append(-(-(starts[-1] + int(size)) // 256) * 256)
-        memory: Any = self._device.zeros(starts[-1])
-        random, fixed = NOISE[call.first.kind]
-        words = np.random.default_rng(0).integers(0, 1 << 63, 1 << 16, dtype=np.uint64)
-        kind = {2: np.uint16, 14: np.uint16, 0: np.uint32, 1: np.uint64}[call.first.kind]
-        block = ((words.view(kind) & kind(random)) | kind(fixed)).view(np.uint8)[: memory.nbytes]
-        filled = len(block)
-        self._device.copy(memory[:filled], block)
-        while filled < memory.nbytes:
-            part = min(filled, memory.nbytes - filled)
-            self._device.copy(memory[filled : filled + part], memory[:part])
-            filled += part
-        base = int(memory.data.ptr)
-        return memory, Pointers(*(base + start if size else 0 for start, size in zip(starts, sizes, strict=False)))
+            (_extent(p.a, p) * p.dtype.itemsize, p.dtype),
+            (_extent(p.b, p) * p.dtype.itemsize, p.dtype),
+            (0 if p.c is None else _extent(p.c, p) * p.result.itemsize, p.result),
+            (_extent(p.d, p) * p.result.itemsize, p.result),
+            (max(p.m, p.n) * p.result.itemsize, p.result),
+            (0 if p.aux is None else p.m * p.aux.row_step * p.result.itemsize, p.result),
+        ]
+        sets = sets_for(sum(int(size) for size, _ in sizes))
+        memory, addresses = noise(self._device, [(int(size), dtype) for size, dtype in sizes] * sets)
+        given = [at if size else 0 for at, (size, _) in zip(addresses, sizes * sets, strict=True)]
+        return memory, [Pointers(*given[k : k + len(sizes)]) for k in range(0, len(given), len(sizes))]
 
     def _file(self) -> Any:
         return cache_path("products", self._device.name, str(self._lt.get_version()), suffix=".json")

@@ -1,7 +1,8 @@
 """cuDNN through its graph API: calls are described, then built, timed and bound.
 
 A :class:`Description` says everything about one call: shapes, strides, types; it can be checked without a GPU. The library
-proposes plans for it. The fastest is found once by running them, and kept on disk by description, device and library version.
+proposes plans for it. The fastest is found once by timing them on the device, and kept on disk by description, device and
+library version.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +23,12 @@ from typing import Any, Protocol
 import onnx_ir as ir
 
 from graphc.backends.cupy.device.cuda_device import CudaDevice
+from graphc.backends.cupy.device.device_timer import DeviceTimer
+from graphc.backends.cupy.libraries.noise import noise, sets_for
 from graphc.backends.cupy.libraries.tuning_cache import Choices
 from graphc.cache_folder import cache_path
 from graphc.device import Run
-from graphc.errors import GraphcError, MissingExtraError
+from graphc.errors import DeviceError, DeviceMemoryError, GraphcError, MissingExtraError
 
 WORKSPACE = 256 << 20
 """Bytes of the workspace that all calls share; plans that need more are used only when no other exists."""
@@ -33,7 +36,8 @@ WORKSPACE = 256 << 20
 CANDIDATES = 24
 """How many plans are timed, in the library's order."""
 
-REPEATS = 3
+MODES = ("A", "FALLBACK")
+"""The library's heuristics; each is asked only if those before it have no plan that can be used."""
 
 TYPES = {
     ir.DataType.FLOAT: "FLOAT",
@@ -61,6 +65,11 @@ class Tensor:
             strides[axis] = step
             step *= dims[axis]
         return Tensor(tuple(dims), tuple(strides), dtype)
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.dims, self.strides, strict=True))
 
 
 class Description(Protocol):
@@ -108,13 +117,15 @@ def build(cudnn: Any, description: Description, **options: Any) -> tuple[Any, di
     return graph, ids
 
 
-def propose(cudnn: Any, graph: Any, description: Description, *, deterministic: bool, tf32: bool) -> list[int]:
-    """Indices of the plans that the library's heuristics propose; the fallback plans come last.
+def propose(
+    cudnn: Any, graph: Any, description: Description, *, deterministic: bool, tf32: bool, mode: str = MODES[0]
+) -> list[int]:
+    """Indices of the plans that one of the library's heuristics proposes.
 
     Building a plan shows whether it breaks a rule: rounds to TF32, sums in half precision, or gives other results in every run.
     """
     try:
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.create_execution_plans([getattr(cudnn.heur_mode, mode)])
     except cudnn.cudnnGraphNotSupportedError:
         return []
     notes = cudnn.numerical_note
@@ -147,18 +158,14 @@ def usable(cudnn: Any, graph: Any, plans: Sequence[int], limit: int = WORKSPACE)
             yield index
 
 
-def named(graph: Any, plans: Sequence[int], name: str | None) -> list[int]:
-    """The ``plans`` with the recorded name; names identify plans, since some engine knobs cannot be set again."""
-    return [index for index in plans if graph.get_plan_name_at_index(index) == name]
-
-
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A call with its plan and workspace size; nodes with equal descriptions share it."""
+    """A call with its plan, the plan's name and workspace size; nodes with equal descriptions share it."""
 
     graph: Any
     ids: Mapping[str, int]
     nbytes: int
+    name: str = ""
 
 
 class Dnn:
@@ -189,7 +196,11 @@ class Dnn:
         built = self._built.get(description)
         if built is None:
             built = self._built[description] = self._build(description, arrays)
-        pointers = {built.ids[name]: int(array.data.ptr) for name, array in arrays.items()}
+        return self._run(built, {name: int(array.data.ptr) for name, array in arrays.items()})
+
+    def _run(self, built: Built, places: Mapping[str, int]) -> Run:
+        """A closure that queues the call over the tensors at these addresses."""
+        pointers = {built.ids[name]: place for name, place in places.items()}
         return functools.partial(built.graph.execute, pointers, self._room(built.nbytes), self._handle)
 
     def _room(self, nbytes: int) -> int:
@@ -203,62 +214,81 @@ class Dnn:
     def _build(self, description: Description, arrays: Mapping[str, Any]) -> Built:
         """Build the call with its fastest plan, recorded by an earlier run or timed now."""
         key = f"{'tf32 ' * self._tf32}{description!r}"
-        found, known = self._load(description, key), self._choices.get(key)
+        found, known = self._load(description, key, arrays), self._choices.get(key)
         if found is not None:
             return found
-        found = None if known is None else self._with_plan(description, known)
+        if known is not None:
+            found = next(self._plans(description, only=known), None)
         if found is None:
-            name = self._choose(description, arrays)
-            found = self._with_plan(description, name)
-            self._choices.put(key, name)
-        if found is None:
-            raise GraphcError(f"cuDNN cannot build plan {name} for {description} again")
+            found = self._choose(description, arrays)
+            self._choices.put(key, found.name)
         self._keep(found, key)
         return found
 
-    def _with_plan(self, description: Description, name: str) -> Built | None:
-        """Build the call with this plan alone, since other plans would stay loaded; None if the library no longer has it."""
-        graph, ids, plans = self._proposals(description)
-        plan = next(usable(self._cudnn, graph, named(graph, plans, name), sys.maxsize), None)
-        return None if plan is None else Built(graph, ids, int(graph.get_workspace_size_plan_at_index(plan)))
+    def _choose(self, description: Description, arrays: Mapping[str, Any]) -> Built:
+        """The fastest plan; when deterministic, the first. A plan with a larger workspace only if there is no other."""
+        for limit in (WORKSPACE, sys.maxsize):
+            plans = self._plans(description, limit)
+            found = next(plans, None) if self.deterministic or limit > WORKSPACE else self._fastest(description, plans, arrays)
+            if found is not None:
+                return found
+        raise GraphcError(f"cuDNN has no plan for {description}")
 
-    def _choose(self, description: Description, arrays: Mapping[str, Any]) -> str:
-        """The name of the fastest plan; when deterministic, of the first."""
-        graph, ids, plans = self._proposals(description)
-        pointers = {ids[name]: int(array.data.ptr) for name, array in arrays.items()}
-        small = usable(self._cudnn, graph, plans)
-        plan = next(small, None) if self.deterministic else self._fastest(graph, small, pointers)
-        if plan is None:
-            plan = next(usable(self._cudnn, graph, plans, sys.maxsize), None)
-        if plan is None:
-            raise GraphcError(f"cuDNN has no plan for {description}")
-        return str(graph.get_plan_name_at_index(plan))
+    def _plans(self, description: Description, limit: int = sys.maxsize, only: str | None = None) -> Iterator[Built]:
+        """Plans that can be used, each in a graph of its own: a graph keeps loaded whatever it has built.
 
-    def _proposals(self, description: Description) -> tuple[Any, Mapping[str, int], list[int]]:
-        graph, ids = build(self._cudnn, description, handle=self._handle)
-        plans = propose(self._cudnn, graph, description, deterministic=self.deterministic, tf32=self._tf32)
-        return graph, ids, plans
+        Args:
+            limit: bytes of workspace that a plan may need.
+            only: the name of the plan; names identify plans, since some engine knobs cannot be set again.
+        """
+        for mode in MODES:
+            position, any_found = 0, False
+            while True:
+                graph, ids = build(self._cudnn, description, handle=self._handle)
+                rules = {"deterministic": self.deterministic, "tf32": self._tf32}
+                proposed = propose(self._cudnn, graph, description, **rules, mode=mode)
+                wanted = [index for index in proposed[position:] if only in (None, graph.get_plan_name_at_index(index))]
+                index = next(usable(self._cudnn, graph, wanted, limit), None)
+                if index is None:
+                    break
+                any_found, position = True, proposed.index(index) + 1
+                nbytes = int(graph.get_workspace_size_plan_at_index(index))
+                yield Built(graph, ids, nbytes, str(graph.get_plan_name_at_index(index)))
+            if any_found:
+                return
 
-    def _fastest(self, graph: Any, plans: Iterable[int], pointers: Mapping[int, int]) -> int | None:
-        spent = {index: self._time(graph, index, pointers) for index in itertools.islice(plans, CANDIDATES)}
-        ran = [index for index, time in spent.items() if time < math.inf]
-        return min(ran, key=lambda index: spent[index], default=None)
+    def _fastest(self, description: Description, plans: Iterator[Built], arrays: Mapping[str, Any]) -> Built | None:
+        """The fastest of the first plans that run; the graphs of the others are dropped."""
+        memory, sets = self._operands(description, arrays)
+        best, fastest = None, math.inf
+        for plan in itertools.islice(plans, CANDIDATES):
+            spent = self._time(plan, description, sets, fastest)
+            if spent < fastest:
+                best, fastest = plan, spent
+        del memory
+        self._device.trim()
+        return best
 
-    def _time(self, graph: Any, index: int, pointers: Mapping[int, int]) -> float:
-        """Milliseconds for all repeats; infinite if the plan does not run."""
-        cuda, stream = self._device.cupy.cuda, self._device.stream
-        run = functools.partial(graph.execute_plan_at_index, pointers, self._room(0), index, self._handle)
-        begin, end = cuda.Event(), cuda.Event()
+    def _time(
+        self, plan: Built, description: Description, sets: Sequence[Mapping[str, int]], fastest: float = math.inf
+    ) -> float:
+        """Seconds of a call; infinite if the plan does not run."""
+        calls = [self._run(plan, places) for places in sets]
         try:
-            run()
-            begin.record(stream)
-            for _ in range(REPEATS):
-                run()
+            return float(self._device.library(DeviceTimer).trial(f"cuDNN's {plan.name} for {description}", calls, fastest))
         except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError):
             return math.inf
-        end.record(stream)
-        end.synchronize()
-        return float(cuda.get_elapsed_time(begin, end))
+
+    def _operands(self, description: Description, arrays: Mapping[str, Any]) -> tuple[Any, list[dict[str, int]]]:
+        """Memory filled with noise, and the addresses of sets of tensors in it; without room, the ``arrays`` themselves."""
+        forms = description.tensors
+        sizes = [(t.extent * int(t.dtype.itemsize), t.dtype) for t in forms.values()]
+        sets = sets_for(sum(size for size, _ in sizes))
+        try:
+            memory, places = noise(self._device, sizes * sets)
+        except DeviceMemoryError:
+            return None, [{name: int(array.data.ptr) for name, array in arrays.items()}]
+        return memory, [dict(zip(forms, places[k : k + len(forms)], strict=True)) for k in range(0, len(places), len(forms))]
 
     # On disk: the choices, and each plan with its compiled kernel, which takes a second or two to compile ------------------
 
@@ -269,17 +299,23 @@ class Dnn:
         path = self._choices.path
         return None if path is None else path.with_suffix("") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.plan"
 
-    def _load(self, description: Description, key: str) -> Built | None:
-        """Load the stored call; None if there is none, or it does not fit this library or device."""
-        path = self._plan_file(key)
-        if path is None or self._choices.get(key) is None or not path.exists():
+    def _load(self, description: Description, key: str, arrays: Mapping[str, Any]) -> Built | None:
+        """Load the stored call; None if there is none, or it does not fit this library or device, or does not run."""
+        path, name = self._plan_file(key), self._choices.get(key)
+        if path is None or name is None or not path.exists():
             return None
         graph = self._cudnn.pygraph(handle=self._handle)
         try:
             graph.deserialize(self._handle, path.read_bytes())
-            return Built(graph, identities(description), int(graph.get_workspace_size()))
+            found = Built(graph, identities(description), int(graph.get_workspace_size()), name)
         except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, OSError):
             return None
+        places = {name: int(array.data.ptr) for name, array in arrays.items()}
+        try:
+            return found if self._time(found, description, [places], 0.0) < math.inf else None
+        except DeviceError:
+            path.unlink(missing_ok=True)  # so that the next process builds it anew
+            raise
 
     def _keep(self, built: Built, key: str) -> None:
         path = self._plan_file(key)

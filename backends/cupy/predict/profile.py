@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphc.backend import Backend
-from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_graph import Recording
+from graphc.backends.cupy.device.device_timer import hold_kernel
 from graphc.backends.cupy.predict.cost_model import call_cost, update_cost
 from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.backends.cupy.updates.multi_tensor import Launched
@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
 ROW = 200
 """Calls queued after one hold kernel; few enough, with their events, that the stream does not block the host."""
-
-CYCLES = 4_000_000
-"""Clock cycles of one hold kernel: 2 ms."""
-
-HOLD = f"""
-extern "C" __global__ void hold() {{
-  const long long begin = clock64();
-  while (clock64() - begin < {CYCLES}LL) {{}}
-}}
-"""
 
 
 class ProfiledRecording:
@@ -51,7 +41,7 @@ class ProfiledRecording:
         event = device.cupy.cuda.Event
         self._elapsed = device.cupy.cuda.get_elapsed_time
         self._events = [(event(), event()) for _ in range(len(self.calls) + 1)]  # the last pair of events encloses no call
-        self._hold = device.launch(device.compile({"hold": HOLD})["hold"], [], Shape(1, 1, 1, 1, 1))
+        self._hold = hold_kernel(device)
         self._holds = 0
 
     def __call__(self) -> None:

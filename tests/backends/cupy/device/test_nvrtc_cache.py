@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from pathlib import Path
 
@@ -70,3 +71,15 @@ def test_a_gpu_gets_what_it_can_run() -> None:
     assert architecture(100, (75, 80, 90)) == "compute_90"
     with pytest.raises(GraphcError, match=r"7\.0, the installed NVRTC compiles for 7\.5 .* cupy-cuda12x"):
         architecture(70, known)
+
+
+def test_the_byte_that_cupy_drops_from_a_cubin_is_put_back() -> None:
+    """The program headers are last in what NVRTC writes, and their last byte is 0."""
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<QQ", header, 32, 64 + 128, 64)  # program headers behind the section headers
+    struct.pack_into("<HHHH", header, 54, 56, 1, 64, 2)
+    whole = bytes(header) + b"s" * 128 + b"p" * 55 + b"\0"
+    assert nvrtc_cache.whole_cubin(whole[:-1]) == whole
+    assert nvrtc_cache.whole_cubin(whole) == whole
+    assert nvrtc_cache.whole_cubin(b".version 8.0") == b".version 8.0"
