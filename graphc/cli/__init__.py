@@ -1,7 +1,7 @@
 """The ``graphc`` command line; one quickly imported file per sub-command.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 unsupported op, 130 interrupted. Results go to standard output; progress, notes and
-errors to standard error.
+Exit codes: 0 done, 1 failed, 2 usage, 3 unsupported op, 130 interrupted (143, 129 and 131 by SIGTERM,
+SIGHUP and SIGQUIT). Results go to standard output; progress, notes and errors to standard error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typer
 from graphc import __version__
 from graphc.cli import options, output, streams, usage
 from graphc.errors import GraphcError
+from graphc.launch.signals import interruption
 
 COMMANDS = (
     "demo",
@@ -43,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     streams.open_standard_streams()
     with warnings.catch_warnings():
         warnings.showwarning = output.warning
-        return _main(arguments)
+        code = _main(arguments)
+    threads = sys.modules.get("graphc.distributed.threads")
+    if threads is not None:
+        threads.end_process(code)
+    return code
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -57,9 +62,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise
         output.error(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        output.error("interrupted")
-        return 130
+    except KeyboardInterrupt as end:
+        what, code = interruption(end)
+        output.error(f"stopped by {what}")
+        return code
     except BrokenPipeError:
         # The reader closed standard output, as in 'graphc ops | head'; stop writing to it.
         output.drop_standard_output()

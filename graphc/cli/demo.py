@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,14 +36,16 @@ def command(
     from graphc import demo
     from graphc.cli.job import Job
     from graphc.cli.train import run_job
+    from graphc.launch.folders import job_folder
+    from graphc.launch.signals import termination_interrupts
 
     start = time.perf_counter()
     digits = demo.load_digits()
-    with tempfile.TemporaryDirectory(prefix="graphc-demo-") as folder:
+    with termination_interrupts(), job_folder() as folder:
         job = Job(
             model=str(demo.MODEL),
-            data=_save(Path(folder) / "train.npz", digits.train),
-            eval_data=_save(Path(folder) / "test.npz", digits.test),
+            data=_save(folder / "train.npz", digits.train),
+            eval_data=_save(folder / "test.npz", digits.test),
             loss="softmax_cross_entropy:logits=logits,label=label",
             optimizer="adam:lr=2e-3",
             epochs=epochs,

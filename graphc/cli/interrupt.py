@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,14 +30,13 @@ class Progress:
         self.steps = 0
 
 
-def stopped(job: Job, progress: Progress, number: int, command: Sequence[str] | None) -> str:
+def stopped(job: Job, progress: Progress, what: str, command: Sequence[str] | None) -> str:
     """Describe a stopped run.
 
     Args:
-        number: the signal.
+        what: by what, in words.
         command: the command line, without the program's name; None: unknown.
     """
-    what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     where = "before the first step" if progress.step is None else f"after step {progress.step}"
     whole = f" of {progress.steps}" if progress.steps and progress.step is not None else ""
     return f"stopped by {what} {where}{whole}; {how_to_resume(job, progress.begun, command)}"

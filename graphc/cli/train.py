@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,18 +96,20 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None, w
     from graphc.cli.interrupt import Progress, how_to_resume, stopped
     from graphc.cli.job import execute, prepare
     from graphc.distributed.threads import run_threads
-    from graphc.launch.signals import termination_interrupts
+    from graphc.launch.folders import job_folder
+    from graphc.launch.signals import ENDING, interruption, termination_interrupts
 
     progress = Progress()
     several = job.processes > 1 and alone
     try:
-        with termination_interrupts(), tempfile.TemporaryDirectory(prefix="graphc-train-") as name:
+        with termination_interrupts():
             if several and job.transport != "threads":
-                job = _on_disk(job, Path(name))
-                if prepared is None:
-                    prepare(job)  # errors in the arguments are reported once, before any worker starts
-                code = _launch(job, Path(name))
-                if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+                with job_folder() as folder:
+                    job = _on_disk(job, folder)
+                    if prepared is None:
+                        prepare(job)  # errors in the arguments are reported once, before any worker starts
+                    code = _launch(job, folder)
+                if code - 128 in ENDING:
                     output.note(how_to_resume(job, progress.begun, words))
                 return code
             ready = prepared or prepare(job)
@@ -118,9 +118,9 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None, w
             else:
                 execute(ready, progress=progress)
     except KeyboardInterrupt as end:
-        number = end.args[0] if end.args else signal.SIGINT
-        output.note(stopped(job, progress, number, words))
-        return int(128 + number)
+        what, code = interruption(end)
+        output.note(stopped(job, progress, what, words))
+        return code
     return 0
 
 

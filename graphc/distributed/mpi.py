@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -29,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from graphc.distributed.communicator import CollectiveRequest, Handle
-from graphc.distributed.health.deadline import find_deadline
 from graphc.distributed.health.watchdog import KEEP_GOING, join_launcher, watch_peers
 from graphc.distributed.host_queue import ProcessCommunicator
 from graphc.distributed.reductions import LOW, Array, Parts, adasum_rows, combine, cuts_of, widen
@@ -42,8 +42,8 @@ TAGS = 1 << 15  # the least number of tags that MPI has
 WHOLE = 4 << 20  # bytes up to which one message is as fast as two
 
 
-def open_mpi(world: World) -> MpiCommunicator:
-    """Join the ranks MPI started.
+def open_mpi(world: World, deadline: float) -> MpiCommunicator:
+    """Join the ranks MPI started, which must all have come within ``deadline`` seconds.
 
     Raises:
         MissingExtraError: mpi4py or an MPI library is not installed.
@@ -51,8 +51,9 @@ def open_mpi(world: World) -> MpiCommunicator:
     """
     watchdog = join_launcher(world)
     try:
-        with watchdog.joining(Handle(lambda: None, "join")) if watchdog is not None else _time_limit(find_deadline()):
-            from mpi4py import MPI
+        MPI = _load_mpi()
+        with watchdog.joining(Handle(lambda: None, "join"), deadline) if watchdog is not None else _time_limit(world, deadline):
+            _initialise(MPI)
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(
             f"workers in several processes need mpi4py and an MPI library ({error}); run: pip install 'graphc[mpi]'"
@@ -65,20 +66,55 @@ def open_mpi(world: World) -> MpiCommunicator:
             f"this worker should be rank {world.rank} of {world.size}, but MPI started rank {everyone.Get_rank()} of "
             f"{everyone.Get_size()}; start the workers with 'graphc launch -n {world.size}' or mpiexec"
         )
-    with _time_limit(find_deadline()):
+    with _time_limit(world, deadline):
         communicator = MpiCommunicator(MPI, everyone.Dup())
+        communicator.deadline = deadline
         communicator.watchdog = watch_peers(communicator, world)
     communicator.watchdog.end_all = communicator.end_all
     atexit.register(communicator.leave)
     return communicator
 
 
+def _load_mpi() -> Any:
+    """Import mpi4py without its call of MPI_Init, in which no watchdog could run until all ranks have come."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize is True:
+        mpi4py.rc.initialize = False
+        if mpi4py.rc.finalize is None:
+            mpi4py.rc.finalize = True
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _initialise(mpi: Any) -> None:
+    """Initialise MPI as mpi4py does, but with the interpreter free for other threads."""
+    import mpi4py
+
+    if mpi.Is_initialized():  # by the program itself
+        return
+    level, library = getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"), ctypes.CDLL(mpi.__file__)
+    if not hasattr(library, "MPI_Init_thread"):
+        mpi.Init_thread(level)
+    elif library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
+        raise RuntimeError("MPI_Init_thread failed")
+    if mpi4py.rc.errors == "exception":
+        for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
+            communicator.Set_errhandler(mpi.ERRORS_RETURN)
+
+
 @contextlib.contextmanager
-def _time_limit(deadline: float) -> Iterator[None]:
+def _time_limit(world: World, deadline: float) -> Iterator[None]:
     """End the process unless the block ends in time; no watchdog can say yet which rank is missing."""
 
     def end() -> None:
-        print(f"graphc: the workers did not all join the world within {deadline:g} s", file=sys.stderr, flush=True)
+        print(
+            f"graphc: rank {world.rank} waited {deadline:g} s for all {world.size} workers to join: one of them died,"
+            " is stopped, or never came",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     timer = threading.Timer(min(deadline, threading.TIMEOUT_MAX), end)

@@ -26,7 +26,7 @@ _store: Store | None = None
 _numbers = itertools.count(1)
 
 
-def open_tcp(world: World) -> TcpCommunicator:
+def open_tcp(world: World, deadline: float) -> TcpCommunicator:
     """Join the ranks that meet at ``MASTER_ADDR:MASTER_PORT``; all communicators of a process share one connection.
 
     Raises:
@@ -35,6 +35,7 @@ def open_tcp(world: World) -> TcpCommunicator:
     """
     global _store
     communicator = TcpCommunicator(world.rank, world.size, f"{next(_numbers)}")
+    communicator.deadline = deadline
     if _store is None:
         _store = _join(world, communicator.deadline)
         atexit.register(_store.close)

@@ -8,6 +8,8 @@ one rank, so results do not depend on timing. When a rank raises, leaves early o
 from __future__ import annotations
 
 import contextvars
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,13 @@ from graphc.errors import UsageError, WorldError, describe_error
 from graphc.ir.facts import required
 
 T = TypeVar("T")
+
+TICK = 0.1  # seconds between looks at the workers
+
+LEAVING = 3.0
+"""Seconds that a worker may go on after another has failed, before nobody waits for it any more."""
+
+_THREADS = "graphc-worker-"
 
 _COMMUNICATOR: contextvars.ContextVar[ThreadCommunicator | None] = contextvars.ContextVar("graphc_thread", default=None)
 
@@ -100,9 +109,12 @@ class ThreadGroup:
                 subgroup.fail(f"rank {self.ranks[rank]} {reason}")
 
     def fail(self, message: str) -> None:
-        """Make all that wait raise."""
+        """Make all ranks raise ``message`` at their next collective, in subgroups too."""
         with self._changed:
             self._fail(message)
+            subgroups = list(self._subgroups.values())
+        for _, subgroup in subgroups:
+            subgroup.fail(message)
 
     def subgroup(self, members: Sequence[int], index: int) -> ThreadGroup:
         """The group of some ranks, which the first of them to come makes."""
@@ -240,7 +252,8 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadl
     """Run ``function(communicator)`` in ``size`` worker threads; returns the results in rank order.
 
     Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others end with an
-    error too, and the first error is raised again here.
+    error too, and the first error is raised again here. So is KeyboardInterrupt. A worker that takes no notice of the failure
+    for ``LEAVING`` seconds is left behind; see :func:`end_process`.
     """
     group = ThreadGroup(size, deadline=deadline)
     results: list[Any] = [None] * size
@@ -261,13 +274,36 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadl
             communicator.close()
 
     threads = [
-        threading.Thread(target=contextvars.Context().run, args=(work, c), name=f"graphc-worker-{c.rank}", daemon=True)
+        threading.Thread(target=contextvars.Context().run, args=(work, c), name=f"{_THREADS}{c.rank}", daemon=True)
         for c in group.communicators
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, group)
+    except KeyboardInterrupt:
+        group.fail("the run was interrupted")
+        _join(threads, group)
+        raise
     if errors:
         raise errors[0]
     return results
+
+
+def _join(threads: list[threading.Thread], group: ThreadGroup) -> None:
+    """Wait for the workers; for those that still run after a failure only ``LEAVING`` seconds."""
+    limit: float | None = None
+    while running := [thread for thread in threads if thread.is_alive()]:
+        if group.failure is not None:
+            limit = limit or time.monotonic() + LEAVING
+            if time.monotonic() > limit:
+                return
+        running[0].join(TICK)
+
+
+def end_process(code: int) -> None:
+    """End the process with ``code`` if a worker was left behind: the interpreter's own end would abort inside native code."""
+    if any(thread.name.startswith(_THREADS) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

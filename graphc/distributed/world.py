@@ -86,6 +86,12 @@ def find_world(
     return World()
 
 
+def named_rank(environment: Mapping[str, str]) -> int | None:
+    """The rank that a launcher has put into an environment; None if it names no world."""
+    world = _from_variables(environment) or _from_slurm(environment)
+    return None if world is None else world.rank
+
+
 def wanted_transport(explicit: str | None, environment: Mapping[str, str] | None = None) -> Wanted:
     """One of :data:`TRANSPORTS`: ``explicit`` where it settles something, else what ``GRAPHC_TRANSPORT`` says, else ``auto``.
 

@@ -11,19 +11,18 @@ keep their state in local variables and the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.metadata
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 
@@ -35,10 +34,14 @@ from graphc.distributed.threads import run_threads
 from graphc.distributed.world import TRANSPORT, available_cores, wanted_transport
 from graphc.errors import GraphcError, MissingExtraError, UsageError, describe_error
 from graphc.launch.entry import describe_exit
+from graphc.launch.folders import job_folder
+from graphc.launch.processes import kill_all
+from graphc.launch.signals import interruption, termination_interrupts
 from graphc.launch.supervisor import Supervisor
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
+SHARED_MEMORY = Path("/dev/shm")
 SHARED_SEGMENT = 32 << 20
 """Bytes of shared memory set aside per worker: Open MPI maps 16 MiB for each and fails with a bus error when they run out."""
 
@@ -112,8 +115,10 @@ def find_mpiexec() -> Path:
 
 def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool, *, over_tcp: bool) -> int:
     mpiexec = None if over_tcp else find_mpiexec()
-    with tempfile.TemporaryDirectory(prefix="graphc-run-") as name:
-        directory = Path(name)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(termination_interrupts())
+        directory = stack.enter_context(job_folder())
+        shared = directory if over_tcp else stack.enter_context(_shared_folder(workers, directory))
         board = StatusBoard.create(directory / BOARD_FILE, workers)
         pipes = {(stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)}
         for path in pipes.values():
@@ -123,15 +128,29 @@ def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], kee
         command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
         if mpiexec is not None:
             command = [*_mpi_command(mpiexec, workers, keep_going), sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
-        process = subprocess.Popen(
-            command,
-            env=worker_environment(workers, env, directory),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
-        )
-        return Supervisor(process, board, pipes, float(env[DEADLINE])).run()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=worker_environment(workers, env, directory, shared),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
+            )
+            return Supervisor(process, board, pipes, float(env[DEADLINE]), directory).run()
+        except BaseException:
+            kill_all(directory)
+            raise
+
+
+@contextlib.contextmanager
+def _shared_folder(workers: int, directory: Path) -> Iterator[Path]:
+    """A folder for the shared memory of the workers, so that none is left in /dev/shm when they are killed."""
+    if _free_shared_memory() < workers * SHARED_SEGMENT:
+        yield directory
+        return
+    with job_folder(SHARED_MEMORY) as shared:
+        yield shared
 
 
 def _mpi_command(mpiexec: Path, workers: int, keep_going: bool) -> list[str]:
@@ -140,8 +159,13 @@ def _mpi_command(mpiexec: Path, workers: int, keep_going: bool) -> list[str]:
     return [*command, "--runtime-options", "continuous"] if keep_going else command
 
 
-def worker_environment(workers: int, env: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Build the workers' environment; variables set by the user win."""
+def worker_environment(workers: int, env: Mapping[str, str], directory: Path, shared: Path) -> dict[str, str]:
+    """Build the workers' environment; variables set by the user win.
+
+    Args:
+        directory: the folder of the run, which Open MPI's own files go to as well.
+        shared: where the workers' shared memory goes.
+    """
     result = {key: value for key, value in os.environ.items() if not key.startswith(OTHER_WORLDS) and key not in OTHER_RANKS}
     threads = str(max(1, available_cores() // workers))
     defaults = dict.fromkeys(THREAD_VARIABLES, threads)
@@ -151,12 +175,12 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "self,sm",
         "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component warns on machines without its hardware
+        "OMPI_MCA_btl_sm_backing_directory": str(shared),
+        "OMPI_MCA_osc_sm_backing_directory": str(shared),
+        "PRTE_MCA_prte_tmpdir_base": str(directory),
     }
     if not _can_read_other_processes():
         defaults["OMPI_MCA_smsc"] = "^cma"
-    if _free_shared_memory() < workers * SHARED_SEGMENT:
-        defaults["OMPI_MCA_btl_sm_backing_directory"] = str(directory)
-        defaults["OMPI_MCA_osc_sm_backing_directory"] = str(directory)
     for key, value in defaults.items():
         result.setdefault(key, value)
     return result | dict(env) | {RUN_DIRECTORY: str(directory), LAUNCHER: str(os.getpid())}
@@ -165,7 +189,7 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path) ->
 def _free_shared_memory() -> int:
     """Free bytes in /dev/shm, which containers often limit to 64 MiB."""
     try:
-        return shutil.disk_usage("/dev/shm").free
+        return shutil.disk_usage(SHARED_MEMORY).free if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else 0
     except OSError:
         return 0
 
@@ -221,9 +245,12 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
             raise
 
     try:
-        run_threads(workers, work, deadline=deadline)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        with termination_interrupts():
+            run_threads(workers, work, deadline=deadline)
+    except KeyboardInterrupt as end:
+        what, exit_code = interruption(end)
+        print(f"graphc: stopped by {what}; the workers were stopped", file=sys.stderr)
+        return exit_code
     except BaseException as error:
         rank, text, exit_code = failed[0] if failed else (0, *describe_error(error))
         if not isinstance(error, (GraphcError, SystemExit)):

@@ -44,17 +44,19 @@ def main(size: int, argv: Sequence[str]) -> int:
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     failed, since = 0, 0.0
-    while any(process.poll() is None for process in ranks):
-        time.sleep(TICK)
-        if not failed:
-            bad = [(rank, process) for rank, process in enumerate(ranks) if process.poll()]
-            for rank, process in bad[:1]:
-                failed, since = process.returncode, time.monotonic()
-                how = f"exited on signal {-failed}" if failed < 0 else "exiting"
+    told: set[int] = set()
+    while True:
+        running = [process for process in ranks if process.poll() is None]
+        for rank, process in enumerate(ranks):
+            if process.returncode and rank not in told:
+                told.add(rank)
+                failed, since = failed or process.returncode, since or time.monotonic()
+                code = process.returncode
+                how = f"exited on signal {-code}" if code < 0 else f"exiting with exit code {code}"
                 print(f"process rank {rank} with PID {process.pid} on node localhost {how}", flush=True)
-        elif time.monotonic() - since > PATIENCE:
-            break
-    return abs(failed) if failed else max((process.returncode for process in ranks), default=0)
+        if not running or (failed and time.monotonic() - since > PATIENCE):
+            return abs(failed)
+        time.sleep(TICK)
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import select
@@ -10,26 +11,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import Signals
 
 from graphc.distributed.health.flight_recorder import dump
+from graphc.distributed.health.hang_report import join_ranks
 from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
-from graphc.launch.signals import termination_interrupts
+from graphc.launch.processes import kill_all, rank_processes
+from graphc.launch.signals import interruption, signals_ignored
 
 TICK = 0.05  # seconds between looks at the board
 PARTIAL = 0.1  # seconds after which an unfinished line (a progress bar) is shown
 PATIENCE = 3.0  # seconds mpiexec has to end the others after the first failure
 MARGIN = 2.0  # seconds beyond the deadline that a worker may be stopped: waiting ranks report first, with more detail
 TERMINATION = 2.0  # seconds between SIGTERM and SIGKILL
+START = 10.0  # seconds that a worker may take at least to begin its program, on a busy machine
 
 # Open MPI's message about the first failed process; it wraps lines, so whitespace is normalised first.
 ENDED = (
-    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ (?:exited on signal (?P<signal>\d+)|exiting)"),
+    re.compile(
+        r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ "
+        r"(?:exited on signal (?P<signal>\d+)|exiting(?: with exit code (?P<code>\d+))?)"
+    ),
     re.compile(r"Process name: \[[^],]*,(?P<rank>\d+)\] Exit code: (?P<code>\d+)"),
 )
+
+HINTS = {
+    "SIGKILL": " (by someone, or by the kernel because memory ran out)",
+    "SIGBUS": " (a file that it has mapped became shorter, or the disk or shared memory under it is full)",
+}
 
 
 class Stream:
@@ -74,17 +86,32 @@ class Stream:
 
 
 class Supervisor:
-    """Supervises ``process`` (mpiexec, or what starts workers over TCP) and the workers on ``board``."""
+    """Supervises ``process`` (mpiexec, or what starts workers over TCP) and the workers on ``board``.
+
+    Args:
+        pipes: the workers' output, by stream and rank.
+        deadline: seconds for which a process may be stopped, or a worker not begin its program.
+        directory: folder of the run, by which its processes are found.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], board: StatusBoard, pipes: Mapping[tuple[str, int], Path], deadline: float
+        self,
+        process: subprocess.Popen[bytes],
+        board: StatusBoard,
+        pipes: Mapping[tuple[str, int], Path],
+        deadline: float,
+        directory: Path,
     ) -> None:
         self.process = process
-        self._starter = "the process that started them" if "graphc.launch.spawn" in str(process.args) else "mpiexec"
+        what = "the process that started the workers" if "graphc.launch.spawn" in str(process.args) else "mpiexec"
+        self._starter = f"{what} (pid {process.pid})"
         self.board = board
         self.deadline = deadline
-        self._stopped: dict[int, float] = {}
-        self._stopped_looked = 0.0
+        self.directory = directory
+        self._stopped: dict[int, float] = {}  # process → seconds
+        self._starting = 0.0
+        self._looked = time.monotonic()
+        self._verdict = ""
         self._streams = [Stream(path, name) for (name, _), path in pipes.items()]
         self._mpiexec_text = b""
         self._failed_at: float | None = None
@@ -93,22 +120,23 @@ class Supervisor:
     def run(self) -> int:
         """Wait for the end of the run; return the exit code."""
         try:
-            with termination_interrupts():
-                while self.process.poll() is None:
-                    self._forward()
-                    self._look()
+            while self.process.poll() is None and not self._verdict:
+                self._forward()
+                self._look()
         except KeyboardInterrupt as end:
-            number = end.args[0] if end.args else signal.SIGINT
-            self._end_all()
-            what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
-            return int(128 + number)
+            what, code = interruption(end)
+            with signals_ignored():
+                self._end_all()
+                print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
+            return code
         finally:
-            self._end_all()
-            self._forward()
-            for stream in self._streams:
-                stream.flush()
-                os.close(stream.descriptor)
+            with signals_ignored():
+                if self.process.returncode != 0:
+                    self._end_all()
+                self._forward()
+                for stream in self._streams:
+                    stream.flush()
+                    os.close(stream.descriptor)
         return self._report()
 
     def _last_step(self) -> str:
@@ -139,7 +167,8 @@ class Supervisor:
             bad = (RankState.FAILED, RankState.STOPPED)
             if any(n.state in bad or (n.state is RankState.RUNNING and not is_alive(n.pid)) for n in self.board.statuses()):
                 self._failed_at = time.monotonic()
-            self._look_for_stopped()
+            else:
+                self._look_for_idle()
             return
         late = time.monotonic() - self._failed_at - PATIENCE
         if late > TERMINATION:
@@ -148,56 +177,74 @@ class Supervisor:
             self._signalled = True
             self.process.terminate()
 
-    def _look_for_stopped(self) -> None:
-        """Find a worker stopped (SIGSTOP) outside collectives, whose absence no other rank would notice."""
+    def _look_for_idle(self) -> None:
+        """Find a process that is stopped (SIGSTOP), and a worker that does not begin; nobody else would notice."""
         now = time.monotonic()
-        if now - self._stopped_looked < min(1.0, self.deadline):
+        if now - self._looked < min(1.0, self.deadline):
             return
         # Cap the time between two looks: this process may have been stopped too.
-        passed, self._stopped_looked = min(now - self._stopped_looked, 2.0), now
-        for rank, status in enumerate(self.board.statuses()):
-            waited = self._stopped.get(rank, 0.0) + passed if status.pid and is_stopped(status.pid) else 0.0
-            self._stopped[rank] = waited
-            if waited > self.deadline + MARGIN:
-                text = f"rank {rank} (pid {status.pid}) has been stopped (SIGSTOP) for {self.deadline:g} s"
-                self.board.write(rank, RankState.STOPPED, text=text, code=1, pid=status.pid)
-                self._failed_at = now
+        passed, self._looked = min(now - self._looked, 2.0), now
+        statuses = self.board.statuses()
+        absent = [rank for rank, status in enumerate(statuses) if status.state is RankState.ABSENT]
+        if absent:
+            self._starting += passed
+            for rank, pid in rank_processes(self.directory).items():
+                if rank < self.board.size:
+                    self.board.announce(rank, pid)
+        names = {self.process.pid: self._starter}
+        names |= {status.pid: f"rank {rank} (pid {status.pid})" for rank, status in enumerate(statuses) if status.pid}
+        for pid in names:
+            self._stopped[pid] = self._stopped.get(pid, 0.0) + passed if is_stopped(pid) else 0.0
+        longest = max(names, key=lambda pid: self._stopped[pid])
+        limit = self.deadline + MARGIN
+        if self._stopped[longest] > limit or (self._stopped[longest] and self._starting > max(limit, START)):
+            self._verdict = f"{names[longest]} has been stopped (SIGSTOP) for {self.deadline:g} s"
+        elif self._starting > max(limit, START):
+            self._verdict = f"{join_ranks(absent)} did not begin the program within {max(self.deadline, START):g} s"
 
     def _end_all(self) -> None:
-        """Kill all processes of this run."""
+        """End all processes of this run, and wait until they are gone."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(TERMINATION)
-            except subprocess.TimeoutExpired:
-                self._kill()
-        self._kill_workers()
+        self._kill()
 
     def _kill(self) -> None:
+        limit = time.monotonic() + TERMINATION
         self._kill_workers()
         self.process.kill()
         self.process.wait()
+        while kill_all(self.directory) and time.monotonic() < limit:
+            time.sleep(0.01)
 
     def _kill_workers(self) -> None:
         for status in self.board.statuses():
             if status.pid and is_alive(status.pid):
                 for send in (os.killpg, os.kill):  # mpiexec makes each worker the leader of a process group
-                    try:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
                         send(status.pid, signal.SIGKILL)
-                    except (ProcessLookupError, PermissionError):
-                        continue
 
     def _report(self) -> int:
         """Report which rank ended the run, and why."""
         statuses = self.board.statuses()
+        code = self.process.returncode
+        if self._verdict:
+            self._say(self._verdict)
+            return 1
         failed = [rank for rank, status in enumerate(statuses) if status.state is RankState.FAILED]
         text = self._mpiexec_text.decode("utf-8", "replace")
-        for pattern in ENDED:
-            ended = pattern.search(" ".join(text.split()))
-            rank = int(ended["rank"]) if ended is not None else 0
-            if ended is not None and statuses[rank].state in (RankState.RUNNING, RankState.SPARE):
-                self._say(f"{statuses[rank].label(rank)} is gone: {_reason(**ended.groupdict())}")
+        for ended in self._ended(text):
+            rank = int(ended["rank"])
+            if statuses[rank].state not in (RankState.FAILED, RankState.STOPPED):
+                if ended.groupdict().get("pid"):
+                    self.board.announce(rank, int(ended["pid"]))  # it may have died before it wrote to the board
+                how = {name: found for name, found in ended.groupdict().items() if name in ("signal", "code")}
+                self._say(f"{self.board.read(rank).label(rank)} is gone: {_reason(**how)}")
                 return 1
+        if code < 0 and not self._signalled:
+            self._say(f"{self._starter} is gone: {_reason(signal=str(-code))}")
+            return 1
         if failed:
             first = min(failed, key=lambda rank: statuses[rank].time)
             self._say_failed([rank for rank in failed if statuses[rank].text == statuses[first].text], statuses[first])
@@ -208,14 +255,21 @@ class Supervisor:
             return 1
         gone = [rank for rank, status in enumerate(statuses) if status.state in (RankState.RUNNING, RankState.ABSENT)]
         lost = [rank for rank, status in enumerate(statuses) if status.state is RankState.SPARE]
-        if not gone and (self.process.returncode == 0 or lost):
+        if not gone and (code == 0 or lost):
             for rank in lost:
                 print(f"graphc: {statuses[rank].label(rank)} was lost; the others went on without it", file=sys.stderr)
             return 0
         sys.stderr.write(text)
-        names = ", ".join(map(str, gone or range(self.board.size)))
-        self._say(f"rank {names} did not end well: {self._starter} returned {self.process.returncode}")
+        if code == 0:
+            self._say(f"{join_ranks(gone)} ended without leaving the run in order (os._exit)")
+        else:
+            self._say(f"{self._starter} ended with exit code {code} before the workers did")
         return 1
+
+    def _ended(self, text: str) -> Iterator[re.Match[str]]:
+        """What the starter says of the processes that ended badly, the first one first."""
+        for pattern in ENDED:
+            yield from pattern.finditer(" ".join(text.split()))
 
     def _say_failed(self, ranks: list[int], status: RankStatus) -> None:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -231,12 +285,11 @@ class Supervisor:
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 
-def _reason(rank: str, signal: str | None = None, code: str | None = None) -> str:
+def _reason(signal: str | None = None, code: str | None = None) -> str:
     if signal is None:
         return f"it ended{f' with exit code {code}' if code else ''} without leaving the run in order (os._exit, or a crash)"
     try:
         name = Signals(int(signal)).name
     except ValueError:
         name = f"signal {signal}"
-    hint = " (by someone, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}{HINTS.get(name, '')}"

@@ -56,7 +56,8 @@ class Trainer:
         wrap: hook around every plan step, for measuring.
         trace: file for a timeline of the first training steps of all workers, written at the end of the ``with`` block; see
             :class:`~graphc.report.trace.Trace`. Not with parameter servers.
-        deadline: seconds after which an unfinished collective ends the run; None: GRAPHC_DEADLINE, or 300.
+        deadline: seconds in which all workers must have joined, and after which an unfinished collective ends the run;
+            None: GRAPHC_DEADLINE, or 300.
         transport: one of :data:`graphc.distributed.world.TRANSPORTS`; None: GRAPHC_TRANSPORT, or the best that fits.
 
     Attributes:
@@ -89,7 +90,7 @@ class Trainer:
             raise UsageError(f"program={program!r} is not a compiled program; pass the result of graphc.compile")
         graph = program.model.graph
         world = find_world(transport=transport) if comm is None else None
-        self.comm = open_communicator(world) if comm is None else comm
+        self.comm = open_communicator(world, deadline=deadline) if comm is None else comm
         if deadline is not None:
             self.comm.deadline = check_deadline(deadline)
         self.rank, self.size = self.comm.rank, self.comm.size

@@ -183,3 +183,48 @@ def test_stopped_processes_say_the_same(here: Path) -> None:
     assert 4 <= saved <= step + 1
     assert saved == checkpoint.metadata(here / "c")["steps"]
     assert resume.endswith("--checkpoint c --resume c")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_stopped_threads_say_the_same(number: int, here: Path) -> None:
+    """The workers are in native code when the signal comes; the interpreter's own end would abort there."""
+    wide = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[N,4] x) => (float[N,1] y)
+        { h = MatMul(x, w)  a = Tanh(h)  b = Tanh(a)  y = MatMul(b, v) }"""
+    )
+    for name, shape in {"w": (4, 20_000), "v": (20_000, 1)}.items():
+        wide.graph.initializer.append(onnx.numpy_helper.from_array(np.full(shape, 0.01, np.float32), name))
+    onnx.save(wide, here / "m.onnx")
+    command = arguments("-n", 2, "--transport", "threads", "--checkpoint", "c", lr=1e-9, epochs=1_000_000)
+    command[command.index("numpy")] = "onnxruntime"
+    with subprocess.Popen(
+        [sys.executable, "-m", "graphc", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as run:
+        until = time.monotonic() + 120
+        while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        run.send_signal(number)
+        err = run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + number, err
+    (told,) = [line for line in err.splitlines() if "stopped by" in line]
+    assert told.startswith(f"graphc: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'} after step "), err
+    assert "the last checkpoint is c, after step " in told
+    assert "Traceback" not in err
+    assert "terminate" not in err
+
+
+STUCK = """
+import threading, time
+from graphc.distributed.choose import open_communicator
+comm = open_communicator(deadline=1.0)
+if comm.rank == 1: time.sleep(3600)
+comm.barrier()
+"""
+
+
+def test_a_worker_thread_that_is_stuck_does_not_keep_the_process(here: Path) -> None:
+    (here / "stuck.py").write_text(STUCK)
+    command = [sys.executable, "-m", "graphc", "launch", "-n", "2", "--transport", "threads", "stuck.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 did not come to barrier" in done.stderr

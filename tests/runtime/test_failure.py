@@ -207,9 +207,15 @@ def test_killed_from_outside_among_four() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=FULL), pytest.param(signal.SIGKILL, marks=FULL)]
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGHUP,
+        *(pytest.param(number, marks=FULL) for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
-def test_ending_the_launcher_ends_all_workers(number: int) -> None:
+def test_ending_the_launcher_ends_all_workers(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start_mpi(2, START + "steps()")
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
@@ -224,6 +230,7 @@ def test_ending_the_launcher_ends_all_workers(number: int) -> None:
     if number != signal.SIGKILL:
         assert done.code == 128 + number, done.text
         assert "the workers were stopped" in done.err
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full

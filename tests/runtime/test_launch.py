@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_an_error_of_several_ranks_is_told_once(
         board.write(rank, RankState.FAILED, text=text, code=3, pid=0)
     mpiexec = subprocess.Popen(["true"], stdout=subprocess.PIPE)
     mpiexec.wait()
-    assert Supervisor(mpiexec, board, {}, 1.0).run() == 3
+    assert Supervisor(mpiexec, board, {}, 1.0, tmp_path).run() == 3
     assert capfd.readouterr().err == told
 
 
@@ -74,23 +75,31 @@ def test_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")
-    found = worker_environment(2, {"MINE": "1"}, tmp_path)
+    found = worker_environment(2, {"MINE": "1"}, tmp_path, tmp_path)
     assert found["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert found["MKL_NUM_THREADS"] == "7"
     assert found["MINE"] == "1"
     assert not {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & found.keys()
 
 
+SEGMENTS = "import os\ncomm.barrier()\nfolder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n" + (
+    "print(folder, len([name for name in os.listdir(folder) if 'sm_segment' in name]))\ncomm.barrier()"
+)
+
+
 @pytest.mark.mpi
-def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where /dev/shm is too small, the workers' segments go to the run's own folder."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 20}))
-    found = worker_environment(2, {}, tmp_path)
-    assert found["OMPI_MCA_btl_sm_backing_directory"] == str(tmp_path)
-    program = OPEN + "import os\ncomm.barrier()\nprint(len([f for f in os.listdir(os.environ['WHERE']) if 'sm_segment' in f]))"
-    program += "\ncomm.barrier()"
-    done = run_mpi(2, program, env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "WHERE": str(tmp_path)})
-    assert done.out.split() == ["2", "2"], done.text
+@pytest.mark.parametrize("free", [1 << 30, pytest.param(8 << 20, marks=pytest.mark.full)])
+def test_shared_memory_lies_in_a_folder_that_goes_with_the_run(
+    free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In /dev/shm, or in the run's own folder where /dev/shm is too small."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launch(2, ["-c", OPEN + SEGMENTS], "mpi") == 0
+    folders, counts = zip(*map(str.split, capfd.readouterr().out.splitlines()), strict=True)
+    assert counts == ("2", "2")
+    assert {Path(folder).parent for folder in folders} == {tmp_path if free < 1 << 30 else Path("/dev/shm")}
+    assert not any(Path(folder).exists() for folder in folders)
 
 
 @pytest.mark.mpi

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from graphc.distributed import threads
 from graphc.distributed.choose import open_communicator
 from graphc.distributed.consistency import agree
 from graphc.distributed.host_queue import NullCommunicator
@@ -233,3 +237,32 @@ def test_what_nobody_waits_for_is_done_at_the_end() -> None:
 
     run_threads(2, work)
     assert [array.tolist() for array in arrays] == [[1.0] * 3] * 2
+
+
+def test_an_interrupted_run_leaves_no_worker_behind() -> None:
+    """A worker that went on in native code would abort the process as the interpreter ends."""
+
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_threads(3, work)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("graphc-worker")]
+
+
+def test_a_worker_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LEAVING", 0.2)
+    free = threading.Event()
+
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            free.wait(60)
+        comm.barrier()
+
+    with pytest.raises(WorldError, match="rank 1 did not come to barrier"):
+        run_threads(2, work, deadline=0.2)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("graphc-worker")] == ["graphc-worker-1"]
+    free.set()

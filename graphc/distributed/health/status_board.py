@@ -19,6 +19,7 @@ from graphc.errors import WorldError
 
 _SLOT = 4096
 _STAMP = 64
+_PID = struct.Struct("<i")  # as the launcher found it, behind the state
 _HEAD = struct.Struct("<qdqq")  # pid, time, exit code, length of the text
 
 
@@ -37,7 +38,7 @@ class RankState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One slot: state, process id, ``time.monotonic()`` of the last change in seconds, exit code and text."""
+    """One slot: state, process id (0: unknown), ``time.monotonic()`` of the last change in seconds, exit code and text."""
 
     state: RankState
     pid: int
@@ -49,7 +50,7 @@ class RankStatus:
         """The worker in messages: by the name it gave itself, if any, while it runs."""
         if self.state in (RankState.RUNNING, RankState.SPARE) and self.text:
             return f"{self.text} (rank {rank}, pid {self.pid})"
-        return f"rank {rank} (pid {self.pid})"
+        return f"rank {rank} (pid {self.pid})" if self.pid else f"rank {rank}"
 
 
 class StatusBoard:
@@ -68,8 +69,8 @@ class StatusBoard:
 
     @classmethod
     def create(cls, path: Path, size: int) -> StatusBoard:
-        """Make an empty board."""
-        with open(path, "xb") as file:
+        """Make an empty board of the file ``path``, which need not exist."""
+        with open(path, "wb") as file:
             file.truncate(_length(size))
         board = cls(path, size)
         stamp = run_stamp()
@@ -84,6 +85,10 @@ class StatusBoard:
     def recorder(self, rank: int) -> FlightRecorder:
         """The flight recorder of ``rank``."""
         return FlightRecorder(self._map, self.size * _SLOT + rank * RECORDER_SIZE)
+
+    def announce(self, rank: int, pid: int) -> None:
+        """Set the process id of a rank that has not written its own."""
+        _PID.pack_into(self._map, rank * _SLOT + _PID.size, pid)
 
     def write(self, rank: int, state: RankState, *, text: str = "", code: int = 0, pid: int | None = None) -> None:
         """Set the status of ``rank``; a failure is never overwritten by what follows from it."""
@@ -101,7 +106,8 @@ class StatusBoard:
         state = RankState(self._map[start])
         pid, when, code, length = _HEAD.unpack_from(self._map, start + 8)
         body = start + 8 + _HEAD.size
-        return RankStatus(state, pid, when, code, self._map[body : body + length].decode("utf-8", "replace"))
+        (announced,) = _PID.unpack_from(self._map, start + _PID.size)
+        return RankStatus(state, pid or announced, when, code, self._map[body : body + length].decode("utf-8", "replace"))
 
     def statuses(self) -> list[RankStatus]:
         """The status of every rank, in rank order."""

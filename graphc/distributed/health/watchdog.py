@@ -17,7 +17,6 @@ import os
 import select
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,7 +26,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from graphc.distributed.health import hang_report
-from graphc.distributed.health.deadline import find_deadline
 from graphc.distributed.health.flight_recorder import Entry, FlightRecorder, dump, last_of
 from graphc.distributed.health.status_board import RankState, StatusBoard
 from graphc.errors import describe_error
@@ -151,7 +149,7 @@ class Watchdog:
         self.lost: frozenset[int] = frozenset()
         self._peers: list[int] = []
         self._local = list(range(board.size)) if launched else [rank]
-        self._joining: Handle | None = None
+        self._joining: tuple[Handle, float] | None = None
         self._waited: dict[int, tuple[float, float]] = {}  # by communicator: start of the collective, seconds that count
         self._checked = time.monotonic()
         board.write(rank, RankState.RUNNING)
@@ -202,11 +200,11 @@ class Watchdog:
         self._end(f"{status.label(rank)} is gone: {reason}")
 
     @contextlib.contextmanager
-    def joining(self, handle: Handle) -> Iterator[None]:
-        """Watch the call in which all processes of the world meet for the first time."""
+    def joining(self, handle: Handle, deadline: float) -> Iterator[None]:
+        """Watch the call in which all processes of the world meet for the first time, within ``deadline`` seconds."""
         handle.since = time.monotonic()
         place = self.recorder.begin(0, 1, -1, handle, handle.since)
-        self._joining = handle
+        self._joining = handle, deadline
         yield
         self._joining = None
         self.recorder.end(place, time.monotonic())
@@ -214,7 +212,7 @@ class Watchdog:
     def _in_progress(self) -> Iterator[tuple[int, Handle, float, Sequence[int], str]]:
         """Number of each communicator with a collective under way, the collective, its deadline, and who takes part."""
         if self._joining is not None:
-            yield 0, self._joining, find_deadline(), range(self.world_size), ""
+            yield 0, *self._joining, range(self.world_size), ""
         for communicator in list(self.communicators):
             current = communicator.current
             if current is not None:
@@ -275,10 +273,10 @@ class Watchdog:
         states = {}
         for rank in self._local:
             status = self.board.read(rank)
-            if status.state is RankState.ABSENT:
-                states[rank] = "has not started"
-            elif is_stopped(status.pid):
+            if status.pid and is_stopped(status.pid):
                 states[rank] = "is stopped (SIGSTOP)"
+            elif status.state is RankState.ABSENT:
+                states[rank] = "has not begun the program" if status.pid else "has not been started"
         return states
 
     def report(self, message: str) -> None:
@@ -327,18 +325,17 @@ def watch_peers(communicator: QueuedCommunicator, world: World) -> Watchdog:
 
 
 def _open_own_board(communicator: QueuedCommunicator, world: World) -> Watchdog:
-    """Without a launcher: the lowest rank of each machine makes the board, and unlinks it once all have mapped it."""
-    path = Path(tempfile.gettempdir()) / f"graphc-board-{os.getpid()}-{time.monotonic_ns()}"
-    offers = communicator.allgather_object((host_name(), str(path)))
+    """Without a launcher: the lowest rank of each machine makes the board, in memory, so that no file is left behind."""
+    descriptor = os.memfd_create("graphc-board")
+    offers = communicator.allgather_object((host_name(), f"/proc/{os.getpid()}/fd/{descriptor}"))
     leader = next(rank for rank, (host, _) in enumerate(offers) if host == offers[world.rank][0])
+    path = Path(offers[leader][1])
     if leader == world.rank:
         StatusBoard.create(path, world.size).close()
     communicator.barrier()
-    board = StatusBoard(Path(offers[leader][1]), world.size)
-    watchdog = Watchdog(board, world.rank, launched=False)
+    watchdog = Watchdog(StatusBoard(path, world.size), world.rank, launched=False)
     communicator.barrier()
-    if leader == world.rank:
-        path.unlink()
+    os.close(descriptor)
     _report_uncaught(watchdog)
     return watchdog
 
