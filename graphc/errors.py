@@ -94,6 +94,10 @@ class WorldError(GraphcError):
     """Workers disagree, or one of them has died."""
 
 
+class PeerError(WorldError):
+    """Another worker is gone, late, or in something else, which the message says; this one did nothing wrong."""
+
+
 class DeviceError(GraphcError):
     """A GPU reported an error or disappeared; the message explains it and what to do.
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import lzma
 import math
+import mmap
 import struct
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from graphc.atomic_files import open_regular
 from graphc.device import Array
-from graphc.errors import FeedError, nearest
+from graphc.errors import DataError, FeedError, nearest
 
 _DAMAGE = (
     *(OSError, EOFError, ValueError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError, NotImplementedError),
@@ -127,3 +130,32 @@ def _bad(name: str, where: str, error: Exception) -> FeedError:
     if "pickle" in str(error) or "object" in str(error).lower():
         return FeedError(f"array {name!r} of {where} holds Python objects; store numbers of one type")
     return FeedError(f"array {name!r} of {where} is damaged: {error}")
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that is mapped into memory: touching what it no longer holds would kill the process (SIGBUS)."""
+
+    name: str
+    map: mmap.mmap
+    size: int
+
+    def check(self) -> None:
+        """Raise DataError if the file has become shorter than what is mapped."""
+        now = self.map.size()
+        if now < self.size:
+            raise DataError(
+                f"{self.name} became shorter while it was read: it has {now:,} bytes, and its array ends at {self.size:,}; "
+                "write new data to another file and rename that"
+            )
+
+
+def mapped_file(array: Array) -> MappedFile | None:
+    """The file that an array, or what it is a view of, maps; None if it lies in memory."""
+    found: Any = array
+    while found is not None and not (isinstance(found, np.memmap) and isinstance(found.base, mmap.mmap)):
+        found = getattr(found, "base", None)
+    if found is None:
+        return None
+    start = found.offset - found.offset % mmap.ALLOCATIONGRANULARITY
+    return MappedFile(str(found.filename), found.base, start + len(found.base))

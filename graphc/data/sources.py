@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graphc.data.files import open_arrays
+from graphc.data.files import mapped_file, open_arrays
 from graphc.device import Array
 from graphc.errors import DataError, FeedError, UsageError, counted
 
@@ -28,6 +28,7 @@ class ArraySource:
 
     Raises:
         FeedError: arrays of different length, or without a first axis.
+        DataError (while reading): a file under an array has become shorter.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -36,9 +37,12 @@ class ArraySource:
             raise FeedError(f"arrays must have one entry per sample along axis 0; their lengths are {lengths}")
         self.samples: int | None = next(iter(lengths.values()))
         self._arrays = dict(arrays)
+        self._files = [file for array in self._arrays.values() if (file := mapped_file(array)) is not None]
 
     def read(self, rows: Iterable[Sequence[Any]]) -> Iterator[dict[str, Array]]:
         for indices in rows:
+            for file in self._files:
+                file.check()
             # np.asarray turns the rows of a memory-mapped array into an ordinary array.
             yield {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
 

@@ -112,6 +112,7 @@ class Supervisor:
         self._starting = 0.0
         self._looked = time.monotonic()
         self._verdict = ""
+        self._cause = ""  # ranks that were stopped when the others failed
         self._streams = [Stream(path, name) for (name, _), path in pipes.items()]
         self._mpiexec_text = b""
         self._failed_at: float | None = None
@@ -167,6 +168,8 @@ class Supervisor:
             bad = (RankState.FAILED, RankState.STOPPED)
             if any(n.state in bad or (n.state is RankState.RUNNING and not is_alive(n.pid)) for n in self.board.statuses()):
                 self._failed_at = time.monotonic()
+                stopped = [(r, n) for r, n in enumerate(self.board.statuses()) if n.pid and is_stopped(n.pid)]
+                self._cause = "".join(f"; {status.label(rank)} is stopped (SIGSTOP)" for rank, status in stopped)
             else:
                 self._look_for_idle()
             return
@@ -251,7 +254,8 @@ class Supervisor:
             return statuses[first].code or 1
         stopped = [status for status in statuses if status.state is RankState.STOPPED]
         if stopped:
-            self._say(min(stopped, key=lambda status: status.time).text)
+            text = min(stopped, key=lambda status: status.time).text
+            self._say(text if "SIGSTOP" in text else text + self._cause)
             return 1
         gone = [rank for rank, status in enumerate(statuses) if status.state in (RankState.RUNNING, RankState.ABSENT)]
         lost = [rank for rank, status in enumerate(statuses) if status.state is RankState.SPARE]
@@ -273,7 +277,7 @@ class Supervisor:
 
     def _say_failed(self, ranks: list[int], status: RankStatus) -> None:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        self._say(f"{who} failed: {status.text}", alone=len(ranks) == self.board.size)
+        self._say(f"{who} failed: {status.text}{self._cause}", alone=len(ranks) == self.board.size)
 
     def _say(self, message: str, *, alone: bool = False) -> None:
         if alone or self.board.size == 1:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from graphc import frontends
-from graphc.data import files
-from graphc.errors import FeedError, ModelError
+from graphc.data import files, shard
+from graphc.errors import DataError, FeedError, ModelError
 
 
 def archive(content: bytes, name: str = "x.npy", compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -126,3 +126,19 @@ def test_a_name_with_a_nul_character() -> None:
         files.open_arrays("a\0b.npz")
     with pytest.raises(ModelError, match="cannot read"):
         frontends.load("a\0b.onnx")
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "view"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(kind: str, tmp_path: Path) -> None:
+    """Reading the pages that it lost would kill the process with SIGBUS."""
+    array = np.zeros((3000, 1000))  # large enough to be mapped from an archive
+    path = tmp_path / "x.npy" if kind != "archive" else tmp_path / "d.npz"
+    np.save(path, array) if kind != "archive" else np.savez(path, x=array)
+    source = {"x": np.load(path, mmap_mode="r")[100:]} if kind == "view" else path if kind == "archive" else tmp_path
+    batches = iter(shard(source, global_batch=10, shuffle=False))
+    next(batches)
+    os.truncate(path, 200_000)
+    with pytest.raises(
+        DataError, match=r"\.np[yz] became shorter while it was read: it has 200,000 bytes, and its array ends at"
+    ):
+        next(batches)

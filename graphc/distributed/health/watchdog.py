@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 from graphc.distributed.health import hang_report
 from graphc.distributed.health.flight_recorder import Entry, FlightRecorder, dump, last_of
 from graphc.distributed.health.status_board import RankState, StatusBoard
-from graphc.errors import describe_error
+from graphc.errors import PeerError, describe_error
 
 if TYPE_CHECKING:
     from graphc.distributed.communicator import Handle
@@ -181,8 +181,9 @@ class Watchdog:
         self.board.write(self.rank, RankState.LEFT)
 
     def fail(self, text: str, code: int = 1) -> None:
-        """Record why this worker is about to end."""
-        self.board.write(self.rank, RankState.FAILED, text=text, code=code)
+        """Record why this worker is about to end: its own failure, or that of another, if a PeerError is being handled."""
+        state = RankState.STOPPED if isinstance(sys.exception(), PeerError) else RankState.FAILED
+        self.board.write(self.rank, state, text=text, code=code)
 
     def introduce(self, name: str, *, spare: bool) -> None:
         """Set this rank's name in messages, and whether the others can continue without it."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from graphc.distributed.tcp_store.channel import BROKEN, Channel, Header, Hello, prove_to_store
 from graphc.distributed.tcp_store.job_secret import JOB_SECRET, Place
 from graphc.distributed.tcp_store.server import FOREVER, StoreServer, cut
-from graphc.errors import WorldError
+from graphc.errors import PeerError, WorldError
 
 RETRY = 0.1  # seconds between attempts to reach rank 0
 SLACK = 10.0  # seconds beyond the deadline in which the server's answer must come
@@ -76,7 +76,7 @@ class Store:
                     raise
             except (OSError, UnicodeError) as error:
                 if time.monotonic() >= limit:
-                    raise WorldError(
+                    raise PeerError(
                         f"rank {self.rank} could not reach rank 0 at {self._where} within {deadline:g} s "
                         f"({getattr(error, 'strerror', None) or error}); is rank 0 running, and are MASTER_ADDR and "
                         "MASTER_PORT right?"
@@ -119,7 +119,7 @@ class Store:
         header |= {"lengths": [len(piece) for piece in pieces], "ranks": list(range(self.size) if ranks is None else ranks)}
         answer, body = self._ask(header, pieces, deadline + SLACK)
         if answer.get("error"):
-            raise WorldError(str(answer["error"]))
+            raise PeerError(str(answer["error"]))
         try:
             return cut(body, answer["lengths"])
         except (KeyError, ValueError) as error:
@@ -152,6 +152,6 @@ class Store:
         except BROKEN as error:
             raise self._lost(error) from None
 
-    def _lost(self, error: BaseException) -> WorldError:
+    def _lost(self, error: BaseException) -> PeerError:
         reason = getattr(error, "strerror", None) or error
-        return WorldError(f"rank {self.rank} lost rank 0 at {self._where} ({reason}): it was killed or crashed")
+        return PeerError(f"rank {self.rank} lost rank 0 at {self._where} ({reason}): it was killed or crashed")
