@@ -35,6 +35,7 @@ from graphc.distributed.world import TRANSPORT, available_cores, wanted_transpor
 from graphc.errors import GraphcError, MissingExtraError, UsageError, describe_error
 from graphc.launch.entry import describe_exit
 from graphc.launch.folders import job_folder
+from graphc.launch.loopback_bind import confine
 from graphc.launch.processes import kill_all
 from graphc.launch.signals import interruption, termination_interrupts
 from graphc.launch.supervisor import Supervisor
@@ -125,13 +126,15 @@ def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], kee
             os.mkfifo(path)
         if keep_going:
             env = {KEEP_GOING: "1", **env}
+        environment = worker_environment(workers, env, directory, shared)
         command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
         if mpiexec is not None:
-            command = [*_mpi_command(mpiexec, workers, keep_going), sys.executable, "-P", "-m", "graphc.launch.entry", *argv]
+            worker = confine([sys.executable, "-P", "-m", "graphc.launch.entry", *argv], environment, directory)
+            command = [*_mpi_command(mpiexec, workers, keep_going), *worker]
         try:
             process = subprocess.Popen(
                 command,
-                env=worker_environment(workers, env, directory, shared),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -174,6 +177,7 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path, sh
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "self,sm",
+        "NCCL_SOCKET_IFNAME": "lo",  # all workers are on this machine: NCCL need not listen to others
         "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component warns on machines without its hardware
         "OMPI_MCA_btl_sm_backing_directory": str(shared),
         "OMPI_MCA_osc_sm_backing_directory": str(shared),
