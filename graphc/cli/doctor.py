@@ -8,18 +8,24 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from graphc import __version__
-from graphc.cache_folder import cache_folder
+from graphc.cache_folder import CACHE_VARIABLE, cache_folder
 from graphc.cli import gpu, options, output, versions
 from graphc.cli.backends import READY
 from graphc.cli.finding import Finding
 from graphc.cli.output import Format
+from graphc.errors import UsageError, nearest
+from graphc.options import Option
 
-EXAMPLES = ("graphc doctor",)
+EXAMPLES = ("graphc doctor", "graphc doctor --smoke", "graphc doctor --smoke --format json >smoke.jsonl")
 
 
 CORE = ("numpy", "onnx", "onnx_ir", "ml_dtypes", "typer", "rich")
@@ -35,8 +41,19 @@ DISTRIBUTIONS = {"onnx_ir": "onnx-ir", "sklearn": "scikit-learn"}
 TIMEOUT = 60.0  # maximum seconds to start two workers
 
 
-def command(form: options.Format = Format.text) -> int:
-    """Check the installation; exit code 1 when graphc cannot work here."""
+def command(
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try the GPUs: kernels, libraries, NCCL and training steps, stage by stage.")
+    ] = False,
+    stages: Annotated[str, Option("Run only these stages of --smoke, separated by commas.", "NAMES")] = "",
+    limit: Annotated[float, Option("Most seconds of a stage of --smoke; 0: those of each.", "SECONDS")] = 0.0,
+    form: options.Format = Format.text,
+) -> int:
+    """Check the installation; exit code 1 when graphc cannot work here, or with --smoke when a GPU is not fit."""
+    if smoke:
+        return smoke_test(stages, limit, form)
+    if stages or limit:
+        raise UsageError("--stages and --limit belong to --smoke")
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _core, _extras, _registries, _cores, _workers, gpu.findings, _backends, _cache,
     )  # fmt: skip
@@ -48,6 +65,34 @@ def command(form: options.Format = Format.text) -> int:
         output.table(("what", "state", "detail"), [(f.what, f.state, f.detail) for f in findings])
         output.say("graphc can be used here" if usable else "graphc cannot be used here")
     return 0 if usable else 1
+
+
+def smoke_test(names: str, limit: float, form: Format) -> int:
+    """Run the stages; JSON as soon as one has ended, or a table at the end. Exit code 1 if one failed or could not run."""
+    from graphc.smoke import runner
+    from graphc.smoke.stages import STAGES
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or [stage.name for stage in STAGES]
+    known = {stage.name: stage for stage in STAGES}
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"there is no stage {name!r}{nearest(name, known)}; the stages are: {', '.join(known)}")
+    results = []
+    with tempfile.TemporaryDirectory(prefix="graphc-smoke-") as folder:
+        environment = {**os.environ, CACHE_VARIABLE: folder}
+        for result in runner.run([stage for stage in STAGES if stage.name in wanted], environment, limit):
+            results.append(result)
+            if form is Format.json:
+                output.event(result)
+            else:
+                output.note(f"{result['stage']}: {result['state']} ({result['seconds']:.0f} s)")
+    fit = runner.usable(results)
+    if form is not Format.json:
+        rows = [(r["stage"], r["state"], f"{r['seconds']:.1f} s", r["detail"]) for r in results]
+        output.table(("stage", "state", "time", "detail"), rows)
+        bad = ", ".join(result["stage"] for result in results if result["state"] not in ("ok", "skipped"))
+        output.say("every stage succeeded" if fit else f"not fit for training on a GPU: {bad}")
+    return 0 if fit else 1
 
 
 def _core() -> Iterator[Finding]:

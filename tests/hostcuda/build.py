@@ -168,7 +168,7 @@ def kernel_header(include: Path) -> tuple[str, Path]:
 
 
 def main() -> None:
-    """Build whatever is missing, then run pytest on the GPU tests with the given arguments."""
+    """Build whatever is missing, then run pytest on the GPU tests with the arguments; after ``run``, Python with them."""
     MADE.mkdir(parents=True, exist_ok=True)
     with (MADE / "lock").open("w") as lock:  # one build at a time
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -188,7 +188,10 @@ def main() -> None:
         "OMP_NUM_THREADS": "1",
     }
     python = str(MADE / "env" / "bin" / "python")
-    command = [python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "tests.hostcuda.tier", *sys.argv[1:]]
+    if sys.argv[1] == "run":
+        command = [python, *sys.argv[2:]]
+    else:
+        command = [python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "tests.hostcuda.tier", *sys.argv[1:]]
     os.execve(python, command, {**os.environ, **changes})
 
 

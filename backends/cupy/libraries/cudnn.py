@@ -169,7 +169,11 @@ class Built:
 
 
 class Dnn:
-    """Binds calls on one device, within its options."""
+    """Binds calls on one device, within its options.
+
+    Attributes:
+        plans_read: plans that came from disk.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         try:
@@ -186,6 +190,7 @@ class Dnn:
         self._workspaces: list[Any] = [device.zeros(WORKSPACE)]
         self._choices = Choices(None if self.deterministic else self._file())
         self._built: dict[Description, Built] = {}
+        self.plans_read = 0
 
     def bind(self, description: Description, arrays: Mapping[str, Any]) -> Run:
         """A closure that queues the call over ``arrays``, one for each tensor of the description.
@@ -216,6 +221,7 @@ class Dnn:
         key = f"{'tf32 ' * self._tf32}{description!r}"
         found, known = self._load(description, key, arrays), self._choices.get(key)
         if found is not None:
+            self.plans_read += 1
             return found
         if known is not None:
             found = next(self._plans(description, only=known), None)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
+from graphc.backends.cupy.codegen.whole_blocks import THREADS, named
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.gemm import BACKWARD, Matrix, Product
-from graphc.backends.cupy.updates.multi_tensor import THREADS, named
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
 

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backends.cupy.codegen.whole_blocks import named
 from graphc.backends.cupy.device.cuda_memory import address
 from graphc.backends.cupy.device.protocol import Device
 from graphc.backends.cupy.libraries.registry import FLOATS, library
-from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of, named
+from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import dtype_of

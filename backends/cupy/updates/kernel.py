@@ -19,7 +19,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, named
+from graphc.backends.cupy.codegen.whole_blocks import named
+from graphc.backends.cupy.updates.multi_tensor import ELEMENTS
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.expressions import STORAGE, compute_type, literal
 from graphc.backends.fusion.op_kernels import op_kernel

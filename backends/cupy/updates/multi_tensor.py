@@ -6,20 +6,17 @@ chunks   (row, part) for each block, which works on that part of :data:`ELEMENTS
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from graphc.backends.cupy.codegen import prelude
 from graphc.backends.cupy.codegen.launch_shape import Shape
+from graphc.backends.cupy.codegen.whole_blocks import THREADS
 from graphc.backends.cupy.device.cuda_memory import address
 from graphc.backends.cupy.device.protocol import Device
 from graphc.device import Array, Run
-
-THREADS = 256
 
 ELEMENTS = 16384
 """Elements per block: enough to amortise work done once per block, such as scalars, which takes a microsecond."""
@@ -69,17 +66,6 @@ def bind_table(device: Device, kernel: Any, rows: Sequence[TableRow], more: Sequ
 def block_shape(device: Device, blocks: int) -> Shape:
     """The launch shape of ``blocks`` whole blocks."""
     return Shape(THREADS if device.writes_cuda else 1, 1, 1, 1, blocks)
-
-
-def named(body: str, device: bool) -> tuple[str, str]:
-    """(name, text) of a kernel that calls itself ``$name``; it uses no rows or columns."""
-    threads = THREADS if device else 1
-    unused = dict.fromkeys(("SPAN", "SPLITS", "PARTS", "ROWS", "COLUMNS", "CHUNK", "VECTOR"), 1)
-    macros = {"INDEX": "long long", "THREADS": threads, "LANES": threads, **unused, "STRIDED": 0, "HOLD": 0}
-    head = "".join(f"#define {key} {value}\n" for key, value in macros.items())
-    text = head + (prelude.CUDA if device else prelude.HOST) + body
-    name = "t" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    return name, text.replace("$name", name) + "\n"
 
 
 def _nothing() -> None:

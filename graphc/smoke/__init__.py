@@ -1,0 +1,1 @@
+"""``graphc doctor --smoke``: whether a machine's GPUs are fit for training, stage by stage."""
