@@ -23,7 +23,7 @@ from graphc.ir.subgraphs import captured
 from graphc.losses import LOSSES, MSE, Loss
 from graphc.options import CompileOptions, axes_of, constants_of, scales_of
 from graphc.pipeline import Context, PassCall, run
-from graphc.plan.partition import specialise
+from graphc.plan.specialise import specialise
 from graphc.report.batch_rule import BatchRule, batch_rule
 from graphc.report.feed_sizes import likely_shapes
 from graphc.report.memory import MemoryReport, memory_of

@@ -12,26 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
 from graphc.backend import STANDARD, Capabilities
-from graphc.errors import DataDependentShapeError, FeedError, ModelError, counted
+from graphc.errors import DataDependentShapeError, ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
-from graphc.ir.decomposition import decompose_graph, is_decomposed
-from graphc.ir.facts import constant, describe, dims, input_of, inputs_of, is_state, static_dims
-from graphc.ir.infer import propagate
+from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
 from graphc.ir.ops.collectives import COLLECTIVES, collective_of
 from graphc.ir.subgraphs import bodies, captured
 from graphc.ir.updates import converts
-from graphc.pipeline import PASSES, Context, parse
 from graphc.plan.accumulation import is_accumulation, run_once
 from graphc.plan.buffers import lay_out
-from graphc.plan.half_precision import emulate_halves, narrow_storage
 from graphc.plan.skip_flag import guard
+from graphc.plan.specialise import prepare
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup
 from graphc.plan.update_groups import find_homes, update_groups
 
@@ -80,101 +76,6 @@ class Plan:
             lines.append(f"{k:4d}  {step.kind:<8} {step.name:<40} {detail:<24} {written / 1e6:9.3f} MB")
         lines.extend(f"      buffer {name:<40} {size / 1e6:9.3f} MB" for name, size in self.buffers.items())
         return "\n".join(lines)
-
-
-# Specialisation -------------------------------------------------------------------------------------------------------
-
-
-def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
-    """Copy ``model`` with concrete ``shapes`` of the graph inputs; every value becomes static.
-
-    Raises:
-        FeedError: a shape that contradicts the graph input, or two sizes for one symbol.
-        ModelError: a value whose shape depends on data.
-    """
-    symbols: dict[str, int] = {}
-    for value in model.graph.inputs:
-        declared = dims(value)
-        shape = tuple(shapes[value.name or ""])
-        if declared is not None and len(declared) != len(shape):
-            raise FeedError(
-                f"feed {value.name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}"
-            )
-        for have, want in zip(shape, declared or (), strict=False):
-            if isinstance(want, str):
-                if symbols.setdefault(want, have) != have:
-                    raise FeedError(
-                        f"feed {value.name!r} has shape {list(shape)}: its {want!r} is {have} here, {symbols[want]} elsewhere"
-                    )
-            elif want is not None and want != have:
-                raise FeedError(f"feed {value.name!r} has shape {list(shape)}, the model wants {_show(declared or ())}")
-    copy = model.clone()
-    for value in copy.graph.inputs:
-        value.shape = ir.Shape([int(d) for d in shapes[value.name or ""]])
-    for node in copy.graph:
-        for out in node.outputs:
-            if node.op_type != "Constant":
-                out.shape = None
-    propagate(copy.graph)
-    return copy
-
-
-def _show(declared: Sequence[Any]) -> str:
-    return "[" + ", ".join("?" if d is None else str(d) for d in declared) + "]"
-
-
-def prepare(
-    model: ir.Model,
-    shapes: Mapping[str, Sequence[int]],
-    capabilities: Capabilities = STANDARD,
-    *,
-    world_size: int = 1,
-    regions: bool = False,
-) -> ir.Model:
-    """Specialise, decompose ops for which the backend has no kernel, and simplify.
-
-    Args:
-        capabilities: the backend's; ops that it does not compute in half precision run in float32
-            (:mod:`graphc.plan.half_precision`).
-        regions: keep the nodes that only matter to a plan: the marks before recomputed regions, without which the regions would
-            be merged away, and the sums over micro-batches.
-    """
-    copy = specialise(model, shapes)
-    ctx = Context()
-    PASSES["late_gradients"].function(copy, ctx)
-    simplify = PASSES["simplify"].function
-    simplify(copy, ctx)
-    emulated = emulate_halves(copy.graph, capabilities.computes_halves)
-
-    def keep(node: ir.Node) -> bool:
-        if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
-            return True
-        declaration = declaration_of(node)
-        if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
-            return world_size > 1 or (not declaration.effect and capabilities.prefers_native(node))
-        return capabilities.prefers_native(node) or capabilities.holds(node)
-
-    def decompose() -> bool:
-        found = False
-        while not is_decomposed(copy.graph, keep):
-            decompose_graph(copy.graph, keep)
-            found |= emulate_halves(copy.graph, capabilities.computes_halves)
-            simplify(copy, ctx)
-        return found
-
-    emulated |= decompose()
-    if capabilities.rewrites:
-        for step in parse(capabilities.rewrites):
-            PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
-        simplify(copy, ctx)
-        emulated |= decompose()
-    if emulated:
-        simplify(copy, ctx)
-        narrow_storage(copy.graph)
-    return copy
-
-
-# Partition ------------------------------------------------------------------------------------------------------------
 
 
 def make_plan(
@@ -360,6 +261,8 @@ def _take_out_views(
             source, view = node.inputs[0] if node.inputs else None, node.outputs[0]
             if node.op_type not in VIEWS or node.domain or source is None or view.is_graph_output() or _inlined(source):
                 continue
+            if static_dims(view) is None:
+                continue  # its shape depends on data, and is known inside a segment only
             producer = source.producer()
             if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
                 continue  # the reduction overwrites its bucket: other readers need the source intact

@@ -17,8 +17,8 @@ from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import constant, is_float, static_dims
 from graphc.ir.ops.losses import label_checks
-from graphc.plan.partition import prepare
 from graphc.plan.segment_model import segment_model
+from graphc.plan.specialise import prepare
 from graphc.plan.steps import PlanStep
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State

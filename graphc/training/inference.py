@@ -21,7 +21,8 @@ from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import PassCall, run
-from graphc.plan.partition import make_plan, specialise
+from graphc.plan.partition import make_plan
+from graphc.plan.specialise import specialise
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 

@@ -31,6 +31,12 @@ def mean(op: Builder, node: ir.Node, dloss: ir.Value) -> Any:
     return lambda: op.Div(dloss, weight), lambda: op.Neg(op.Div(op.Mul(dloss, node.outputs[0]), weight))
 
 
+@gradient("graphc::MatchShape")
+def match_shape(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x;  ∂x = dy"""
+    return dy, None
+
+
 @gradient("graphc::SoftmaxCrossEntropy")
 def softmax_cross_entropy(
     op: Builder, node: ir.Node, dtotal: ir.Value | None, dweight: ir.Value | None, dlog_prob: ir.Value | None

@@ -21,7 +21,15 @@ from graphc.ir.facts import dtype_of
 from graphc.ir.names import LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
-from graphc.passes.training.loss_request import LossRequest, Sums, check_same_shape, hits, over_elements, producer_behind_views
+from graphc.passes.training.loss_request import (
+    LossRequest,
+    Sums,
+    fitted,
+    hits,
+    over_elements,
+    producer_behind_views,
+    same_shape,
+)
 from graphc.passes.training.loss_scalar import model_output, other_model
 from graphc.pipeline import Context, graph_pass
 
@@ -195,9 +203,8 @@ def _huber(request: LossRequest, difference: ir.Value) -> ir.Value:
 def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.Value:
     label = request.existing_label()
     if label is None:
-        return request.new_label(dtype_of(value), value)
-    check_same_shape(label, value, option)
-    return request.op.cast_like(label, value)
+        return fitted(request, request.new_label(dtype_of(value), value), value)
+    return request.op.cast_like(same_shape(request, label, value, option), value)
 
 
 _KINDS: Mapping[str, Callable[[LossRequest], Sums]] = {

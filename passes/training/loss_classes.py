@@ -15,11 +15,12 @@ from graphc.passes.training.loss_axis import axes_that_fit, class_axis
 from graphc.passes.training.loss_request import (
     LossRequest,
     Sums,
-    check_same_shape,
+    fitted,
     hits,
     over_elements,
     positions_of,
     producer_behind_views,
+    same_shape,
 )
 
 LABEL_KINDS = ("auto", "class", "probabilities")
@@ -116,7 +117,7 @@ def _probabilities(request: LossRequest, logits: ir.Value, label: ir.Value | Non
         label = request.new_label(dtype_of(logits), logits)
     elif rank(label) < rank(logits):
         logits = _without_trailing_ones(op, logits, axis)
-    check_same_shape(label, logits, "logits")
+    label = same_shape(request, label, logits, "logits")
     share = op.cast_like(label, logits)
     if smoothing:
         spread = op.Div(op.scalar(smoothing, logits), class_count(op, logits, axis))
@@ -192,7 +193,7 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
         label = request.new_label(ir.DataType.INT64, scores, axis, keepdims=True)
     if label is None:
         scores = _without_trailing_ones(op, scores, axis)
-        return scores, request.new_label(ir.DataType.INT64, scores, axis)
+        return scores, _one_per_position(request, request.new_label(ir.DataType.INT64, scores, axis), scores, axis)
     if is_float(label):
         raise UsageError(f"label {describe_value(label)} is floating point: give class indices, or label_kind=probabilities")
     if rank(label) < rank(scores) - 1:
@@ -210,7 +211,11 @@ def _match_labels(request: LossRequest, scores: ir.Value, label: ir.Value | None
         )
     if label.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
         label = op.Cast(label, to=int(ir.DataType.INT64))
-    return scores, label
+    return scores, _one_per_position(request, label, scores, axis)
+
+
+def _one_per_position(request: LossRequest, label: ir.Value, scores: ir.Value, axis: int) -> ir.Value:
+    return fitted(request, label, scores, [k for k in range(rank(scores)) if k != axis])
 
 
 def _accuracy(
@@ -242,4 +247,4 @@ def _class_weight(request: LossRequest, scores: ir.Value, axis: int) -> ir.Value
     classes = (dims(scores) or ())[axis]
     if weights.ndim != 1 or (isinstance(classes, int) and len(weights) != classes):
         raise UsageError(f"class_weight has shape {list(weights.shape)}, but there are {classes} classes")
-    return request.op.const(weights)
+    return fitted(request, request.op.const(weights), scores, [axis], "class_weight")

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
+from graphc.ir.dim_expressions import symbols
 from graphc.ir.facts import constant, describe_value, dims, is_float, is_parameter, required, static_dims, unknown_rank
 from graphc.ir.names import find_value
 from graphc.passes.gradients.reverse_mode import ancestors
@@ -133,11 +134,17 @@ class LossRequest:
             graph.inputs.append(weight)
         if not is_float(weight) or weight.shape is None or len(weight.shape) != 1:
             raise UsageError(f"sample_weight {describe_value(weight)} must be floating point, one number per sample")
+        weight = fitted(self, weight, like, [0])
         column = op.Unsqueeze(weight, list(range(1, len(like.shape)))) if len(like.shape) > 1 else weight
         return op.Expand(op.cast_like(column, like), op.shape(like))  # type: ignore[no-any-return]
 
 
-def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
+def same_shape(request: LossRequest, label: ir.Value, value: ir.Value, option: str) -> ir.Value:
+    """``label``, checked to have the shape of ``value``: now as far as sizes are known, else as soon as feeds give them.
+
+    Raises:
+        UsageError: shapes that differ, or that only broadcasting would make one.
+    """
     have, want = dims(label), dims(value) or ()
     if (
         have is None
@@ -145,6 +152,24 @@ def check_same_shape(label: ir.Value, value: ir.Value, option: str) -> None:
         or any(h != w and ((isinstance(h, int) and isinstance(w, int)) or 1 in (h, w)) for h, w in zip(have, want, strict=True))
     ):
         raise UsageError(f"label {describe_value(label)} and {option} {describe_value(value)} must have one shape")
+    return fitted(request, label, value)
+
+
+def fitted(
+    request: LossRequest, x: ir.Value, like: ir.Value, axes: Sequence[int] | None = None, what: str | None = None
+) -> ir.Value:
+    """``x``, with a check of its shape against that of ``like`` (along ``axes``) unless the two are known to be one.
+
+    Symbols that other inputs carry are compared when feeds arrive; any other symbol may get every size.
+    """
+    have, want = dims(x), dims(like)
+    if have is not None and want is not None:
+        want = want if axes is None else tuple(want[axis] for axis in axes)
+        fed = {d for v in request.graph.inputs if v is not x for d in dims(v) or () if isinstance(d, str)}
+        known = all(not isinstance(w, str) or fed.issuperset(symbols(w)) for w in want)
+        if known and None not in want and have == want:
+            return x
+    return request.op.graphc.MatchShape(x, like, axes=axes, what=what or x.name)  # type: ignore[no-any-return]
 
 
 def hits(request: LossRequest, flags: ir.Value) -> ir.Value:

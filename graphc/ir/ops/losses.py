@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, same_as, spec_of
-from graphc.ir.facts import FLOATS, Dim, dims
+from graphc.ir.facts import FLOATS, Dim, describe_value, dims, required
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
 """Attributes of a loss over classes: the class axis and the ignored label (None: every label counts)."""
@@ -48,7 +48,45 @@ def _infer_over_classes(inputs: Sequence[ir.Value | None], attributes: Mapping[s
             raise ValueError(f"class axis {attributes['axis']} does not exist in scores of rank {len(shape)}")
         if label_shape is not None and len(label_shape) != len(shape) - 1:
             raise ValueError(f"labels of rank {len(label_shape)} do not fit scores of rank {len(shape)}: one less is needed")
+        _check_labels(inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None, attributes["axis"])
     return [(dtype, ir.Shape([])), (dtype, ir.Shape([])), (dtype, shape)]
+
+
+def _check_labels(scores: ir.Value | None, label: ir.Value | None, class_weight: ir.Value | None, axis: int) -> None:
+    """Check that there is a label for every position of the scores, and a weight for every class, as far as sizes are known.
+
+    Raises:
+        ValueError: another number of labels or weights: a kernel would read beyond their ends.
+    """
+    classes = dims(required(scores))
+    if classes is None:
+        return
+    axis %= len(classes)
+    positions = (*classes[:axis], *classes[axis + 1 :])
+    for value, name, wanted in ((label, "labels", positions), (class_weight, "class weights", classes[axis : axis + 1])):
+        have = None if value is None else dims(value)
+        if have is not None and (len(have) != len(wanted) or any(map(_differ, have, wanted))):
+            raise ValueError(
+                f"{name} {describe_value(required(value))} do not fit scores {describe_value(required(scores))}"
+                f" with the classes on axis {axis}"
+            )
+
+
+def _differ(a: Dim, b: Dim) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def _infer_over_classes_grad(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> list[Spec]:
+    _check_labels(inputs[1], inputs[2], inputs[3] if len(inputs) > 3 else None, attributes["axis"])
+    return [spec_of(inputs[1])]
+
+
+def _infer_elementwise(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> list[Spec]:
+    scores, label = required(inputs[0]), required(inputs[1])
+    have, wanted = dims(label), dims(scores)
+    if have is not None and wanted is not None and (len(have) != len(wanted) or any(map(_differ, have, wanted))):
+        raise ValueError(f"the label {describe_value(label)} needs the shape of the logits {describe_value(scores)}")
+    return [spec_of(scores)]
 
 
 @declare(
@@ -94,7 +132,7 @@ def softmax_cross_entropy(
     inputs="dtotal log_prob label class_weight?",
     outputs="dlogits",
     attributes=SMOOTHED,
-    infer=same_as(1),
+    infer=_infer_over_classes_grad,
 )
 def softmax_cross_entropy_grad(
     op: Builder,
@@ -148,7 +186,7 @@ def negative_log_likelihood(
     return op.Neg(_sum(op, op.Mul(picked, counts))), _sum(op, counts)
 
 
-@declare("BinaryCrossEntropyWithLogits", inputs="logits label", outputs="losses", infer=same_as(0))
+@declare("BinaryCrossEntropyWithLogits", inputs="logits label", outputs="losses", infer=_infer_elementwise)
 def binary_cross_entropy_with_logits(op: Builder, logits: ir.Value, label: ir.Value) -> ir.Value:
     """losses = (1 − label)·logits + log(1 + exp(−logits)), elementwise and without overflow; one shape and type for all.
 
@@ -232,7 +270,7 @@ def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
 def _behind_views(value: ir.Value | None) -> ir.Value | None:
     """The value in front of casts and reshapes that holds the elements of ``value``."""
     while value is not None and (producer := value.producer()) is not None:
-        if producer.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+        if producer.op_type not in ("Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
             break
         value = producer.inputs[0]
     return value

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
-from graphc.ir.facts import constant, shape_of_result, static_dims
+from graphc.ir.facts import constant, describe_value, dims, required, shape_of_result, static_dims
 
 
 def _reduce_sum_to(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
@@ -64,3 +64,34 @@ def late_gradient(op: Builder, *values: ir.Value, forward: ir.Graph, wanted: lis
         f"the gradient of {first.name!r} ({first.op_type}) needs shapes that are not known; fix those of the inputs with "
         "--shape (shapes=)"
     )
+
+
+def _match_shape(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    x, like, axes = required(inputs[0]), required(inputs[1]), attributes["axes"]
+    have, wanted = dims(x), dims(like)
+    if have is not None and wanted is not None:
+        wanted = wanted if axes is None else tuple(wanted[axis] for axis in axes)
+        differ = any(isinstance(h, int) and isinstance(w, int) and h != w for h, w in zip(have, wanted, strict=False))
+        if len(have) != len(wanted) or differ:
+            of = "" if axes is None else f" along the axes {list(axes)}"
+            what = attributes["what"] or x.name
+            raise ValueError(f"{what!r} has shape {list(have)}, but {list(wanted)} is that of {describe_value(like)}{of}")
+    return [spec_of(x)]
+
+
+@declare("MatchShape", inputs="x like", outputs="y", attributes={"axes": None, "what": ""}, infer=_match_shape)
+def match_shape(op: Builder, x: ir.Value, like: ir.Value, *, axes: Sequence[int] | None, what: str) -> ir.Value:
+    """y = x, whose shape must be that of ``like``, or the sizes of ``like`` along ``axes``.
+
+    A loss puts it before a label whose shape is not known to fit: once feeds give every size a number, one that differs is an
+    error, where arithmetic would broadcast it silently. ``what`` names x in that error. Where sizes depend on data, the
+    comparison runs with the graph: a wrong shape reads element 1 of a single one, which every runtime refuses.
+    """
+    if static_dims(x) is not None and static_dims(like) is not None:
+        return x
+    have, wanted = op.Shape(x), op.Shape(like)
+    if axes is not None:
+        wanted = op.Gather(wanted, op.const(np.array(axes, dtype=np.int64)), axis=0)
+    differ = op.Cast(op.Not(op.Equal(have, wanted)), to=int(ir.DataType.INT64))
+    nothing = op.Gather(op.const(np.zeros(1, dtype=np.int64)), differ, axis=0)
+    return op.Reshape(x, op.Add(wanted, nothing))  # type: ignore[no-any-return]

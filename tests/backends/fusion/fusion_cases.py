@@ -15,7 +15,7 @@ from graphc.bench.models import export
 from graphc.bench.specs import SPECS
 from graphc.ir.declare import is_update
 from graphc.pipeline import run
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.backends.host_kernels import run_segment
 from tests.conformance.suite import plain, quick_cases
 

@@ -12,7 +12,7 @@ import pytest
 
 from graphc.backends.cupy import CupyBackend
 from graphc.ir.facts import static_dims
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.passes.gradients.table_cases import CASES, NO_KERNEL, SINGLE, Case, label
 

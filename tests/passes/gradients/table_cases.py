@@ -192,6 +192,7 @@ SHAPES = [
     c("Compress", (3, 4), np.array([True, False, True]), axis=0),
     c("Compress", (2, 3), np.array([True, False, True, True])),
     c("graphc::ReduceSumTo", (2, 3, 4), i64([3, 1])),
+    c("graphc::MatchShape", (2, 3), np.ones((2, 3))),
 ]
 
 INDEXING = [

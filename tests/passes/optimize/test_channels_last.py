@@ -19,7 +19,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.pipeline import Context, run
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.gradient_check import new_model
 from tests.passes.optimize.channels_last_cases import Residual
 

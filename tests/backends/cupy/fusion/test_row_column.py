@@ -16,7 +16,7 @@ from graphc.backends.cupy.predict.cost_model import nbytes, traffic
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.facts import static_dims
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 import graphc
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.declare import is_update
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.backends.host_kernels import HostDevice, cupy_on, run_segment
 
 BATCH, TOKENS, WIDTH, INNER, CLASSES = 2, 8, 16, 32, 8

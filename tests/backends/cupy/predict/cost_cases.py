@@ -9,7 +9,7 @@ from graphc.backends.cupy.predict.cost_model import nbytes, traffic
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.facts import static_dims
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 
 HEAD = '<ir_version: 10, opset_import: ["": 26, "graphc": 1]> g '
 

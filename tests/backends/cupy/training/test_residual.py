@@ -21,7 +21,7 @@ from graphc.backends.cupy.segment import compile as segment_compile
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall
 from graphc.ir.facts import static_dims
-from graphc.plan.partition import prepare
+from graphc.plan.specialise import prepare
 from tests.backends.cupy.predict.cost_cases import HEAD, passes
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, cupy_on, run_segment
 from tests.passes.optimize.channels_last_cases import Residual
