@@ -276,4 +276,6 @@ def unfed(result: Trainability) -> list[str]:
             found.append(f"{describe_value(value)} has its samples on axis {sizes.index(batch)}")
         elif isinstance(sizes[0], int) and sizes[0] != batch:
             found.append(f"{describe_value(value)} has {sizes[0]} rows for any number of samples")
+        elif isinstance(batch, int) and result.shapes.get(value.name or "", [batch])[0] != batch:
+            found.append(f"{describe_value(value)} has no axis of samples: the model is fixed at {batch} and drops that axis")
     return found

@@ -168,7 +168,7 @@ class Rules:
         """A tensor of rank 0."""
         if c.made or c.filled or c.value.producer() is not None or c.told is Told.BUFFER:
             return False, "a number in a formula"
-        if self._from_torch or c.told is Told.PARAMETER or is_dotted(c.name):
+        if c.told is Told.PARAMETER or self._from_torch or (is_dotted(c.name) and not _usual(op, c.fill())):
             return True, "a scalar named like a parameter"
         return False, "a single number"
 
@@ -230,3 +230,8 @@ def _weight(c: Constant, node: ir.Node) -> Verdict:
         if c.uniform and op.startswith("Conv") and c.fill() != 0.0 and c.tensor.size > 1:
             return False, f"fixed weight: {c.look.value}"
     return True, f"{'slope' if op == 'PRelu' else 'weight'} of {op}"
+
+
+def _usual(op: str, number: float) -> bool:
+    """Whether formulas hold such a number: an exponent such as 2 or 0.5, an epsilon that keeps a root or a quotient finite."""
+    return (op == "Pow" and (2 * number).is_integer()) or (op in ("Add", "Max") and 0 < number <= 1e-3)

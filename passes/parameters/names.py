@@ -40,6 +40,9 @@ tensor tile to transpose tril triu unfold unsqueeze view where zeros zeros_like 
 _ATEN = frozenset(_FUNCTIONS.split())
 """Functions of PyTorch, after which its exporter names their results: ``exp``, ``mul_3``."""
 
+_NUMBERED = _ATEN | {"const", "constant", "constants", "scalar", "literal", "cast", "identity", "number", "tmp", "temp"}
+"""What exporters count with a dot: ``helper.constant.8``, ``Mul.3``."""
+
 _PARAMETER = re.compile(
     r"""(^|_)(weights?|bias(es)?|kernel|gamma|beta|embeddings?|embed|tokens?|temperature|logit_scale|layer_?scale|slopes?
     |filters?|coefficients?|intercepts?|coef|prototypes?|codebook|queries|query_embed|pos_embed|posemb|gain|tau|log_std
@@ -63,6 +66,9 @@ def told_by(name: str) -> Told:
     plain = name.removesuffix(":0")
     last = re.split(r"[./:]", plain)[-1].lower()
     if _MADE.fullmatch(plain) or (re.sub(r"_\d+$", "", plain) in _ATEN and "." not in plain):
+        return Told.MADE
+    *_, kind, count = ["", *plain.split(".")]
+    if count.isdigit() and kind.lower() in _NUMBERED:
         return Told.MADE
     if _BUFFER.search(last) and not last.endswith(("weight", "bias", "embedding", "embeddings")):
         return Told.BUFFER

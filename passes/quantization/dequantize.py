@@ -5,12 +5,14 @@
 
 Integers have no gradient. Constant integers with a scale become float parameters of the same name; an export writes them
 back as integers. Integer products become float products of the real numbers. Activations that a ``QuantizeLinear`` rounds stay
-rounded: their gradient passes straight through the rounding.
+rounded: their gradient passes straight through the rounding. Parameters of 16-bit floats become float32, and the rest of the
+graph with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -20,6 +22,7 @@ from graphc.ir.facts import FLOATS, dtype_of, input_of, rank
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.passes.legalize.structure import remove_dead
 from graphc.passes.parameters.decide import Rules
+from graphc.passes.quantization.half_precision import widen
 from graphc.passes.quantization.integer_products import INTEGER_PRODUCTS, replace_product
 from graphc.passes.quantization.real_values import RealValues, along, first_of, moved
 from graphc.passes.quantization.weights import Weights, factors, tensor_of
@@ -30,10 +33,10 @@ MODES = ("auto", "always", "never")
 
 @graph_pass("dequantize", requires=("legalize",), changes="form")
 def dequantize(model: ir.Model, ctx: Context, *, mode: str = "auto", train: Sequence[str] | None = None) -> bool:
-    """Replace integers that stand for real numbers by floats.
+    """Replace integers that stand for real numbers by floats, and 16-bit floats by float32.
 
     Args:
-        mode: ``auto``: weights and products become float, rounded activations stay rounded. ``always``: activations are no
+        mode: ``auto``: weights and products become float32, rounded activations stay rounded. ``always``: activations are no
             longer rounded either, only limited to the range of their integers. ``never``: the graph stays as it is; a
             training that needs the gradient of an integer product is refused.
         train: glob patterns of constants that train whatever the rules say, as of ``legalize``.
@@ -44,8 +47,15 @@ def dequantize(model: ir.Model, ctx: Context, *, mode: str = "auto", train: Sequ
     if mode not in MODES:
         raise UsageError(f"dequantize={mode!r}{nearest(mode, MODES)}; it is {', '.join(MODES[:-1])} or {MODES[-1]}")
     graph = model.graph
-    if mode == "never" or not any(_concerns(node) for node in graph):
+    if mode == "never":
         return False
+    decisions: list[Decision] = ctx.values.get(DECISIONS, [])
+    halves = widen(graph, [decision.name for decision in decisions if decision.trains])
+    if halves:
+        ctx.values[DECISIONS] = [replace(d, dtype="float") if d.dtype in halves else d for d in decisions]
+        _report(ctx, mode, 0, halves, [], to="float32")
+    if not any(_concerns(node) for node in graph):
+        return bool(halves)
     op = Builder(graph)
     weights = Weights(graph, op)
     reals = RealValues(op, weights, rounds=mode == "auto")
@@ -70,7 +80,7 @@ def dequantize(model: ir.Model, ctx: Context, *, mode: str = "auto", train: Sequ
     remove_dead(graph)
     weights.finish(Rules(model, train))
     _update_decisions(ctx, graph, weights.decisions)
-    _report(ctx, mode, products, weights, lost)
+    _report(ctx, mode, products, weights.types, lost)
     return True
 
 
@@ -173,13 +183,14 @@ def _update_decisions(ctx: Context, graph: ir.Graph, made: list[Decision]) -> No
     ctx.values[DECISIONS] = [*kept, *made]
 
 
-def _report(ctx: Context, mode: str, products: int, weights: Weights, lost: list[str]) -> None:
+def _report(ctx: Context, mode: str, products: int, types: Mapping[str, int], lost: list[str], to: str = "float") -> None:
     parts = []
     if products:
         parts.append(f"{counted(products, 'integer product')} {'is' if products == 1 else 'are'} computed in float")
-    if weights.types:
-        kinds = ", ".join(f"{number} of {kind}" for kind, number in sorted(weights.types.items()))
-        parts.append(f"{counted(sum(weights.types.values()), 'parameter')} ({kinds}) are float while they train")
+    if types:
+        kinds = ", ".join(f"{number} of {kind}" for kind, number in sorted(types.items()))
+        verb = "is" if sum(types.values()) == 1 else "are"
+        parts.append(f"{counted(sum(types.values()), 'parameter')} ({kinds}) {verb} {to} while training")
     if parts:
         other = "never" if mode == "auto" else "auto"
         ctx.note(f"dequantize: {' and '.join(parts)}; an export rounds them again (--dequantize {other} changes this)")

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.gradient import GRADIENTS, key_of
+from graphc.gradient import key_of
 from graphc.ir.facts import dims, is_float
 from graphc.ir.names import LOSS_TOTAL, find_value
 from graphc.ir.parameters import DECISIONS, explain_trainable
@@ -46,7 +46,7 @@ def check(
     targets = _targets(graph, of, losses)
     nodes = list(graph)
     explained = explain_trainable(graph, train=train, freeze=freeze)
-    reaching = _differentiable_ancestors(graph, targets)
+    reaching = _on_path(nodes, [value for value, reason in explained if reason == "trains"], targets)
     decided = {decision.name: decision for decision in ctx.values.get(DECISIONS, ())}
     parameters, sources = [], []
     for value, reason in explained:
@@ -85,12 +85,11 @@ def _targets(graph: ir.Graph, of: Sequence[str] | None, losses: Sequence[LossAdv
     return marked or outputs or [find_value(graph, loss.value) for loss in losses]
 
 
-def _differentiable_ancestors(graph: ir.Graph, targets: Sequence[ir.Value]) -> set[ir.Value]:
-    """Float values from which ``targets`` are computed by differentiable ops."""
-    wanted = set(targets)
-    for node in reversed(graph):
-        rule = GRADIENTS.get(key_of(node.domain, node.op_type))
-        if any(out in wanted for out in node.outputs) and not (rule is not None and rule.function is None):
+def _on_path(nodes: Sequence[ir.Node], sources: Sequence[ir.Value], targets: Sequence[ir.Value]) -> set[ir.Value]:
+    """Values that depend on ``sources`` and from which ``targets`` are computed, as autodiff has it."""
+    needs, found = descendants(nodes, sources), set(targets)
+    for node in reversed(nodes):
+        if any(out in found and out in needs for out in node.outputs):
             # a subgraph may read any outer value; captured values count as operands
-            wanted.update(v for v in ancestors([node], node.outputs) if is_float(v))
-    return wanted
+            found.update(v for v in ancestors([node], node.outputs) if v in needs)
+    return found

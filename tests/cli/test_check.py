@@ -285,3 +285,22 @@ def test_ranks_that_only_bodies_tell_are_found_once(tmp_path: Path) -> None:
     inputs = [tensor("x", "n", 1, 2, "t"), tensor("c", dtype=TensorProto.BOOL)]
     onnx.save(model([choice], inputs, [tensor("y")], [weight("w", 2, 2, 3)]), tmp_path / "m.onnx")
     assert call("check", str(tmp_path / "m.onnx"))[0] in (0, 3)
+
+
+def test_an_output_without_samples_is_trained_from_a_script(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Squeeze", ["h", "first"], ["y"])]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "length", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["length", 3])],
+        [
+            numpy_helper.from_array(np.ones((4, 3), np.float32), "w"),
+            numpy_helper.from_array(np.array([0]), "first"),
+        ],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    code, out, _ = call("check", str(tmp_path / "m.onnx"))
+    assert code == 0
+    said = " ".join(out.split())
+    assert "'graphc train' cannot feed it: label:int64[length] has no axis of samples: the model is fixed at 1" in said

@@ -184,10 +184,19 @@ def scaled(name: str, producer: str = "pytorch") -> onnx.ModelProto:
         ("norm.eps", "pytorch", False),
         ("model/mul/y:0", "tf2onnx", False),
         ("two", "", False),
+        ("helper.constant.8", "", False),
+        ("Mul.3", "", False),
     ],
 )
 def test_a_scalar_trains_if_its_name_tells(name: str, producer: str, trains: bool) -> None:
     assert decisions(scaled(name, producer))[name].trains is trains
+
+
+@pytest.mark.parametrize(("op", "number", "trains"), [("Pow", 2.0, False), ("Pow", 2.7, True), ("Add", 1e-5, False)])
+def test_an_exponent_or_an_epsilon_is_no_parameter(op: str, number: float, trains: bool) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node(op, ["h", "block.n"], ["y"])]
+    model = proto(nodes, {"w": np.eye(4), "block.n": np.array(number)}, out=[2, 4])
+    assert decisions(model)["block.n"].trains is trains
 
 
 def test_train_trains_any_constant_and_gets_its_gradient(tmp_path: Path) -> None:
