@@ -48,7 +48,7 @@ gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gp
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
 	$(BIN)/python tests/hostcuda/build.py tests -n 2 --dist worksteal --timeout 900 -rs
 
-fuzz: $(STAMP)  ## mutants of models, data, checkpoints and command lines: FUZZ="--kind model --count 1000 --seed 0"
+fuzz: $(STAMP)  ## mutants of models, data, checkpoints and command lines, rogue peers: FUZZ="--kind model --count 1000 --seed 0"
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 lint: $(STAMP)  ## ruff: style and formatting

@@ -19,6 +19,7 @@ from graphc.data.files import open_arrays
 from graphc.pipeline import PASSES
 from graphc.runtime import checkpoint
 from tests.fuzz.model_mutants import Seed, mutate, seeds
+from tests.fuzz.network import network
 from tests.passes.legalize.legalize_cases import build
 
 Work = Callable[[], object]
@@ -220,6 +221,7 @@ def cli(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
 
 
 KINDS: dict[str, Callable[..., tuple[str, Work]]] = {"model": model, "data": data, "checkpoint": saved, "cli": cli}
+KINDS["network"] = network
 
 
 def prepare() -> None:

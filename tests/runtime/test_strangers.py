@@ -218,6 +218,26 @@ def _admitted(channel: Channel) -> None:
         raise WorldError(answer["error"])
 
 
+def test_processes_train_on_while_strangers_knock() -> None:
+    port, end = free_port(), threading.Event()
+
+    def knock() -> None:
+        while not end.is_set():
+            for garbage in GARBAGE:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(garbage)
+                    time.sleep(0.005)
+
+    threading.Thread(target=knock, daemon=True).start()
+    work = "for k in range(50):\n    x = np.full(9, comm.rank + 1.0); comm.allreduce(x, 'sum', 'w')\nprint(x[0])"
+    first, second = run_tcp(2, OPEN + work, env={"MASTER_PORT": str(port)})
+    end.set()
+    assert (first.out, second.out) == ("3.0\n", "3.0\n")
+    assert second.err == ""
+    assert 1 <= first.err.count("\n") <= store_server.MOST_NOTES
+    assert all(line.startswith("graphc: a connection from 127.0.0.1:") for line in first.err.splitlines())
+
+
 # Peers that know the secret -------------------------------------------------------------------------------------------
 
 
