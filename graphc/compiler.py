@@ -28,7 +28,7 @@ from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
 from graphc.optim import Optimizer
-from graphc.options import CompileOptions, Shapes, axes_of, constants_of, key_values, scales_of, shape_texts
+from graphc.options import CompileOptions, ReadOptions, Shapes, axes_of, constants_of, key_values, scales_of, shape_texts
 from graphc.pipeline import PASSES, Context, PassCall, parse, run
 
 ModelSource = Any
@@ -254,7 +254,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     check_backend(arguments.backend)
     if arguments.mesh is not None:
         arguments.mesh.refuse("pipe", "tensor")
-    original = frontends.load(model, example_inputs=arguments.example_inputs)
+    original = frontends.load(model, example_inputs=arguments.example_inputs, reading=arguments)
     check_untrained(original)
     freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))
     if arguments.example_inputs is not None:
@@ -331,6 +331,8 @@ def grad(
     example_inputs: Sequence[Any] | None = None,
     standard: bool = True,
     shapes: Shapes = None,
+    max_model_bytes: int | None = None,
+    external_data: Sequence[str] | None = None,
 ) -> ir.Model:
     """Add gradients to a model as outputs.
 
@@ -340,9 +342,10 @@ def grad(
         wrt: a value or several (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or
             ``"<name>::grad.1"`` if an earlier gradient in a model returned by this function has that name.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
-        shapes: dimensions of graph inputs, as for :func:`compile`.
+        shapes, max_model_bytes, external_data: as for :func:`compile`.
     """
-    copy = frontends.load(model, example_inputs=example_inputs).clone()
+    reading = ReadOptions(max_model_bytes=max_model_bytes, external_data=external_data)
+    copy = frontends.load(model, example_inputs=example_inputs, reading=reading).clone()
     targets = [of] if isinstance(of, str) else list(of)
     wrt = [wrt] if isinstance(wrt, str) else wrt
     ctx = run(copy, [PassCall("legalize", {"shapes": shape_texts(shapes)}), PassCall("dequantize")])

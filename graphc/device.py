@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from graphc.errors import HostMemoryError
+
 ALIGNMENT = 64
 """Alignment, in bytes, of every slice of a flat buffer and of the arena: a cache line, and an AVX-512 register."""
 
@@ -158,8 +160,18 @@ class Memory(Protocol):
 
 
 def aligned_zeros(nbytes: int) -> Array:
-    """Zeroed bytes on the host, aligned to the cache line."""
-    raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    """Zeroed bytes on the host, aligned to the cache line.
+
+    Raises:
+        HostMemoryError: there is not so much memory.
+    """
+    try:
+        raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    except (MemoryError, ValueError):  # ValueError: more than an address can reach
+        raise HostMemoryError(
+            f"a buffer of {nbytes:,} bytes does not fit into the memory of this machine; a smaller batch, accumulate or"
+            " recompute need less"
+        ) from None
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 

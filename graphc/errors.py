@@ -121,6 +121,10 @@ class DeviceMemoryError(DeviceError):
         super().__init__(message or f"{wanted:,} bytes do not fit into the {available:,} bytes that are free on the GPU")
 
 
+class HostMemoryError(GraphcError, MemoryError):
+    """A buffer does not fit into the memory of the host."""
+
+
 class MissingExtraError(GraphcError, ImportError):
     """A feature needs a package that is not installed; the message names the extra that installs it."""
 

@@ -102,6 +102,24 @@ def _named(text: str, example: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """What a model file may ask for when it is read."""
+
+    max_model_bytes: Annotated[
+        int | None,
+        Option(
+            "Bytes that constants of the model may expand to. Default: 2 GiB, or four times its tensors if that is more.",
+            "N",
+            minimum=1,
+        ),
+    ] = None
+    external_data: Annotated[
+        Sequence[str] | None,
+        Option("A folder that external data may lie in, besides the model's own (repeatable).", "FOLDER"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterChoice:
     """Which parameters train, as glob patterns over their names."""
 
@@ -113,7 +131,7 @@ class ParameterChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileOptions(ParameterChoice):
+class CompileOptions(ParameterChoice, ReadOptions):
     """How a model becomes a training graph, as plain values."""
 
     batch: Annotated[int | str | None, Option("New batch dimension of a model exported with a fixed one.", "N|SYMBOL")] = None

@@ -51,7 +51,7 @@ def command(
     from graphc.compiler import check_untrained
     from graphc.errors import InternalError, NotTrainableError
 
-    original = frontends.load(model)
+    original = frontends.load(model, reading=compilation)
     check_untrained(original)
     result = examine(
         original,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
-from graphc.options import Option, ParameterChoice
+from graphc.options import Option, ParameterChoice, ReadOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -38,6 +38,7 @@ def command(
     form: options.Format = Format.text,
     *,
     chosen: ParameterChoice,
+    reading: ReadOptions,
 ) -> None:
     """Show the contents of MODEL, a model or a training graph that 'compile' wrote."""
     from graphc import frontends
@@ -47,7 +48,7 @@ def command(
     for part in parts:
         if part not in PARTS:
             raise UsageError(f"--show {part!r}{nearest(part, PARTS)}; it takes {', '.join(PARTS)}")
-    loaded = frontends.load(model)
+    loaded = frontends.load(model, reading=reading)
     if memory:
         _show_memory(loaded, batch, backend, mesh, form)
         return

@@ -101,7 +101,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
     _check_places(job)
     if job.output is None and job.checkpoint is None:
         note("neither -o FILE nor --checkpoint DIR is given: the trained weights will not be written")
-    model = frontends.load(job.model)
+    model = frontends.load(job.model, reading=job.compilation)
     _check_weights(job, model)
     axes, bound = axes_of(job.compilation.batch_axis), model.clone()
     bind_inputs(bound, constants_of(job.compilation.inputs), axes, scales_of(job.compilation.scale))

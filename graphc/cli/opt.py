@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from graphc.cli import options, output
 from graphc.cli.compile import PassTimes
 from graphc.cli.output import Format
-from graphc.options import Option
+from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,6 +39,8 @@ def command(
     verify_each: Annotated[bool, Option("Verify the graph after every pass.")] = False,
     dump_dir: options.DumpDir = None,
     form: options.Format = Format.text,
+    *,
+    reading: ReadOptions,
 ) -> None:
     """Run PIPELINE over MODEL ('graphc passes' lists the passes)."""
     from graphc import frontends
@@ -60,7 +62,7 @@ def command(
         if step.name in (print_after or ()):
             print(f"// after {step}\n{to_text(current, large=elided)}", file=sys.stderr, flush=True)
 
-    working = frontends.load(model)
+    working = frontends.load(model, reading=reading)
     ctx = run(working, steps, verify_each=verify_each, dump_dir=dump_dir, after=after)
     if time_passes:
         times.print()

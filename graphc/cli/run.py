@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from graphc.cli import options, output
 from graphc.cli.output import Format
-from graphc.options import Option
+from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -27,6 +27,8 @@ def command(
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
+    *,
+    reading: ReadOptions,
 ) -> None:
     """Run MODEL once on arrays from a file."""
     import numpy as np
@@ -41,7 +43,7 @@ def command(
     if model == "-" and inputs == "-":
         raise UsageError("MODEL and --inputs cannot both come from standard input")
     check_place("--output", out, {"the model": model, "the inputs": inputs})
-    loaded, feeds = frontends.load(model), read_arrays(inputs)
+    loaded, feeds = frontends.load(model, reading=reading), read_arrays(inputs)
     for value in loaded.graph.inputs:
         if value.name in feeds and value.dtype is not None and feeds[value.name].dtype.kind != "U":
             feeds[value.name] = convert(feeds[value.name], np.dtype(value.dtype.numpy()), value.name, inputs, output.note)

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from graphc.cli import flight, options, output, usage
 from graphc.cli.output import Format
-from graphc.options import Option
+from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +49,8 @@ def plan(
     ] = None,
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
+    *,
+    reading: ReadOptions,
 ) -> None:
     """Show the workers' plan of a training graph that 'compile' wrote: overlap, steps and buffers in order."""
     from graphc import frontends
@@ -63,7 +65,7 @@ def plan(
     from graphc.plan.partition import make_plan
     from graphc.plan.state_rewrites import adapted
 
-    loaded = frontends.load(model)
+    loaded = frontends.load(model, reading=reading)
     if not is_training_graph(loaded):
         raise UsageError(f"{model} is no training graph; 'graphc compile' makes one (without --standard)")
     size = workers or Mesh.parse(loaded.metadata_props.get(MESH, "data=1")).size

@@ -16,7 +16,7 @@ from graphc import compiler, optim
 from graphc.compiler import Program, training_pipeline
 from graphc.errors import FeedError, GraphcError, ModelError, NotTrainableError, UsageError
 from graphc.ir.bound_inputs import bind_inputs
-from graphc.ir.facts import batch_dim, describe_value, dims
+from graphc.ir.facts import batch_dim, describe_value, dims, shape_of, static_dims
 from graphc.ir.names import RESERVED
 from graphc.ir.parameters import DECISIONS, Decision
 from graphc.ir.subgraphs import captured
@@ -249,6 +249,8 @@ def _label_shapes(forward: ir.Model, labels: Labels, shapes: Mapping[str, Sequen
 
 def _shape_of(model: ir.Model, value: ir.Value, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     """The shape of ``value`` of a model where the model's inputs have ``shapes``; inputs without one must not lead to it."""
+    if value.producer() is None:  # an output of the model that is its input or initializer
+        return [int(d) for d in shapes.get(value.name or "", shape_of(value) if static_dims(value) is not None else ())]
     copy = model.clone()
     target = next(v for node in copy.graph for v in node.outputs if v.name == value.name)
     copy.graph.outputs[:] = [target]

@@ -11,16 +11,18 @@ from graphc.frontends import onnx as _onnx
 from graphc.frontends.onnx import TEXT, files_of, save, write_back
 from graphc.frontends.requantize import quantized_parameters
 from graphc.frontends.writing import save_text
+from graphc.options import ReadOptions
 
 __all__ = ["TEXT", "export", "files_of", "frozen", "load", "quantized_parameters", "save", "save_text", "write_back"]
 
 
-def load(source: Any, *, example_inputs: Any = None) -> ir.Model:
+def load(source: Any, *, example_inputs: Any = None, reading: ReadOptions | None = None) -> ir.Model:
     """Load the model behind ``source``: a path, ``-``, ``onnx.ModelProto``, ``onnx_ir.Model`` or ``torch.nn.Module``.
 
     Args:
         example_inputs: what a PyTorch module is exported with: a tensor, a sequence of tensors, or a mapping from names of
             its ``forward``'s parameters; required for a module, refused otherwise.
+        reading: what the file may ask for.
     """
     if _is_torch_module(source):
         if example_inputs is None:
@@ -28,7 +30,7 @@ def load(source: Any, *, example_inputs: Any = None) -> ir.Model:
         return export(source, example_inputs)
     if example_inputs is not None:
         raise UsageError("example_inputs is for a torch.nn.Module; an ONNX model says itself what it takes")
-    return _onnx.load(source)
+    return _onnx.load(source, reading or ReadOptions())
 
 
 def export(module: Any, example_inputs: Any, **options: Any) -> ir.Model:

@@ -23,16 +23,19 @@ from graphc.atomic_files import open_regular
 from graphc.errors import ModelError, UnsupportedOpError, UsageError, nearest
 from graphc.frontends import wire
 from graphc.frontends.exporter_folding import restore
+from graphc.frontends.external_data import Folders, bind_external, named_folders
 from graphc.frontends.requantize import requantize
-from graphc.frontends.tensors import check_external, check_inline, external_tensors
+from graphc.frontends.tensors import check_inline
 from graphc.frontends.wellformed import check_wellformed
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
 from graphc.ir.exporter_records import recorded_kinds
+from graphc.ir.model_bytes import set_limit
 from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers
 from graphc.ir.text import from_text
 from graphc.ir.toposort import silent_reader, sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
+from graphc.options import ReadOptions
 
 Source: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
@@ -41,6 +44,11 @@ TEXT = ".onnxtxt"
 
 FILE = "graphc.file"
 """Entry of ``ir.Model.meta``: the path that the model was read from."""
+
+_AS_USUAL = ReadOptions()
+
+_OPSETS = 2**31
+"""Numbers of operator sets are smaller."""
 
 _SIGNATURES = (
     (b"PK\x03\x04", "a zip archive, perhaps a PyTorch or Keras checkpoint; export the model to ONNX first"),
@@ -51,20 +59,27 @@ _SIGNATURES = (
 )
 
 
-def load(source: Source) -> ir.Model:
+def load(source: Source, reading: ReadOptions = _AS_USUAL) -> ir.Model:
     """Read a model.
 
     Args:
         source: a path, ``"-"`` for standard input, or a model already in memory (an ``onnx_ir.Model`` is returned as it is,
             or copied where its exporter recorded what it merged and folded).
+        reading: how much the constants may take, and where external data may lie.
 
-    External data is memory-mapped, not copied. It must lie in the folder of the model.
+    External data is memory-mapped, not copied. It must lie in the folder of the model, or in a folder of ``reading``.
 
     Raises:
         UsageError: nothing that is or names a model.
         ModelError: no such file, no ONNX model, truncated, newer than this graphc knows, or external data that is
             missing, too short or outside the model's folder.
     """
+    model = _load(source, reading)
+    set_limit(model, reading.max_model_bytes)
+    return model
+
+
+def _load(source: Source, reading: ReadOptions) -> ir.Model:
     if isinstance(source, ir.Model):
         sort_and_link(source.graph)
         if recorded_kinds(source.graph):
@@ -72,14 +87,15 @@ def load(source: Source) -> ir.Model:
             restore(source.graph)
         return source
     if isinstance(source, onnx.ModelProto):
-        return _from_proto(source, "the given ModelProto", None)
+        return _from_proto(source, "the given ModelProto", Folders(named=named_folders(reading.external_data)))
     if not isinstance(source, str | os.PathLike):
         raise UsageError(
             f"a model is a path, an onnx.ModelProto, an onnx_ir.Model or a torch.nn.Module, not {_kind(source)};"
             " onnx.load_model_from_string reads bytes"
         )
     if os.fspath(source) == "-":
-        return _from_bytes(sys.stdin.buffer.read(), "standard input", None)
+        folders = Folders(named=named_folders(reading.external_data))
+        return _from_bytes(sys.stdin.buffer.read(), "standard input", folders)
     path = Path(source)
     if not os.fspath(source).strip():
         raise UsageError("the name of the model is empty")
@@ -93,8 +109,10 @@ def load(source: Source) -> ir.Model:
         raise ModelError(f"{path} is a folder; name the .onnx file in it") from None
     except (OSError, ValueError) as error:  # a name with a NUL character is a ValueError
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except MemoryError:
+        raise ModelError(f"cannot read {path}: it does not fit into memory") from None
     read = _from_text if path.suffix == TEXT else _from_bytes
-    model = read(data, str(path), path.parent)
+    model = read(data, str(path), Folders.of(path, reading.external_data))
     model.meta[FILE] = str(path.absolute())
     return model
 
@@ -111,7 +129,7 @@ def files_of(model: ir.Model) -> list[str]:
     return [model.meta[FILE], *sorted({str(t.path) for t in tensors if isinstance(t, ir.ExternalTensor)})]
 
 
-def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
+def _from_bytes(data: bytes, where: str, folders: Folders) -> ir.Model:
     if not data:
         raise ModelError(f"{where} is empty")
     for signature, meaning in _SIGNATURES:
@@ -126,16 +144,12 @@ def _from_bytes(data: bytes, where: str, folder: Path | None) -> ir.Model:
             raise ModelError(f"{where} is no ONNX model: it is a text file; a binary .onnx file is expected") from None
         kind = "is truncated or damaged; copy or export it again" if data[:1] == b"\x08" else "is no ONNX model"
         raise ModelError(f"{where} {kind} ({len(data)} bytes do not parse as a protobuf)") from None
-    return _from_proto(proto, where, folder, apart)
+    return _from_proto(proto, where, folders, apart)
 
 
-def _from_text(data: bytes, where: str, folder: Path) -> ir.Model:
-    def link(model: ir.Model) -> None:
-        for external in external_tensors(model):
-            check_external(external, where, folder)
-
+def _from_text(data: bytes, where: str, folders: Folders) -> ir.Model:
     try:
-        return from_text(data.decode(), link=link)
+        return from_text(data.decode(), link=lambda model: bind_external(model, where, folders))
     except UnicodeDecodeError as error:
         raise ModelError(f"{where} is no text in UTF-8: {error}") from None
 
@@ -146,7 +160,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _from_proto(
-    proto: onnx.ModelProto, where: str, folder: Path | None, apart: Mapping[int, memoryview] | None = None
+    proto: onnx.ModelProto, where: str, folders: Folders, apart: Mapping[int, memoryview] | None = None
 ) -> ir.Model:
     """Convert a parsed file; ``apart`` holds the bytes of initializers that were cut out of it, by index."""
     apart = apart or {}
@@ -158,7 +172,9 @@ def _from_proto(
             "Export it with an older format, or install a newer onnx"
         )
     newest = onnx.defs.onnx_opset_version()
-    for opset in proto.opset_import:
+    for opset in (*proto.opset_import, *(o for f in proto.functions for o in f.opset_import)):
+        if not -1 <= opset.version < _OPSETS:  # -1 and 0 stand for the first
+            raise ModelError(f"{where} imports version {opset.version} of {opset.domain!r}, which no operator set has")
         if opset.domain in ("", "ai.onnx") and opset.version > newest:
             raise ModelError(
                 f"{where} uses opset {opset.version}; the newest known here is {newest}. "
@@ -178,8 +194,7 @@ def _from_proto(
         sort_and_link(model.graph)
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from None
-    for external in external_tensors(model):
-        check_external(external, where, folder)
+    bind_external(model, where, folders)
     restore(model.graph)
     return model
 

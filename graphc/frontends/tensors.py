@@ -1,11 +1,8 @@
-"""Checks the tensors of a file before they are read: their sizes, and the files of external data."""
+"""Checks that the tensors of a file hold what their dimensions say, before they are read."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -16,10 +13,20 @@ from graphc.errors import ModelError
 def check_inline(tensor: onnx.TensorProto, where: str) -> None:
     """Refuse an initializer that holds fewer elements than its dimensions say."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not (entry.value.isdecimal() and len(entry.value) < 19):
+                raise ModelError(
+                    f"{where}: the external data of initializer {tensor.name!r} has the {entry.key} {entry.value[:40]!r}: that"
+                    " is no number of bytes; the file is damaged, export it again"
+                )
         return
+    if any(size < 0 for size in tensor.dims):
+        raise ModelError(f"{where}: initializer {tensor.name!r} has a negative size: {list(tensor.dims)}; the file is damaged")
     elements = math.prod(tensor.dims)
     try:
         dtype = ir.DataType(tensor.data_type)
+        if dtype == ir.DataType.UNDEFINED:
+            raise ValueError
     except ValueError:
         raise ModelError(f"{where}: initializer {tensor.name!r} has the unknown element type {tensor.data_type}") from None
     if tensor.HasField("raw_data"):
@@ -35,49 +42,3 @@ def check_inline(tensor: onnx.TensorProto, where: str) -> None:
             f"{where}: initializer {tensor.name!r} of shape {list(tensor.dims)} holds {held} {unit} instead of {needed}; "
             "the file is damaged, export it again"
         )
-
-
-def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                yield value.const_value
-    for nodes in (model.graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
-        for node in nodes:
-            for attr in node.attributes.values():
-                if attr.type == ir.AttributeType.TENSOR and isinstance(attr.value, ir.ExternalTensor):
-                    yield attr.value
-
-
-def check_external(tensor: ir.ExternalTensor, where: str, folder: Path | None) -> None:
-    """Check external data (inside the model's folder, present, long enough) and memory-map it."""
-    location = os.fspath(tensor.location)
-    name = f"external data {location!r} of tensor {tensor.name!r}"
-    if folder is None:
-        raise ModelError(f"{where}: {name} has no folder to be found in; load the model from its path")
-    if not location or "\0" in location:
-        raise ModelError(f"{where}: {name} is no file name")
-    base = Path(os.path.realpath(folder))
-    target = Path(os.path.realpath(base / location))
-    inside = not os.path.isabs(location) and Path(os.path.normpath(location)).parts[:1] != ("..",)
-    if not inside or not target.is_relative_to(base):
-        raise ModelError(f"{where}: {name} lies outside the folder of the model, which is refused; copy it into {folder}")
-    try:
-        status = target.stat()
-    except OSError:
-        raise ModelError(f"{where}: {name} is missing; put the file beside the model, in {folder}") from None
-    if not target.is_file():
-        raise ModelError(f"{where}: {name} is not a regular file")
-    if status.st_nlink > 1:
-        raise ModelError(f"{where}: {name} is a file with several hard links, which is refused; make it a plain copy")
-    offset, length = tensor.offset or 0, tensor.length
-    if offset < 0 or (length is not None and length < tensor.nbytes):
-        raise ModelError(
-            f"{where}: {name} is declared with offset {offset} and {length} bytes; its shape needs {tensor.nbytes}"
-        )
-    if offset + tensor.nbytes > status.st_size:
-        raise ModelError(
-            f"{where}: {name} is too short: {offset + tensor.nbytes} bytes are needed, the file has {status.st_size}; "
-            "copy it again"
-        )
-    tensor.base_dir = str(base)

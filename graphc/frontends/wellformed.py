@@ -32,11 +32,26 @@ def check_wellformed(model: ir.Model) -> None:
     functions = {(key[0], key[1]) for key in model.functions}
     _check_graph(model.graph, imports, functions)
     for function in model.functions.values():
+        _check_function(function)
         own = {"" if domain == "ai.onnx" else domain: version for domain, version in function.opset_imports.items()}
-        _check_nodes(function, own or imports, functions, {v.name for v in function.inputs if v.name})
+        _check_nodes(function, own or imports, functions, {v.name for v in function.inputs if v.name}, in_function=True)
 
 
-def _check_graph(graph: ir.Graph, imports: Mapping[str, int], functions: set[tuple[str, str]]) -> None:
+def _check_function(function: ir.Function) -> None:
+    """Check that a function reads only its own values; whether its calls end is found when it is inlined."""
+    known = {*function.inputs, *(out for node in function for out in node.outputs)}
+    for node in function:
+        for value in node.inputs:
+            if value is not None and value not in known:
+                _fail(node, f"the function {function.name!r} reads {value.name!r}, which nothing in it produces")
+    for value in function.outputs:
+        if value not in known:
+            raise ModelError(f"nothing produces the output {value.name!r} of the function {function.name!r}")
+
+
+def _check_graph(
+    graph: ir.Graph, imports: Mapping[str, int], functions: set[tuple[str, str]], *, in_function: bool = False
+) -> None:
     taken: set[str] = set()
     for value in graph.inputs:
         if not value.name:
@@ -45,11 +60,16 @@ def _check_graph(graph: ir.Graph, imports: Mapping[str, int], functions: set[tup
             raise ModelError(f"two inputs of the graph are called {value.name!r}")
         taken.add(value.name)
     taken.update(graph.initializers)
-    _check_nodes(graph, imports, functions, taken)
+    _check_nodes(graph, imports, functions, taken, in_function=in_function)
 
 
 def _check_nodes(
-    graph: ir.Graph | ir.Function, imports: Mapping[str, int], functions: set[tuple[str, str]], taken: set[str]
+    graph: ir.Graph | ir.Function,
+    imports: Mapping[str, int],
+    functions: set[tuple[str, str]],
+    taken: set[str],
+    *,
+    in_function: bool,
 ) -> None:
     for node in graph:
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -57,6 +77,8 @@ def _check_nodes(
             if value.name and value.name in taken:
                 _fail(node, f"the value {value.name!r} is defined twice; give one of them another name")
             taken.add(value.name or "")
+        if not in_function:
+            _check_given(node)
         if (domain, node.op_type) in functions:
             continue
         signature = _signature(node, domain, imports)
@@ -71,10 +93,10 @@ def _check_nodes(
             if attr.is_ref():
                 continue
             if attr.type == ir.AttributeType.GRAPH:
-                _check_graph(attr.value, imports, functions)
+                _check_graph(attr.value, imports, functions, in_function=in_function)
             elif attr.type == ir.AttributeType.GRAPHS:
                 for body in attr.value:
-                    _check_graph(body, imports, functions)
+                    _check_graph(body, imports, functions, in_function=in_function)
 
 
 def _signature(node: ir.Node, domain: str, imports: Mapping[str, int]) -> Signature | None:
@@ -90,6 +112,12 @@ def _signature(node: ir.Node, domain: str, imports: Mapping[str, int]) -> Signat
 def _first_signature(op_type: str, domain: str) -> Signature | None:
     versions = [s.since_version for s in onnx.defs.get_all_schemas_with_history() if (s.domain, s.name) == (domain, op_type)]
     return standard_signature(op_type, domain, min(versions)) if versions else None
+
+
+def _check_given(node: ir.Node) -> None:
+    for name, attr in node.attributes.items():
+        if attr.is_ref():
+            _fail(node, f"the attribute {name!r} refers to {attr.ref_attr_name!r}; only nodes of functions may do so")
 
 
 def _check_arity(node: ir.Node, signature: Signature) -> None:

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.atomic_files import open_regular
 from graphc.errors import UsageError, nearest
 from graphc.ir.facts import describe_value, dims, dtype_of
+from graphc.ir.model_bytes import limit_of, shown
 from graphc.ir.names import BUFFER
 
 Array = np.ndarray[Any, Any]
@@ -142,12 +144,18 @@ def array_of(value: ir.Value, given: Any, axis: int | None = None) -> Array:
     array = _parsed(value, given) if isinstance(given, str) else np.asarray(given)
     declared, dtype = dims(value), dtype_of(value).numpy()
     if array.ndim == 0 and declared:
-        array = np.full([d if isinstance(d, int) else 1 for d in declared], array)
+        array = np.broadcast_to(array, [d if isinstance(d, int) else 1 for d in declared])
     fits = declared is None or array.ndim == len(declared)
     for k, (wanted, have) in enumerate(zip(declared or (), array.shape, strict=False)):
         fits &= wanted == have or not isinstance(wanted, int) or k == axis
     if not fits:
         raise UsageError(f"input {value.name!r}: a value of shape {list(array.shape)} does not fit {describe_value(value)}")
+    taken = array.size * np.dtype(dtype).itemsize
+    if taken > limit_of(value.graph if isinstance(value.graph, ir.Graph) else None):
+        raise UsageError(
+            f"input {value.name!r}: {given} takes {shown(taken)}, more than the constants of this model may take; allow it with"
+            " --max-model-bytes N (max_model_bytes=N in Python)"
+        )
     converted = array.astype(dtype)
     if array.dtype.kind in "fc" and np.dtype(dtype).kind in "iub" and not np.array_equal(converted, array):
         raise UsageError(f"input {value.name!r}: {given} is no {np.dtype(dtype)}, which {describe_value(value)} takes")
@@ -158,12 +166,13 @@ def _parsed(value: ir.Value, text: str) -> Array:
     kind, colon, sizes = text.partition(":")
     try:
         if colon and kind in ("zeros", "ones"):
-            return np.full([int(d) for d in sizes.split(",") if d.strip()], 0.0 if kind == "zeros" else 1.0)
+            return np.broadcast_to(0.0 if kind == "zeros" else 1.0, [int(d) for d in sizes.split(",") if d.strip()])
         if text.endswith(".npy"):
-            return np.asarray(np.load(text, allow_pickle=False))
+            with open_regular(text) as file:
+                return np.asarray(np.load(file, allow_pickle=False))
         words = {"true": 1.0, "false": 0.0}
         numbers = [words[w.strip().lower()] if w.strip().lower() in words else _number(w) for w in text.split(",")]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, OverflowError, TypeError, SyntaxError) as error:
         reason = f" ({error})" if text.endswith(".npy") else ""
         raise UsageError(
             f"input {value.name!r}: {text!r} is no value{reason}; give zeros:SHAPE, ones:SHAPE, a number, numbers with commas,"

@@ -20,6 +20,9 @@ Dim: TypeAlias = "int | str | None"
 HELD = "graphc.held"
 """Key in ``value.meta`` under which :mod:`graphc.ir.symbolic_dims` keeps the partly known elements of an integer tensor."""
 
+_MOST_AXES = 64
+"""Elements of a tensor that can be a shape."""
+
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -265,7 +268,7 @@ def _dims_in(value: ir.Value | None) -> list[Dim] | None:
         if all(part is not None for part in parts):
             return [d for part in parts if part is not None for d in part]
     if value.shape is not None and len(value.shape) == 1 and isinstance(value.shape[0], int):
-        return [None] * value.shape[0]
+        return [None] * value.shape[0] if value.shape[0] <= _MOST_AXES else None
     return None
 
 

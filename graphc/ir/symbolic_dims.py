@@ -23,7 +23,10 @@ _LIMIT = 64
 _HUGE = 2**31 - 1
 """Exporters write this value or a larger one for the end of an open slice."""
 
-_FACTOR = re.compile(r"\d+|[^\d\W][\w.\-]*")
+_FACTOR = re.compile(r"[0-9]{1,18}|[^\d\W][\w.\-]*")
+
+_LONGEST = 1000
+"""Characters of a symbolic size; a longer one is a name that says nothing."""
 
 
 def held(value: ir.Value | None) -> tuple[Dim, ...] | None:
@@ -49,6 +52,8 @@ def product(sizes: Sequence[Dim]) -> Dim:
         factors = _factors(size)
         number *= factors[0]
         names += factors[1]
+        if len(names) > _LIMIT or abs(number) >= 2**63:
+            return None  # no tensor has such a size
     return _text(number, names)
 
 
@@ -76,10 +81,15 @@ def substituted(size: Dim, name: str, number: int) -> Dim:
 def _factors(size: int | str) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
+    if len(size) > _LONGEST:
+        return 1, [size]
     parts = size.split("*")
     if not all(_FACTOR.fullmatch(p) for p in parts):
         return 1, [size]  # a sum or similar: one opaque name
-    return math.prod(int(p) for p in parts if p.isdigit()), [p for p in parts if not p.isdigit()]
+    return math.prod(int(p) for p in parts if p[0] in _DIGITS), [p for p in parts if p[0] not in _DIGITS]
+
+
+_DIGITS = frozenset("0123456789")
 
 
 def _text(number: int, names: Sequence[str]) -> Dim:
@@ -116,7 +126,10 @@ def follow(node: ir.Node) -> np.ndarray | None:
     elements = rule(node)
     if elements is None or len(elements) > _LIMIT or (not found and len(elements) != 1):
         return None
-    if all(isinstance(e, int) for e in elements):
+    numbers = [e for e in elements if isinstance(e, int)]
+    if any(not -(2**63) <= e < 2**63 for e in numbers):
+        return None
+    if len(numbers) == len(elements):
         return np.array(elements, dtype=out.dtype.numpy()).reshape(() if not found else -1)
     out.meta[HELD] = tuple(elements)
     return None
@@ -163,7 +176,7 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
         return None
     if starts is None or ends is None:  # the sliced axes are unknown, the others keep their size
         count = _most(node.inputs[1])
-        starts = ends = (None,) * count if isinstance(count, int) else None
+        starts = ends = (None,) * count if isinstance(count, int) and count <= _LIMIT else None
     if starts is None or ends is None:
         return None
     axes = held(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else tuple(range(len(starts)))

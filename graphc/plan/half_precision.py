@@ -10,6 +10,7 @@ decides what is emulated (``Backend.computes_halves``) when a plan is made; the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import onnx_ir as ir
@@ -33,7 +34,7 @@ def emulate_halves(graph: ir.Graph, computes: Callable[[ir.Node], bool]) -> bool
     op = Builder(graph)
     nodes = list(graph)
     changed = False
-    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+    for node, following in itertools.zip_longest(nodes, nodes[1:]):
         if _is_plain(node) and any(_is_half(v) for v in node.inputs) and not computes(node):
             op.scope = f"{node.name or node.op_type}/float32"
             _widen(op, node, following)

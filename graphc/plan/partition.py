@@ -10,6 +10,7 @@ A plan holds no arrays: :mod:`graphc.runtime.executor` allocates and binds it. I
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def _privatise(graph: ir.Graph) -> None:
 def _followers(graph: ir.Graph) -> dict[ir.Value, ir.Node | None]:
     """Value → the node after its producer: a copy placed there shares its segment, and mostly its kernel."""
     nodes = list(graph)
-    return {out: after for node, after in zip(nodes, [*nodes[1:], None], strict=True) for out in node.outputs}
+    return {out: after for node, after in itertools.zip_longest(nodes, nodes[1:]) for out in node.outputs}
 
 
 def _is_wait(node: ir.Node) -> bool:

@@ -13,6 +13,7 @@ from graphc.ir.decomposition import decompose_graph, is_decomposed
 from graphc.ir.dim_expressions import evaluate, is_name, symbols
 from graphc.ir.facts import Dim, dims
 from graphc.ir.infer import propagate
+from graphc.ir.model_bytes import check_sizes
 from graphc.ir.symbolic_dims import product
 from graphc.pipeline import PASSES, Context, parse
 from graphc.plan.accumulation import is_accumulation
@@ -25,6 +26,7 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
     Raises:
         FeedError: a shape that contradicts the graph input, two sizes for one symbol, an expression such as ``2*N`` that
             has another value, or shapes that some node of the model rejects.
+        ModelError: a value larger than any machine holds.
     """
     _check_sizes(model.graph, shapes)
     copy = model.clone()
@@ -40,6 +42,7 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
         given = ", ".join(f"{v.name} {list(shapes[v.name or ''])}" for v in model.graph.inputs)
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise FeedError(f"the feeds {given} do not fit together: {reason}") from error
+    check_sizes(copy.graph)
     return copy
 
 

@@ -44,7 +44,13 @@ def first_nonfinite(
     ]
     made = {out for n in nodes for out in n.outputs}
     reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
-    step = PlanStep("segment", "replay", nodes, reads, [out for n in nodes for out in n.outputs if is_float(out)])
+    step = PlanStep(
+        "segment",
+        "replay",
+        nodes,
+        reads,
+        [out for n in nodes for out in n.outputs if is_float(out) and static_dims(out) is not None],
+    )
     sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
     try:
         return _replay(step, sources, backend)

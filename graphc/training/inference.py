@@ -8,7 +8,7 @@ A file of a newer opset runs unchanged if one of its ops cannot be expressed in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from graphc.compiler import ModelSource
 from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
+from graphc.options import ReadOptions
 from graphc.pipeline import PassCall, run
 from graphc.plan.partition import make_plan
 from graphc.plan.specialise import specialise
@@ -31,7 +32,13 @@ Feed: TypeAlias = "Any"
 
 
 def run_model(
-    model: ModelSource, feeds: Mapping[str, Feed], backend: str = "auto", *, threads: int | None = None
+    model: ModelSource,
+    feeds: Mapping[str, Feed],
+    backend: str = "auto",
+    *,
+    threads: int | None = None,
+    max_model_bytes: int | None = None,
+    external_data: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Compute the outputs of ``model`` for ``feeds``, in the mode in which the file was saved.
 
@@ -42,6 +49,7 @@ def run_model(
             omitted.
         backend: ``"auto"``, or a name that ``graphc backends`` lists.
         threads: threads of the backend; None: all cores that this process may use.
+        max_model_bytes, external_data: as for :func:`graphc.compile`.
 
     Returns:
         Output name → array, or list of arrays for a sequence, or None for an empty optional.
@@ -49,7 +57,7 @@ def run_model(
     Raises:
         FeedError: a feed with a wrong name, shape or dtype.
     """
-    original = frontends.load(model)
+    original = frontends.load(model, reading=ReadOptions(max_model_bytes=max_model_bytes, external_data=external_data))
     given = _check_feeds(original.graph, feeds)
     engine = make_backend(backend, threads=threads or available_cores())
     try:

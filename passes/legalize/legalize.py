@@ -23,6 +23,7 @@ from graphc.ir.declare import declaration_of
 from graphc.ir.facts import describe, dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
+from graphc.ir.model_bytes import check_sizes
 from graphc.ir.opset_adapters import adapt
 from graphc.ir.parameters import DECISIONS
 from graphc.ir.state import not_finite
@@ -98,6 +99,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     annotations.finish(OPSET)
     _complete_shapes(model, version)
     remove_dead(graph)
+    check_sizes(graph)
     _refuse_untyped(graph)
     used = {node.domain for node in graph.all_nodes()} - {"", DOMAIN}
     extra = {d: v for d, v in model.opset_imports.items() if d in used or d == DOMAIN}

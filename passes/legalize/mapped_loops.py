@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
+from graphc.ir.evaluate import computed
 from graphc.ir.facts import constant, dims, dtype_of, inputs_of, is_float, static_dims
-from graphc.ir.infer import computed
 from graphc.ir.subgraphs import inline, remove_with_bodies
 from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import remove_dead

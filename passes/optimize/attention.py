@@ -22,8 +22,8 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.evaluate import evaluate
 from graphc.ir.facts import constant, describe, dims, input_of, is_float, rank
-from graphc.ir.infer import evaluate
 from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
 from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
 from graphc.passes.optimize.identities import filled

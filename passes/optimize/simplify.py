@@ -18,7 +18,8 @@ import onnx_ir as ir
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import has_effect
-from graphc.ir.infer import NOT_DETERMINED, evaluate, fold, infer_node, version_of
+from graphc.ir.evaluate import NOT_DETERMINED, evaluate
+from graphc.ir.infer import fold, infer_node, version_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.text import graph_metadata

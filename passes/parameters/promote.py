@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.facts import FLOATS, is_state
+from graphc.ir.model_bytes import check_constant
 from graphc.ir.parameters import Decision, is_running_statistic
 from graphc.passes.parameters.decide import Rules
 from graphc.passes.parameters.uses import Use
@@ -124,6 +125,7 @@ def _tensor_of(node: ir.Node, sources: dict[ir.Value, ir.TensorProtocol]) -> ir.
             return None
         fill = node.attributes["value"].as_tensor() if "value" in node.attributes else ir.tensor(np.zeros(1, np.float32))
         size = [int(d) for d in shape.numpy().reshape(-1)]
+        check_constant(node, size, fill.dtype.bitwidth / 8, sum(t.nbytes for t in sources.values()))
         # a view of one element takes no memory until it is trained
         return ir.Tensor(np.broadcast_to(fill.numpy().reshape(()), size), dtype=fill.dtype, name=node.outputs[0].name)
     found = sources.get(source)

@@ -14,8 +14,9 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
+from graphc.ir.evaluate import computed
 from graphc.ir.facts import HELD, Dim, constant, describe_value, dims, is_parameter
-from graphc.ir.infer import computed, infer_outputs
+from graphc.ir.infer import infer_outputs
 from graphc.ir.symbolic_dims import held, product, substituted
 
 _SAMPLES = (7, 11)
@@ -170,6 +171,8 @@ class Change:
         if shape is None or array is None:
             raise ModelError(f"{describe_value(value)} has entries for {batch} samples, and no constant says which")
         inner = shape[axis] // (outer * batch)
+        if inner * outer * batch != array.shape[axis]:
+            raise ModelError(f"{describe_value(value)} does not have the same number of entries for each of {batch} samples")
         plain = outer == inner == 1
         parts = shape if plain else [*shape[:axis], outer, batch, inner, *shape[axis + 1 :]]
         place = axis if plain else axis + 1

@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.decomposition import decompose_graph
+from graphc.ir.evaluate import NOT_DETERMINED
 from graphc.ir.facts import describe_value, dims, is_float
-from graphc.ir.infer import NOT_DETERMINED
 
 _LIMIT = 20_000_000
 """Values with more elements in total are not compared: the reference evaluator takes too long."""

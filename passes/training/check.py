@@ -62,7 +62,10 @@ def check(
         parameters.append({**facts, "reason": reason, "doubtful": False})
     for decision in decided.values():
         facts = {field.name: getattr(decision, field.name) for field in fields(decision) if field.name != "rule"}
-        parameters.append({**facts, "shape": list(decision.shape), "reason": decision.rule})
+        reason = decision.rule
+        if decision.trains:  # it was removed with all that read it
+            facts["trains"], reason = False, "no output depends on it"
+        parameters.append({**facts, "shape": list(decision.shape), "reason": reason})
     needs, wanted = descendants(nodes, sources), ancestors(nodes, targets)
     missing: dict[str, dict[str, Any]] = {}
     for node in nodes:

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from graphc.ir.declare import has_effect
+from graphc.ir.evaluate import NOT_DETERMINED
 from graphc.ir.facts import constant, dims, producer_of
-from graphc.ir.infer import NOT_DETERMINED
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
 from graphc.ir.subgraphs import bodies, captured
 from graphc.passes.gradients.reverse_mode import ancestors

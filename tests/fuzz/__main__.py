@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.fuzz.child import Outcome, attempt
 from tests.fuzz.kinds import KINDS, prepare
-from tests.fuzz.model_mutants import mutate, seeds
+from tests.fuzz.model_mutants import mutate
+from tests.fuzz.seeds import seeds
 
 
 def smallest(kind: str, number: int, found: Outcome) -> tuple[int, ...] | None:
@@ -48,8 +49,9 @@ def main() -> int:
             print(f"{kind} {number} ({name}): {found.ending} {found.detail} changes {keep}", flush=True)
             if kind == "model" and given.keep is not None:
                 given.keep.mkdir(parents=True, exist_ok=True)
+                name, _, how = name.rpartition(", ")
                 seed = next(s for s in seeds() if s.name == name)
-                (given.keep / f"{number}-{name}.onnx").write_bytes(mutate(seed.model, number, keep))
+                (given.keep / f"{number}-{how}-{name}.onnx").write_bytes(mutate(seed.model, number, keep))
         print(f"{kind}: " + ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items())), flush=True)
     return 1 if faults else 0
 

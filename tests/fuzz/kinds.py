@@ -13,42 +13,29 @@ from pathlib import Path
 import numpy as np
 from onnx import helper
 
-import graphc
 from graphc.cli import main
 from graphc.data.files import open_arrays
 from graphc.pipeline import PASSES
 from graphc.runtime import checkpoint
-from tests.fuzz.model_mutants import Seed, mutate, seeds
+from tests.fuzz.model_mutants import mutate
 from tests.fuzz.network import network
+from tests.fuzz.seeds import seeds
+from tests.fuzz.uses import USES, use
 from tests.passes.legalize.legalize_cases import build
 
 Work = Callable[[], object]
 VALID = 50
-LARGEST_TARGET = 1_000_000
-"""Elements; a mutant whose output claims more is fed a target of one element, which must be refused."""
 
 
 def model(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
-    """Compile a mutant of a model and train it for one step; every ``VALID``-th is the valid model."""
-    seed = seeds()[random.Random(number).randrange(len(seeds()))]
-    data = mutate(seed.model, number, keep) if number % VALID else seed.model.SerializeToString()
-    return seed.name, lambda: train(data, seed)
-
-
-def train(data: bytes, seed: Seed) -> None:
-    """Write the file, compile it and train one step towards zeros."""
-    path = Path(tempfile.gettempdir()) / f"graphc-fuzz-{os.getpid()}.onnx"
-    path.write_bytes(data)
-    try:
-        loss = graphc.losses.MSE(prediction=seed.output, label="target__")
-        program = graphc.compile(path, loss=loss, optimizer=graphc.optim.SGD(lr=0.1))
-    finally:
-        path.unlink()
-    made = next((v for v in program.original.graph.outputs if v.name == seed.output), None)
-    shape = [d if isinstance(d, int) else 1 for d in (made.shape or ())] if made is not None else []
-    size = float(np.prod(shape, dtype=float))
-    with graphc.Trainer(program, threads=1) as trainer:
-        trainer.step({**seed.feeds, "target__": np.zeros(shape if size <= LARGEST_TARGET else 1, np.float32)})
+    """Use a mutant of a model in one of the ways of :data:`USES`; every ``VALID``-th is the valid model, and trained."""
+    rng = random.Random(number)
+    seed, how = rng.choice(seeds()), rng.choice(["train"] * 5 + list(USES))
+    if not number % VALID:
+        how, content = "train", seed.model.SerializeToString()
+    else:
+        content = mutate(seed.model, number, keep)
+    return f"{seed.name}, {how}", lambda: use(content, seed, how)
 
 
 def data(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:

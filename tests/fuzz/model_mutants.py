@@ -4,59 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx.checker import ValidationError
 
-from tests.conformance.gradient_suite import collect
-
-Array = np.ndarray[Any, Any]
+from tests.fuzz.hostile import HOSTILE, damage
+from tests.fuzz.seeds import seeds
 
 _ODD_INTS = (0, -1, 1, 2, -3, 7, 2**31, -(2**31), 2**40, 2**62, -(2**63))
 _ODD_FLOATS = (0.0, -1.0, 1e-45, 1e38, float("inf"), float("-inf"), float("nan"))
 _ODD_TEXTS = ("", "x", "NOTSET", "\x00", "ü" * 40, "../../etc", "a,b->c", "bilinear")
-
-
-@dataclass(frozen=True)
-class Seed:
-    """A valid model with what it is fed.
-
-    Attributes:
-        output: the floating-point output that the loss reads.
-    """
-
-    name: str
-    model: onnx.ModelProto
-    feeds: dict[str, Array]
-    output: str
-
-
-@cache
-def seeds() -> tuple[Seed, ...]:
-    """ONNX's own single-op cases, with the first floating-point input as a parameter."""
-    found = []
-    for case in collect():
-        graph = case.model.graph
-        inputs, outputs = case.data_sets[0]
-        arrays = [np.asarray(a) for a in inputs if isinstance(a, np.ndarray | np.generic)]
-        floats = [k for k, a in enumerate(arrays) if a.dtype == np.float32]
-        makes = [o.name for o, a in zip(graph.output, outputs, strict=False) if getattr(a, "dtype", None) == np.float32]
-        small = sum(a.nbytes for a in arrays) < 200_000 and len(arrays) == len(inputs) == len(graph.input)
-        if not floats or not makes or not small:
-            continue
-        model = onnx.ModelProto()
-        model.CopyFrom(case.model)
-        feeds = {i.name: a for i, a in zip(graph.input, arrays, strict=True)}
-        trained = graph.input[floats[0]].name
-        model.graph.initializer.append(numpy_helper.from_array(feeds.pop(trained), trained))
-        for value in [i for i in model.graph.input if i.name == trained]:
-            model.graph.input.remove(value)
-        found.append(Seed(case.name, model, feeds, makes[0]))
-    return tuple(found)
 
 
 def mutate(model: onnx.ModelProto, number: int, keep: Collection[int] | None = None) -> bytes:
@@ -64,16 +24,18 @@ def mutate(model: onnx.ModelProto, number: int, keep: Collection[int] | None = N
     rng = random.Random(number)
     mutant = onnx.ModelProto()
     mutant.CopyFrom(model)
-    changes = [(rng.choice(_CHANGES), rng.getrandbits(32)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-    spoil, cut = rng.random() < 0.05, rng.random() < 0.02
+    changes = [
+        (rng.choice(_CHANGES if rng.random() < 0.5 else HOSTILE), rng.getrandbits(32))
+        for _ in range(rng.choice((1, 1, 1, 2, 3)))
+    ]
+    spoil = rng.random() < 0.08
     for k, (change, own) in enumerate(changes):
         if keep is None or k in keep:
             change(mutant, random.Random(own))
     data = bytearray(mutant.SerializeToString())
     if spoil:
-        for _ in range(rng.randint(1, 8)):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return bytes(data[: rng.randrange(len(data))] if cut else data)
+        damage(data, rng)
+    return bytes(data)
 
 
 def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
@@ -228,7 +190,7 @@ def _damage(tensor: TensorProto, rng: random.Random) -> None:
     elif kind == 4:
         try:
             array = numpy_helper.to_array(tensor)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, ValidationError):
             return
         if array.dtype.kind in "if" and array.size:
             odd = np.array(rng.choice(_ODD_INTS if array.dtype.kind == "i" else _ODD_FLOATS))
