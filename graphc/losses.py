@@ -38,7 +38,7 @@ class Loss:
 
     Attributes:
         reduction: ``mean`` over all counted elements, exact for uneven shares of the workers, or ``sum``.
-        keep_outputs: keep the model's own outputs beside the loss.
+        keep_outputs: keep the model's own outputs beside the loss; ``Trainer.step`` returns them as arrays.
         sample_weight: value of the graph, or name of a new float32 input (N,), that multiplies each sample's loss; a
             mean divides by the sum of the weights, and metrics are weighted too. None: every sample weighs 1.
     """

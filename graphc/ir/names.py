@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import onnx_ir as ir
 
 from graphc.errors import UsageError, listed, nearest
@@ -59,6 +61,9 @@ CLIP_VALUE = "clip_value"
 MESH = "graphc.mesh"
 """Metadata key of the model: the mesh as text, ``"data=2"``."""
 
+KEPT_OUTPUTS = "graphc.kept_outputs"
+"""Metadata key of a model with a loss: the outputs that stay beside the loss, as a JSON list of names."""
+
 DETERMINISTIC = "graphc.deterministic"
 """Metadata key of the model: ``run`` or ``any-world``, the scope in which two equal runs must have equal bits."""
 
@@ -73,3 +78,8 @@ def find_value(graph: ir.Graph, name: str) -> ir.Value:
         outputs = [v.name for v in graph.outputs if v.name]
         raise UsageError(f"the graph has no value {name!r}{nearest(name, known)}; {listed('output', outputs, most=8)}")
     return known[name]
+
+
+def kept_outputs(model: ir.Model) -> list[str]:
+    """The model's own outputs that a loss with ``keep_outputs`` left beside it."""
+    return list(json.loads(model.metadata_props.get(KEPT_OUTPUTS, "[]")))

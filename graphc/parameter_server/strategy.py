@@ -18,7 +18,7 @@ from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array
 from graphc.errors import FeedError, NonFiniteError, UsageError
-from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED
+from graphc.ir.names import LEARNING_RATE, LOSS_SCALE, SAMPLE_OFFSET, SKIPPED, kept_outputs
 from graphc.parameter_server.layout import ServerLayout, check_world
 from graphc.parameter_server.member import plan_part
 from graphc.parameter_server.server import Server
@@ -59,7 +59,11 @@ class ParameterServer(Strategy):
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:
-        mesh = program.mesh
+        mesh, kept = program.mesh, kept_outputs(program.model)
+        if kept:
+            raise UsageError(
+                f"parameter servers report the loss alone: keep_outputs would return {', '.join(kept)}; leave it out"
+            )
         check_world(program.model.graph, size, mesh.size if mesh is not None else None)
 
     def check_shards(self, shards: Shards) -> None:

@@ -15,7 +15,7 @@ from graphc.device import Array, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
 from graphc.ir.declare import Role, operand
 from graphc.ir.facts import is_float
-from graphc.ir.names import SKIPPED
+from graphc.ir.names import SKIPPED, kept_outputs
 from graphc.ir.updates import role_of, state_of
 from graphc.plan.segment_model import bind_op
 from graphc.runtime.buffers import BufferMap
@@ -49,7 +49,9 @@ class Check:
         if self.scaled is not None:
             return self._bind_scaled(*self.scaled)
         plan = self._places.plan
-        watched = [self._places.array(v).reshape(-1) for v in plan.model.graph.outputs if is_float(v)]
+        kept = kept_outputs(plan.model)  # an output may hold infinities on purpose, such as masked scores
+        reported = [v for v in plan.model.graph.outputs if is_float(v) and v.name not in kept]
+        watched = [self._places.array(v).reshape(-1) for v in reported]
         sources = [(group, k) for group in plan.groups if (k := group.source) is not None]
         gradients = [(group, k) for group, k in sources if group.buffer(k) not in self._places.state.flat]
         watched += [part for group, k in gradients if (part := self._places.part(group, k)).size]

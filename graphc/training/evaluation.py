@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphc.data import Batch, Shards
+from graphc.ir.names import kept_outputs
 from graphc.training.feeds import averages, batches_of, feed_shape
 from graphc.training.microbatch import MicroBatch
 from graphc.training.strategy import Batches
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def evaluate(trainer: Trainer, batches: Batches) -> dict[str, float]:
     """See :meth:`graphc.Trainer.evaluate`."""
     graph = trainer.program.inference.graph
-    names = [v.name or "" for v in graph.outputs]
+    kept = kept_outputs(trainer.program.inference)
+    names = [v.name or "" for v in graph.outputs if v.name not in kept]
     sums = dict.fromkeys(names, 0.0)
     trainer.state.gather(trainer.comm, graph.initializers)
     MicroBatch({}, 0, live=True).set_scalars(trainer.state.scalars)

@@ -6,7 +6,7 @@ integers) with ``graphc.live`` = 0: its loss, loss weight and batch-statistics c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from graphc.device import Array
 from graphc.distributed.communicator import Communicator
 from graphc.errors import FeedError, UsageError, counted
 from graphc.ir.batch import batched_input
-from graphc.ir.facts import dims
+from graphc.ir.facts import Dim, dims
 from graphc.ir.names import LIVE, SAMPLE_OFFSET
 from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
 from graphc.runtime.scalars import Scalars
@@ -55,12 +55,13 @@ class MicroBatches:
         equal: whether all micro-batches must have one size, for the same bits on any number of ranks.
 
     Attributes:
+        steps: as given.
         first: the first input with axes.
         batched: the inputs whose first axis is the batch.
     """
 
     def __init__(self, graph: ir.Graph, steps: int, *, aligned: bool, equal: bool = False) -> None:
-        self._steps, self._aligned, self._equal = steps, aligned, equal
+        self.steps, self._aligned, self._equal = steps, aligned, equal
         self._shapes = {v.name or "": dims(v) or () for v in graph.inputs}
         self._types = {v.name or "": v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
         first = batched_input(graph)
@@ -75,18 +76,22 @@ class MicroBatches:
         Raises:
             UsageError: micro-batches of different size, or of another size than the model is fixed at.
         """
-        if isinstance(self._axis, int) and global_batch != self._axis * self._steps * workers:
+        if isinstance(self._axis, int) and global_batch != self._axis * self.steps * workers:
             raise UsageError(
                 f"the model is fixed at batches of {self._axis}, and {global_batch} samples over"
-                f" {counted(workers, 'worker')} in {counted(self._steps, 'micro-batch', 'micro-batches')} are others:"
-                f" take a batch of {self._axis * self._steps * workers}, or compile(batch='N') for any batch"
+                f" {counted(workers, 'worker')} in {counted(self.steps, 'micro-batch', 'micro-batches')} are others:"
+                f" take a batch of {self._axis * self.steps * workers}, or compile(batch='N') for any batch"
             )
-        if self._steps > 1 and global_batch % (self._steps * workers):
+        if self.steps > 1 and global_batch % (self.steps * workers):
             raise UsageError(
-                f"accumulate={self._steps} does not divide the batch: {global_batch} samples over "
+                f"accumulate={self.steps} does not divide the batch: {global_batch} samples over "
                 f"{counted(workers, 'worker')} give {global_batch / workers:g} each; make the batch a multiple of "
-                f"{self._steps * workers}"
+                f"{self.steps * workers}"
             )
+
+    def has_sample_rows(self, shape: Sequence[Dim]) -> bool:
+        """Whether a value of ``shape`` has one row for each sample of the batch."""
+        return bool(shape) and self._axis is not None and shape[0] == self._axis
 
     def rows(self, feeds: Mapping[str, Array]) -> int:
         """Count the samples of ``feeds``; 1 if no input has a batch axis.
@@ -121,21 +126,21 @@ class MicroBatches:
         count = self.rows(feeds)
         if count:
             self._last = feeds
-        if self._equal and (count == 0 or count % self._steps):
+        if self._equal and (count == 0 or count % self.steps):
             raise UsageError(
-                f"a share of {count} samples does not divide into {self._steps} shards of one size, which equal bits on any"
+                f"a share of {count} samples does not divide into {self.steps} shards of one size, which equal bits on any"
                 " number of workers need: make the global batch a multiple of the shards, and drop a shorter last one"
             )
-        if isinstance(self._axis, int) and count not in (0, self._axis * self._steps):
+        if isinstance(self._axis, int) and count not in (0, self._axis * self.steps):
             raise FeedError(
                 f"feed {self.first!r} has {counted(count, 'sample')}, and the model is fixed at batches of {self._axis}"
-                + (f", {self._steps} a step" if self._steps > 1 else "")
+                + (f", {self.steps} a step" if self.steps > 1 else "")
                 + ": fill a smaller last batch up (tail='pad'), drop it (tail='drop'), or make the batch free with"
                 " compile(batch='N')"
             )
-        if self._steps == 1 or not self.batched:
+        if self.steps == 1 or not self.batched:
             return [self._whole(feeds, offset, count)]
-        parts = [share(count, k, self._steps) for k in range(self._steps)]
+        parts = [share(count, k, self.steps) for k in range(self.steps)]
         parts = parts if self._aligned else [p for p in parts if p.start < p.stop] or parts[:1]
         cut = ({**feeds, **{name: feeds[name][part] for name in self.batched}} for part in parts)
         return [self._whole(piece, offset + part.start, part.stop - part.start) for piece, part in zip(cut, parts, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
@@ -43,7 +44,7 @@ class Replica(Strategy):
                 " give shard(…, rank=trainer.rank, size=trainer.size)"
             )
 
-    def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
+    def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, Any]:
         trainer = self.trainer
         prepared, self._prepared = self._prepared, None
         parts = prepared[1] if prepared is not None and prepared[0] is feeds else self._parts(feeds, offset)
@@ -64,7 +65,8 @@ class Replica(Strategy):
             shapes = ", ".join(f"{name} {list(feed_shape(array))}" for name, array in feeds.items())
             raise GraphcError(f"step {trainer.steps_done} failed in the runtime, with the feeds {shapes}: {error}") from error
         trainer.steps_done += 1
-        return {name: float(array) for name, array in parts[-1][0].outputs.items()}
+        kept = trainer.outputs.collected()
+        return {name: kept[name] if name in kept else float(array) for name, array in parts[-1][0].outputs.items()}
 
     def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
         """Cut and check the micro-batches of a step, each with its plan."""
@@ -85,6 +87,7 @@ class Replica(Strategy):
         for k, (executor, part) in enumerate(parts):
             part.set_scalars(self.trainer.state.scalars)
             executor.run(part.feeds, index=k, last=k == last, meanwhile=self._meanwhile)
+            self.trainer.outputs.collect(executor, part, index=k, last=k == last)
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         program, state, comm = self.trainer.program, self.trainer.state, self.trainer.comm
@@ -114,7 +117,7 @@ class Replica(Strategy):
                 if trainer.skipped_steps > skipped:
                     progress.skip(trainer.steps_done, trainer.skipped_steps)
                 else:
-                    progress.step(trainer.steps_done, metrics, batch.global_size)
+                    progress.step(trainer.steps_done, trainer.outputs.without(metrics), batch.global_size)
             if not progress.steps:
                 raise FeedError("fit got no batches; an iterator can be walked only once, give a list or graphc.data.shard(…)")
             progress.end_epoch(number + 1)

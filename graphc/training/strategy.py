@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
@@ -41,7 +41,7 @@ class Strategy:
     def check_shards(self, shards: Shards) -> None:
         """Raise UsageError for shards cut for another rank or another number of ranks."""
 
-    def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, float]:
+    def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, Any]:
         """See :meth:`Trainer.step`."""
         raise NotImplementedError
 

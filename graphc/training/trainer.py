@@ -36,6 +36,7 @@ from graphc.training import export
 from graphc.training.divergence import LossWatch
 from graphc.training.evaluation import evaluate
 from graphc.training.microbatch import micro_batches
+from graphc.training.outputs import KeptOutputs
 from graphc.training.plan_cache import PlanCache, Wrap
 from graphc.training.program_check import check_programs
 from graphc.training.progress import Callback, EpochProgress
@@ -113,6 +114,7 @@ class Trainer:
         self.program = program = replace(program, model=adapted(program.model, self.backend))
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self.micro_batches = micro_batches(program.model.graph, self.size)
+        self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)
         batched = self.micro_batches.batched
         self.plans = PlanCache(program, self.backend, self.comm, threads=threads, check=check_finite, batched=batched)
         self._wrap, self._schedule = wrap, schedule
@@ -169,7 +171,7 @@ class Trainer:
         """Number of steps skipped because of a NaN or an infinity (``nonfinite="skip"``)."""
         return int(self.state.scalars.read(SKIPPED)) if SKIPPED in self.state.scalars else 0
 
-    def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, float]:
+    def step(self, feeds: Mapping[str, Array], *, offset: int | None = None) -> dict[str, Any]:
         """Run one training step on this worker's share of the global batch.
 
         Args:
@@ -178,7 +180,8 @@ class Trainer:
             offset: index of the share's first sample in the global batch, which random ops use; None: rank × share.
 
         Returns:
-            The loss (and metrics) over the global batch; on an asynchronous worker over its own share.
+            The loss (and metrics) over the global batch, as floats; on an asynchronous worker over its own share. With
+            ``keep_outputs`` of the loss also the model's outputs for this worker's samples, as arrays.
 
         Raises:
             FeedError: a feed with a wrong name, shape, dtype or label; the state is unchanged.

@@ -9,6 +9,7 @@ the end of the file is absorbed: the loss takes its input and stays exact where 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import dtype_of
-from graphc.ir.names import LIVE, LOSS_TOTAL
+from graphc.ir.names import KEPT_OUTPUTS, LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
 from graphc.passes.training.loss_request import (
@@ -96,7 +97,7 @@ def loss(
         sample_weight: a value of the graph, or the name of a new float32 input (N,): each sample's loss is multiplied by it, a
             mean divides by the sum of the weights, and metrics are weighted too. Losses over samples only.
         metrics: also report ``accuracy`` (losses over classes, and bce_with_logits at a threshold of 0).
-        keep_outputs: keep the model's outputs behind the loss.
+        keep_outputs: keep the model's outputs behind the loss; their names stand in the model's metadata.
 
     Raises:
         UsageError: an unknown kind, an option the kind lacks, a value that does not exist, or shapes that do not fit.
@@ -117,7 +118,10 @@ def loss(
     op = Builder(model.graph, scope="loss")
     sums = _where_live(model.graph, op, _KINDS[kind](LossRequest(model.graph, ctx, op, kind, options, metrics, reduction)))
     reduction = "sum" if sums.summed else reduction
-    _finish(model.graph, ctx, op, sums, reduction, keep_outputs)
+    kept = list(model.graph.outputs) if keep_outputs else []
+    _finish(model.graph, ctx, op, sums, reduction, kept)
+    if kept:
+        model.metadata_props[KEPT_OUTPUTS] = json.dumps([value.name for value in kept])
     ctx.note(f"loss: {kind} ({reduction})")
     return True
 
@@ -135,7 +139,7 @@ def _where_live(graph: ir.Graph, op: Builder, sums: Sums) -> Sums:
     return found
 
 
-def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: str, keep_outputs: bool) -> None:
+def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: str, kept: Sequence[ir.Value]) -> None:
     """Mark the total, name the reported values, make them the graph's outputs."""
     sums.total.metadata_props[LOSS_TOTAL] = "1"
     names = ["loss", "accuracy"] if sums.correct is not None else ["loss"]
@@ -148,7 +152,6 @@ def _finish(graph: ir.Graph, ctx: Context, op: Builder, sums: Sums, reduction: s
     if sums.correct is not None:
         inputs, attributes = [sums.correct, sums.counted], {"name": "accuracy"}
         outputs += op.emit("Mean", inputs, attributes, domain="graphc", outputs=["accuracy"], name="loss/accuracy")
-    kept = list(graph.outputs) if keep_outputs else []
     graph.outputs.clear()
     graph.outputs.extend([*outputs, *kept])
 
