@@ -1,14 +1,16 @@
 """``make gpu-bench``: compares training steps on a GPU with PyTorch's; writes JSON.
 
-    python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--kernels 12] [--dry]
+    python -m graphc.bench.gpu --output build/gpu_bench.json [--only gpt2,mlp-wide] [--rounds 3] [--kernels 10] [--dry]
+    python -m graphc.bench.gpu --modes none --skeletons models --cache kept                    # without PyTorch
 
 For every job: graphc trains from the exported ONNX file (kernels uncached, then cached), PyTorch trains the module it was
 exported from (eager, torch.compile, torch.compile with CUDA graphs), and the two processes measure in turn. While PyTorch
 compiles, the losses of twenty steps of a smaller copy are compared: float32 with graphc's CPU backend, bfloat16 with PyTorch.
 The best round counts on both sides. Finally every call of graphc's step is measured alone and compared with the cost model.
 
-Failures are part of the result, which is rewritten after every part of every job; no part waits beyond the time budget of the
-run. With ``--dry`` everything runs at tiny sizes on the host instead of a GPU.
+Failures are part of the result, which is rewritten after every part of every job; no part waits beyond the time budgets of the
+job and the run, and the smallest job comes first. A step that is not captured as a CUDA graph is a failure. With ``--dry``
+everything runs at tiny sizes on the host instead of a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphc.bench.gpu_processes import BenchProcess, Clock, export_all, once
+from graphc.bench.gpu_processes import BenchProcess, Clock, export_all, fill_all, once
 from graphc.bench.gpu_specs import JOBS, check_jobs, write_json
-from graphc.bench.kernel_table import markdown
+from graphc.bench.kernel_table import markdown, worst
 from graphc.errors import UsageError
 
 SMALL = {"gpt2": (2, 1), "bert": (2, 4), "resnet50": (0, 8), "mlp-wide": (0, 64)}
@@ -55,23 +57,27 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", "--models", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
-    parser.add_argument("--kernels", type=int, default=12, help="calls of each step to print, measured; 0: measure none")
+    parser.add_argument("--kernels", type=int, default=10, help="calls of each step to print, measured; 0: measure none")
     parser.add_argument("--backend", help="of graphc; by default cupy, with --dry auto")
     parser.add_argument("--load", help="a module that every process imports first, for example to register the backend")
     parser.add_argument("--modes", help="of PyTorch: eager, compile, compile+graphs; by default all, with --dry eager; or none")
     parser.add_argument("--budget", type=float, default=560.0, help="time budget of the run in seconds")
+    parser.add_argument("--limit", type=float, default=300.0, help="time budget of a job in seconds")
+    parser.add_argument("--skeletons", type=Path, help="folder of models without weights; by default they are exported")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels and choices, reused and left behind")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that the set-up of one side may take")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the host: tries out the benchmark, measures nothing")
     arguments = parser.parse_args(given)
     models = [model for model in arguments.only.split(",") if model]
     try:
         check_jobs(models)
+        models.sort(key=lambda model: JOBS[model].goal_ms)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     arguments.backend = arguments.backend or ("auto" if arguments.dry else "cupy")
     arguments.modes = arguments.modes or ("eager" if arguments.dry else "eager,compile,compile+graphs")
-    reason = "" if arguments.dry else missing(arguments.backend)
+    reason = "" if arguments.dry else missing(arguments.backend, torch=arguments.modes != "none")
     if reason:
         write_json(arguments.output, {"skipped": reason})
         print(f"gpu-bench is skipped: {reason}")
@@ -80,8 +86,12 @@ def main(given: Sequence[str] | None = None) -> int:
     return 1 if any(found.get("failed") for found in result["jobs"].values()) else 0
 
 
-def missing(backend: str) -> str:
-    """Return why nothing can be measured here, or "". A child process asks, so its CUDA context ends with it."""
+def missing(backend: str, *, torch: bool = True) -> str:
+    """Return why nothing can be measured here, or "". A child process asks, so its CUDA context ends with it.
+
+    Args:
+        torch: whether PyTorch is measured too.
+    """
     code = f"""
 import json
 from graphc.backend import make_backend
@@ -89,8 +99,9 @@ from graphc.errors import GraphcError
 reason = ""
 try:
     make_backend({backend!r}, threads=1).close()
-    import torch
-    if not torch.cuda.is_available():
+    if {torch}:
+        import torch
+    if {torch} and not torch.cuda.is_available():
         reason = f"PyTorch {{torch.__version__}} sees no GPU"
 except GraphcError as error:
     reason = str(error)
@@ -111,7 +122,10 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="graphc-gpu-bench-") as name:
         folder = Path(name)
         wanted = dict.fromkeys((model, layers) for model in models for layers in (0, _layers(model, arguments)))
-        files = export_all(list(wanted), folder, tiny=arguments.dry, clock=clock)
+        if arguments.skeletons is not None:
+            files = fill_all(list(wanted), arguments.skeletons, folder, clock=clock)
+        else:
+            files = export_all(list(wanted), folder, tiny=arguments.dry, clock=clock)
         for model in models:
             found: dict[str, Any] = {"failed": {}}
             result["jobs"][model] = found
@@ -120,7 +134,8 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
             def save() -> None:
                 write_json(arguments.output, result)
 
-            job = JobRun(model, arguments, clock, files, _caches(folder / f"cache-{model}"), found, save)
+            cache, own = arguments.cache or folder / f"cache-{model}", Clock(clock.left(arguments.limit))
+            job = JobRun(model, arguments, own, files, _caches(cache), found, save, fresh=not list(cache.glob("*/*")))
             job.run()
             print(summary(model, found), flush=True)
             if found.get("kernels"):
@@ -149,6 +164,7 @@ class JobRun:
         files: exported model by (job, layers), or why the export failed.
         found: the result; every part adds to it.
         save: called after every part.
+        fresh: whether nothing is cached yet.
     """
 
     model: str
@@ -158,16 +174,18 @@ class JobRun:
     environment: dict[str, str]
     found: dict[str, Any]
     save: Callable[[], None]
+    fresh: bool = True
     rounds: list[dict[str, float]] = field(default_factory=list)
 
     def run(self) -> None:
         """Run every part; a failed part does not stop the others."""
         self.found["goal_ms"] = JOBS[self.model].goal_ms
         with ExitStack() as stack:
-            uncached = self._part(
-                "graphc, uncached", lambda: once(self._graphc(), self.environment, self.clock, self.arguments.patience)
-            )
-            self._keep(uncached, "uncached")
+            if self.fresh:
+                uncached = self._part(
+                    "graphc, uncached", lambda: once(self._graphc(), self.environment, self.clock, self.arguments.patience)
+                )
+                self._keep(uncached, "uncached")
             graphc = self._begin(stack, "graphc", self._graphc)
             torch = None
             with ThreadPoolExecutor(1) as beside:  # while PyTorch compiles
@@ -179,6 +197,8 @@ class JobRun:
                 self._part("rounds", lambda: self._round([w for w in (graphc, torch) if w is not None]))
             if graphc is not None and self.arguments.kernels:
                 self._part("kernels", lambda: self.found.update(kernels=graphc.measure("kernels").get("kernels", [])))
+                self.found["worst"] = worst(self.found.get("kernels", []))
+                self.save()
 
     def _part(self, name: str, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``; on an error None, with the reason under ``failed``."""
@@ -223,6 +243,8 @@ class JobRun:
         self.found.setdefault("shares_s", {})[when] = told["shares_s"]
         for key in ("device_bytes", "calls", "not_captured"):
             self.found[key] = told[key]
+        if told["not_captured"]:
+            self._fail("capture", f"the step is not one CUDA graph, so its time is Python's: {'; '.join(told['not_captured'])}")
 
     def _round(self, workers: Sequence[BenchProcess]) -> None:
         if workers:
@@ -263,12 +285,15 @@ class JobRun:
             "graphc bf16": ["losses-graphc", *size, "bf16", *own, self.arguments.backend],
             "reference bf16": ["losses-torch", *size, "bf16"],
         }
+        pairs = [("CPU backend", "fp32", FLOAT32), ("PyTorch", "bf16", BFLOAT16)]
+        if self.arguments.modes == "none":
+            runs, pairs = {name: command for name, command in runs.items() if name.endswith("fp32")}, pairs[:1]
         with ThreadPoolExecutor(len(runs)) as pool:
             given = {
                 name: pool.submit(once, [*WORKER, *command], self.environment, self.clock, self.arguments.patience)
                 for name, command in runs.items()
             }
-        for name, precision, goal in (("CPU backend", "fp32", FLOAT32), ("PyTorch", "bf16", BFLOAT16)):
+        for name, precision, goal in pairs:
             sides = [self._part(f"parity, {s} {precision}", given[f"{s} {precision}"].result) for s in ("graphc", "reference")]
             if all(side is not None for side in sides):
                 a, b = (side["losses"] for side in sides)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +50,7 @@ class BenchProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # its children are killed with it
         )
         self._input = cast("IO[str]", self._process.stdin)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -59,9 +63,11 @@ class BenchProcess:
         self.stop()
 
     def stop(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.wait()
+        """Kill the process and its children; one that hangs in the driver is left behind."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
         self._errors.close()
 
     def _listen(self) -> None:
@@ -130,3 +136,22 @@ def export_all(
 
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(models, pool.map(export, models), strict=True))
+
+
+def fill_all(
+    models: Sequence[tuple[str, int]], skeletons: Path, folder: Path, *, clock: Clock
+) -> dict[tuple[str, int], Path | str]:
+    """Fill the skeleton of every (job, layers) with noise, one by one; return each one's file, or why there is none."""
+
+    def filled(model: str, layers: int) -> Path | str:
+        name = f"{model}-{layers}.onnx"
+        if not (skeletons / name).exists():
+            return f"{skeletons} holds no {name}"
+        command = [sys.executable, "-m", "graphc.bench.skeleton", "fill", str(skeletons / name), str(folder / name)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=clock.left())
+        except subprocess.TimeoutExpired:
+            return f"filling {name} took too long"
+        return f"filling {name} failed: {done.stderr[-TAIL:]}" if done.returncode else folder / name
+
+    return {(model, layers): filled(model, layers) for model, layers in models}

@@ -40,6 +40,12 @@ def markdown(table: Sequence[Row], most: int) -> str:
     return "\n".join([head, *lines])
 
 
+def worst(table: Sequence[Row], most: int = 10) -> list[str]:
+    """Name the calls that lose most against their prediction, each with its microseconds."""
+    late = [row for row in table if row["excess_us"] > 0][:most]
+    return [f"{row['excess_us']:.1f} µs over {row['predicted_us']:.1f}, {row['calls']} × {row['name']}" for row in late]
+
+
 def _row(same: Sequence[Timed]) -> Row:
     each: list[Row] = [
         {

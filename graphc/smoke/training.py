@@ -126,6 +126,7 @@ def losses(
     loss = graphc.losses.SoftmaxCrossEntropy(axis=last_axis)
     program = graphc.compile(network, loss=loss, optimizer=graphc.optim.SGD(lr=0.1), backend=backend, precision=precision)
     with warnings.catch_warnings(action="ignore"), graphc.Trainer(program) as trainer:
+        assert backend == "auto" or trainer.backend.name == backend
         found = [float(trainer.step(dict(feeds))["loss"]) for _ in range(STEPS)]
         runs = [run for executor in trainer.plans.training.values() for run in executor.runs]
         return found, [text for run in runs if (text := getattr(run, "refusal", None))]

@@ -14,6 +14,7 @@ import pytest
 from graphc.bench import gpu
 from graphc.bench.gpu_processes import BenchProcess, Clock, once
 from graphc.bench.gpu_specs import JOBS
+from graphc.bench.kernel_table import worst
 
 ANSWERS = "print('loading'); print('{\"a\": 1}', flush=True); import sys; [print('{\"b\": 2}', flush=True) for _ in sys.stdin]"
 
@@ -53,7 +54,8 @@ STAND_IN = """
 import json, sys
 side, job, *rest = sys.argv[1:]
 if job == "bert" and side == "graphc": raise SystemExit("no kernel for it")
-found = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": [], "losses": [2.0, 1.0]}
+refused = ["CUDARuntimeError: cudaErrorStreamCaptureUnsupported"] if job == "resnet50" else []
+found = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": refused, "losses": [2.0, 1.0]}
 if job == "resnet50" and side == "torch": import time; time.sleep(60)
 if side == "torch": found = {"version": "2", "first_step_s": {"eager": 9.0}, "peak_bytes": {}, "failed": {"compile": "no"}}
 print(json.dumps(found), flush=True)
@@ -83,7 +85,8 @@ def test_a_job_that_fails_leaves_the_others_their_results(results: list[Any], ca
     assert jobs["bert"]["parity"]["bf16 and PyTorch"]["largest"] == 0.0
     assert jobs["mlp-wide"]["failed"] == {"PyTorch compile": "no"}
     assert (jobs["mlp-wide"]["ratio"], len(jobs["mlp-wide"]["rounds"]), jobs["mlp-wide"]["device_bytes"]) == (1.5, 2, 7)
-    assert any("mlp-wide" not in result["jobs"] for result in results), "every part is written when it is done"
+    assert any("gpt2" not in result["jobs"] for result in results), "every part is written when it is done"
+    assert list(jobs) == ["mlp-wide", "bert", "gpt2"], "the smallest job first"
     assert "failed: graphc: RuntimeError" in capsys.readouterr().out
 
 
@@ -93,6 +96,52 @@ def test_a_side_that_does_not_get_ready_does_not_keep_the_other_waiting(results:
     job = results[-1]["jobs"]["resnet50"]
     assert "has not answered" in job["failed"]["torch"]
     assert job["graphc_ms"] == 2.0
+
+
+def test_a_step_that_is_not_captured_fails_the_job(results: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--dry", "--only", "resnet50", "--rounds", "1", "--modes", "none"]) == 1
+    job = results[-1]["jobs"]["resnet50"]
+    assert job["graphc_ms"] == 2.0
+    assert "cudaErrorStreamCaptureUnsupported" in job["failed"]["capture"]
+    assert "failed: capture: the step is not one CUDA graph" in capsys.readouterr().out
+
+
+def test_without_pytorch_nothing_asks_for_it(results: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Models come as skeletons; a cache that an earlier run has filled is used again."""
+    asked: list[str] = []
+    monkeypatch.setattr(gpu, "once", lambda command, *_: asked.append(command[2]) or {"losses": [1.0], **TOLD})
+    monkeypatch.setattr(gpu, "fill_all", lambda models, skeletons, *_, **__: {m: skeletons / m[0] for m in models})
+    (tmp_path / "kept" / "graphc").mkdir(parents=True)
+    (tmp_path / "kept" / "graphc" / "products.json").write_text("{}")
+    command = ["--dry", "--only", "mlp-wide", "--rounds", "1", "--modes", "none", "--skeletons", str(tmp_path)]
+    assert gpu.main([*command, "--cache", str(tmp_path / "kept")]) == 0
+    job = results[-1]["jobs"]["mlp-wide"]
+    assert set(job["parity"]) == {"fp32 and CPU backend"}
+    assert set(job["first_step_s"]) == {"cached"}
+    assert not any("torch" in side for side in asked)
+    assert gpu.main([*command, "--cache", str(tmp_path / "fresh")]) == 0
+    assert set(results[-1]["jobs"]["mlp-wide"]["first_step_s"]) == {"uncached", "cached"}
+
+
+TOLD = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": []}
+
+
+@pytest.mark.full
+def test_a_job_has_a_time_limit_of_its_own(results: list[Any]) -> None:
+    begin = time.monotonic()
+    assert gpu.main(["--dry", "--only", "resnet50,mlp-wide", "--rounds", "1", "--limit", "3"]) == 1
+    assert time.monotonic() - begin < 100
+    jobs = results[-1]["jobs"]
+    assert "has not answered" in jobs["resnet50"]["failed"]["torch"]
+    assert jobs["mlp-wide"]["ratio"] == 1.5
+
+
+def test_the_worst_calls_are_named() -> None:
+    table = [{"name": f"kernel {k}", "calls": 2, "predicted_us": 10.0, "excess_us": 20.0 - k} for k in range(30)]
+    named = worst(table)
+    assert len(named) == 10
+    assert named[0] == "20.0 µs over 10.0, 2 × kernel 0"
+    assert worst([{"name": "fast", "calls": 1, "predicted_us": 9.0, "excess_us": -1.0}]) == []
 
 
 def test_an_unknown_job_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,8 @@ def convolution(note: Note) -> Results:
         x, w, dy = (values[name].astype(np.float64) for name in ("x", "w", "y"))
         wanted = dict(zip(("Conv", "ConvGradInput", "ConvGradWeight"), reference.convolution(x, w, dy), strict=True))
         for kind, expected in wanted.items():
-            call = cudnn_convolution.Convolution(kind, *forms.values(), (1, 1), (1, 1), (1, 1), (1, 1))
+            one = (1, 1)  # pixel of border, step and dilation on every axis
+            call = cudnn_convolution.Convolution(kind, forms["x"], forms["w"], forms["y"], one, one, one, one)
             source = {"x": "x", "w": "w", "dy": "y"}
             _cudnn(note, f"{kind} in {dtype.name}", device, cudnn_convolution, call,
                    {name: values[source[name]].transpose(order) for name in call.operands},
@@ -112,8 +113,7 @@ def attention(note: Note) -> Results:
     rng = np.random.default_rng(0)
     form = Tensor.dense(size, dtype)
     q, k, v, dy = (rng.standard_normal(size).astype(dtype.numpy()) for _ in range(4))
-    exact = [array.astype(np.float64) for array in (q, k, v, dy)]
-    y, saved, gradients = reference.attention(*exact, size[-1] ** -0.5)
+    y, saved, gradients = reference.attention(*(array.astype(np.float64) for array in (q, k, v, dy)), scale=size[-1] ** -0.5)
     call = cudnn_attention.Attention(form, form, form, form, None, size[-1] ** -0.5, True)
     given, expected = {"q": q, "k": k, "v": v}, {"y": y, "saved": saved}
     results = _cudnn(note, "attention", device, cudnn_attention, call, given, expected, 2**-6)
