@@ -138,3 +138,7 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={extent}" for name, extent in self.axes.items() if name == "data" or extent > 1)
+
+
+ALONE = Mesh()
+"""One worker."""

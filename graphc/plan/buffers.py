@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.facts import dtype_of, input_of, shape_of
+from graphc.ir.ops.collectives import VARIADIC
 from graphc.ir.updates import converts, on_its_way
 from graphc.plan.arena import Arena
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
@@ -31,7 +32,6 @@ def lay_out(
     groups: Sequence[UpdateGroup],
     views: Mapping[ir.Value, ir.Value],
     homes: Homes,
-    world_size: int,
     alignment: int,
 ) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
     """Place every value that crosses steps; returns the size in bytes of each buffer, and fills in the steps' transfers.
@@ -49,7 +49,7 @@ def lay_out(
     waits = {step.transfer.tag: step for step in steps if step.transfer is not None and step.kind == "wait"}
     for step in steps:
         if step.transfer is not None and step.kind == "start":
-            _place_transfer(step, waits[step.transfer.tag], homes, world_size, places, blocks)
+            _place_transfer(step, waits[step.transfer.tag], homes, places, blocks)
     for view, source in views.items():
         if view in places:
             places[source] = replace(places[view], shape=shape_of(source))
@@ -120,16 +120,23 @@ class _Blocks:
         for root in roots:
             self.of[root] = block
 
+    def add_block(self, transfer: Transfer, written: ir.Value, members: Mapping[ir.Value, int]) -> None:
+        """Make a block of ``members``, value → byte offset, which is first written through ``written``, one of them."""
+        root = self.views.get(written, written)
+        offsets = {root if value is written else value: offset for value, offset in members.items()}
+        self.of[root] = _Block(transfer, offsets, [])
 
-def _place_transfer(
-    step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, places: dict[ir.Value, Slice], blocks: _Blocks
-) -> None:
+
+def _place_transfer(step: PlanStep, wait: PlanStep, homes: Homes, places: dict[ir.Value, Slice], blocks: _Blocks) -> None:
     """Place the operands of a collective in one contiguous range: a buffer of their group, or a block of the arena."""
     transfer = step.collective
-    transfer.dtype = _dtype(step.inputs[0])
+    transfer.dtype = _dtype(step.outputs[0])
+    if transfer.op not in VARIADIC:
+        _single_block(step, wait, blocks)
+        return
     home = _home(step, wait, homes)
     if home is None:
-        _dense_block(step, wait, homes, world_size, blocks)
+        _dense_block(step, wait, homes, blocks)
         return
     group, index = home
     transfer.elements = group.elements
@@ -190,7 +197,23 @@ def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] |
     return [offset_of[v] for v in user.outputs], group.elements
 
 
-def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, blocks: _Blocks) -> None:
+def _single_block(step: PlanStep, wait: PlanStep, blocks: _Blocks) -> None:
+    """Place a collective of one value; of a stack this rank's entry is its operand or its result."""
+    transfer, (flying,), (result,) = step.collective, step.outputs, wait.outputs
+    if not step.inputs:
+        transfer.elements = _size(result)
+        blocks.add(transfer, [0], [flying], [[result]])
+        return
+    (operand,) = step.inputs
+    transfer.elements = max(_size(operand), _size(result))
+    each = transfer.elements // transfer.size * transfer.dtype.itemsize * transfer.place
+    if transfer.op in ("AllGatherStack", "ReduceScatterStack"):
+        transfer.parts = shares(transfer.elements, "even", transfer.size)
+    entry = {"AllGatherStack": operand, "ReduceScatterStack": result}.get(transfer.op)
+    blocks.add_block(transfer, operand, {value: each if value is entry else 0 for value in (operand, flying, result)})
+
+
+def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, blocks: _Blocks) -> None:
     transfer = step.collective
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
         raise ModelError(f"the operands of {transfer} differ in type")
@@ -209,9 +232,9 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, world_size: int, 
             position = -(-position // apart) * apart
         offsets.append(position)
         position += size
-    unit = world_size if transfer.owner == "even" else 1
+    unit = transfer.size if transfer.owner == "even" else 1
     transfer.elements = -(-position // unit) * unit
-    transfer.parts = shares(transfer.elements, transfer.owner, world_size) if transfer.owner else None
+    transfer.parts = shares(transfer.elements, transfer.owner, transfer.size) if transfer.owner else None
     transfer.lengths = _distances(offsets, transfer.elements)
     _fill_gaps(transfer, offsets, step.inputs)
     where = [offset * transfer.dtype.itemsize for offset in offsets]

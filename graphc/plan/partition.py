@@ -22,11 +22,13 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
-from graphc.ir.ops.collectives import COLLECTIVES, collective_of
+from graphc.ir.ops.collectives import COLLECTIVES, VARIADIC, collective_of
 from graphc.ir.subgraphs import bodies, captured
 from graphc.ir.updates import converts
+from graphc.mesh import Mesh
 from graphc.plan.accumulation import is_accumulation, run_once
 from graphc.plan.buffers import lay_out
+from graphc.plan.group_places import collective_events, join_group
 from graphc.plan.skip_flag import guard
 from graphc.plan.specialise import prepare
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup
@@ -43,6 +45,7 @@ class Plan:
         buffers: name → bytes of every flat buffer and of the ``arena``.
         groups: the update groups, which own the flat state buffers.
         views: value → the value whose memory it shares under another shape.
+        mesh, rank: the axes of the world, and whose plan it is.
         homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
         stop: the flag by which the check step skips the updates; None: the check stops the step itself.
         collectives: one text line per collective in order, equal on all ranks.
@@ -54,19 +57,19 @@ class Plan:
     buffers: dict[str, int]
     groups: list[UpdateGroup]
     views: dict[ir.Value, ir.Value]
-    world_size: int
+    mesh: Mesh
     rank: int
     homes: dict[ir.Value, tuple[UpdateGroup, int]]
     stop: ir.Value | None = None
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size
+
+    @property
     def collectives(self) -> list[str]:
-        lines = []
-        for step in self.steps:
-            if step.kind == "start" and step.transfer is not None:
-                shapes = ",".join(f"{v.dtype.name if v.dtype else '?'}{list(static_dims(v) or ())}" for v in step.inputs)
-                lines.append(f"{step.transfer} over {step.transfer.group}: {shapes}")
-        return lines
+        return [event.text for event in collective_events(self.steps) if event.begins]
 
     def text(self) -> str:
         """Print one line a step, with sizes, in the order of execution on this rank."""
@@ -87,6 +90,7 @@ def make_plan(
     world_size: int = 1,
     rank: int = 0,
     guarded: bool = False,
+    mesh: Mesh | None = None,
 ) -> Plan:
     """Plan the steps of one rank.
 
@@ -94,23 +98,28 @@ def make_plan(
         model: a training (or inference) graph as the pipeline leaves it.
         shapes: concrete shape of every graph input.
         capabilities: those of the backend that will run it.
-        world_size: ranks on the data axis; on one rank there are no collectives.
+        world_size: ranks, all on the data axis unless there is a ``mesh``; on one rank there are no collectives.
         rank: whose plan it is; plans differ in the parts of sharded state that a rank owns.
         guarded: the check for NaN skips the updates by a flag on the device (:mod:`graphc.plan.skip_flag`).
+        mesh: the axes of the world.
     """
-    ready = prepare(model, shapes, capabilities, world_size=world_size, regions=True)
+    mesh = Mesh(data=world_size) if mesh is None else mesh
+    ready = prepare(model, shapes, capabilities, mesh=mesh, rank=rank, regions=True)
     _privatise(ready.graph)
     stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
-    groups = update_groups(ready.graph, world_size, rank)
+    groups = update_groups(ready.graph, mesh.data, mesh.coordinate("data", rank))
     steps = list(_steps(ready.graph, capabilities.prefers_native, groups))
+    for step in steps:
+        if step.transfer is not None and step.kind == "start":
+            join_group(step, mesh, rank)
     _dissolve_regions(ready.graph)
     _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)
-    places, buffers = lay_out(ready.graph, steps, groups, views, homes, world_size, capabilities.alignment)
-    return Plan(ready, steps, places, buffers, groups, views, world_size, rank, homes, stop)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, capabilities.alignment)
+    return Plan(ready, steps, places, buffers, groups, views, mesh, rank, homes, stop)
 
 
 def _privatise(graph: ir.Graph) -> None:
@@ -120,6 +129,7 @@ def _privatise(graph: ir.Graph) -> None:
     not the result of a node (an input, a constant) is copied first. State is meant to be overwritten.
     """
     operands: list[tuple[ir.Node, int]] = []
+    reads_only = {"SendStart", "BarrierStart"}
     for node in graph:
         begins = collective_of(node) is not None and node.op_type.endswith("Start")
         if begins or converts(node):
@@ -132,10 +142,10 @@ def _privatise(graph: ir.Graph) -> None:
         producer = value.producer()
         if producer is not None and (is_update(producer) or (is_update(node) and _is_wait(producer))):
             continue
-        if producer is None and is_state(value) and not is_update(node):
+        if producer is None and is_state(value) and collective_of(node) in VARIADIC:
             continue
         fixed = producer is None or producer.op_type == "Constant"
-        uses = sum(not _only_measures(user) for user, _ in value.uses())
+        uses = sum(not _only_measures(user) for user, _ in value.uses()) if node.op_type not in reads_only else 1
         if fixed or uses > 1 or value.is_graph_output():
             op.before, op.scope = node if fixed else follower[value], f"copy/{value.name}"
             node.replace_input_with(index, op.Identity(value))
@@ -218,7 +228,7 @@ def _transfer(node: ir.Node) -> Transfer:
     values = required_declaration(node).attribute_values(node)
     own = {
         k: values[k]
-        for k in ("tag", "group", "reduce", "owner", "root", "every", "since", "first", "last", "nonzero")
+        for k in ("tag", "group", "reduce", "owner", "root", "peer", "every", "since", "first", "last", "nonzero")
         if k in values
     }
     return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)

@@ -15,8 +15,10 @@ from graphc.ir.facts import Dim, dims
 from graphc.ir.infer import propagate
 from graphc.ir.model_bytes import check_sizes
 from graphc.ir.symbolic_dims import product
+from graphc.mesh import ALONE, Mesh
 from graphc.pipeline import PASSES, Context, parse
 from graphc.plan.accumulation import is_accumulation
+from graphc.plan.group_places import group_of, settle_coordinates
 from graphc.plan.half_precision import emulate_halves, narrow_storage
 
 
@@ -86,7 +88,8 @@ def prepare(
     shapes: Mapping[str, Sequence[int]],
     capabilities: Capabilities = STANDARD,
     *,
-    world_size: int = 1,
+    mesh: Mesh = ALONE,
+    rank: int = 0,
     regions: bool = False,
 ) -> ir.Model:
     """Specialise, decompose ops for which the backend has no kernel, and simplify.
@@ -94,10 +97,12 @@ def prepare(
     Args:
         capabilities: the backend's; ops that it does not compute in half precision run in float32
             (:mod:`graphc.plan.half_precision`).
+        mesh, rank: the axes of the world, and the rank that will run it; in a group of one rank there are no collectives.
         regions: keep the nodes that only matter to a plan: the marks before recomputed regions, without which the regions would
             be merged away, and the sums over micro-batches.
     """
     copy = specialise(model, shapes)
+    settle_coordinates(copy.graph, mesh, rank)
     ctx = Context()
     PASSES["late_gradients"].function(copy, ctx)
     simplify = PASSES["simplify"].function
@@ -108,8 +113,10 @@ def prepare(
         if is_update(node) or (regions and (node.op_type == "Recompute" or is_accumulation(node))):
             return True
         declaration = declaration_of(node)
-        if declaration is not None and (declaration.effect or (declaration.combine and node.attributes.get_string(SHARD, ""))):
-            return world_size > 1 or (not declaration.effect and capabilities.prefers_native(node))
+        if declaration is not None and declaration.effect:
+            return mesh.extent(group_of(node)) > 1
+        if declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
+            return mesh.data > 1 or capabilities.prefers_native(node)
         return capabilities.prefers_native(node) or capabilities.holds(node)
 
     def decompose() -> bool:

@@ -33,7 +33,8 @@ class Transfer:
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
-        group, reduce, owner, root, every, since, first, last, nonzero, transient: the op's attributes.
+        group, reduce, owner, root, peer, every, since, first, last, nonzero, transient: the op's attributes.
+        size, place: the number of ranks of the group, and this rank's place among them.
         buffer, offset: place of the flat array that the collective works on (offset in bytes).
         elements, dtype: its length and type.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
@@ -50,6 +51,9 @@ class Transfer:
     reduce: str = ""
     owner: str = ""
     root: int = 0
+    peer: int = -1
+    size: int = 1
+    place: int = 0
     every: int = 1
     since: int = 0
     first: int = 1
@@ -70,12 +74,20 @@ class Transfer:
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
-    def sparse(self, size: int) -> bool:
-        """Whether ``size`` ranks save time by exchanging only elements that are not zero."""
-        return 0 < self.nonzero * size < self.elements
+    @property
+    def sparse(self) -> bool:
+        """Whether the ranks save time by exchanging only elements that are not zero."""
+        return 0 < self.nonzero * self.size < self.elements
+
+    @property
+    def channel(self) -> tuple[str, int, int] | None:
+        """Group, and the places in it of the sender and the receiver, of a transfer between two ranks."""
+        ends = {"send": (self.place, self.peer), "recv": (self.peer, self.place)}.get(self.kind)
+        return None if ends is None else (self.group, *ends)
 
     def __str__(self) -> str:
-        counts = [f"{name}={n}" for name, n, least in (("every", self.every, 2), ("nonzero", self.nonzero, 1)) if n >= least]
+        known = ("every", self.every, 2), ("nonzero", self.nonzero, 1), ("root", self.root, 1)
+        counts = [f"{name}={n}" for name, n, least in known if n >= least]
         detail = [t for t in (self.reduce, self.owner, *counts) if t]
         return f"{self.op}({','.join(detail)}) {self.tag}"
 

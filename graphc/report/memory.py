@@ -153,7 +153,10 @@ class Unconnected(NullCommunicator):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.ranks = rank, size, range(size)
+
+    def _subgroup(self, members: Sequence[int], index: int) -> Unconnected:
+        return Unconnected(members.index(self.rank), len(members))
 
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         handle = Handle(lambda: None, options.get("kind", "allreduce"), op, tag, array.nbytes)

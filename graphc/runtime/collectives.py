@@ -9,6 +9,7 @@ from typing import Any
 
 from graphc.device import Array, Choice, HostSync, Run, in_order
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.groups import Groups
 from graphc.errors import ModelError
 from graphc.ir.declare import operand
 from graphc.ir.facts import required
@@ -22,8 +23,8 @@ from graphc.runtime.sparse_allreduce import SparseSum
 class Transfers:
     """Binds the start and the wait steps of a plan."""
 
-    def __init__(self, places: BufferMap, comm: Communicator | None) -> None:
-        self._places, self._comm = places, comm
+    def __init__(self, places: BufferMap, groups: Groups | None) -> None:
+        self._places, self._groups = places, groups
         self._handles: dict[str, Any] = {}
         self._prepared: dict[str, Any] = {}
         self._sparse: dict[str, SparseSum] = {}
@@ -33,24 +34,32 @@ class Transfers:
 
     def bind(self, step: PlanStep, index: int) -> Run:
         """``step`` is step ``index`` of the plan."""
-        transfer, plan, memory = step.collective, self._places.plan, self._places.memory
-        if self._comm is None:
+        transfer, memory = step.collective, self._places.memory
+        if self._groups is None:
             raise ModelError(f"the plan has the collective {transfer.tag!r}, but there is no communicator")
         start, nbytes = transfer.offset, transfer.nbytes
         flat = self._places.buffers[transfer.buffer][start : start + nbytes].view(transfer.dtype)
-        if transfer.sparse(plan.world_size):
+        if transfer.sparse:
             return self._bind_sparse_wait(transfer) if step.kind == "wait" else self._bind_sparse(step, index, flat)
-        part = flat[slice(*transfer.parts[plan.rank])] if transfer.parts else flat[:0]
+        part = flat[slice(*transfer.parts[transfer.place])] if transfer.parts else flat[:0]
         if step.kind == "wait":
             sink = self._places.buffers[transfer.sink].view(transfer.dtype) if transfer.sink else None
-            return self._bind_wait(transfer, index, [memory.bind_copy(sink, part)] if sink is not None else [])
+            after = [memory.bind_copy(sink, part)] if sink is not None else []
+            if transfer.kind == "reduce" and transfer.place != transfer.root:
+                after.append(memory.bind_fill(flat, 0))
+            return self._bind_wait(transfer, index, after)
         before = [memory.bind_fill(flat[slice(*gap)], 0) for gap in transfer.gaps]
         if transfer.source:
             before.append(memory.bind_copy(part, self._places.buffers[transfer.source].view(transfer.dtype)))
         return self._bind_start(step, index, flat, before)
 
+    def _comm(self, transfer: Transfer) -> Communicator:
+        """The communicator that carries ``transfer``."""
+        groups, channel = required(self._groups), transfer.channel
+        return groups.of(transfer.group) if channel is None else groups.channel(*channel)
+
     def _bind_wait(self, transfer: Transfer, index: int, after: list[Run]) -> Run:
-        handles, comm, tag, prepared = self._handles, required(self._comm), transfer.tag, self._prepared[transfer.tag]
+        handles, comm, tag, prepared = self._handles, self._comm(transfer), transfer.tag, self._prepared[transfer.tag]
         if tag in self._ahead:
             return self._queued(transfer, index, after, [functools.partial(comm.wait, prepared), *after])
 
@@ -64,7 +73,7 @@ class Transfers:
         return HostSync(wait)
 
     def _bind_start(self, step: PlanStep, index: int, flat: Array, before: list[Run]) -> Run:
-        transfer, handles, comm = step.collective, self._handles, required(self._comm)
+        transfer, handles, comm = step.collective, self._handles, self._comm(step.collective)
         tag, overlap = transfer.tag, self._overlaps(step, index)
         if transfer.kind == "allreduce":
             lengths = transfer.lengths if transfer.reduce == "adasum" else None
@@ -98,16 +107,19 @@ class Transfers:
         return Choice([in_order(without), in_order(whole)], self._picks[key])
 
     def _overlaps(self, step: PlanStep, index: int) -> bool:
-        """Whether any step computes between the start of a collective, which is step ``index``, and its wait."""
+        """Whether any step between the start of a collective, which is step ``index``, and its wait computes, or waits for what
+        another communicator carries: the other ranks may be there only when this collective has run.
+        """
+        own = step.collective
         rest = self._places.plan.steps[index + 1 :]
         end = next((k for k, s in enumerate(rest) if s.kind == "wait" and s.tag == step.tag), len(rest))
-        return any(s.transfer is None for s in rest[:end])
+        return any(s.transfer is None or (s.transfer.group, s.transfer.channel) != (own.group, own.channel) for s in rest[:end])
 
     def _bind_sparse(self, step: PlanStep, index: int, flat: Array) -> Run:
-        transfer, handles, plan = step.collective, self._handles, self._places.plan
+        transfer, handles = step.collective, self._handles
         tag = transfer.tag
-        exchange = SparseSum(flat, transfer.nonzero, plan.rank, plan.world_size, self._places.memory)
-        handle = exchange.prepare(self._comm, tag, overlap=self._overlaps(step, index))
+        exchange = SparseSum(flat, transfer.nonzero, transfer.place, transfer.size, self._places.memory)
+        handle = exchange.prepare(self._comm(transfer), tag, overlap=self._overlaps(step, index))
         self._sparse[tag] = exchange
         skipped = self._skips(transfer, index)
 

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphc.backend import Backend
 from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.groups import Groups
 from graphc.errors import DeviceError
 from graphc.ir.declare import SHARD
 from graphc.ir.facts import required
@@ -54,7 +55,8 @@ class Executor:
         plan: what to run.
         state: where parameters and other state live; shared by all plans of a trainer.
         backend: runs segments and kernels.
-        comm: starts and finishes collectives; unused on one rank.
+        comm: of the world; unused on one rank.
+        groups: the communicators of the plan's mesh; None: those of a mesh that has the data axis only.
         host: runs updates whose state lies in the host's memory, where the backend works elsewhere.
         check: whether gradients and loss are tested for NaN and infinity before the updates.
         wrap: called as ``wrap(kind, name, run)`` for each step when it is bound, for tracing; its result runs in
@@ -72,6 +74,7 @@ class Executor:
         backend: Backend,
         comm: Communicator | None = None,
         *,
+        groups: Groups | None = None,
         host: Backend | None = None,
         check: bool = True,
         wrap: Wrap | None = None,
@@ -82,7 +85,10 @@ class Executor:
         self._on_host = backend.memory.on_host
         self._turn, self._scale = MicroBatchCursor(), 0.0
         self._updates = Updates(places, backend, host)
-        self._transfers = Transfers(places, comm)
+        if groups is None and comm is not None:
+            groups = Groups(comm, plan.mesh)
+            groups.open(["data"])
+        self._transfers = Transfers(places, groups)
         self._check = Check(places, backend, comm) if check else None
         self.inputs = places.inputs
         self.outputs = places.outputs
@@ -162,7 +168,7 @@ class Executor:
             )
         if step.kind == "kernel":
             (node,) = step.nodes
-            if node.attributes.get_string(SHARD, "") and self.plan.world_size > 1:
+            if node.attributes.get_string(SHARD, "") and self.plan.mesh.data > 1:
                 return self._updates.bind_over_parts(node)
             inputs = [None if v is None else array(v) for v in node.inputs]
             return self._backend.bind_kernel(node, inputs, [array(v) for v in node.outputs], {})

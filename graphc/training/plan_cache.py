@@ -10,10 +10,11 @@ import onnx_ir as ir
 from graphc.backend import Backend, host_backend
 from graphc.compiler import Program, collection_paused
 from graphc.device import Array, Run
-from graphc.distributed.communicator import Communicator
-from graphc.distributed.consistency import agree
+from graphc.distributed.collective_proof import prove_collectives
+from graphc.distributed.groups import Groups
 from graphc.errors import DeviceMemoryError, WorldError
 from graphc.ir.ops.losses import label_checks, symbolic_classes
+from graphc.plan.group_places import collective_events
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
@@ -27,7 +28,8 @@ class PlanCache:
 
     Args:
         program: the graphs.
-        backend, comm: the worker's.
+        backend: the worker's.
+        groups: the communicators of the mesh.
         threads: threads of the host backend, where a device needs one beside it.
         check: whether gradients and loss are tested for NaN and infinity before the updates.
         batched: the feeds whose first axis is the batch.
@@ -45,7 +47,7 @@ class PlanCache:
         self,
         program: Program,
         backend: Backend,
-        comm: Communicator,
+        groups: Groups,
         *,
         threads: int,
         check: bool,
@@ -54,7 +56,8 @@ class PlanCache:
         self.wrap: Wrap | None = None
         self.training: dict[tuple[Any, ...], Executor] = {}
         self.evaluation: dict[tuple[Any, ...], Executor] = {}
-        self._program, self._backend, self._comm = program, backend, comm
+        self._program, self._backend, self._comm = program, backend, groups.world
+        self._groups = groups
         self._threads, self.check, self._batched = threads, check, batched
         self._host: Backend | None = None
         self._labels, self._classes = label_checks(program.model.graph), symbolic_classes(program.model.graph)
@@ -115,14 +118,14 @@ class PlanCache:
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model) -> Executor:
         shapes, rank, size = check_feed_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host
-        plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded)
+        plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded, mesh=self._groups.mesh)
         if model is self._program.model:
             self._compare_collectives(plan)
-        comm = self._comm if size > 1 else None
+        comm, groups = (self._comm, self._groups) if size > 1 else (None, None)
         taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
         host = self.on_host() if self.state.offloaded else None  # runs updates whose state lies there
         try:
-            return Executor(plan, self.state, self._backend, comm, host=host, check=self.check, wrap=self.wrap)
+            return Executor(plan, self.state, self._backend, comm, groups=groups, host=host, check=self.check, wrap=self.wrap)
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 
@@ -131,7 +134,8 @@ class PlanCache:
 
     def _compare_collectives(self, plan: Plan) -> None:
         if self._collectives is None:
-            agree(self._comm, plan.collectives, "collective")
+            channels = prove_collectives(self._comm, plan.mesh, collective_events(plan.steps))
+            self._groups.open_channels(channels)
             self._collectives = plan.collectives
         elif self._collectives != plan.collectives:
             raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")

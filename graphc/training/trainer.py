@@ -20,12 +20,15 @@ from graphc.data import Shards
 from graphc.device import Array
 from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.groups import Groups
 from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import GraphcError, UsageError, describe_error
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
+from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.parameter_server import server_options
+from graphc.mesh import Mesh
 from graphc.optim import checked_rate
 from graphc.plan.accumulation import sums_by_tree
 from graphc.plan.state_rewrites import adapted
@@ -63,6 +66,7 @@ class Trainer:
 
     Attributes:
         rank, size: this worker's rank, and the number of ranks.
+        groups: the communicators of the mesh.
         servers: number of parameter servers, ranks 0 … servers - 1; 0 if every rank is a replica.
         steps_done: finished steps of the training. With parameter servers: on a server the steps applied to the state,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
@@ -116,7 +120,10 @@ class Trainer:
         self.micro_batches = micro_batches(program.model.graph, self.size)
         self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)
         batched = self.micro_batches.batched
-        self.plans = PlanCache(program, self.backend, self.comm, threads=threads, check=check_finite, batched=batched)
+        mesh = program.mesh if program.mesh is not None and not self.servers else Mesh(data=self.size)
+        self.groups = Groups(self.comm, mesh)
+        self.groups.open(collective_groups(program.model.graph) | {"data"})
+        self.plans = PlanCache(program, self.backend, self.groups, threads=threads, check=check_finite, batched=batched)
         self._wrap, self._schedule = wrap, schedule
         self.trace = Trace(trace) if isinstance(trace, str | Path) else trace
         self.plans.wrap = self._hook()
