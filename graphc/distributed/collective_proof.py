@@ -7,6 +7,7 @@ in the same order. And when the ranks' steps are played, each waiting for what i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -34,7 +35,8 @@ def prove_collectives(communicator: Communicator, mesh: Mesh, events: Events) ->
     if mesh.data == mesh.size:  # one group, in which no rank sends to another alone
         agree(communicator, [event.text for event in events if event.begins], "collective")
         return []
-    everyone: list[list[CollectiveEvent]] = communicator.allgather_object(list(events))
+    gathered = communicator.allgather_object([astuple(event) for event in events])
+    everyone = [[CollectiveEvent(*fields) for fields in one] for one in gathered]
     check_events(mesh, everyone)
     return sorted({event.lane for events in everyone for event in events if event.source >= 0})
 

@@ -52,7 +52,11 @@ def open_mpi(world: World, deadline: float) -> MpiCommunicator:
     watchdog = join_launcher(world)
     try:
         MPI = _load_mpi()
-        with watchdog.joining(Handle(lambda: None, "join"), deadline) if watchdog is not None else _time_limit(world, deadline):
+        with (
+            watchdog.joining(Handle(lambda: None, "join"), deadline)
+            if watchdog is not None
+            else _time_limit(world.rank, deadline, range(world.size))
+        ):
             _initialise(MPI)
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(
@@ -105,12 +109,13 @@ def _initialise(mpi: Any) -> None:
 
 
 @contextlib.contextmanager
-def _time_limit(world: World, deadline: float) -> Iterator[None]:
-    """End the process unless the block ends in time; no watchdog can say yet which rank is missing."""
+def _time_limit(world: World, deadline: float, group: str = "") -> Iterator[None]:
+    """End the process unless all workers, or those of ``group``, join in time; no watchdog can say yet which is missing."""
 
     def end() -> None:
+        wanted = f"its group {group}" if group else f"all {world.size} workers"
         print(
-            f"graphc: rank {world.rank} waited {deadline:g} s for all {world.size} workers to join: one of them died,"
+            f"graphc: rank {world.rank} waited {deadline:g} s for {wanted} to join: one of them died,"
             " is stopped, or never came",
             file=sys.stderr,
             flush=True,
@@ -272,7 +277,8 @@ class MpiCommunicator(ProcessCommunicator):
     def _subgroup(self, members: Sequence[int], index: int) -> MpiCommunicator:
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise WorldError("this MPI library lets one thread at a time call it; groups of workers need MPI_THREAD_MULTIPLE")
-        with _time_limit(self.deadline):
+        names = ", ".join(str(self.ranks[member]) for member in members)
+        with _time_limit(World(self.ranks[self.rank], self.root.size, 0, 1, "mpi"), self.deadline, f"of ranks {names}"):
             group = self._comm.Get_group().Incl(list(members))
             return MpiCommunicator(self._mpi, self._comm.Create_group(group, index % TAGS))
 
