@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from graphc.distributed.tcp_store import client as store_client
 from graphc.distributed.tcp_store import server as store_server
 from graphc.distributed.tcp_store.channel import Channel, Hello, prove_to_store
 from graphc.distributed.tcp_store.client import Store
@@ -289,8 +290,9 @@ def test_a_message_that_is_none_loses_that_rank_only(header: Any, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_changed_on_the_way_ends_in_an_error() -> None:
-    """A relay between rank 1 and rank 0 passes on the proof and flips one bit of what follows."""
+def test_what_is_changed_on_the_way_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay between rank 1 and rank 0 passes on the proof and flips one bit of what follows, as between two machines."""
+    monkeypatch.setattr(store_client, "is_loopback", lambda host: False)
     place = ("127.0.0.1", free_port())
     a = Store(0, 2, place, SECRET, 5.0)
     with socket.create_server(("127.0.0.1", 0)) as relay:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from graphc.distributed.tcp_store.channel import BROKEN, Channel, Header, Hello, prove_to_store
-from graphc.distributed.tcp_store.job_secret import JOB_SECRET, Place
+from graphc.distributed.tcp_store.job_secret import JOB_SECRET, Place, is_loopback
 from graphc.distributed.tcp_store.server import FOREVER, StoreServer, cut
 from graphc.errors import PeerError, WorldError
 
@@ -52,7 +52,7 @@ class Store:
     ) -> None:
         self.rank, self.size = rank, size
         self.place, self.secret = place, secret
-        self._hello = Hello(rank, size, subgroup)
+        self._subgroup = subgroup
         self._where = f"{place[0]}:{place[1]}"
         self._busy = threading.Lock()
         self.server = StoreServer(size, listens or place, secret) if rank == 0 and not subgroup else None
@@ -91,7 +91,8 @@ class Store:
     def _introduce(self, connection: socket.socket, limit: float) -> Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        channel = prove_to_store(connection, self.secret, self._hello, limit)
+        claim = Hello(self.rank, self.size, self._subgroup, sealed=not is_loopback(connection.getpeername()[0]))
+        channel = prove_to_store(connection, self.secret, claim, limit)
         connection.settimeout(SLACK)
         answer, _ = channel.receive()
         if answer.get("error"):
