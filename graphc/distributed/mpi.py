@@ -52,11 +52,7 @@ def open_mpi(world: World, deadline: float) -> MpiCommunicator:
     watchdog = join_launcher(world)
     try:
         MPI = _load_mpi()
-        with (
-            watchdog.joining(Handle(lambda: None, "join"), deadline)
-            if watchdog is not None
-            else _time_limit(world.rank, deadline, range(world.size))
-        ):
+        with watchdog.joining(Handle(lambda: None, "join"), deadline) if watchdog is not None else _time_limit(world, deadline):
             _initialise(MPI)
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(
