@@ -39,7 +39,7 @@ test-large: $(STAMP)  ## the zoo models of hundreds of megabytes, and sweeps (4 
 quick: $(STAMP)  ## the quick tier of the tests (under 90 s)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi and not large"
 
-faults: $(STAMP)  ## every fault at 20 random moments of a training on MPI processes (about 10 minutes)
+faults: $(STAMP)  ## failing data, disks and passes at 20 random moments of a training (5 minutes); more: make fuzz FUZZ="--kind fault"
 	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py
 
 gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); writes build/gpu_test.json
@@ -48,7 +48,7 @@ gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gp
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
 	$(BIN)/python tests/hostcuda/build.py tests -n 2 --dist worksteal --timeout 900 -rs
 
-fuzz: $(STAMP)  ## mutants of models, data, checkpoints and command lines, rogue peers: FUZZ="--kind model --count 1000 --seed 0"
+fuzz: $(STAMP)  ## mutants of models, data, checkpoints, command lines; rogue peers; faults: FUZZ="--kind model --count 1000 --seed 0"
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 lint: $(STAMP)  ## ruff: style and formatting

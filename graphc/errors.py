@@ -17,10 +17,17 @@ class InternalError(GraphcError):
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:
-    """Message and exit code of an error; unexpected errors are shown with their type."""
+    """Message and exit code of an error or of a ``sys.exit``; unexpected errors are shown with their type."""
+    if isinstance(error, SystemExit):
+        return (f"exit code {error.code}", error.code) if isinstance(error.code, int) else (str(error.code), 1)
     if isinstance(error, GraphcError):
         return str(error), error.exit_code
     return f"{type(error).__name__}: {error}", 1
+
+
+def leaves_well(error: BaseException) -> bool:
+    """Whether it is a ``sys.exit`` without an error."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 class UsageError(GraphcError, ValueError):

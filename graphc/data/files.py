@@ -152,10 +152,11 @@ class MappedFile:
 
 def mapped_file(array: Array) -> MappedFile | None:
     """The file that an array, or what it is a view of, maps; None if it lies in memory."""
-    found: Any = array
-    while found is not None and not (isinstance(found, np.memmap) and isinstance(found.base, mmap.mmap)):
-        found = getattr(found, "base", None)
-    if found is None:
+    owner: Any = array
+    base: Any = getattr(owner, "base", None)
+    while base is not None and not isinstance(base, mmap.mmap):
+        owner, base = base, getattr(base, "base", None)
+    if base is None or not isinstance(owner, np.memmap):
         return None
-    start = found.offset - found.offset % mmap.ALLOCATIONGRANULARITY
-    return MappedFile(str(found.filename), found.base, start + len(found.base))
+    start = owner.offset - owner.offset % mmap.ALLOCATIONGRANULARITY
+    return MappedFile(str(owner.filename), base, start + len(base))

@@ -143,7 +143,7 @@ class MpiCommunicator(ProcessCommunicator):
     def abort(self, reason: str) -> None:
         error = sys.exception()
         code = describe_error(error)[1] if error is not None else 1
-        if error is not None and not isinstance(error, GraphcError):
+        if error is not None and not isinstance(error, GraphcError | SystemExit):
             traceback.print_exception(error)  # this call does not return
         if self.watchdog is not None:
             self.watchdog.fail(reason, code)

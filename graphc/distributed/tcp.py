@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ from graphc.distributed.reductions import Array
 from graphc.distributed.tcp_store.client import Store
 from graphc.distributed.tcp_store.job_secret import LOOPBACK, is_loopback, job_secret, listening_place, meeting_place
 from graphc.distributed.world import World
-from graphc.errors import UsageError
+from graphc.errors import UsageError, describe_error
 
 _store: Store | None = None
 _numbers = itertools.count(1)
@@ -74,8 +75,9 @@ class TcpCommunicator(ProcessCommunicator):
         self._exchanges = itertools.count()
 
     def abort(self, reason: str) -> None:
+        error = sys.exception()
         if self.watchdog is not None:
-            self.watchdog.fail(reason)
+            self.watchdog.fail(reason, 1 if error is None else describe_error(error)[1])
         self.store.abort(reason)
 
     def end_all(self, code: int) -> None:

@@ -25,7 +25,7 @@ from graphc.distributed.host_queue import QueuedCommunicator, reduce_part
 from graphc.distributed.reductions import Array
 from graphc.distributed.rma_windows import ThreadWindows, Windows
 from graphc.distributed.world import THREAD_WORLD, World
-from graphc.errors import UsageError, WorldError, describe_error
+from graphc.errors import PeerError, UsageError, WorldError, describe_error
 from graphc.ir.facts import required
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class ThreadGroup:
                     else:
                         self._fail(self._explain_timeout(rank, deadline))
             if self._generation == generation:
-                raise WorldError(self.failure or "the group has failed")
+                raise PeerError(self.failure or "the group has failed")
             return self._table
 
     def leave(self, rank: int, reason: str, *, failed: bool) -> None:
@@ -135,7 +135,7 @@ class ThreadGroup:
         """
         with self._changed:
             if self.failure is not None:
-                raise WorldError(self.failure)
+                raise PeerError(self.failure)
             return frozenset(self._gone)
 
     def _explain_timeout(self, rank: int, deadline: float) -> str:
@@ -154,7 +154,7 @@ class ThreadGroup:
             if gone != rank:
                 self._fail(self._absence(gone, reason, rank, what))
         if self.failure is not None:
-            raise WorldError(self.failure)
+            raise PeerError(self.failure)
 
     def _finish_round(self) -> None:
         names = {rank: what for rank, (what, _) in sorted(self._arrived.items())}
@@ -164,7 +164,7 @@ class ThreadGroup:
         if other is not None:
             first, second = self.ranks[0], self.ranks[other]
             self._fail(f"the ranks disagree: rank {first} is in {names[0]!r} and rank {second} in {names[other]!r}")
-            raise WorldError(self.failure)
+            raise PeerError(self.failure)
         self._generation += 1
         self._changed.notify_all()
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 from graphc.distributed.health.status_board import RankState
 from graphc.distributed.health.watchdog import RUN_DIRECTORY, Watchdog, join_launcher
 from graphc.distributed.world import find_world
-from graphc.errors import GraphcError, describe_error
+from graphc.errors import GraphcError, describe_error, leaves_well
 
 SAME_ERROR = 1.0  # seconds a failing worker waits for others with the same error, so that it is reported once
 
@@ -32,18 +32,11 @@ def main(argv: list[str]) -> None:
     atexit.register(watchdog.leave)
     try:
         run_program(argv)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            _fail(watchdog, *describe_exit(end))
     except BaseException as error:
-        if not isinstance(error, GraphcError):
-            _print_traceback(error)
-        _fail(watchdog, *describe_error(error))
-
-
-def describe_exit(end: SystemExit) -> tuple[str, int]:
-    """Message and exit code of a failing ``sys.exit``."""
-    return (f"exit code {end.code}", end.code) if isinstance(end.code, int) else (str(end.code), 1)
+        if not leaves_well(error):
+            if not isinstance(error, GraphcError | SystemExit):
+                _print_traceback(error)
+            _fail(watchdog, *describe_error(error))
 
 
 def run_program(argv: list[str]) -> None:

@@ -32,8 +32,7 @@ from graphc.distributed.health.status_board import StatusBoard
 from graphc.distributed.health.watchdog import BOARD_FILE, KEEP_GOING, LAUNCHER, RUN_DIRECTORY
 from graphc.distributed.threads import run_threads
 from graphc.distributed.world import TRANSPORT, available_cores, wanted_transport
-from graphc.errors import GraphcError, MissingExtraError, UsageError, describe_error
-from graphc.launch.entry import describe_exit
+from graphc.errors import GraphcError, MissingExtraError, PeerError, UsageError, describe_error, leaves_well
 from graphc.launch.folders import job_folder
 from graphc.launch.loopback_bind import confine
 from graphc.launch.processes import kill_all
@@ -240,13 +239,10 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
     def work(communicator: Communicator) -> None:
         try:
             exec(code, {"__name__": "__main__", "__file__": arguments[0], "__builtins__": __builtins__})
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                failed.append((communicator.rank, *describe_exit(end)))
-                raise
         except BaseException as error:
-            failed.append((communicator.rank, *describe_error(error)))
-            raise
+            if not leaves_well(error):
+                failed.append((communicator.rank, *describe_error(error)))
+                raise
 
     try:
         with termination_interrupts():
@@ -260,7 +256,8 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
         if not isinstance(error, (GraphcError, SystemExit)):
             traceback.print_exception(error)
         others = "; the other workers were stopped" if workers > 1 else ""
-        print(f"graphc: rank {rank} failed: {text}{others}", file=sys.stderr)
+        who = "" if isinstance(error, PeerError) else f"rank {rank} failed: "
+        print(f"graphc: {who}{text}{others}", file=sys.stderr)
         return exit_code
     finally:
         sys.argv, sys.path = before_argv, before_path

@@ -24,7 +24,7 @@ from graphc.distributed.groups import Groups
 from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
-from graphc.errors import GraphcError, UsageError, describe_error
+from graphc.errors import GraphcError, UsageError, describe_error, leaves_well
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
 from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.parameter_server import server_options
@@ -375,10 +375,10 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self.comm.abort(describe_error(error)[0])
-        else:
+        if error is None:
             self.write_trace()
+        elif not leaves_well(error):
+            self.comm.abort(describe_error(error)[0])
         self.close()
 
     # Inner workings ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from tests.fuzz.child import Outcome, attempt
-from tests.fuzz.kinds import KINDS, prepare
+from tests.fuzz.kinds import KINDS, LIMITS, prepare
 from tests.fuzz.model_mutants import mutate
 from tests.fuzz.seeds import seeds
 
@@ -40,7 +40,7 @@ def main() -> int:
         endings: collections.Counter[str] = collections.Counter()
         for number in range(given.seed, given.seed + given.count):
             name, work = KINDS[kind](number)
-            found = attempt(work)
+            found = attempt(work, **LIMITS.get(kind, {}))
             endings[found.ending] += 1
             if found.good:
                 continue

@@ -17,6 +17,7 @@ from graphc.cli import main
 from graphc.data.files import open_arrays
 from graphc.pipeline import PASSES
 from graphc.runtime import checkpoint
+from tests.fuzz.fault import fault
 from tests.fuzz.model_mutants import mutate
 from tests.fuzz.network import network
 from tests.fuzz.seeds import seeds
@@ -209,6 +210,10 @@ def cli(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
 
 KINDS: dict[str, Callable[..., tuple[str, Work]]] = {"model": model, "data": data, "checkpoint": saved, "cli": cli}
 KINDS["network"] = network
+KINDS["fault"] = fault
+
+LIMITS: dict[str, dict[str, int]] = {"fault": {"seconds": 400, "megabytes": 1 << 20}}
+"""Limits of an attempt where they are not the usual ones."""
 
 
 def prepare() -> None:

@@ -17,7 +17,7 @@ COUNT = 300
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"network"}))  # which has a test of its own
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"network", "fault"}))  # which have tests of their own
 def test_mutants_end_in_a_result_or_a_clear_error(kind: str) -> None:
     prepare()
     faults, trained = [], 0

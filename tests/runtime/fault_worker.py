@@ -1,7 +1,9 @@
 """What every rank of a fault test runs: an endless training with checkpoints and exports, in which something goes wrong.
 
 ``python fault_worker.py '{"folder": …, "kind": …, "rank": …, "moment": …}'``; kind ``loader`` raises while a sample is read,
-``mismatch`` changes one collective of one rank by a pass. Other faults come from outside.
+``mismatch`` changes one collective of one rank by a pass, ``exit``, ``leave`` and ``slow`` end or delay one rank in step
+``moment``, or before anything else where that is negative; ``whole`` ends in good order after that step. Other faults come from
+outside.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 JOB: dict[str, Any] = json.loads(sys.argv[1])
-print("pid", os.environ["OMPI_COMM_WORLD_RANK"], os.getpid(), flush=True)
+print("pid", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")), os.getpid(), flush=True)
 
 import numpy as np  # noqa: E402
 import onnx_ir as ir  # noqa: E402
@@ -26,6 +29,18 @@ from graphc.options import CompileOptions  # noqa: E402
 from graphc.pipeline import Context, PassCall, graph_pass  # noqa: E402
 
 MINE = find_world().rank == JOB["rank"]
+
+
+def go_wrong(step: int) -> None:
+    """End or delay this rank, if its moment has come."""
+    if not MINE or step != JOB["moment"]:
+        return
+    if JOB["kind"] == "exit":
+        os._exit(7)
+    if JOB["kind"] == "leave":
+        sys.exit(5)
+    if JOB["kind"] == "slow":
+        time.sleep(3600)
 
 
 class Samples:
@@ -45,10 +60,9 @@ class Samples:
         return {"x": generator.standard_normal(4, np.float32), "label": generator.integers(0, 3)}
 
 
-@graph_pass("mismatch")
 def mismatch(model: ir.Model, ctx: Context, *, seed: int = 0) -> bool:
     """Change the tag, the reduction or the group of one collective, on one rank only."""
-    if not MINE or JOB["kind"] != "mismatch":
+    if not MINE:
         return False
     choice = random.Random(seed)
     tags = [node.attributes["tag"].as_string() for node in model.graph if node.op_type == "AllReduceStart"]
@@ -61,11 +75,13 @@ def mismatch(model: ir.Model, ctx: Context, *, seed: int = 0) -> bool:
 
 
 def main() -> None:
+    go_wrong(-1)
     folder = Path(JOB["folder"])
     steps = training_pipeline(graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=1e-3), CompileOptions(bucket_mb=1e-5))
-    before = next(k for k, step in enumerate(steps) if step.name == "simplify")
-    seed = JOB["moment"] if JOB["kind"] == "mismatch" else 0
-    steps.insert(before, PassCall("mismatch", {"seed": seed}))
+    if JOB["kind"] == "mismatch":
+        graph_pass("mismatch")(mismatch)
+        before = next(k for k, step in enumerate(steps) if step.name == "simplify")
+        steps.insert(before, PassCall("mismatch", {"seed": JOB["moment"]}))
     program = graphc.compile(
         folder / "mlp.onnx",
         loss=graphc.losses.SoftmaxCrossEntropy(),
@@ -76,7 +92,10 @@ def main() -> None:
     with graphc.Trainer(program) as trainer:
         batches = graphc.data.shard(Samples(), global_batch=16, rank=trainer.rank, size=trainer.size, seed=3)
         for number, batch in enumerate(batches):
+            go_wrong(number)
             trainer.step(batch.feeds, offset=batch.offset)
+            if JOB["kind"] == "whole" and number == JOB["moment"]:
+                break
             if number % 3 == 0:
                 trainer.save(folder / "checkpoint")
             if number % 7 == 0:

@@ -1,6 +1,7 @@
-"""Faults at random moments of a training on real MPI processes: the right error, nothing half-written.
+"""Faults inside a training on real MPI processes, at random moments: the right error, nothing half-written.
 
-``make test`` runs a few moments, ``make faults`` all of them.
+``make test`` runs a few moments, ``make faults`` all of them. Faults from outside (killed, stopped, crashed processes) are the
+kind ``fault`` of ``make fuzz``, in ``tests/fuzz/fault.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -18,16 +18,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import onnx
 import pytest
 
 from graphc.distributed.health.flight_recorder import load
 from graphc.distributed.health.watchdog import is_alive
-from graphc.runtime import checkpoint
 from tests.cli.models import write_mlp
+from tests.runtime.fault_run import WORKER, check_the_files
 from tests.runtime.mpi_run import HANG, Done, finish, start_mpi
 
-WORKER = Path(__file__).with_name("fault_worker.py")
 DEADLINE = 4.0
 MOMENTS = 20
 pytestmark = pytest.mark.mpi
@@ -49,13 +47,6 @@ class Run:
     process: subprocess.Popen[str]
     pids: dict[int, int] = field(default_factory=dict)
     training: threading.Event = field(default_factory=threading.Event)
-
-    def pid_of(self, rank: int) -> int:
-        """Of a rank, once it has started."""
-        limit = time.monotonic() + HANG
-        while rank not in self.pids and time.monotonic() < limit:
-            time.sleep(0.005)
-        return self.pids[rank]
 
     def end(self) -> Done:
         """Wait for the end."""
@@ -100,58 +91,6 @@ def check_the_end(run: Run, done: Done, message: str) -> None:
     found = re.search(r"flight logs: (\S+) \(", done.err)
     if found is not None:
         assert {flight.rank for flight in load(Path(found[1]))} <= set(range(run.size))
-
-
-def check_the_files(folder: Path) -> None:
-    """A checkpoint or model is whole or absent, and nothing else lies there."""
-    expected = {"mlp.onnx", "checkpoint", "trained.onnx"}
-    assert {path.name for path in folder.iterdir()} <= expected
-    if (folder / "checkpoint").exists():
-        assert {path.name for path in (folder / "checkpoint").iterdir()} <= {
-            checkpoint.FILE_NAME,
-            checkpoint.PREVIOUS,
-            checkpoint._LINK,
-        }
-    if (folder / "checkpoint" / checkpoint.FILE_NAME).exists():
-        state, meta = checkpoint.load(folder / "checkpoint")  # which compares the hash over all of it
-        assert {"w1", "b1", "w2", "b2"} <= set(state)
-        assert meta["steps"] % 3 == 1
-    if (folder / "trained.onnx").exists():
-        onnx.checker.check_model(onnx.load(folder / "trained.onnx"), full_check=True)
-
-
-def fire(run: Run, number: int, seed: int) -> None:
-    """Send a signal at a random moment: every fourth time before the training has begun."""
-    choice = random.Random(seed)
-    pid = run.pid_of(run.rank)
-    if seed % 4 != 3:
-        assert run.training.wait(HANG), run.end().text
-        time.sleep(choice.uniform(0.0, 0.5))
-    else:
-        time.sleep(choice.uniform(0.0, 1.5))
-    os.kill(pid, number)
-
-
-@pytest.mark.parametrize("seed", moments("kill", 2, large=[1]))
-def test_killed(seed: int, tmp_path: Path) -> None:
-    run = start("kill", seed, tmp_path)
-    fire(run, signal.SIGKILL, seed)
-    done = run.end()
-    check_the_end(run, done, rf"rank {run.rank} \(pid {run.pids[run.rank]}\) is gone: killed by SIGKILL")
-
-
-@pytest.mark.parametrize("seed", moments("stop", 1))
-def test_stopped(seed: int, tmp_path: Path) -> None:
-    run = start("stop", seed, tmp_path)
-    fire(run, signal.SIGSTOP, seed)
-    done = run.end()
-    name = rf"rank {run.rank} \(pid {run.pids[run.rank]}\)"
-    message = (
-        rf"(rank {run.rank} did not come to \S.* within 4 s: {name} is stopped \(SIGSTOP\)"
-        rf"|\S.* did not end within 4 s: all ranks have come to it, but {name} is stopped \(SIGSTOP\)"
-        rf"|{name} has been stopped \(SIGSTOP\) for 4 s)"
-    )
-    check_the_end(run, done, message)
 
 
 @pytest.mark.parametrize("seed", moments("loader", 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from graphc.distributed.world import available_cores
 from graphc.errors import MissingExtraError, UsageError
 from graphc.launch.local import find_mpiexec, launch, worker_environment
 from graphc.launch.supervisor import Supervisor
+from tests.cli.models import write_mlp
+from tests.runtime.fault_run import WORKER
 from tests.runtime.mpi_run import run_mpi
 
 OPEN = "from graphc.distributed.choose import open_communicator\ncomm = open_communicator()\n"
@@ -165,3 +168,14 @@ def test_threads_name_the_rank_that_failed(line: str, code: int, message: str, c
     text = capsys.readouterr().err
     assert f"graphc: {message}; the other workers were stopped" in text
     assert ("Traceback" in text) == ("ValueError" in line)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["threads", "tcp", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_an_exit_inside_the_block_of_a_trainer_keeps_its_code(transport: str, tmp_path: Path) -> None:
+    write_mlp(tmp_path)
+    job = {"folder": str(tmp_path), "kind": "leave", "rank": 1, "moment": 1}
+    done = run_mpi(2, WORKER, json.dumps(job), transport=transport)
+    assert done.code == 5, done.text
+    assert "graphc: rank 1 failed: exit code 5; the other workers were stopped" in done.err, done.text
+    assert "Traceback" not in done.err, done.text
