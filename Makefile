@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BASE := $(VENV)/.base
 
-.PHONY: help setup demo test test-large quick gpu-test gpu-emulated gpu-bench faults lint type docs bench clean fuzz
+.PHONY: help setup demo test test-large quick gpu-test gpu-emulated gpu-sass gpu-bench faults lint type docs bench clean fuzz
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -47,6 +47,9 @@ gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gp
 
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
 	$(BIN)/python tests/hostcuda/build.py tests -n 2 --dist worksteal --timeout 900 -rs
+
+gpu-sass: $(STAMP)  ## registers, occupancy and bytes in flight of the GPU jobs' kernels, by the real NVRTC without a GPU (2 minutes)
+	$(BIN)/python scripts/gpu_sass.py
 
 fuzz: $(STAMP)  ## mutants of models, data, checkpoints, command lines; rogue peers; faults: FUZZ="--kind model --count 1000 --seed 0"
 	$(BIN)/python -m tests.fuzz $(FUZZ)

@@ -14,7 +14,10 @@ from graphc.backends.fusion.expressions import compute_type, literal
 from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Variable, flatten
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError
 from graphc.backends.fusion.op_kernels import op_kernel
-from graphc.ir.facts import constant, dtype_of, shape_of
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of
+
+SHARED_BY = 64
+"""Elements of a kernel that read one element of a small operand, from which it counts as cached."""
 
 
 @dataclass(slots=True)
@@ -84,6 +87,8 @@ class Values:
             if key in scope.known:
                 return scope.known[key]
         if not root and self._in_memory(value):
+            if guard is not None and self._is_free_to_read(value, index):
+                return self._pull(value, index, None)
             return self._remember(key, index, guard, value, self._load(value, index, guard))
         producer = value.producer()
         if producer is None:
@@ -163,6 +168,16 @@ class Values:
             return expressions.load(dtype, only)
         text = expressions.load(dtype, f"{name}[{self._text(offset)}]")
         return text if free else f"({guard} ? {text} : {literal(dtype, 0)})"
+
+    def _is_free_to_read(self, value: ir.Value, index: Map) -> bool:
+        """Whether element ``index`` exists wherever the kernel is, and comes from the cache: a factor of a channel.
+
+        Then a guard saves nothing, and every window that reads the factor shares one load of it.
+        """
+        if size_of(value) * SHARED_BY > self.spec.rows * max(1, self.spec.columns):
+            return False
+        bounds = zip((part.bounds() for part in index), shape_of(value), strict=True)
+        return all(least >= 0 and most < size for (least, most), size in bounds)
 
     def _is_whole(self, offset: Linear, scope: Scope) -> bool:
         """Whether a vector's elements are contiguous in memory and aligned to the vector's length.

@@ -10,15 +10,18 @@ from graphc.errors import UsageError, nearest
 from graphc.report.step_time import PREDICTIONS, Prediction
 
 
-def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJob | None = None) -> Prediction:
+def predicted(
+    model: str, *, batch: int = 1, gpu: str = "h200", backend: str = "cupy", job: BenchJob | None = None
+) -> Prediction:
     """Predict a named job, which PyTorch exports first, or a file that ``graphc compile`` wrote.
 
     Args:
         batch: size of every symbolic dimension of a file.
+        gpu: ``a100``, ``h100``, ``h200``, ``b200``, ``l4`` or ``rtx4090``.
         job: replaces the named job, for other sizes.
 
     Raises:
-        UsageError: ``model`` is neither a job nor a training graph.
+        UsageError: ``model`` is neither a job nor a training graph, or no such GPU is described.
     """
     from graphc import frontends
     from graphc.report.memory import feed_shapes
@@ -27,7 +30,7 @@ def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJo
         raise UsageError(f"there is no job and no file {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")
     if model not in JOBS:
         graph = frontends.load(model)
-        return PREDICTIONS[backend](graph, feed_shapes(graph, batch))
+        return PREDICTIONS[backend](graph, feed_shapes(graph, batch), gpu)
     from graphc.bench.gpu_models import export
     from graphc.compiler import compile
 
@@ -36,4 +39,4 @@ def predicted(model: str, *, batch: int = 1, backend: str = "cupy", job: BenchJo
         path = Path(folder) / f"{model}.onnx"
         export(model, path, sizes)
         graph = compile(path, backend=backend, **sizes.options()).model
-        return PREDICTIONS[backend](graph, feed_shapes(graph, 1) | sizes.shapes())
+        return PREDICTIONS[backend](graph, feed_shapes(graph, 1) | sizes.shapes(), gpu)

@@ -31,8 +31,11 @@ def command(
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
     predict: Annotated[
-        bool, Option("Predict step times on an H200, without measuring, for jobs of 'make gpu-bench' or training graphs.")
+        bool, Option("Predict step times on a GPU, without measuring, for jobs of 'make gpu-bench' or training graphs.")
     ] = False,
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help="GPU that --predict is about: a100, h100, h200, b200, l4 or rtx4090.")
+    ] = "h200",
     start: Annotated[
         bool, Option("Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU.")
     ] = False,
@@ -41,7 +44,7 @@ def command(
 ) -> None:
     """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""
     if predict:
-        _predict(models, batch, form)
+        _predict(models, batch, gpu, form)
         return
     if start:
         _start(models, form)
@@ -98,17 +101,19 @@ def _start(models: list[str] | None, form: Format) -> None:
     )
 
 
-def _predict(models: list[str] | None, batch: int, form: Format) -> None:
+def _predict(models: list[str] | None, batch: int, gpu: str, form: Format) -> None:
     """Print a table of cost centres for each model."""
     from graphc.bench.gpu_specs import JOBS
     from graphc.bench.predicted import predicted
 
-    found = {model: predicted(model, batch=batch) for model in models or JOBS}
+    found = {model: predicted(model, batch=batch, gpu=gpu) for model in models or JOBS}
     if form is Format.json:
         rows = {
             name: {
                 "machine": p.machine,
                 "ms": p.seconds * 1e3,
+                "low_ms": p.low * 1e3,
+                "high_ms": p.high * 1e3,
                 "scratch_bytes": p.scratch,
                 "calls": [asdict(c) for c in p.costs],
             }
@@ -118,12 +123,13 @@ def _predict(models: list[str] | None, batch: int, form: Format) -> None:
         return
     for name, p in found.items():
         output.say(
-            f"{name}: {p.seconds * 1e3:.2f} ms a step predicted for one {p.machine}, {p.scratch / 1e9:.2f} GB of scratch"
+            f"{name}: {p.low * 1e3:.2f} to {p.high * 1e3:.2f} ms a step predicted for one {p.machine}, "
+            f"{p.scratch / 1e9:.2f} GB of scratch"
         )
         output.table(
             ("cost centre", "calls", "ms", "GB", "TFLOP"),
             [
-                (c.centre, c.name, f"{c.seconds * 1e3:.3f}", f"{c.nbytes / 1e9:.2f}", f"{c.flops / 1e12:.2f}")
+                (c.centre, c.name, f"{c.low * 1e3:.3f} to {c.high * 1e3:.3f}", f"{c.nbytes / 1e9:.2f}", f"{c.flops / 1e12:.2f}")
                 for c in p.centres()
             ],
         )

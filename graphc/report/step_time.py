@@ -1,16 +1,14 @@
 """Predicts step times for machines that are not available.
 
-A prediction sums, over the calls of a plan, the time of their bytes and operations at rates measured once. It shows repeated or
-slow work in a plan; it does not replace a measurement.
+A prediction sums, over the calls of a plan, the time of their bytes and operations. It is a range, as its constants are known
+only so well. It shows repeated or slow work in a plan; it does not replace a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import onnx_ir as ir
 
 from graphc.registry import Registry
 
@@ -26,10 +24,11 @@ class Cost:
     Attributes:
         centre: cost centre, the kind of work, for the sums.
         name: name of the call.
-        seconds: predicted time.
+        seconds: predicted time, in the middle of its range.
         nbytes: bytes moved to and from memory.
         flops: operations of matrix products, convolutions and attention.
         note: why it takes longer than its bytes and operations alone.
+        margin: half the width of the range.
     """
 
     centre: str
@@ -38,6 +37,17 @@ class Cost:
     nbytes: int = 0
     flops: int = 0
     note: str = ""
+    margin: float = 0.0
+
+    @property
+    def low(self) -> float:
+        """Least predicted time."""
+        return self.seconds - self.margin
+
+    @property
+    def high(self) -> float:
+        """Most predicted time."""
+        return self.seconds + self.margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,18 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
+        """Time in the middle of the range."""
         return sum(cost.seconds for cost in self.costs)
+
+    @property
+    def low(self) -> float:
+        """Time if every call takes the least."""
+        return sum(cost.low for cost in self.costs)
+
+    @property
+    def high(self) -> float:
+        """Time if every call takes the most."""
+        return sum(cost.high for cost in self.costs)
 
     def centres(self) -> list[Cost]:
         """Sum by cost centre, the most expensive first; ``name`` holds the number of calls."""
@@ -70,6 +91,7 @@ class Prediction:
                 sum(c.seconds for c in costs),
                 sum(c.nbytes for c in costs),
                 sum(c.flops for c in costs),
+                margin=sum(c.margin for c in costs),
             )
             for centre, costs in found.items()
         ]
@@ -89,10 +111,10 @@ class Timed:
     seconds: float
 
 
-Predict = Callable[[ir.Model, Mapping[str, Sequence[int]]], Prediction]
+Predict = Callable[..., Prediction]
 
 PREDICTIONS: Registry[Predict] = Registry("prediction", "graphc.predictions")
-"""Backend → function that predicts the step time of a compiled training graph for feeds of these shapes."""
+"""Backend → function (training graph, shapes of the feeds, name of a GPU if not the default) → predicted time of a step."""
 
 Timer = Callable[["Backend", "Executor", Callable[[], Any]], list[Timed]]
 

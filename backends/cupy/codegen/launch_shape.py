@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 from graphc.backends.cupy.codegen import prelude
@@ -15,6 +16,13 @@ BLOCKS = 264
 """Blocks that keep the device busy: two per multiprocessor, for 132 of them."""
 
 
+IN_FLIGHT, MOST_COLUMNS = 64, 8
+"""Bytes that a thread requests at once where columns lie apart in memory, and the most columns that it does so for."""
+
+WINDOW = 4
+"""Accesses to one array from which an elementwise kernel takes a window, such as that of a pool."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a kernel is spread over threads.
@@ -25,6 +33,7 @@ class Shape:
         span: rows per block.
         splits: blocks that share the columns of a row.
         blocks: blocks in the grid.
+        resident: blocks that a multiprocessor shall hold, which bounds the registers of a thread; 0: as :func:`resident` says.
     """
 
     threads: int
@@ -32,6 +41,7 @@ class Shape:
     span: int
     splits: int
     blocks: int
+    resident: int = 0
 
 
 def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1) -> Shape:
@@ -67,6 +77,32 @@ def host(rows: int, columns: int, *, splits: int = 1, vector: int = 1, strided: 
     return Shape(1, 1, span, splits, -(-rows // span) * splits)
 
 
+def batch(source: KernelSource) -> int:
+    """Columns whose loads a thread requests before it uses the first, where columns lie apart in memory."""
+    read = source.operands[: source.reads]
+    once = sum(
+        source.form.vector * int(access.value.dtype.itemsize)
+        for access in source.traffic
+        if access.inner and access.value in read and access.value.dtype is not None
+    )
+    return max(1, min(MOST_COLUMNS, IN_FLIGHT // max(1, once)))
+
+
+def resident(source: KernelSource) -> int:
+    """Blocks that a multiprocessor shall hold; 0: the compiler decides.
+
+    Where a thread requests much at once, the compiler would rather use few registers and wait for each load.
+    """
+    if source.form.strided:
+        return 2
+    if source.columns > 1:
+        return 0
+    read = Counter(access.value for access in source.traffic if access.whole)
+    if max(read.values(), default=0) >= WINDOW:
+        return 2
+    return 4 if needed(source.body) and len(read) > 2 else 0
+
+
 def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) -> tuple[str, str]:
     """Render the kernel as (name, text); equal kernels have equal names.
 
@@ -88,6 +124,8 @@ def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) 
         "CHUNK": -(-source.columns // (shape.splits * form.vector)) * form.vector,
         "VECTOR": form.vector,
         "STRIDED": int(form.strided),
+        "BATCH": batch(source),
+        "RESIDENT": shape.resident or resident(source),
         "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,
     }
     head = "".join(f"#define {key} {value}\n" for key, value in constants.items())

@@ -69,7 +69,7 @@ static DEVICE inline float rescaled(float sum, float own, float most) { return o
   for (INDEX r##_start = (INDEX)(BLOCK / SPLITS) * SPAN, r##_end = lesser(r##_start + SPAN, ROWS), \
        r = r##_start + THREAD / LANES; r < r##_end; r += THREADS / LANES)
 #define FOR_COLUMNS(c) \
-  for (INDEX c = SPLIT * CHUNK + LANE, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); c < c##_end; c += LANES)
+  UNROLL_COLUMNS for (INDEX c = SPLIT * CHUNK + LANE, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); c < c##_end; c += LANES)
 // A vector of neighbours at a time: of elements; of the columns of a row; of rows, whose columns threads further apart share.
 // Blocks of the last kind meet at barriers, so that threads beyond the last row do its work again.
 #define FOR_ROW_CHUNKS(r) \
@@ -101,6 +101,7 @@ static __device__ inline float fast_exp(float x) {
 }
 #define UNROLL _Pragma("unroll")
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
+#define UNROLL_COLUMNS _Pragma("unroll BATCH")
 #define BLOCK ((long long)blockIdx.x)
 #define THREAD ((int)threadIdx.x)
 static __device__ inline float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
@@ -186,7 +187,11 @@ template <class OP, class T> static __device__ inline void reduce_across(T (&val
   __syncthreads();
   EACH(v) value[v] = parts[v][THREAD % ACROSS];
 }
+#if RESIDENT
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+#else
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+#endif
 #define SHARED __shared__
 #define SYNC __syncthreads()
 """
@@ -201,6 +206,7 @@ HOST = (
 #define FAST_EXP expf
 #define UNROLL
 #define UNROLL_SHORT
+#define UNROLL_COLUMNS
 static long long BLOCK;
 static const int THREAD = 0;
 static inline float bits_to_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }

@@ -115,6 +115,8 @@ def strided_rows(rows: int, columns: int, vector: int, splits: int = 1) -> Shape
 def parts_sum(rows: int, parts: int) -> Shape:
     """The launch shape of the kernel that adds up partial totals of rows."""
     lanes = min(16, _power(-(-parts // 2)))
+    if rows * lanes < BLOCKS // 2 * THREADS and parts >= 128:
+        lanes *= 2  # few rows: twice as many blocks; eight neighbouring rows still fill a sector
     return Shape(THREADS, lanes, THREADS // lanes, 1, -(-rows // (THREADS // lanes)))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphc.backends.cupy.codegen import vectorize
+from graphc.backends.cupy.codegen.device_functions import needed
 from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape
 from graphc.backends.cupy.fusion.grouping import Grouping
 from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Launch
@@ -31,8 +32,8 @@ REGISTERS = 128
 SHARED = 40 << 10
 """Bytes of a block's shared memory for the totals of its columns."""
 
-OTHERS = 56
-"""Further registers of a thread, as the compiler reports them."""
+OTHERS, COSTLY = 44, 28
+"""Further registers of a thread, and those of random numbers or a slope of Gelu beside them. The compiler keeps to it."""
 
 MULTIPROCESSORS, FILE = 132, 1 << 16
 """Multiprocessors of the device, and registers of each."""
@@ -145,7 +146,7 @@ def _source(rows: FusedKernel, sums: FusedKernel, memory: set[ir.Value], *, wide
     except NotFusibleError:
         return None
     vector, variable = vectorize.vector_of(plain, source, "columns")
-    held = frozenset(key for key, loops in plain.uses.items() if len(loops) > 1 and constant(key[0]) is None)
+    held = frozenset(key for key, loops in plain.uses.items() if len(loops) > 1 and _is_of_row(key[0], spec))
     if not held:
         return None
     sizes = [max(4, stored_bytes(dtype_of(node.outputs[0]))) for node in sums.reductions]
@@ -158,8 +159,16 @@ def _source(rows: FusedKernel, sums: FusedKernel, memory: set[ir.Value], *, wide
     if not lanes or (wide and (spec.columns * together > SHARED or each > vectorize.UNROLLED)):
         return None
     form = Form(vector, "columns", variable, held=held)
-    shape = _shape(spec, lanes, _registers(spec, lanes, vector, words)) if wide else _host_shape(spec)
-    return _Crossing(spec, in_memory, sums.reductions, form).crossed(), shape
+    found = _Crossing(spec, in_memory, sums.reductions, form).crossed()
+    if not wide:
+        return found, _host_shape(spec)
+    others = OTHERS + (COSTLY if needed(found.body) else 0)
+    return found, _shape(spec, lanes, _registers(spec, lanes, vector, words) + others)
+
+
+def _is_of_row(value: ir.Value, spec: KernelSpec) -> bool:
+    """Whether each row has elements of its own; what all rows share comes from the cache, and needs no registers."""
+    return constant(value) is None and size_of(value) > spec.columns
 
 
 def _registers(spec: KernelSpec, lanes: int, vector: int, words: int) -> int:
@@ -170,9 +179,9 @@ def _shape(spec: KernelSpec, lanes: int, registers: int) -> Shape:
     """Only as many blocks as run at once, with many rows each, so that few totals remain to be added up."""
     threads = max(128, lanes)
     across = threads // lanes
-    blocks = MULTIPROCESSORS * max(1, FILE // ((registers + OTHERS) * threads))
-    span = -(-spec.rows // (blocks * across)) * across
-    return Shape(threads, lanes, span, 1, -(-spec.rows // span))
+    resident = max(1, FILE // (registers * threads))
+    span = -(-spec.rows // (MULTIPROCESSORS * resident * across)) * across
+    return Shape(threads, lanes, span, 1, -(-spec.rows // span), resident)
 
 
 def _host_shape(spec: KernelSpec) -> Shape:

@@ -1,4 +1,4 @@
-"""Rates of one NVIDIA H200 for the cost model, each with its source.
+"""GPUs, and the constants of the cost model, each with its source.
 
 graphc itself has never run on a GPU. Each figure is one of these:
 
@@ -6,54 +6,186 @@ graphc itself has never run on a GPU. Each figure is one of these:
     data sheet  published by NVIDIA
     assumed     neither; a guess until it is measured
 
-No rate of a generated kernel was measured. The launch shapes of ``codegen`` and ``fusion`` assume 132 multiprocessors too.
+A constant of the model is a pair: what it is if all goes well, and if little does. A prediction is the step's time for both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import onnx_ir as ir
 
-NAME = "NVIDIA H200"
+from graphc.errors import UsageError, nearest
 
-MEMORY = 4.27e12
-"""Bytes a second, read and written. Measured: a copy between two arrays of the device."""
 
-KERNEL_MEMORY = 0.9 * MEMORY
-"""Bytes a second of generated kernels, read and written. Assumed: 90 % of a copy's."""
+class Figure(NamedTuple):
+    """One figure of the model; ``fast`` gives the least time, ``slow`` the most."""
 
-MIN_LAUNCH, LAUNCH = 2.5e-6, 1e-6
-"""Seconds of the shortest kernel inside a CUDA graph, and to start and drain a longer one. Assumed."""
+    fast: float
+    slow: float
+    source: str
 
-INSTRUCTIONS = 132 * 128 * 1.7e9
-"""Instructions a second. Data sheet: multiprocessors and lanes; assumed: a clock of 1.7 GHz under load."""
 
-GEMM = {ir.DataType.BFLOAT16: 605e12, ir.DataType.FLOAT16: 605e12, ir.DataType.FLOAT: 320e12, ir.DataType.DOUBLE: 50e12}
-"""FLOP/s of cuBLASLt. Measured: bfloat16, over the products of GPT-2's layers. Assumed: float16 (the same), TF32, float64."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
 
-WIDE_GEMM_SIZE, WIDE_GEMM = 16384, 716e12
-"""Rows or columns above which a half-precision product has another rate. Measured: GPT-2's head."""
+    Attributes:
+        name: as its driver calls it, without the variant.
+        multiprocessors, lanes: multiprocessors, and float32 lanes of each.
+        clock: Hz under load.
+        memory: bytes a second of a copy, read and written.
+        cache: bytes of the L2 cache.
+        peak: FLOP/s of dense products by element type.
+        product: share of ``peak`` that a product of many whole tiles reaches.
+        threads, blocks, shared: threads, blocks and bytes of shared memory that a multiprocessor holds.
+    """
 
-CONVOLUTION, CONVOLUTION_MEMORY = 600e12, 3.2e12
-"""FLOP/s and bytes a second of cuDNN; the slower one counts. Assumed: both lie within the measurements of ResNet-50's layers,
-433 to 764 TFLOP/s (3×3) and 2.8 to 3.9 TB/s (1×1), bfloat16 with channels last, batch 256.
-"""
+    name: str
+    multiprocessors: int
+    lanes: int
+    clock: Figure
+    memory: Figure
+    cache: int
+    peak: Mapping[ir.DataType, float]
+    product: Figure
+    threads: int = 2048
+    blocks: int = 32
+    shared: int = 228 << 10
 
-STEM_CONVOLUTION = 53e12
-"""FLOP/s with up to four input channels. Measured: ResNet-50's 7×7 stem, 3.0 ms forward and weight gradient, counting four."""
 
-NARROW_CONVOLUTION = 150e12
-"""FLOP/s with fewer than 64 input channels. Assumed: a third of the rate measured for 64."""
+def _peak(half: float, tf32: float, double: float) -> dict[ir.DataType, float]:
+    """Data sheet: without sparsity, sums in float32."""
+    types = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    return dict(zip(types, (half, half, tf32, double), strict=True))
 
-ATTENTION, ATTENTION_GRADIENT = 286e12, 229e12
-"""FLOP/s of cuDNN attention; a causal one counts half. Measured: batch 16, 12 heads, 1024 tokens, 64 elements a head,
-bfloat16.
-"""
 
-HOST_LINK = 20e9
-"""Bytes a second to the host and back. Assumed."""
+HOPPER = Figure(0.74, 0.67, "measured: 0.72 for GPT-2's head, 0.61 over its layers, at the power limit")
+
+GPUS: Mapping[str, Gpu] = {
+    "a100": Gpu(
+        "NVIDIA A100", 108, 64, Figure(1.41e9, 1.30e9, "data sheet: boost; assumed: 8 % less under load"),
+        Figure(1.82e12, 1.73e12, "data sheet: 2.04 TB/s (80 GB); assumed: 85 to 89 % of it"), 40 << 20,
+        _peak(312e12, 156e12, 19.5e12), Figure(0.88, 0.78, "assumed"), shared=164 << 10,
+    ),
+    "h100": Gpu(
+        "NVIDIA H100", 132, 128, Figure(1.75e9, 1.60e9, "assumed: under load, of 1.98 GHz boost"),
+        Figure(2.99e12, 2.85e12, "data sheet: 3.35 TB/s (SXM); assumed: 85 to 89 % of it"), 50 << 20,
+        _peak(989e12, 495e12, 67e12), HOPPER,
+    ),
+    "h200": Gpu(
+        "NVIDIA H200", 132, 128, Figure(1.75e9, 1.60e9, "assumed: under load, of 1.98 GHz boost"),
+        Figure(4.27e12, 4.27e12, "measured: a copy between two arrays; 89 % of the data sheet's 4.8 TB/s"), 50 << 20,
+        _peak(989e12, 495e12, 67e12), HOPPER,
+    ),
+    "b200": Gpu(
+        "NVIDIA B200", 148, 128, Figure(1.85e9, 1.65e9, "assumed: under load, of 1.97 GHz boost"),
+        Figure(7.1e12, 6.6e12, "data sheet: 8 TB/s; assumed: 83 to 89 % of it"), 126 << 20,
+        _peak(2250e12, 1125e12, 37e12), Figure(0.74, 0.58, "assumed, at the power limit"),
+    ),
+    "l4": Gpu(
+        "NVIDIA L4", 58, 128, Figure(1.8e9, 1.2e9, "assumed: 72 W hold the clock below the data sheet's 2.04 GHz"),
+        Figure(0.27e12, 0.25e12, "data sheet: 0.30 TB/s; assumed: 83 to 89 % of it"), 48 << 20,
+        _peak(121e12, 60e12, 0.47e12), Figure(0.70, 0.42, "assumed: 72 W hold the clock down"),
+        threads=1536, blocks=24, shared=100 << 10,
+    ),
+    "rtx4090": Gpu(
+        "NVIDIA GeForce RTX 4090", 128, 128, Figure(2.6e9, 2.4e9, "data sheet: boost 2.52 GHz; assumed: around it"),
+        Figure(0.93e12, 0.88e12, "data sheet: 1.01 TB/s; assumed: 87 to 92 % of it"), 72 << 20,
+        _peak(165e12, 82.6e12, 1.29e12), Figure(0.95, 0.82, "assumed"), threads=1536, blocks=24, shared=100 << 10,
+    ),
+}  # fmt: skip
+"""Name on the command line → GPU."""
+
+DEFAULT = "h200"
+
+REGISTERS, REGISTERS_AT_ONCE = 1 << 16, 256
+"""Registers of a multiprocessor, and how many a warp is given at once. Data sheet."""
+
+SHARED_OF_BLOCK = 1 << 10
+"""Bytes of shared memory that the system takes of each block. Data sheet."""
+
+KERNEL_MEMORY = Figure(0.95, 0.87, "assumed: share of a copy's rate that a generated kernel reaches")
+LATENCY = Figure(6.0e-7, 9.0e-7, "assumed: seconds from a load to its result while memory is busy")
+ISSUE = Figure(1.0, 0.8, "assumed: share of the cycles in which a multiprocessor issues")
+OVERLAP = Figure(0.0, 0.25, "assumed: share of the shorter of memory and instructions that the longer does not hide")
+
+MIN_LAUNCH = Figure(2.0e-6, 3.5e-6, "assumed: seconds of the shortest kernel inside a CUDA graph")
+LAUNCH = Figure(0.8e-6, 1.5e-6, "assumed: seconds to start and drain a longer one")
+FINISH = Figure(2.5e-6, 5.5e-6, "assumed: seconds of the shortest kernel that adds up partial totals")
+
+STEP = Figure(60e-6, 150e-6, "assumed: seconds in which the GPU waits for Python; an empty step took 92 µs on a CPU")
+"""The feeds, the launch of the graph, and the wait for the results, which ends every step."""
+
+STEPS_OF_TILE = Figure(30.0, 90.0, "assumed: what starting and storing a tile takes, in elements of the summed dimension")
+EPILOGUE = Figure(1.02, 1.30, "assumed: time of a product with an activation in its epilogue ÷ without, at k = 768")
+TRANSPOSED_TF32 = Figure(1.0, 0.85, "assumed: rate of a TF32 product of which an operand is not contiguous along the sum")
+TF32 = Figure(0.92, 0.80, "assumed: share of the half-precision products' share of the peak")
+
+CONVOLUTION = Figure(0.66, 0.53, "measured: 0.44 to 0.77 of the peak in ResNet-50's 3×3 layers, bfloat16, channels last")
+CONVOLUTION_MEMORY = Figure(0.80, 0.68, "measured: 0.66 to 0.91 of a copy's rate in ResNet-50's 1×1 layers")
+STEM_CONVOLUTION = Figure(0.055, 0.052, "measured: ResNet-50's 7×7 stem, 3.0 ms with its weight gradient, counting 4 channels")
+NARROW_CONVOLUTION = Figure(0.17, 0.13, "assumed: a third of the share measured for 64 channels")
+
+ATTENTION = Figure(0.29, 0.28, "measured: cuDNN, batch 16, 12 heads, 1024 tokens, 64 elements a head, bfloat16; causal: half")
+ATTENTION_GRADIENT = Figure(0.235, 0.225, "measured: as above")
+SHORT, SHORT_ATTENTION = 512, Figure(0.85, 0.50, "assumed: rate for fewer than 512 keys ÷ the rate for 1024")
+
+HOST_LINK = Figure(25e9, 15e9, "assumed: bytes a second to the host and back")
 
 SECTOR = 32
 """Smallest memory transaction in bytes. Data sheet."""
 
-CACHED = 25 << 20
-"""Bytes that stay in the L2 cache between loops over the columns. Assumed: half of the data sheet's size."""
+
+def gpu_of(name: str) -> Gpu:
+    """The GPU of this name.
+
+    Raises:
+        UsageError: no such GPU is described.
+    """
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise UsageError(f"no GPU {name!r} is described{nearest(name.lower(), GPUS)}; there are {', '.join(GPUS)}")
+    return found
+
+
+def gpu_named(driver: str) -> Gpu:
+    """The GPU that the driver calls so, such as ``NVIDIA H100 80GB HBM3``; the default if it is not described."""
+    return next((gpu for gpu in GPUS.values() if driver.startswith(gpu.name)), GPUS[DEFAULT])
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU in one of the two cases, as plain numbers."""
+
+    gpu: Gpu
+    fast: bool
+
+    def of(self, constant: Figure) -> float:
+        """The constant in this case."""
+        return constant.fast if self.fast else constant.slow
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second of a copy."""
+        return self.of(self.gpu.memory)
+
+    @property
+    def kernel_memory(self) -> float:
+        """Bytes a second of a generated kernel that has enough loads in flight."""
+        return self.memory * self.of(KERNEL_MEMORY)
+
+    @property
+    def instructions(self) -> float:
+        """Instructions a second of all lanes."""
+        return self.gpu.multiprocessors * self.gpu.lanes * self.of(self.gpu.clock) * self.of(ISSUE)
+
+    def peak(self, share: Figure) -> float:
+        """FLOP/s at this share of the half-precision peak."""
+        return self.gpu.peak[ir.DataType.BFLOAT16] * self.of(share)
+
+    def launched(self, seconds: float, least: Figure = MIN_LAUNCH) -> float:
+        """Seconds of a kernel whose work takes ``seconds``."""
+        return max(self.of(least), self.of(LAUNCH) + seconds)

@@ -15,7 +15,8 @@ from graphc.backend import Backend
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_graph import Recording
 from graphc.backends.cupy.device.device_timer import hold_kernel
-from graphc.backends.cupy.predict.cost_model import call_cost, update_cost
+from graphc.backends.cupy.predict.cost_model import CostModel
+from graphc.backends.cupy.predict.hardware import gpu_named
 from graphc.backends.cupy.segment.bind import BoundSegment
 from graphc.backends.cupy.updates.multi_tensor import Launched
 from graphc.device import Run
@@ -36,7 +37,7 @@ class ProfiledRecording:
     """
 
     def __init__(self, device: CudaDevice, recording: Recording) -> None:
-        self.calls = list(calls_of(recording.runs))
+        self.calls = list(calls_of(recording.runs, CostModel(gpu_named(device.name))))
         self._stream = device.stream
         event = device.cupy.cuda.Event
         self._elapsed = device.cupy.cuda.get_elapsed_time
@@ -65,13 +66,13 @@ class ProfiledRecording:
         return [max(0.0, one - nothing) for one in found]
 
 
-def calls_of(runs: Sequence[Run]) -> Iterator[tuple[Cost, Run]]:
+def calls_of(runs: Sequence[Run], costs_on: CostModel) -> Iterator[tuple[Cost, Run]]:
     """Every call of a recording with its predicted cost; 0 if there is no prediction."""
     for run in runs:
         if isinstance(run, BoundSegment):
-            yield from ((call_cost(call), one) for call, one in run.calls())
+            yield from ((costs_on.call(call), one) for call, one in run.calls())
         elif isinstance(run, Launched) and run.name:
-            yield update_cost(run.name, len(run.rows), run.traffic), run
+            yield costs_on.update(run.name, len(run.rows), run.traffic), run
         else:
             yield Cost("other", getattr(run, "__qualname__", type(run).__name__).removesuffix(".<locals>.run"), 0.0), run
 

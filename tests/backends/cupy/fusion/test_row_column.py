@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from graphc.backends.cupy.predict.cost_model import nbytes, traffic
+from graphc.backends.cupy.predict.traffic import nbytes, traffic
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.facts import static_dims

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from graphc.backends.cupy.predict.cost_model import nbytes, traffic
+from graphc.backends.cupy.predict.traffic import nbytes, traffic
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.facts import static_dims

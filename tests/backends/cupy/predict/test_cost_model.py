@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from graphc.backends.cupy.predict.cost_model import cost_of
+from graphc.backends.cupy.predict.cost_model import CostModel
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
@@ -56,7 +56,7 @@ def test_a_column_that_lies_apart_costs_what_it_fetches() -> None:
     text = "(float[4096,4096] x) => (float[4096] y) { i = Constant<value_ints=[7]>() a = Constant<value_int=0>()"
     picked = text + " s = Gather<axis=1>(x, i) f = Constant<value_ints=[4096]>() r = Reshape(s, f) y = Exp(r) }"
     (call,) = compile_segment(onnx.parser.parse_model(HEAD + picked)).calls
-    assert cost_of(call).nbytes == 4096 * (32 + 4), "a sector for each element read, four bytes for each written"
+    assert CostModel().call(call).nbytes == 4096 * (32 + 4), "a sector for each element read, four bytes for each written"
 
 
 @pytest.mark.full

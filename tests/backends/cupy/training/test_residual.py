@@ -16,7 +16,8 @@ import torch
 import graphc
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.planning_device import PlannedDevice
-from graphc.backends.cupy.predict.cost_model import cost_of
+from graphc.backends.cupy.predict.cost_model import CostModel
+from graphc.backends.cupy.predict.hardware import FINISH
 from graphc.backends.cupy.segment import compile as segment_compile
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall
@@ -93,7 +94,7 @@ def test_the_gradient_of_a_residual_sum_reads_bits_in_place_of_the_sum() -> None
     model = ir.from_proto(onnx.parser.parse_model(HEAD + IDENTITY))
     shapes = {v.name or "": list(static_dims(v) or ()) for v in model.graph.inputs}
     calls = compile_segment(ir.to_proto(prepare(model, shapes, CupyBackend(device=PlannedDevice())))).calls
-    moved = sum(cost_of(call).nbytes for call in calls if isinstance(call, KernelCall))
+    moved = sum(CostModel().call(call).nbytes for call in calls if isinstance(call, KernelCall))
     assert moved / (COUNT * 256 * 2) == pytest.approx(1 + 3 + 3 + 1 + 3 + 2 / 16, abs=0.25)
 
 
@@ -107,7 +108,7 @@ def test_a_strided_convolution_of_one_pixel_reads_the_pixels_it_meets() -> None:
     for call in calls:
         if isinstance(call, NodeCall):
             x, dy, w = 8 * 16 * 16 * 32 * 2, 8 * 8 * 8 * 64 * 2, 64 * 32 * 2
-            assert cost_of(call).nbytes == pytest.approx(x / 4 + dy + w, abs=64), call.node.op_type
+            assert CostModel().call(call).nbytes == pytest.approx(x / 4 + dy + w, abs=64), call.node.op_type
     assert sum(isinstance(call, NodeCall) for call in calls) == 2
 
 
@@ -116,8 +117,8 @@ def test_the_second_half_of_a_shared_sum_costs_what_is_left_to_add() -> None:
     first, second = compile_segment(onnx.parser.parse_model(HEAD + text)).calls
     assert isinstance(first, KernelCall)
     assert first.parts > 1
-    assert cost_of(first).nbytes > 400000 * 64 * 4
-    assert cost_of(second).seconds == 2.5e-6, "a launch that adds up a few hundred numbers for each of 64 rows"
+    assert CostModel().call(first).nbytes > 400000 * 64 * 4
+    assert CostModel().call(second).high == FINISH.slow, "a launch that adds up a few hundred numbers for each of 64 rows"
 
 
 SMALL_JOINED = JOINED.replace("64,28,28,256", "3,6,5,16").replace("[256]", "[16]").replace(f"{COUNT}.0", "90.0")
