@@ -134,9 +134,11 @@ class Program:
         return self.evaluation.model
 
 
-def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions | None = None) -> list[PassCall]:
+def training_pipeline(
+    loss: Loss, optimizer: Optimizer, options: CompileOptions | None = None, mesh: Mesh | None = None
+) -> list[PassCall]:
     """The default pipeline: each line one pass, in order."""
-    options = options or CompileOptions()
+    options, mesh = options or CompileOptions(), mesh or Mesh()
     low, again = precision_options(options.precision), recompute_options(options.recompute)
     batch, initialize, freeze = options.batch, options.initialize, options.freeze
     return [
@@ -155,13 +157,14 @@ def training_pipeline(loss: Loss, optimizer: Optimizer, options: CompileOptions 
         loss.step(),  # Σ loss and Σ weight
         PassCall("attention"),  # one op, which a backend may compute in cache
         *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
+        *parallel.stage_steps(options, mesh),  # every node on a stage of the pipe axis
         PassCall("autodiff", {"train": options.train, "freeze": freeze}),  # the backward subgraph of Σ loss
         *([PassCall("recompute", again)] if again else []),  # drop activations and recompute them in the backward pass
         optimizer.step(),  # one update node a parameter
         *(parallel.master_steps(options) if low else []),  # float32 parameters for updates, low copies for products
         PassCall("allreduce"),  # between every gradient and its update
         *([PassCall("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
-        *parallel.gradient_steps(options),  # micro-batches, clipping, compression, skipping
+        *parallel.gradient_steps(options, mesh),  # micro-batches, clipping, compression, skipping
         PassCall("bucket", {"mb": options.bucket_mb}),  # flat buffers, one AllReduce and one update each
         *parallel.strategy_steps(options),  # shards of state and updates
         PassCall("schedule"),  # start early, wait late
@@ -253,7 +256,8 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     _check_parts(arguments.loss, arguments.optimizer)
     check_backend(arguments.backend)
     if arguments.mesh is not None:
-        arguments.mesh.refuse("pipe", "tensor")
+        arguments.mesh.refuse("tensor")
+    parallel.check_mesh(arguments, arguments.mesh)
     original = frontends.load(model, example_inputs=arguments.example_inputs, reading=arguments)
     check_untrained(original)
     freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))
@@ -266,7 +270,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     elif arguments.passes is not None:
         steps = list(arguments.passes)
     else:
-        steps = training_pipeline(kept.loss, kept.optimizer, kept)
+        steps = training_pipeline(kept.loss, kept.optimizer, kept, kept.mesh)
     ctx = Context()
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     working = original.clone()

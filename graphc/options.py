@@ -188,6 +188,13 @@ class CompileOptions(ParameterChoice, ReadOptions):
         ),
     ] = "mirrored"
     accumulate: Annotated[int, Option("Micro-batches of a step.", "K", minimum=1)] = 1
+    schedule: Annotated[
+        str | None,
+        Option("Order of a pipeline's micro-batches: gpipe, 1f1b (default), interleaved:stages=N or zero-bubble.", "NAME"),
+    ] = None
+    cut: Annotated[Sequence[str] | None, Option("Value behind which a pipeline stage ends (repeatable).", "NAME")] = None
+    balance: Annotated[str, Option("What pipeline stages have equal parts of: time or memory.", "WHAT")] = "time"
+    stage_memory_mb: Annotated[float | None, Option("The most memory of a pipeline stage in megabytes.", "N")] = None
     sync_batchnorm: Annotated[bool, Option("BatchNormalization over the global batch, not each worker's share.")] = False
     clip_norm: Annotated[float | None, Option("Bound of the global norm of the gradient.", "N")] = None
     clip_value: Annotated[float | None, Option("Bound of every element of the gradient.", "N")] = None

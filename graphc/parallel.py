@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from graphc.errors import UsageError, nearest
+from graphc.mesh import Mesh
 from graphc.options import CompileOptions, key_values
+from graphc.pipe.clock import in_flight
+from graphc.pipe.tables import PipeSchedule
 from graphc.pipeline import PASSES, PassCall
 
 STRATEGIES = ("mirrored", "zero", "central_storage", "parameter_server", "local_sgd", "adasum")
@@ -48,7 +51,50 @@ def master_steps(options: CompileOptions) -> list[PassCall]:
     return [PassCall("master_weights", {"low_gradients": options.accumulate == 1 and not _shards(options)})]
 
 
-def gradient_steps(options: CompileOptions) -> list[PassCall]:
+def stage_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
+    """The pass before ``autodiff`` that assigns pipeline stages."""
+    if mesh.pipe == 1:
+        return []
+    schedule = PipeSchedule.parse(options.schedule or "1f1b")
+    row = schedule.table(mesh.pipe, options.accumulate)[0]
+    given: dict[str, Any] = {
+        "stages": schedule.stages_on(mesh.pipe),
+        "schedule": str(schedule),
+        "in_flight": in_flight(row, 0),
+        "balance": options.balance,
+    }
+    given |= {"cut": list(options.cut)} if options.cut else {}
+    given |= {"memory_mb": options.stage_memory_mb} if options.stage_memory_mb is not None else {}
+    return [PassCall("pipe_stages", given)]
+
+
+def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
+    """Refuse options that need an axis which the mesh has not, or exclude one that it has.
+
+    Raises:
+        UsageError: option, axis and reason.
+    """
+    if mesh is None or mesh.pipe == 1:
+        for name in ("schedule", "cut", "stage_memory_mb"):
+            if getattr(options, name):
+                raise UsageError(f"{name}={getattr(options, name)} needs a mesh with pipeline stages, such as Mesh(pipe=2)")
+        return
+    excluded = {
+        "strategy": (options.strategy if options.strategy != "mirrored" else None, "the state is divided by stages"),
+        "sync_batchnorm": (options.sync_batchnorm or None, "statistics are those of each micro-batch"),
+        "compress": (options.compress, "gradients of a stage are reduced as they are"),
+        "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),
+        "nonfinite": (options.nonfinite if options.nonfinite != "stop" else None, "a stage cannot skip a step by itself"),
+        "recompute": (options.recompute if options.recompute != "none" else None, "its regions would span stages"),
+        "precision": (options.precision if (options.precision or "").startswith("fp16") else None, "the loss scale is one"),
+        "clip_norm": (options.clip_norm, "the norm of the gradient is over all stages"),
+    }
+    for name, (value, reason) in excluded.items():
+        if value is not None:
+            raise UsageError(f"mesh axis pipe={mesh.pipe} and {name}={value} exclude each other so far: {reason}")
+
+
+def gradient_steps(options: CompileOptions, mesh: Mesh | None = None) -> list[PassCall]:
     """Passes between ``allreduce`` and ``bucket``."""
     steps: list[PassCall] = []
     shards = _shards(options)
@@ -58,7 +104,7 @@ def gradient_steps(options: CompileOptions) -> list[PassCall]:
         if options.accumulate > 1:
             raise UsageError("deterministic='any-world' sets the micro-batches itself; leave accumulate out")
         steps.append(PassCall("deterministic_shards", shards))
-    elif options.accumulate > 1:
+    elif options.accumulate > 1 or (mesh is not None and mesh.pipe > 1):  # a pipeline's micro-batches
         steps.append(PassCall("accumulate", {"steps": options.accumulate}))
     if options.clip_norm is not None or options.clip_value is not None:
         bounds = {"norm": options.clip_norm, "value": options.clip_value}

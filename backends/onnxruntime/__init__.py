@@ -6,6 +6,8 @@ Inputs and outputs are bound by pointer into planned buffers, so a run copies no
 from __future__ import annotations
 
 import functools
+import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +49,7 @@ class OnnxRuntimeBackend(Backend):
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
+        self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
     def prefers_native(self, node: ir.Node) -> bool:
         return native_kernel(self.name, node) is not None
@@ -90,7 +93,13 @@ class OnnxRuntimeBackend(Backend):
         return dict(zip(names, results, strict=True))
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        return make_session(model, self._options, [("CPUExecutionProvider", {})])
+        """The session of a segment; equal segments, which are bound to other arrays, share it."""
+        text = model.SerializeToString(deterministic=True)
+        key = hashlib.sha256(text).digest()
+        found = self._sessions.get(key)
+        if found is None:
+            found = self._sessions[key] = make_session(model, self._options, [("CPUExecutionProvider", {})])
+        return found
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]

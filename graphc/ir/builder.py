@@ -45,12 +45,16 @@ class Builder:
         graph: the graph that receives the nodes.
         before: inserts the nodes in front of this one; None appends them.
         scope: prefix of the names of nodes and values, for example ``"grad/conv1"``.
+
+    Attributes:
+        marks: metadata of the nodes that it creates.
     """
 
     def __init__(self, graph: ir.Graph, *, before: ir.Node | None = None, scope: str = "") -> None:
         self.graph = graph
         self.before = before
         self.scope = scope
+        self.marks: Mapping[str, str] = {}
         self.graphc = _Domain(self, DOMAIN)
         self._taken: tuple[set[str], set[str]] | None = None
         self._imports = graph.opset_imports
@@ -119,6 +123,8 @@ class Builder:
             count = len(values)  # a variadic op that returns one output per input
         node_name = self.unique(name or f"{self.scope}/{op_type}".lstrip("/"))
         node = ir.Node(domain, op_type, values, attrs, num_outputs=count, name=node_name)
+        if self.marks:
+            node.metadata_props.update(self.marks)
         for k, value in enumerate(node.outputs):
             if outputs is not None and not isinstance(outputs, int):
                 value.name = outputs[k]

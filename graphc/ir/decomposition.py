@@ -12,6 +12,7 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import CUSTOM, declaration_of, decompose_node
 from graphc.ir.facts import describe
+from graphc.ir.names import marks_of
 from graphc.ir.subgraphs import bodies
 
 
@@ -60,7 +61,7 @@ def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) ->
             declaration = declaration_of(node)
             if declaration is None or declaration.decompose is None:
                 raise UnsupportedOpError(f"{node.domain}.{node.op_type} has no decomposition: {describe(node)}")
-            op.before, op.scope = node, node.name or node.op_type
+            op.before, op.scope, op.marks = node, node.name or node.op_type, marks_of(node)
             try:
                 values = decompose_node(op, node)
             except UnsupportedOpError as error:
@@ -69,6 +70,7 @@ def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) ->
                 if new is not None:
                     _replace(graph, op, out, new)
             graph.remove(node, safe=True)
+        op.marks = {}
         changed = True
     for node in graph:
         for body in bodies(node):

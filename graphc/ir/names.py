@@ -64,8 +64,22 @@ MESH = "graphc.mesh"
 KEPT_OUTPUTS = "graphc.kept_outputs"
 """Metadata key of a model with a loss: the outputs that stay beside the loss, as a JSON list of names."""
 
+SCHEDULE = "graphc.schedule"
+"""Metadata key of the model: the schedule of its pipeline stages as text, ``"1f1b"``; there are stages only where it is."""
+
+STAGE = "graphc.stage"
+"""Metadata key of a node: number of the pipeline stage on which it runs."""
+
+PHASE = "graphc.phase"
+"""Metadata key of a node with a stage: ``backward`` for nodes of the backward pass."""
+
 DETERMINISTIC = "graphc.deterministic"
 """Metadata key of the model: ``run`` or ``any-world``, the scope in which two equal runs must have equal bits."""
+
+
+def marks_of(node: ir.Node) -> dict[str, str]:
+    """Stage and phase of a node, which nodes that take its place inherit; empty where the graph has no stages."""
+    return {key: node.metadata_props[key] for key in (STAGE, PHASE) if key in node.metadata_props}
 
 
 def find_value(graph: ir.Graph, name: str) -> ir.Value:

@@ -11,14 +11,23 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir.facts import dtype_of, input_of, shape_of
+from graphc.ir.facts import dtype_of, input_of, required, shape_of
 from graphc.ir.ops.collectives import VARIADIC
 from graphc.ir.updates import converts, on_its_way
+from graphc.pipe.tasks import Task
 from graphc.plan.arena import Arena
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
 
-ARENA, RESULTS = "arena", "results"
-"""The buffers that each plan owns: values that pass between steps, and the results of a step."""
+ARENA, RESULTS, SUMS = "arena", "results", "sums"
+"""The buffers that each plan owns: values that pass between steps, the results of a step, and in a pipeline sums over
+micro-batches that no bucket holds.
+"""
+
+STASH = "stash/"
+"""Prefix of a pipeline's buffers, one a stage: activations from the forward to the backward pass of one micro-batch."""
+
+RECEIVED = "received/"
+"""Prefix of a pipeline's buffers of state that another rank owns."""
 
 Homes = Mapping[ir.Value, tuple[UpdateGroup, int]]
 
@@ -270,6 +279,7 @@ def _place_activations(
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
     results = Arena()
+    crossing = _Crossing(steps, views)
     for k, step in enumerate(steps):
         for value in step.outputs:
             if value in places or value.dtype is None:
@@ -279,13 +289,47 @@ def _place_activations(
                 _place_block(block, arena, places, last_use, kept, len(steps))
             elif step.kind not in ("update", "start", "wait"):
                 result = value in kept or step.kind == "check"
+                apart = None if result else crossing.place(step, value)
+                if apart is not None:
+                    places[value] = apart
+                    continue
                 place = Slice(RESULTS if result else ARENA, 0, shape_of(value), _dtype(value))
                 place.offset = (results if result else arena).take(place.nbytes, last_use.get(value, k))
                 places[value] = place
         arena.free_after(k)
     buffers[ARENA] = arena.size
+    buffers.update(crossing.buffers)
     if results.size:
         buffers[RESULTS] = results.size
+
+
+class _Crossing:
+    """Places values of a pipeline that one task makes and another reads, since other tasks run in between.
+
+    Attributes:
+        buffers: name → bytes; of a stash for one micro-batch.
+    """
+
+    def __init__(self, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value]) -> None:
+        self.buffers: dict[str, int] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._tasks: dict[ir.Value, set[Task]] = {}
+        for step in steps:
+            for value in step.inputs if step.task is not None else ():
+                self._tasks.setdefault(views.get(value, value), set()).add(required(step.task))
+
+    def place(self, step: PlanStep, value: ir.Value) -> Slice | None:
+        """The place of a value that ``step`` makes; None: only steps of its task read it."""
+        if step.task is None or self._tasks.get(value, set()) <= {step.task}:
+            return None
+        if step.task.kind == "P":
+            name = RECEIVED + (value.name or "")
+        else:
+            name = SUMS if step.kind == "accumulate" else f"{STASH}{step.task.stage}"
+        place = Slice(name, 0, shape_of(value), _dtype(value))
+        place.offset = self._arenas.setdefault(name, Arena()).take(place.nbytes, -1)
+        self.buffers[name] = self._arenas[name].size
+        return place
 
 
 def _place_block(

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from graphc.errors import counted
 from graphc.ir.facts import static_dims
+from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.collectives import collective_of
-from graphc.plan.accumulation import is_accumulation
 from graphc.plan.partition import VIEWS, Plan
 from graphc.plan.steps import PlanStep
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import onnx_ir as ir
 
@@ -22,11 +23,14 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
+from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import COLLECTIVES, VARIADIC, collective_of
+from graphc.ir.ops.pipe import SEND, is_transfer
 from graphc.ir.subgraphs import bodies, captured
 from graphc.ir.updates import converts
 from graphc.mesh import Mesh
-from graphc.plan.accumulation import is_accumulation, run_once
+from graphc.pipe.split import Edge, Pipe, Split
+from graphc.pipe.tasks import Task
 from graphc.plan.buffers import lay_out
 from graphc.plan.group_places import collective_events, join_group
 from graphc.plan.skip_flag import guard
@@ -48,6 +52,7 @@ class Plan:
         mesh, rank: the axes of the world, and whose plan it is.
         homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
         stop: the flag by which the check step skips the updates; None: the check stops the step itself.
+        edges: in a pipeline, the transfers between all its ranks.
         collectives: one text line per collective in order, equal on all ranks.
     """
 
@@ -61,6 +66,7 @@ class Plan:
     rank: int
     homes: dict[ir.Value, tuple[UpdateGroup, int]]
     stop: ir.Value | None = None
+    edges: list[Edge] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -91,6 +97,8 @@ def make_plan(
     rank: int = 0,
     guarded: bool = False,
     mesh: Mesh | None = None,
+    pipe: Pipe | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plan the steps of one rank.
 
@@ -102,13 +110,17 @@ def make_plan(
         rank: whose plan it is; plans differ in the parts of sharded state that a rank owns.
         guarded: the check for NaN skips the updates by a flag on the device (:mod:`graphc.plan.skip_flag`).
         mesh: the axes of the world.
+        pipe: the rank's place in a pipeline, of which it runs its stages only.
+        owners: of a pipeline in inference: parameter → stage.
     """
     mesh = Mesh(data=world_size) if mesh is None else mesh
     ready = prepare(model, shapes, capabilities, mesh=mesh, rank=rank, regions=True)
+    split = Split(ready.graph, pipe, owners) if pipe is not None else None
+    tasks = split.take() if split is not None else {}
     _privatise(ready.graph)
     stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
     groups = update_groups(ready.graph, mesh.data, mesh.coordinate("data", rank))
-    steps = list(_steps(ready.graph, capabilities.prefers_native, groups))
+    steps = list(_steps(ready.graph, capabilities.prefers_native, groups, tasks))
     for step in steps:
         if step.transfer is not None and step.kind == "start":
             join_group(step, mesh, rank)
@@ -119,7 +131,8 @@ def make_plan(
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)
     places, buffers = lay_out(ready.graph, steps, groups, views, homes, capabilities.alignment)
-    return Plan(ready, steps, places, buffers, groups, views, mesh, rank, homes, stop)
+    edges = split.edges if split is not None else []
+    return Plan(ready, steps, places, buffers, groups, views, mesh, rank, homes, stop, edges)
 
 
 def _privatise(graph: ir.Graph) -> None:
@@ -167,28 +180,39 @@ def _only_measures(node: ir.Node) -> bool:
     return declaration is not None and bool(declaration.combine)
 
 
-def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[UpdateGroup]) -> Iterator[PlanStep]:
+def _steps(
+    graph: ir.Graph,
+    native: Callable[[ir.Node], bool],
+    groups: Sequence[UpdateGroup],
+    tasks: Mapping[ir.Node, Task],
+) -> Iterator[PlanStep]:
     group_of = {node: group for group in groups for node in group.nodes}
     segment: list[ir.Node] = []
     sums: list[ir.Node] = []
     pending = {id(group): len(group.nodes) for group in groups}
     transfers: dict[str, Transfer] = {}
-    once = run_once(graph)
+    once = {n for n, task in tasks.items() if task.kind == "U"} if tasks else run_once(graph)
+    task: Task | None = None
+    late = False  # whether the steps now run once
+
+    def step(kind: str, name: str, nodes: list[ir.Node], **more: Any) -> PlanStep:
+        return PlanStep(kind, name, nodes, once=late, task=task, **more)
 
     def close() -> Iterator[PlanStep]:
         if segment:
-            yield PlanStep("segment", segment[-1].name or "segment", list(segment), once=segment[0] in once)
+            yield step("segment", segment[-1].name or "segment", list(segment))
             segment.clear()
         if sums:  # after the segment: a segment that is cut at every gradient runs slower
-            yield PlanStep("accumulate", sums[-1].name or "accumulate", list(sums))
+            yield step("accumulate", sums[-1].name or "accumulate", list(sums))
             sums.clear()
 
     for node in graph:
         if node.op_type == "Constant" and node.domain == "":
             continue
         declaration = declaration_of(node)
-        if (segment and (segment[0] in once) != (node in once)) or (sums and node in once):
+        if (node in once) != late or tasks.get(node, task) != task:
             yield from close()
+            late, task = node in once, tasks.get(node, task)
         if is_accumulation(node):
             sums.append(node)
         elif node in group_of:
@@ -196,7 +220,12 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             group = group_of[node]
             pending[id(group)] -= 1
             if pending[id(group)] == 0:
-                yield PlanStep("update", f"{node.op_type} {group.name}", list(group.nodes), group=group, once=True)
+                yield step("update", f"{node.op_type} {group.name}", list(group.nodes), group=group)
+        elif is_transfer(node):
+            yield from close()
+            kind = "send" if node.op_type == SEND else "recv"
+            name = f"{kind} {node.attributes['tag'].as_string()}"
+            yield step(kind, name, [node], inputs=inputs_of(node), outputs=list(node.outputs))
         elif declaration is not None and declaration.effect and not native(node):
             yield from close()
             if collective_of(node) is None or not node.op_type.endswith(("Start", "Wait")):
@@ -206,17 +235,15 @@ def _steps(graph: ir.Graph, native: Callable[[ir.Node], bool], groups: Sequence[
             if kind == "start":
                 transfers[tag] = _transfer(node)
             inputs = [v for v in node.inputs if v is not None]
-            yield PlanStep(
-                kind, f"{kind} {tag}", [node], inputs, list(node.outputs), transfer=transfers[tag], once=node in once
-            )
+            yield step(kind, f"{kind} {tag}", [node], inputs=inputs, outputs=list(node.outputs), transfer=transfers[tag])
         elif declaration is not None and declaration.combine and node.attributes.get_string(SHARD, ""):
             yield from close()
-            yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
+            yield step("kernel", node.name or node.op_type, [node])
         elif node.op_type == "Recompute" and node.domain == DOMAIN:
             yield from close()  # a runtime may reorder and merge the nodes of one segment
         elif native(node):
             yield from close()
-            yield PlanStep("kernel", node.name or node.op_type, [node], once=node in once)
+            yield step("kernel", node.name or node.op_type, [node])
         else:
             segment.append(node)
     yield from close()
@@ -246,7 +273,8 @@ def _dissolve_regions(graph: ir.Graph) -> None:
 def _add_check(steps: list[PlanStep], stop: ir.Value | None) -> None:
     first = next((k for k, s in enumerate(steps) if s.kind == "update"), None)
     if first is not None:
-        steps.insert(first, PlanStep("check", "finite?", [], outputs=[] if stop is None else [stop], once=True))
+        task = steps[first].task
+        steps.insert(first, PlanStep("check", "finite?", [], outputs=[] if stop is None else [stop], once=True, task=task))
 
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})

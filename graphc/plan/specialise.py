@@ -14,10 +14,10 @@ from graphc.ir.dim_expressions import evaluate, is_name, symbols
 from graphc.ir.facts import Dim, dims
 from graphc.ir.infer import propagate
 from graphc.ir.model_bytes import check_sizes
+from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.symbolic_dims import product
 from graphc.mesh import ALONE, Mesh
 from graphc.pipeline import PASSES, Context, parse
-from graphc.plan.accumulation import is_accumulation
 from graphc.plan.group_places import group_of, settle_coordinates
 from graphc.plan.half_precision import emulate_halves, narrow_storage
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphc.ir.declare import OpDeclaration, required_declaration
 from graphc.ir.facts import dtype_of, input_of, required
 from graphc.ir.ops.collectives import Kind
+from graphc.pipe.tasks import Task
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class PlanStep:
     """One entry of the plan.
 
     Attributes:
-        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``accumulate``, ``check`` or ``update``.
+        kind: ``segment``, ``kernel``, ``start``, ``wait``, ``accumulate``, ``check``, ``update``, ``send`` or ``recv``.
         name: what it is called in prints and traces.
         nodes: the graph's nodes it executes.
         inputs: values read from buffers (for a segment: its graph inputs).
@@ -105,6 +106,7 @@ class PlanStep:
         transfer: of a ``start`` or ``wait`` step.
         group: the update group of an ``update`` step.
         once: whether it runs in the last micro-batch of a training step only.
+        task: in a pipeline, what it belongs to.
     """
 
     kind: str
@@ -115,6 +117,7 @@ class PlanStep:
     transfer: Transfer | None = None
     group: UpdateGroup | None = None
     once: bool = False
+    task: Task | None = None
 
     @property
     def collective(self) -> Transfer:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphc.backend import PLANNERS, Planner
 from graphc.errors import DeviceMemoryError, GraphcError
 from graphc.ir.declare import SHARD, is_update
-from graphc.plan.accumulation import is_accumulation
+from graphc.ir.ops.accumulation import is_accumulation
 from graphc.plan.partition import Plan
 from graphc.plan.state_rewrites import adapted
 from graphc.report.memory import BESIDE, DeviceSide, has_recomputation, memory_of_plan, predicted

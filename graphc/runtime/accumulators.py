@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Backend
 from graphc.device import Array, Choice, Run, in_order
 from graphc.ir.facts import input_of
-from graphc.plan.buffers import ARENA, RESULTS
+from graphc.plan.buffers import ARENA, RESULTS, SUMS
 from graphc.plan.segment_model import bind_op
 from graphc.runtime.buffers import BufferMap
 
@@ -64,7 +64,7 @@ def _sum_of(node: ir.Node, places: BufferMap, tree: bool) -> _Sum:
     y = places.array(result)
     steps = node.attributes["steps"].as_int() // (places.plan.mesh.data if tree else 1)
     levels = max(1, steps.bit_length() - 1) if tree else 1
-    shared = places.plan.places[result].buffer not in (ARENA, RESULTS) and not tree  # y outlives the plan
+    shared = places.plan.places[result].buffer not in (ARENA, RESULTS, SUMS) and not tree  # y outlives the plan
     names = [f"accumulated/{result.name}/{level}" for level in range(levels)]
     own = [] if shared else [places.state.buffer(name, y.nbytes).view(y.dtype).reshape(y.shape) for name in names]
     return _Sum(places.array(value), own or [y], y)

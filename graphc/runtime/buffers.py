@@ -8,11 +8,14 @@ import onnx_ir as ir
 from graphc.device import Array, HostSync, Memory, Run
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, dtype_of, static_dims
-from graphc.plan.buffers import ARENA, RESULTS
+from graphc.plan.buffers import ARENA, RESULTS, STASH, SUMS
 from graphc.plan.partition import Plan
 from graphc.plan.steps import Slice, UpdateGroup
 from graphc.runtime.input_staging import Feeds
 from graphc.runtime.state import State
+
+OWN = (ARENA, RESULTS, SUMS)
+"""Buffers that each plan has for itself; the others are shared by the plans for all shapes."""
 
 
 class BufferMap:
@@ -28,9 +31,11 @@ class BufferMap:
         self.plan, self.state, self.memory = plan, state, memory
         self.buffers: dict[str, Array] = {}
         if not memory.on_host:
-            state.lay_side_by_side({n: nbytes for n, nbytes in plan.buffers.items() if n not in (ARENA, RESULTS)})
+            state.lay_side_by_side({n: nbytes for n, nbytes in plan.buffers.items() if n not in OWN})
         for name, nbytes in plan.buffers.items():
-            self.buffers[name] = memory.zeros(nbytes) if name in (ARENA, RESULTS) else state.buffer(name, nbytes)
+            if name.startswith(STASH):
+                continue  # one for each micro-batch in flight
+            self.buffers[name] = memory.zeros(nbytes) if name in OWN else state.buffer(name, nbytes)
         self.reusable_buffers = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.reusable_buffers]
         self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
         self.inputs = self.feeds.inputs

@@ -19,14 +19,11 @@ from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.groups import Groups
 from graphc.errors import DeviceError
-from graphc.ir.declare import SHARD
-from graphc.ir.facts import required
 from graphc.ir.names import LOSS_SCALE
 from graphc.plan.buffers import RESULTS
 from graphc.plan.partition import Plan
-from graphc.plan.segment_model import segment_model
-from graphc.plan.steps import PlanStep
-from graphc.runtime.accumulators import MicroBatchCursor, bind_sums
+from graphc.runtime.accumulators import MicroBatchCursor
+from graphc.runtime.bind import StepBinder
 from graphc.runtime.buffers import BufferMap
 from graphc.runtime.collectives import Transfers
 from graphc.runtime.nonfinite import Check, NonFiniteStepError
@@ -84,19 +81,19 @@ class Executor:
         self._backend, self._comm = backend, comm
         self._on_host = backend.memory.on_host
         self._turn, self._scale = MicroBatchCursor(), 0.0
-        self._updates = Updates(places, backend, host)
         if groups is None and comm is not None:
             groups = Groups(comm, plan.mesh)
             groups.open(["data"])
         self._transfers = Transfers(places, groups)
         self._check = Check(places, backend, comm) if check else None
+        binder = StepBinder(places, backend, Updates(places, backend, host), self._turn, self._check)
         self.inputs = places.inputs
         self.outputs = places.outputs
         bound: list[_Bound] = []
         for k, step in enumerate(plan.steps):
             if step.group is not None and owns_nothing(step.group):
                 continue
-            run = self._transfers.bind(step, k) if step.transfer is not None else self._bind(step)
+            run = self._transfers.bind(step, k) if step.transfer is not None else binder.bind(step)
             if isinstance(run, HostSync) and self._on_host:
                 run = run.run  # nothing is recorded on the host
             if run is not None:
@@ -156,27 +153,6 @@ class Executor:
         except DeviceError as found:
             return found
         return None
-
-    def _bind(self, step: PlanStep) -> Run | None:
-        array = self.places.array
-        if step.kind == "segment":
-            return self._backend.bind_segment(
-                segment_model(step),
-                {v.name or "": self.places.within_reach(v) for v in step.inputs},
-                {v.name or "": array(v) for v in step.outputs},
-                reusable_buffers=self.places.reusable_buffers,
-            )
-        if step.kind == "kernel":
-            (node,) = step.nodes
-            if node.attributes.get_string(SHARD, "") and self.plan.mesh.data > 1:
-                return self._updates.bind_over_parts(node)
-            inputs = [None if v is None else array(v) for v in node.inputs]
-            return self._backend.bind_kernel(node, inputs, [array(v) for v in node.outputs], {})
-        if step.kind == "update":
-            return self._updates.bind(required(step.group))
-        if step.kind == "accumulate":
-            return bind_sums(step.nodes, self.places, self._backend, self._turn)
-        return self._check.bind() if self._check is not None else None
 
     # On a device ------------------------------------------------------------------------------------------------------
 

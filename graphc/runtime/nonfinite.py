@@ -31,14 +31,20 @@ class NonFiniteStepError(ArithmeticError):
 class Check:
     """The check of a plan.
 
+    Args:
+        comm: of the ranks among which gradients are sharded.
+        together: of ranks that see different gradients in any case, as the stages of a pipeline.
+
     Attributes:
         scaled: the flag of a step that overflowed, the loss scale, and the least that this may become, where the graph has a
             loss scale and does not count skipped steps: an overflow that no smaller scale can cure stops the run then.
         counted: whether the graph skips and counts such steps itself, whatever they are.
     """
 
-    def __init__(self, places: BufferMap, backend: Backend, comm: Communicator | None) -> None:
-        self._places, self._backend, self._comm = places, backend, comm
+    def __init__(
+        self, places: BufferMap, backend: Backend, comm: Communicator | None, together: Communicator | None = None
+    ) -> None:
+        self._places, self._backend, self._comm, self._together = places, backend, comm, together
         self.counted = SKIPPED in places.state.names
         self.scaled = None if self.counted else self._scaled()
 
@@ -55,7 +61,7 @@ class Check:
         sources = [(group, k) for group in plan.groups if (k := group.source) is not None]
         gradients = [(group, k) for group, k in sources if group.buffer(k) not in self._places.state.flat]
         watched += [part for group, k in gradients if (part := self._places.part(group, k)).size]
-        comm = self._comm if any(group.sharded for group, _ in gradients) else None
+        comm = self._comm if any(group.sharded for group, _ in gradients) else self._together
         if self._places.memory.on_host:
             return self._bind_on_host(watched, comm)
         return self._bind_on_device(watched, comm)

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 def trained_values(trainer: Trainer) -> dict[str, Array]:
     """The model's current initializers under the file's names; if any are sharded, every rank calls it."""
     state, graph = trainer.state, trainer.program.inference.graph
-    known = state.arrays.keys() | state.gather(trainer.comm, graph.initializers).keys()
-    names = [n for n, v in graph.initializers.items() if n in known and n not in RESERVED and is_float(v)]
-    found = {name: state.fetch(name) for name in names}
+    found = trainer.strategy.values([n for n, v in graph.initializers.items() if n not in RESERVED and is_float(v)])
     for name in state.apart() if trainer.size > 1 else ():
         if name in found:  # ranks that update independently: the mean of their parameters
             found[name] = found[name].copy()

@@ -19,7 +19,8 @@ from graphc.errors import FeedError, UsageError, counted
 from graphc.ir.batch import batched_input
 from graphc.ir.facts import Dim, dims
 from graphc.ir.names import LIVE, SAMPLE_OFFSET
-from graphc.plan.accumulation import accumulation_steps, reduces_within, sums_by_tree
+from graphc.ir.ops.accumulation import accumulation_steps, reduces_within, sums_by_tree
+from graphc.pipe.tasks import number_of_stages
 from graphc.runtime.scalars import Scalars
 from graphc.training.feeds import batches_of, feed_shape
 
@@ -188,6 +189,8 @@ def micro_batches(graph: ir.Graph, workers: int) -> MicroBatches:
         UsageError: shards that cannot be divided among the workers.
     """
     steps = accumulation_steps(graph)
+    if number_of_stages(graph):
+        return MicroBatches(graph, steps, aligned=True)
     if not sums_by_tree(graph):
         return MicroBatches(graph, steps, aligned=reduces_within(graph))
     if steps % workers:

@@ -37,11 +37,11 @@ class Replica(Strategy):
             )
 
     def check_shards(self, shards: Shards) -> None:
-        rank, size = self.trainer.rank, self.trainer.size
+        rank, size = self.trainer.data_rank, self.trainer.data_size
         if (shards.rank, shards.size) != (rank, size):
             raise UsageError(
                 f"the data is that of rank {shards.rank} of {shards.size}, this worker is rank {rank} of {size};"
-                " give shard(…, rank=trainer.rank, size=trainer.size)"
+                " give shard(…, rank=trainer.data_rank, size=trainer.data_size)"
             )
 
     def step(self, feeds: Mapping[str, Array], offset: int | None) -> dict[str, Any]:
@@ -73,9 +73,9 @@ class Replica(Strategy):
         trainer = self.trainer
         check_feed_names(feeds, trainer.program.model.graph)
         rows = trainer.micro_batches.rows(feeds)
-        if rows == 0 and trainer.size == 1:
+        if rows == 0 and trainer.data_size == 1:
             raise FeedError(f"feed {trainer.micro_batches.first!r} has no samples")
-        start = trainer.rank * rows if offset is None else offset
+        start = trainer.data_rank * rows if offset is None else offset
         parts = []
         for part in trainer.micro_batches.split(feeds, start):
             executor = trainer.plans.for_training(part.feeds)
@@ -108,7 +108,7 @@ class Replica(Strategy):
     def fit(self, batches: Batches, epochs: int, progress: EpochProgress) -> None:
         trainer = self.trainer
         if isinstance(batches, Shards):
-            trainer.micro_batches.check_divides(batches.global_batch, trainer.size)
+            trainer.micro_batches.check_divides(batches.global_batch, trainer.data_size)
         for epoch in range(epochs):
             number = batches.position[0] if isinstance(batches, Shards) else epoch
             for batch in self._walk(batches):

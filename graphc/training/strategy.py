@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphc.compiler import Program
@@ -56,6 +56,36 @@ class Strategy:
     def finish(self) -> dict[str, float]:
         """See :meth:`Trainer.finish`."""
         return {}
+
+    def snapshot(self) -> dict[str, Array]:
+        """All state of a checkpoint on rank 0; empty on ranks that take no part in it."""
+        state, comm = self.trainer.state, self.trainer.comm
+        own = state.shards or state.local or state.apart()
+        return state.snapshot(comm) if self.trainer.rank == 0 or own else {}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """On rank 0: take the state of a checkpoint; UsageError if it is of another program."""
+        state = self.trainer.state
+        checkpoint.check_state_names(arrays, needed=state.updated, known=state.names)
+        state.load(arrays)
+
+    def spread(self, values: Mapping[str, Array] | None) -> None:
+        """Give every rank the state of rank 0; ``values``: of sharded state on rank 0, whole."""
+        if self.trainer.size > 1:
+            self.trainer.state.broadcast(self.trainer.comm, values)
+
+    def values(self, names: Sequence[str]) -> dict[str, Array]:
+        """Those of the parameters and statistics that exist, in the host's memory; every rank calls it."""
+        state = self.trainer.state
+        known = state.arrays.keys() | state.gather(self.trainer.comm, names).keys()
+        return {name: state.fetch(name) for name in names if name in known}
+
+    def evaluate_batch(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs of the evaluation graph that this rank has."""
+        plans = self.trainer.plans
+        executor = plans.for_evaluation(feeds)
+        executor.run(plans.checked(executor, feeds))
+        return executor.outputs
 
     def set_learning_rate(self, value: float) -> None:
         """Set the learning rate of the next step."""

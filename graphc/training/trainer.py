@@ -26,11 +26,11 @@ from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import GraphcError, UsageError, describe_error, leaves_well
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
+from graphc.ir.ops.accumulation import sums_by_tree
 from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.parameter_server import server_options
 from graphc.mesh import Mesh
 from graphc.optim import checked_rate
-from graphc.plan.accumulation import sums_by_tree
 from graphc.plan.state_rewrites import adapted
 from graphc.report.trace import Summary, Trace
 from graphc.runtime import checkpoint
@@ -40,6 +40,7 @@ from graphc.training.divergence import LossWatch
 from graphc.training.evaluation import evaluate
 from graphc.training.microbatch import micro_batches
 from graphc.training.outputs import KeptOutputs
+from graphc.training.pipe import Pipeline, StagePlans
 from graphc.training.plan_cache import PlanCache, Wrap
 from graphc.training.program_check import check_programs
 from graphc.training.progress import Callback, EpochProgress
@@ -67,6 +68,8 @@ class Trainer:
     Attributes:
         rank, size: this worker's rank, and the number of ranks.
         groups: the communicators of the mesh.
+        data_rank, data_size: which share of a batch is this worker's, and the number of shares: the place on the mesh's data
+            axis and its extent.
         servers: number of parameter servers, ranks 0 … servers - 1; 0 if every rank is a replica.
         steps_done: finished steps of the training. With parameter servers: on a server the steps applied to the state,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
@@ -101,7 +104,8 @@ class Trainer:
         self.rank, self.size = self.comm.rank, self.comm.size
         options = server_options(graph)
         self.servers = options.servers if options is not None else 0
-        strategy: type[Strategy] = Replica
+        mesh = program.mesh if program.mesh is not None and not self.servers else Mesh(data=self.size)
+        strategy: type[Strategy] = Replica if mesh.pipe == 1 else Pipeline
         if self.servers:  # imported late: the package imports this module, and most programs do not need it
             strategy = importlib.import_module("graphc.parameter_server.strategy").ParameterServer
         try:
@@ -117,13 +121,14 @@ class Trainer:
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
         self.program = program = replace(program, model=adapted(program.model, self.backend))
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
-        self.micro_batches = micro_batches(program.model.graph, self.size)
-        self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)
-        batched = self.micro_batches.batched
-        mesh = program.mesh if program.mesh is not None and not self.servers else Mesh(data=self.size)
         self.groups = Groups(self.comm, mesh)
         self.groups.open(collective_groups(program.model.graph) | {"data"})
-        self.plans = PlanCache(program, self.backend, self.groups, threads=threads, check=check_finite, batched=batched)
+        self.data_rank, self.data_size = mesh.coordinate("data", self.rank), mesh.data
+        self.micro_batches = micro_batches(program.model.graph, self.data_size)
+        self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)
+        batched = self.micro_batches.batched
+        cache = PlanCache if mesh.pipe == 1 else StagePlans
+        self.plans = cache(program, self.backend, self.groups, threads=threads, check=check_finite, batched=batched)
         self._wrap, self._schedule = wrap, schedule
         self.trace = Trace(trace) if isinstance(trace, str | Path) else trace
         self.plans.wrap = self._hook()
@@ -138,7 +143,7 @@ class Trainer:
         if seed is not None and SEED in self.state.scalars:
             self.state.scalars.set(SEED, seed)
         check_programs(self.comm, program, self.backend.name)
-        self._broadcast()
+        self.strategy.spread(None)
         if self.trace is not None:
             self.trace.watch(self.comm)
 
@@ -310,8 +315,7 @@ class Trainer:
         All ranks call this; rank 0 writes atomically. With parameter servers rank 0 may call it alone in a callback of fit.
         """
         self.strategy.collect()
-        own = self.state.shards or self.state.local or self.state.apart()
-        arrays = self.state.snapshot(self.comm) if self.rank == 0 or own else {}
+        arrays = self.strategy.snapshot()
         if self.rank == 0:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._tracked is not None:
@@ -332,10 +336,9 @@ class Trainer:
         arrays: dict[str, Array] = {}
         if self.rank == 0:
             arrays, meta = checkpoint.load(folder)
-            checkpoint.check_state_names(arrays, needed=self.state.updated, known=self.state.names)
-            self.state.load(arrays)
+            self.strategy.load(arrays)
             self.steps_done, self._restored_position = int(meta.get("steps", 0)), meta.get("data")
-        self._broadcast(arrays)
+        self.strategy.spread(arrays)
         place = self.steps_done, self._restored_position
         self.steps_done, self._restored_position = self.comm.allgather_object(place)[0]
         self.last_checkpoint = Path(folder), self.steps_done
@@ -392,10 +395,6 @@ class Trainer:
             yield
         finally:
             self._in_use.release()
-
-    def _broadcast(self, values: Mapping[str, Array] | None = None) -> None:
-        if self.size > 1:
-            self.state.broadcast(self.comm, values)
 
     def _hook(self) -> Wrap | None:
         """Combine the hooks around every plan step: the caller's hook inside the trace's."""

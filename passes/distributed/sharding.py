@@ -19,9 +19,9 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import OFFLOAD, SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.facts import inputs_of, producer_of
 from graphc.ir.names import BUCKET
+from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.updates import copies_of, next_value_of, source_of, state_of, trains
-from graphc.plan.accumulation import is_accumulation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

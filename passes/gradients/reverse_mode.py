@@ -23,6 +23,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
+from graphc.ir.names import PHASE, STAGE, marks_of
 from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads
 
 refuse_gradient(
@@ -54,17 +55,22 @@ def backpropagate(
     for target, adjoint in seeds:
         contributions.setdefault(target, []).append(adjoint)
     adjoints: dict[ir.Value, ir.Value] = {}
-    scope = op.scope.removesuffix("/seed")
+    scope, marks = op.scope.removesuffix("/seed"), op.marks
     for node in reversed(order):
-        op.scope = f"{scope}/{node.name or node.op_type}"
+        op.scope, op.marks = f"{scope}/{node.name or node.op_type}", _backward_marks(node) or marks
         dys = [_take(op, adjoints, contributions, out) for out in node.outputs]
         if all(dy is None for dy in dys):
             continue
         for value, made in _gradients_of(op, node, dys, needs):
             contributions.setdefault(value, []).append(sum_to_shape(op, made, value))
-    op.scope = scope
+    op.scope, op.marks = scope, marks
     found = {source: _take(op, adjoints, contributions, source) for source in sources}
     return {source: value for source, value in found.items() if value is not None}
+
+
+def _backward_marks(node: ir.Node) -> dict[str, str]:
+    """Marks of the backward pass of a node: it runs on the node's stage."""
+    return {STAGE: node.metadata_props[STAGE], PHASE: "backward"} if STAGE in node.metadata_props else {}
 
 
 def _gradients_of(
@@ -114,7 +120,7 @@ def resolve_late(op: Builder, node: ir.Node) -> None:
     graph, body = op.graph, node.attributes["forward"].as_graph()
     before = set(graph)
     inputs, rest = list(node.inputs[: len(body.inputs)]), node.inputs[len(body.inputs) :]
-    op.before, op.scope = None, node.name or node.op_type
+    op.before, op.scope, op.marks = None, node.name or node.op_type, marks_of(node)
     known = {formal: value for formal, value in zip(body.inputs, inputs, strict=True) if value is not None}
     outputs = inline(op, body, known)
     made = [n for n in graph if n not in before]
@@ -125,7 +131,7 @@ def resolve_late(op: Builder, node: ir.Node) -> None:
     made = [n for n in graph if n not in before and n.op_type != "Constant"]
     graph.remove(made)
     graph.insert_before(node, made)
-    op.before = node
+    op.before, op.marks = node, {}
     for old, new in zip(node.outputs, results, strict=True):
         if old.is_graph_output() or new.producer() is None or new in results[: results.index(new)]:
             (new,) = op.emit("Identity", [new])

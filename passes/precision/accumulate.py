@@ -17,9 +17,9 @@ from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.facts import inputs_of
+from graphc.ir.ops.accumulation import is_accumulation
 from graphc.passes.precision.update_graph import computed_for_gradients
 from graphc.pipeline import Context, graph_pass
-from graphc.plan.accumulation import is_accumulation
 
 
 @graph_pass("accumulate", requires=("allreduce",), changes="training")

@@ -11,7 +11,7 @@ import torch
 
 import graphc
 from graphc.distributed.threads import run_threads
-from graphc.plan.accumulation import run_once
+from graphc.ir.ops.accumulation import run_once
 from tests.training import torch_models
 
 pytestmark = pytest.mark.full

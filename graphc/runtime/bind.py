@@ -1,0 +1,55 @@
+"""Binds the steps of a plan that compute to a backend and to the arrays of their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphc.backend import Backend
+from graphc.device import Run
+from graphc.ir.declare import SHARD
+from graphc.ir.facts import required
+from graphc.plan.segment_model import segment_model
+from graphc.plan.steps import PlanStep
+from graphc.runtime.accumulators import MicroBatchCursor, bind_sums
+from graphc.runtime.buffers import BufferMap
+from graphc.runtime.nonfinite import Check
+from graphc.runtime.updates import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class StepBinder:
+    """Binds segments, kernels, updates, sums and the check.
+
+    Attributes:
+        places: the arrays.
+        turn: the micro-batch that runs now, for sums.
+        check: tests loss and gradients before the updates; None: they are not tested.
+    """
+
+    places: BufferMap
+    backend: Backend
+    updates: Updates
+    turn: MicroBatchCursor
+    check: Check | None
+
+    def bind(self, step: PlanStep) -> Run | None:
+        """A closure that runs ``step``; None where nothing is to be done."""
+        array, backend = self.places.array, self.backend
+        if step.kind == "segment":
+            return backend.bind_segment(
+                segment_model(step),
+                {v.name or "": self.places.within_reach(v) for v in step.inputs},
+                {v.name or "": array(v) for v in step.outputs},
+                reusable_buffers=self.places.reusable_buffers,
+            )
+        if step.kind == "kernel":
+            (node,) = step.nodes
+            if node.attributes.get_string(SHARD, "") and self.places.plan.mesh.data > 1:
+                return self.updates.bind_over_parts(node)
+            inputs = [None if v is None else array(v) for v in node.inputs]
+            return backend.bind_kernel(node, inputs, [array(v) for v in node.outputs], {})
+        if step.kind == "update":
+            return self.updates.bind(required(step.group))
+        if step.kind == "accumulate":
+            return bind_sums(step.nodes, self.places, backend, self.turn)
+        return self.check.bind() if self.check is not None else None

@@ -1,0 +1,60 @@
+"""Models what a node costs: operations, bytes, and a time that is right up to a factor.
+
+The figures only compare nodes of one graph with each other, so no machine is named; a step of measured times takes their place
+where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from graphc.ir import DOMAIN
+from graphc.ir.facts import constant, dims
+from graphc.ir.subgraphs import bodies
+
+OPERATIONS_PER_BYTE = 10.0
+"""Operations of a product that take as long as one byte to or from memory."""
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+
+
+def elements(value: ir.Value | None, batch: int) -> int:
+    """Elements of a value; dimensions that are not known count as ``batch``."""
+    if value is None or value.dtype is None:
+        return 0
+    return math.prod(d if isinstance(d, int) else batch for d in dims(value) or ())
+
+
+def nbytes(value: ir.Value | None, batch: int) -> int:
+    """Bytes of a value; dimensions that are not known count as ``batch``."""
+    return 0 if value is None or value.dtype is None else int(elements(value, batch) * value.dtype.itemsize)
+
+
+def operations(node: ir.Node, batch: int) -> int:
+    """Multiplications and additions of matrix products, convolutions and attention; 0 for other nodes."""
+    first, second = (node.inputs[k] if k < len(node.inputs) else None for k in range(2))
+    out = node.outputs[0] if node.outputs else None
+    if node.op_type in _PRODUCTS and first is not None:
+        shape = dims(first) or ()
+        inner = shape[-2 if node.attributes.get_int("transA", 0) and len(shape) > 1 else -1] if shape else 1
+        return 2 * elements(out, batch) * (inner if isinstance(inner, int) else batch)
+    if node.op_type in ("Conv", "ConvTranspose") and second is not None:
+        window = math.prod(d if isinstance(d, int) else batch for d in (dims(second) or ())[1:])
+        return 2 * elements(first if node.op_type == "ConvTranspose" else out, batch) * window
+    if node.op_type in ("LSTM", "GRU", "RNN") and first is not None and len(node.inputs) > 2:
+        weights = elements(second, batch) + elements(node.inputs[2], batch)
+        return 2 * weights * math.prod(d if isinstance(d, int) else batch for d in (dims(first) or ())[:2])
+    if node.op_type in ("Attention", "ScaledDotProductAttention") and second is not None:
+        length = (dims(second) or (1, 1))[-2]
+        return 4 * elements(first, batch) * (length if isinstance(length, int) else batch)
+    return sum(operations(inner, batch) for body in bodies(node) for inner in body.all_nodes())
+
+
+def seconds(node: ir.Node, batch: int) -> float:
+    """The time of a node, up to one factor for all nodes."""
+    if node.op_type in ("Constant", "Shape", "Identity") and node.domain in ("", DOMAIN):
+        return 0.0
+    read = sum(nbytes(v, batch) for v in node.inputs if v is not None and constant(v) is None)
+    return read + sum(nbytes(v, batch) for v in node.outputs) + operations(node, batch) / OPERATIONS_PER_BYTE
