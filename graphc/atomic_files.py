@@ -63,6 +63,18 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def replace_regular(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Move ``source`` to ``path`` as :func:`os.replace` does, but never in the place of a link, a device or a pipe.
+
+    Raises:
+        OSError: what is there is no regular file; ``source`` stays.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "a link, device or pipe is there, which is not replaced", str(path))
+    os.replace(source, path)
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Check that :func:`whole_file` could start to write ``path``; leaves nothing behind.
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import onnx_ir as ir
 
+from graphc.atomic_files import whole_file
 from graphc.errors import GraphcError, InternalError, ModelError, UsageError, listed, nearest
 from graphc.ir.facts import describe
 from graphc.registry import Registry
@@ -259,7 +260,8 @@ def _verify_after(name: str, model: ir.Model, ctx: Context) -> None:
 def _dump(model: ir.Model, folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        ir.save(model, folder / name)
+        with whole_file(folder / name) as file:
+            file.write(ir.to_proto(model).SerializeToString(deterministic=True))
     except OSError as error:
         raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from None
 

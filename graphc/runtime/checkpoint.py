@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from graphc.atomic_files import open_regular, whole_file
+from graphc.atomic_files import open_regular, replace_regular, whole_file
 from graphc.errors import GraphcError, UsageError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -91,7 +91,7 @@ def save(directory: str | os.PathLike[str], state: Mapping[str, Array], metadata
             for name in _order(arrays):
                 file.write(_bytes(arrays[name]))
         if (folder / _LINK).exists():
-            os.replace(folder / _LINK, folder / PREVIOUS)
+            replace_regular(folder / _LINK, folder / PREVIOUS)
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {str(folder)!r}: {error.strerror or error}") from error
@@ -102,8 +102,11 @@ def _link_previous(folder: Path) -> None:
     """Give the present file a second name, which becomes the previous one when the new file is whole."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _LINK).unlink()
-    with contextlib.suppress(OSError):  # a first checkpoint, or a file system without links
-        os.link(folder / FILE_NAME, folder / _LINK)
+    present = Path(os.path.realpath(folder / FILE_NAME))
+    if not present.is_file():
+        return
+    with contextlib.suppress(OSError):  # a file system without links, or a link to another one
+        os.link(present, folder / _LINK)
 
 
 def load(directory: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from graphc.errors import UsageError, nearest
+from graphc.errors import ModelError, UsageError, nearest
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.evaluate import evaluate
-from graphc.ir.facts import constant, describe, dims, input_of, is_float, rank
+from graphc.ir.facts import constant, describe, describe_value, dims, input_of, is_float, rank
 from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
 from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
 from graphc.passes.optimize.identities import filled
@@ -432,6 +432,8 @@ def _standard(node: ir.Node) -> Found | None:
         count, width = attributes.get_int(f"{heads}_num_heads", 0), found[2]
         if not isinstance(width, int) or not count:
             return None
+        if width % count or not width:
+            raise ModelError(f"{count} heads do not divide the last axis of {describe_value(value)}: {describe(node)}")
         views.append(View(value, ["b", own, "hd"], {"b": found[0], own: found[1], "h": count, "d": width // count}))
     size, length = views[0].sizes["d"], views[1].sizes["s"]
     scale = attributes.get_float("scale", 0.0) or (1 / math.sqrt(size) if isinstance(size, int) else 0.0)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphc.atomic_files import open_regular, replace_regular
 from graphc.errors import GraphcError
 
 ENTRIES = 256
@@ -251,7 +252,7 @@ def _write(folder: Path, flight: RankLog) -> None:
     temporary = folder / f".rank-{flight.rank}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(asdict(flight)))
-        os.replace(temporary, folder / f"rank-{flight.rank}.json")
+        replace_regular(temporary, folder / f"rank-{flight.rank}.json")
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -259,7 +260,8 @@ def _write(folder: Path, flight: RankLog) -> None:
 
 def _read(file: Path) -> RankLog:
     try:
-        fields: dict[str, Any] = json.loads(file.read_text())
+        with open_regular(file) as held:
+            fields: dict[str, Any] = json.load(held)
         return RankLog(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
     except OSError as error:
         raise GraphcError(f"cannot read {file}: {error.strerror or error}") from None
