@@ -176,7 +176,7 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path, sh
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "self,sm",
-        "NCCL_SOCKET_IFNAME": "lo",  # all workers are on this machine: NCCL need not listen to others
+        "NCCL_SOCKET_IFNAME": "=lo",  # all workers are on this machine: NCCL need not listen to others
         "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component warns on machines without its hardware
         "OMPI_MCA_btl_sm_backing_directory": str(shared),
         "OMPI_MCA_osc_sm_backing_directory": str(shared),

@@ -89,9 +89,12 @@ def confine(command: Sequence[str], environment: MutableMapping[str, str], direc
         command: of a worker; it runs with the ``LD_PRELOAD`` that ``environment`` has now.
         directory: of the run, for the library.
     """
-    machine = _MACHINES.get(platform.machine())
-    problem = "" if machine is not None else f"graphc cannot confine it on {platform.machine()}"
-    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
+    machine, problem = _MACHINES.get(platform.machine()), ""
+    if machine is None:
+        problem = f"graphc cannot confine it on {platform.machine()}"
+    elif any(character in " :;" for character in str(directory)):
+        problem = f"no library can be preloaded from {directory.parent}; name a folder without spaces and colons in TMPDIR"
+    elif os.statvfs(directory).f_flag & os.ST_NOEXEC:
         problem = f"{directory.parent} is mounted noexec; name another folder in TMPDIR"
     if machine is None or problem:
         print(

@@ -95,6 +95,14 @@ def test_where_it_cannot_be_confined_a_line_says_so(
     assert capsys.readouterr().err.startswith("graphc: the runtime of MPI listens on all interfaces")
 
 
+@here
+def test_a_folder_from_which_nothing_can_be_preloaded_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a b" / "run"
+    folder.mkdir(parents=True)
+    assert confine(["python"], {}, folder) == ["python"]
+    assert f"{folder.parent}; name a folder without spaces and colons in TMPDIR" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", _MACHINES)
 def test_the_instruction_finds_the_place_that_the_loader_fills(name: str) -> None:
     machine = _MACHINES[name]
