@@ -252,7 +252,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadl
     """Run ``function(communicator)`` in ``size`` worker threads; returns the results in rank order.
 
     Inside, ``find_world()`` and ``open_communicator`` know the worker's own rank. When a rank raises, the others end with an
-    error too, and the first error is raised again here. So is KeyboardInterrupt. A worker that takes no notice of the failure
+    error too, and the first cause is raised again here. So is KeyboardInterrupt. A worker that takes no notice of the failure
     for ``LEAVING`` seconds is left behind; see :func:`end_process`.
     """
     group = ThreadGroup(size, deadline=deadline)
@@ -286,7 +286,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], *, deadl
         _join(threads, group)
         raise
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results
 
 

@@ -234,14 +234,14 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
     before_argv, before_path = sys.argv, list(sys.path)
     sys.argv, sys.path = arguments, [path, *sys.path]
 
-    failed: list[tuple[int, str, int]] = []
+    failed: dict[BaseException, int] = {}
 
     def work(communicator: Communicator) -> None:
         try:
             exec(code, {"__name__": "__main__", "__file__": arguments[0], "__builtins__": __builtins__})
         except BaseException as error:
             if not leaves_well(error):
-                failed.append((communicator.rank, *describe_error(error)))
+                failed[error] = communicator.rank
                 raise
 
     try:
@@ -252,11 +252,11 @@ def _launch_threads(workers: int, argv: list[str], deadline: float | None) -> in
         print(f"graphc: stopped by {what}; the workers were stopped", file=sys.stderr)
         return exit_code
     except BaseException as error:
-        rank, text, exit_code = failed[0] if failed else (0, *describe_error(error))
+        text, exit_code = describe_error(error)
         if not isinstance(error, (GraphcError, SystemExit)):
             traceback.print_exception(error)
         others = "; the other workers were stopped" if workers > 1 else ""
-        who = "" if isinstance(error, PeerError) else f"rank {rank} failed: "
+        who = "" if isinstance(error, PeerError) else f"rank {failed.get(error, 0)} failed: "
         print(f"graphc: {who}{text}{others}", file=sys.stderr)
         return exit_code
     finally:

@@ -32,6 +32,7 @@ LIMIT = 120.0
 
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+OUTSIDE = ("signal", "ending", "pause")
 STARTERS = {"mpi": "mpiexec", "tcp": "the process that started the workers"}
 
 
@@ -41,7 +42,8 @@ class Fault:
 
     Attributes:
         victim: a rank, ``starter`` or ``launcher``.
-        what: ``signal``, ``pause``, or a kind of ``fault_worker.py``.
+        what: ``signal``; ``pause``; ``ending``, a signal to a short run, which may have ended before; or a kind of
+            ``fault_worker.py``.
         delay: seconds from the first sight of the victim to the signal.
         pause: seconds for which it is stopped.
         moment: step of a fault from inside; -1: before the worker imports graphc.
@@ -58,8 +60,9 @@ class Fault:
 
     def __str__(self) -> str:
         who = f"rank {self.victim}" if isinstance(self.victim, int) else self.victim
-        when = f"after {self.delay:.3f} s" if self.what in ("signal", "pause") else f"in step {self.moment}"
-        how = {"signal": signal.Signals(self.number).name if self.number else "", "pause": f"pause of {self.pause:.1f} s"}
+        when = f"after {self.delay:.3f} s" if self.what in OUTSIDE else f"in step {self.moment}"
+        name = signal.Signals(self.number).name if self.number else ""
+        how = {"signal": name, "ending": f"{name} to a short run", "pause": f"pause of {self.pause:.1f} s"}
         return f"{self.transport}, {self.size} workers: {who}: {how.get(self.what, self.what)} {when}"
 
 
@@ -74,7 +77,7 @@ def choose(number: int) -> Fault:
         victim, what = rng.choice((("launcher", "signal"), (rng.randrange(size), rng.choice(inside[1:]))))
     else:
         victim = rng.choice((rng.randrange(size), rng.randrange(size), "starter", "launcher"))
-        what = rng.choice(("signal", "signal", "signal", "pause", *(inside if isinstance(victim, int) else ())))
+        what = rng.choice(("signal", "signal", "signal", "pause", *((*inside, "ending") if isinstance(victim, int) else ())))
     numbers = (*ENDS, signal.SIGKILL) if victim == "launcher" else (*CRASHES, signal.SIGSTOP, signal.SIGSTOP)
     if victim == "starter":
         numbers = tuple(n for n in numbers if n != signal.SIGABRT)  # mpiexec hands it on to all workers
@@ -82,7 +85,7 @@ def choose(number: int) -> Fault:
     pause = rng.uniform(0.1, DEADLINE / 2)
     if what == "loader":
         moment = rng.randrange(500)
-    if what == "pause":
+    if what in ("pause", "ending"):
         moment = 40
     return Fault(transport, size, victim, what, rng.choice(numbers), delay, pause, moment)
 
@@ -99,7 +102,7 @@ def run(chosen: Fault) -> None:
         for folder in ("work", "temporary", "flights"):
             (place / folder).mkdir()
         write_mlp(place / "work")
-        kind = {"pause": "whole", "signal": "none"}.get(chosen.what, chosen.what)
+        kind = {"pause": "whole", "ending": "whole", "signal": "none"}.get(chosen.what, chosen.what)
         job = {"folder": str(place / "work"), "kind": kind, "rank": chosen.victim, "moment": chosen.moment}
         with _environment(TMPDIR=str(place / "temporary"), GRAPHC_FLIGHT_DIR=str(place / "flights")):
             process = start_mpi(chosen.size, WORKER, json.dumps(job), transport=chosen.transport, deadline=DEADLINE)
@@ -135,7 +138,7 @@ def _environment(**changes: str) -> Iterator[None]:
 
 def _strike(chosen: Fault, process: subprocess.Popen[str], place: Path) -> int:
     """Send the signal to the victim; returns its process id, 0 if the fault comes from inside."""
-    if chosen.what not in ("signal", "pause"):
+    if chosen.what not in OUTSIDE:
         return 0
     limit = time.monotonic() + LIMIT
     while (pid := _find(chosen.victim, process, place)) is None:
@@ -143,13 +146,11 @@ def _strike(chosen: Fault, process: subprocess.Popen[str], place: Path) -> int:
         assert process.poll() is None, f"{chosen}: ended before: {process.communicate()[1]}"
         time.sleep(0.001)
     time.sleep(chosen.delay)
-    if chosen.what == "signal":
-        os.kill(pid, chosen.number)
-        return pid
-    with suppress(ProcessLookupError):  # it had done its work already
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(chosen.pause)
-        os.kill(pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # a short run has ended already
+        if chosen.what == "pause":
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(chosen.pause)
+        os.kill(pid, signal.SIGCONT if chosen.what == "pause" else chosen.number)
     return pid
 
 
@@ -169,7 +170,7 @@ def _find(victim: int | str, process: subprocess.Popen[str], place: Path) -> int
 
 def _check_end(chosen: Fault, pid: int, code: int, out: str, err: str, told: str) -> None:
     lines = [line for line in err.splitlines() if line.startswith("graphc: ")]
-    if chosen.what == "pause":
+    if chosen.what == "pause" or (chosen.what == "ending" and code == 0):
         assert code == 0, told
         assert not lines, told
         return
@@ -201,11 +202,12 @@ def _expected(chosen: Fault, pid: int) -> tuple[str, int]:
         if chosen.number == signal.SIGTERM:  # which it takes as a wish to end in order
             return rf"{who} (ended with exit code \d+ before the workers did|is gone: killed by SIGTERM)", 1
         return rf"{who} is gone: killed by {name}", 1
-    if chosen.what == "signal" and chosen.number == signal.SIGSTOP:
+    if chosen.what in OUTSIDE and chosen.number == signal.SIGSTOP:
         return rf".*\brank {rank} \(pid {pid}\) (is|has been) stopped \(SIGSTOP\)", 1
     late = rf"(ranks? ([\d, ]+, )?{rank}\b[\d, ]* did not come to |rank \d could not reach rank {rank} at )"
     return {
         "signal": (rf"rank {rank} \(pid {pid}\) is gone: killed by {name}", 1),
+        "ending": (rf"rank {rank} \(pid {pid}\) is gone: killed by {name}", 1),
         "exit": (rf"rank {rank} \(pid \d+\) is gone: it ended with exit code 7 without", 1),
         "leave": (rf"rank {rank} failed: exit code 5", 5),
         "slow": (late, 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,35 @@ def test_an_error_of_several_ranks_is_told_once(
     mpiexec.wait()
     assert Supervisor(mpiexec, board, {}, 1.0, tmp_path).run() == 3
     assert capfd.readouterr().err == told
+
+
+NOTICED = "prterun noticed that process rank 1 with PID 77 on node vm exited on\n signal 7 (Bus error)."
+DETECTED = "Process name: [prterun-vm-5@1,2]\n Exit code: 9"
+TCP = "process rank 2 with PID 78 on node localhost exited on signal 9\nprocess rank 0 with PID 76 on node localhost exiting"
+
+
+@pytest.mark.parametrize(
+    ("says", "states", "told"),
+    [
+        (NOTICED, {}, r"rank 1 \(pid 77\) is gone: killed by SIGBUS \(a file that it has mapped became shorter"),
+        (NOTICED, {1: RankState.LEFT}, r"rank 1 \(pid 77\) is gone: killed by SIGBUS"),
+        (DETECTED, {0: RankState.STOPPED}, r"rank 2 is gone: it ended with exit code 9 without leaving the run in order"),
+        (TCP, {0: RankState.RUNNING}, r"rank 2 \(pid 78\) is gone: killed by SIGKILL"),
+        ("", {0: RankState.RUNNING}, r"mpiexec \(pid \d+\) ended with exit code 3 before the workers did"),
+        ("", {0: RankState.STOPPED}, r"rank 1 is late; the other workers"),
+    ],
+)
+def test_only_the_one_that_died_is_blamed(
+    says: str, states: dict[int, RankState], told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it had not come to write its own name to the board, and where it had left already."""
+    board = StatusBoard.create(tmp_path / "board", 3)
+    for rank, state in states.items():
+        board.write(rank, state, text="rank 1 is late" if state is RankState.STOPPED else "", pid=0)
+    mpiexec = subprocess.Popen(["sh", "-c", 'printf %s "$0"; exit 3', says], stdout=subprocess.PIPE)
+    mpiexec.wait()
+    assert Supervisor(mpiexec, board, {}, 1.0, tmp_path).run() == 1
+    assert re.search(f"^graphc: {told}", capfd.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -266,3 +266,17 @@ def test_a_worker_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) 
         run_threads(2, work, deadline=0.2)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("graphc-worker")] == ["graphc-worker-1"]
     free.set()
+
+
+def test_the_cause_is_raised_and_not_what_follows_from_it() -> None:
+    """The others learn of it before the rank itself has ended."""
+
+    def work(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            comm.abort("sample 7 is damaged")
+            time.sleep(0.3)
+            raise ValueError("sample 7 is damaged")
+        comm.barrier()
+
+    with pytest.raises(ValueError, match="sample 7"):
+        run_threads(3, work)
