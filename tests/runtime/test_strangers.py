@@ -97,6 +97,7 @@ def test_beyond_the_loopback_a_secret_is_required() -> None:
     with pytest.raises(UsageError, match="GRAPHC_JOB_SECRET is too short"):
         job_secret("127.0.0.1", environment={"GRAPHC_JOB_SECRET": "abc"})
     assert job_secret("192.0.2.7", environment={"GRAPHC_JOB_SECRET": "a" * 32}) == b"a" * 32
+    assert job_secret("192.0.2.7", environment={"GRAPHC_JOB_SECRET": "\udcff" * 32}) == b"\xff" * 32  # bytes that are no text
 
 
 def test_on_the_loopback_a_user_has_a_key_of_his_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ def test_a_stranger_at_the_port() -> None:
         ({"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}, ("node7", 29500)),
         ({"MASTER_ADDR": "node7", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}, ("node7", 29501)),
         ({"MASTER_ADDR": "node7"}, "does not set MASTER_PORT"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": "29500"}, "MASTER_ADDR is empty"),
         ({"MASTER_ADDR": "node7", "MASTER_PORT": "70000"}, "MASTER_PORT='70000' is no port"),
         ({"MASTER_ADDR": "node7", "MASTER_PORT": "http"}, "MASTER_PORT='http' is no port"),
     ],

@@ -50,6 +50,8 @@ def meeting_place(environment: Mapping[str, str] | None = None) -> Place:
         host, text = found["MASTER_ADDR"], found["MASTER_PORT"]
     except KeyError as error:
         raise UsageError(f"the environment does not set {error.args[0]}: where rank 0 listens for the others") from None
+    if not host.strip():
+        raise UsageError("MASTER_ADDR is empty: it says where rank 0 listens for the others")
     if not text.isdecimal() or not 0 < int(text) < 65535:
         raise UsageError(f"MASTER_PORT={text!r} is no port that rank 0 can listen at")
     torchrun = "TORCHELASTIC_RUN_ID" in found and found.get("LOCAL_WORLD_SIZE", "") == found.get("WORLD_SIZE")
@@ -72,7 +74,7 @@ def job_secret(*hosts: str, environment: Mapping[str, str] | None = None) -> byt
     if found and len(found) < SHORTEST:
         raise UsageError(f"{JOB_SECRET} is too short to be secret: at least {SHORTEST} characters, better {_LINE}")
     if found:
-        return found.encode()
+        return os.fsencode(found)
     beyond = next((host for host in hosts if not is_loopback(host)), None)
     if beyond is not None:
         raise UsageError(

@@ -167,7 +167,8 @@ class StoreServer:
             count = self._notes
         if count <= MOST_NOTES:
             more = "; further ones are not reported" if count == MOST_NOTES else ""
-            print(f"graphc: {text}{more}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"graphc: {text}{more}", file=sys.stderr, flush=True)
 
     def _admit(self, hello: Hello) -> str:
         """Why a rank may not take part; empty if it may."""
