@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,20 @@ from pathlib import Path
 import pytest
 
 from graphc.launch.folders import PREFIX, job_folder
+from graphc.launch.local import find_mpiexec
 from graphc.launch.processes import processes_of, rank_processes
-from tests.runtime.mpi_run import HANG, finish, start_mpi
+from tests.runtime.mpi_run import HANG, ROOT, finish, start_mpi
 from tests.runtime.tcp_run import finish as finish_tcp
 from tests.runtime.tcp_run import start_tcp
 
 pytestmark = pytest.mark.mpi
 FULL = pytest.mark.full
 WORK = "from graphc.distributed.choose import open_communicator\ncomm = open_communicator()\nimport time\ntime.sleep(3600)\n"
+
+NEVER = (
+    "import os, time\nif '1' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('RANK')): time.sleep(3600)\n"
+    "from graphc.distributed.choose import open_communicator\nopen_communicator(deadline=1.5)\n"
+)
 
 
 def soon(look: Callable[[], int | None]) -> int:
@@ -77,13 +85,26 @@ def test_a_fault_as_soon_as_the_process_is_there(
 @pytest.mark.parametrize("transport", ["mpi", "tcp"])
 def test_a_worker_that_never_comes_is_named_within_the_deadline_of_the_first_call(transport: str) -> None:
     """The deadline of the call counts, not the launcher's of 300 s."""
-    program = (
-        "import os, time\nif '1' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('RANK')): time.sleep(3600)\n"
-        "from graphc.distributed.choose import open_communicator\nopen_communicator(deadline=1.5)\n"
-    )
-    done = finish(start_mpi(2, program, transport=transport), HANG)
+    done = finish(start_mpi(2, NEVER, transport=transport), HANG)
     assert done.code == 1, done.text
     assert re.search(r"^graphc: .*rank 1 did not come to \w+ .*within 1.5 s", done.err, re.MULTILINE), done.text
+
+
+def test_a_worker_that_never_comes_is_noticed_without_our_launcher(tmp_path: Path) -> None:
+    """MPI_Init waits for it, and no other thread could run if that held the interpreter."""
+    script = tmp_path / "script.py"
+    script.write_text(NEVER)
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [str(find_mpiexec()), "-n", "2", "--bind-to", "none", "--oversubscribe", sys.executable, str(script)],
+        env={**os.environ, **allowed, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "graphc: rank 0 waited 1.5 s for all 2 workers to join: one of them died, is stopped, or never came" in done.stderr
 
 
 def test_what_a_killed_launcher_leaves_the_next_one_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
