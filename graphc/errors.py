@@ -64,6 +64,18 @@ class NewerOpsetError(UnsupportedOpError):
     """An operator, or a form of one, that the opset of a legalised graph lacks."""
 
 
+class ExecutionError(GraphcError):
+    """A node failed while it ran, such as an index beyond the end; the message names node and feeds.
+
+    Attributes:
+        op, node: the node's op and name, empty if the runtime does not say.
+    """
+
+    def __init__(self, message: str, *, op: str = "", node: str = "") -> None:
+        super().__init__(message)
+        self.op, self.node = op, node
+
+
 class FeedError(GraphcError, ValueError):
     """A feed with a wrong name, shape, dtype or value."""
 

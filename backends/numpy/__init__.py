@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from graphc.backend import BACKENDS, Backend
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
-from graphc.errors import ModelError, UnsupportedOpError
+from graphc.errors import ExecutionError, ModelError, UnsupportedOpError
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_nodes
@@ -40,7 +40,7 @@ class NumpyBackend(Backend):
         evaluator, names = _evaluator(model), list(outputs)
 
         def run() -> None:
-            for name, value in zip(names, evaluator.run(names, dict(inputs)), strict=True):
+            for name, value in zip(names, _evaluated(evaluator, names, inputs), strict=True):
                 if np.shape(value) != outputs[name].shape:
                     raise ModelError(f"{name!r} has shape {list(np.shape(value))}, {list(outputs[name].shape)} was planned")
                 np.copyto(outputs[name], value)
@@ -49,7 +49,7 @@ class NumpyBackend(Backend):
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         names = [value.name for value in model.graph.output]
-        results = _evaluator(model).run(names, dict(feeds))
+        results = _evaluated(_evaluator(model), names, feeds)
         return dict(zip(names, results, strict=True))
 
 
@@ -68,6 +68,13 @@ def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
         return ReferenceEvaluator(_simpler(model), new_ops=list(REPAIRED))
     except Exception as error:
         raise UnsupportedOpError(f"the numpy backend cannot run this model: {error}") from error
+
+
+def _evaluated(evaluator: ReferenceEvaluator, names: list[str], feeds: Mapping[str, Any]) -> list[Any]:
+    try:
+        return list(evaluator.run(names, dict(feeds)))
+    except Exception as error:
+        raise ExecutionError(f"a segment failed in the numpy backend: {error}") from error
 
 
 def _simpler(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Backend, Binding, native_kernel
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
-from graphc.errors import MissingExtraError, UnsupportedOpError
+from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError
 from graphc.ir.declare import declaration_of
 from graphc.plan.half_precision import HALVES
 
@@ -59,7 +60,8 @@ class OnnxRuntimeBackend(Backend):
     ) -> Run:
         session = self._session(model)
         binding = session.io_binding()
-        before, after = [], []
+        before: list[Run] = []
+        after: list[Run] = []
         for name, array in inputs.items():
             held = array
             if is_packed(array.dtype):
@@ -72,7 +74,13 @@ class OnnxRuntimeBackend(Backend):
                 held = packed_like(array)
                 after.append(functools.partial(unpack, held, array))
             binding.bind_output(name, "cpu", 0, element_type(array), array.shape, held.ctypes.data)
-        run = functools.partial(session.run_with_iobinding, binding)
+
+        def run() -> None:
+            try:
+                session.run_with_iobinding(binding)
+            except Exception as error:
+                raise failed(error) from error
+
         if not before and not after:
             return run
 
@@ -124,6 +132,21 @@ class OnnxRuntimeBackend(Backend):
 
     def close(self) -> None:
         self.pool.close()
+
+
+_FAILED = re.compile(r"while running (\w+) node\. Name:'([^']*)' Status Message: (.*)", re.DOTALL)
+_SOURCE = re.compile(r"/\S*onnxruntime_src/.* was false\.\s*")
+"""Where in onnxruntime's sources a check failed, which tells its developers something."""
+
+
+def failed(error: Exception) -> ExecutionError:
+    """What onnxruntime says about a node that failed while it ran."""
+    text = str(error)
+    found = _FAILED.search(text)
+    if found is None:
+        return ExecutionError(f"a segment failed in onnxruntime: {text.strip()}")
+    op, name, reason = found.groups()
+    return ExecutionError(f"{op} {name!r} failed: {_SOURCE.sub('', reason).strip()}", op=op, node=name)
 
 
 def _ops(model: onnx.ModelProto) -> str:

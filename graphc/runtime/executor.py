@@ -18,7 +18,8 @@ from graphc.backend import Backend
 from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.groups import Groups
-from graphc.errors import DeviceError
+from graphc.errors import DeviceError, ExecutionError
+from graphc.ir.index_operands import index_ranges
 from graphc.ir.names import LOSS_SCALE
 from graphc.plan.buffers import RESULTS
 from graphc.plan.partition import Plan
@@ -26,6 +27,7 @@ from graphc.runtime.accumulators import MicroBatchCursor
 from graphc.runtime.bind import StepBinder
 from graphc.runtime.buffers import BufferMap
 from graphc.runtime.collectives import Transfers
+from graphc.runtime.failure import explain_failure
 from graphc.runtime.nonfinite import Check, NonFiniteStepError
 from graphc.runtime.state import State
 from graphc.runtime.updates import Updates, owns_nothing
@@ -62,6 +64,7 @@ class Executor:
     Attributes:
         inputs: the arrays that feeds are copied to, by name.
         outputs: what the last step gave, in the host's memory.
+        index_ranges: graph input → the ranges that its elements must lie in, for those that are read as indices.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Executor:
         self._transfers = Transfers(places, groups)
         self._check = Check(places, backend, comm) if check else None
         binder = StepBinder(places, backend, Updates(places, backend, host), self._turn, self._check)
+        self.index_ranges = index_ranges(plan.model.graph)
         self.inputs = places.inputs
         self.outputs = places.outputs
         bound: list[_Bound] = []
@@ -107,7 +111,9 @@ class Executor:
         if not self._on_host:
             results, self._finish = self._bind_results()
             copies = [_Bound(run, "the results") for run in results]
+        updates = {step.name for step in plan.steps if step.kind == "update"}
         self.runs, self._names = self._joined([*begin, *bound, *copies], wrap)
+        self._first_update = next((k for k, name in enumerate(self._names) if name in updates), None)
         self._within, self._names_within = self._joined([*begin, *(one for one in bound if not one.once)], wrap)
 
     def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, meanwhile: Run | None = None) -> None:
@@ -120,6 +126,7 @@ class Executor:
 
         Raises:
             NonFiniteStepError: a NaN or an infinity; no update has changed anything.
+            ExecutionError: a node failed; the message names it, and the feeds behind it.
             DeviceError: of the device; ``during`` says what was queued.
         """
         runs = iter(self.runs if last else self._within)
@@ -134,6 +141,10 @@ class Executor:
                     meanwhile()
                 waiting = True
                 self._finish()
+        except ExecutionError as error:
+            ran = len(self._names if last else self._names_within) - operator.length_hint(runs)
+            updated = last and self._first_update is not None and ran > self._first_update + 1
+            raise explain_failure(error, self.plan.model.graph, feeds, updated=updated) from error
         except (DeviceError, RuntimeError) as error:
             found = self._of_device(error)
             if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +13,7 @@ from graphc.data import Batch
 from graphc.device import Array, Memory
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import Dim, dims
+from graphc.ir.index_operands import IndexRange
 from graphc.ir.symbolic_dims import substituted
 
 
@@ -91,6 +92,7 @@ def check_arrays(
     inputs: Mapping[str, Array],
     labels: Mapping[str, tuple[int, int, int | None]],
     memory: Memory,
+    indices: Mapping[str, Sequence[IndexRange]] = {},
 ) -> dict[str, Array]:
     """Convert feeds to the dtypes of ``inputs``, as :func:`converted` does.
 
@@ -98,9 +100,10 @@ def check_arrays(
 
     Args:
         labels: name → range of the labels, and the ignored label. Labels on a device are not checked.
+        indices: name → the ranges of its elements where nodes read them as indices. Arrays on a device are not checked.
 
     Raises:
-        FeedError: a wrong type, a label out of range, or a device array that cannot be used in place.
+        FeedError: a wrong type, a label or an index out of range, or a device array that cannot be used in place.
     """
     arrays: dict[str, Array] = {}
     for name, buffer in inputs.items():
@@ -117,7 +120,23 @@ def check_arrays(
             if wrong.any():
                 where = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise FeedError(f"label {int(found[where])} at {name}{list(where)} is outside {low} … {high - 1}")
+    for name, ranges in indices.items():
+        _check_indices(name, arrays[name], ranges)
     return arrays
+
+
+def _check_indices(name: str, array: Array, ranges: Sequence[IndexRange]) -> None:
+    """Raise FeedError for the first element outside one of the ranges."""
+    if not isinstance(array, np.ndarray) or array.size == 0 or array.dtype.kind not in "iu":
+        return
+    least, most = int(array.min()), int(array.max())
+    for range_ in ranges:
+        if least < range_.low or most >= range_.high:
+            where = tuple(int(i) for i in np.argwhere((array < range_.low) | (array >= range_.high))[0])
+            raise FeedError(
+                f"{int(array[where])} at {name}{list(where)} is outside {range_.low} … {range_.high - 1}, the range of the"
+                f" indices or lengths that {range_.reader} takes"
+            )
 
 
 def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:

@@ -90,7 +90,7 @@ class PlanCache:
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Convert feeds to the plan's dtypes and check the labels; FeedError if that fails."""
-        arrays = check_arrays(feeds, executor.inputs, self._labels, self._backend.memory)
+        arrays = check_arrays(feeds, executor.inputs, self._labels, self._backend.memory, executor.index_ranges)
         if self._classes:
             check_sample_labels(arrays, self._program.model.graph, self._classes)
         return arrays

@@ -10,12 +10,12 @@ from typing import Any
 from graphc.compiler import Program
 from graphc.data import Batch, Shards
 from graphc.device import Array, Run
-from graphc.errors import DeviceError, FeedError, GraphcError, NonFiniteError, UsageError, WorldError, counted
+from graphc.errors import DeviceError, ExecutionError, FeedError, NonFiniteError, UsageError, WorldError, counted
 from graphc.ir.names import STEP
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.input_staging import Ahead
 from graphc.runtime.nonfinite_report import explain, explain_lost
-from graphc.training.feeds import check_feed_names, feed_shape
+from graphc.training.feeds import check_feed_names
 from graphc.training.microbatch import MicroBatch, until_all_end
 from graphc.training.progress import EpochProgress
 from graphc.training.strategy import Batches, Strategy
@@ -61,9 +61,9 @@ class Replica(Strategy):
             reason = explain_lost(error, trainer.comm, trainer.steps_done, trainer.last_checkpoint)
             trainer.comm.abort(reason)
             raise DeviceError(reason) from error
-        except RuntimeError as error:
-            shapes = ", ".join(f"{name} {list(feed_shape(array))}" for name, array in feeds.items())
-            raise GraphcError(f"step {trainer.steps_done} failed in the runtime, with the feeds {shapes}: {error}") from error
+        except ExecutionError as error:
+            error.args = (f"step {trainer.steps_done}: {error}",)
+            raise
         trainer.steps_done += 1
         kept = trainer.outputs.collected()
         return {name: kept[name] if name in kept else float(array) for name, array in parts[-1][0].outputs.items()}

@@ -11,6 +11,7 @@ from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.device import Array, Run
+from graphc.errors import InternalError
 
 
 def _by_position(array: Array, axis: int) -> Array:
@@ -22,8 +23,21 @@ def _by_position(array: Array, axis: int) -> Array:
     return array.reshape(-1, array.shape[axis], behind).transpose(0, 2, 1)
 
 
-def _label_arguments(k: Binding, label: Array, weight: Array | None) -> tuple[Array, Array, np.bool_, np.int64, np.float32]:
-    """Labels as a vector, class weights (empty: all 1), whether a label is ignored and which, smoothing."""
+def _label_arguments(
+    k: Binding, scores: Array, label: Array, weight: Array | None
+) -> tuple[Array, Array, np.bool_, np.int64, np.float32]:
+    """Labels as a vector, class weights (empty: all 1), whether a label is ignored and which, smoothing.
+
+    Raises:
+        InternalError: not one label for each position, or not one weight for each class. The loops read one label a
+            position and one weight a class, and compare every label with the number of classes before they index by it.
+    """
+    positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
+    if label.size != positions or (weight is not None and weight.size != classes):
+        weights = "" if weight is None else f" and {weight.size} class weights"
+        raise InternalError(
+            f"{k.node.op_type} {k.node.name!r} has {label.size} labels{weights} for {positions} positions of {classes} classes"
+        )
     ignore = k.attributes["ignore_index"]
     return (
         label.reshape(-1),
@@ -43,7 +57,7 @@ def softmax_cross_entropy(k: Binding) -> Run:
     grain = max(1, 8192 // max(1, classes))
     parts = max(1, min(k.pool.threads, positions // grain))
     sums = np.zeros((parts, 2), dtype=np.float64)
-    labels = _label_arguments(k, label, optional(k.inputs, 2))
+    labels = _label_arguments(k, scores, label, optional(k.inputs, 2))
     arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
     pool = k.pool
 
@@ -94,7 +108,7 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     scores = _by_position(log_prob, k.attributes["axis"])
     positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
     mean_weight: Array = np.ones(1, dtype=np.float32)
-    labels = _label_arguments(k, label, weights)
+    labels = _label_arguments(k, scores, label, weights)
     arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
     pool, grain = k.pool, max(1, 8192 // max(1, classes))
 

@@ -32,7 +32,7 @@ def dropout_mask(k: Binding) -> Run:
         bits, moment = int(seed.item()) & (1 << 64) - 1, int(step.item()) & (1 << 64) - 1
         words[0] = (bits ^ bits >> 32) & 0xFFFFFFFF
         words[2], words[3] = moment & 0xFFFFFFFF, moment >> 32
-        words[4] = int(sample_offset.item()) * per_sample
+        words[4] = int(sample_offset.item()) * per_sample & (1 << 64) - 1
         pool.run(_dropout_mask, arguments, blocks, GRAIN)
 
     return run

@@ -17,6 +17,7 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, same_as, spec_of
 from graphc.ir.facts import FLOATS, Dim, describe_value, dims, required
+from graphc.ir.index_operands import behind_views
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
 """Attributes of a loss over classes: the class axis and the ignored label (None: every label counts)."""
@@ -257,7 +258,7 @@ def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
     for node in graph:
         if (node.domain, node.op_type) not in _OVER_CLASSES:
             continue
-        scores, label = node.inputs[0], _behind_views(node.inputs[1])
+        scores, label = node.inputs[0], behind_views(node.inputs[1])
         if scores is None or label is None or not label.is_graph_input() or label.name is None:
             continue
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
@@ -265,15 +266,6 @@ def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
         if sizes is not None:
             ignored = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
             yield label.name, sizes[axis], ignored
-
-
-def _behind_views(value: ir.Value | None) -> ir.Value | None:
-    """The value in front of casts and reshapes that holds the elements of ``value``."""
-    while value is not None and (producer := value.producer()) is not None:
-        if producer.op_type not in ("Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
-            break
-        value = producer.inputs[0]
-    return value
 
 
 def _smoothed(

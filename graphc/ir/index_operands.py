@@ -1,0 +1,136 @@
+"""Which operands of standard ops are indices or lengths, and the range that their elements must lie in.
+
+Gather(data: [50257, 768], indices)            −50257 … 50256
+LSTM(x: [20, batch, 8], …, sequence_lens)      0 … 20
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphc.ir.facts import dims, input_of
+
+VIEWS = frozenset({"Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"})
+"""Ops whose result holds the elements of their operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRange:
+    """The range of an index operand: ``low`` ≤ element < ``high``; ``reader`` says who reads it."""
+
+    low: int
+    high: int
+    reader: str
+
+
+def behind_views(value: ir.Value | None) -> ir.Value | None:
+    """The value in front of casts and reshapes that holds the elements of ``value``."""
+    while value is not None and (producer := value.producer()) is not None and producer.op_type in VIEWS:
+        value = producer.inputs[0]
+    return value
+
+
+def index_ranges(graph: ir.Graph) -> dict[str, list[IndexRange]]:
+    """Graph input → the ranges that its elements must lie in, where sizes are known."""
+    found: dict[str, list[IndexRange]] = {}
+    for node in graph:
+        if node.domain != "" or node.op_type not in INDEX_OPERANDS:
+            continue
+        operand, rule = INDEX_OPERANDS[node.op_type]
+        source = behind_views(node.inputs[operand] if operand < len(node.inputs) else None)
+        if source is None or not source.is_graph_input() or source.is_initializer():
+            continue
+        for low, high in rule(node):
+            reader = f"{node.op_type} {node.name!r} on {input_of(node).name!r}"
+            found.setdefault(source.name or "", []).append(IndexRange(low, high, reader))
+    return found
+
+
+Rule = Callable[[ir.Node], Iterator[tuple[int, int]]]
+
+
+def _size(node: ir.Node, axis: int, operand: int = 0) -> Iterator[int]:
+    """The size of an operand along an axis, if it is known."""
+    found = dims(input_of(node, operand)) or ()
+    if -len(found) <= axis < len(found) and isinstance(size := found[axis], int):
+        yield size
+
+
+def _along_axis(node: ir.Node) -> Iterator[tuple[int, int]]:
+    for size in _size(node, node.attributes.get_int("axis", 0)):
+        yield -size, size
+
+
+def _tuples(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """Index tuples of one element; longer ones have a range for each place."""
+    if (dims(input_of(node, 1)) or (0,))[-1] == 1:
+        for size in _size(node, node.attributes.get_int("batch_dims", 0)):
+            yield -size, size
+
+
+def _axes(node: ir.Node) -> Iterator[tuple[int, int]]:
+    found = dims(input_of(node))
+    if found is not None:
+        yield -len(found), len(found)
+
+
+def _lengths(axis: Callable[[ir.Node], int], operand: int = 0) -> Rule:
+    def rule(node: ir.Node) -> Iterator[tuple[int, int]]:
+        for size in _size(node, axis(node), operand):
+            yield 0, size + 1
+
+    return rule
+
+
+def _unpooled(node: ir.Node) -> Iterator[tuple[int, int]]:
+    sizes = dims(node.outputs[0])
+    if sizes is not None:
+        total = 1
+        for size in sizes:
+            if not isinstance(size, int):
+                return
+            total *= size
+        yield 0, total
+
+
+def _written(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """TensorScatter: an update begins where it ends inside the cache; a circular one begins anywhere."""
+    axis = node.attributes.get_int("axis", -2)
+    for size in _size(node, axis):
+        for length in _size(node, axis, 1):
+            if node.attributes.get_string("mode", "linear") == "linear":
+                yield 0, size - length + 1
+
+
+def _first_axis(operand: int) -> Rule:
+    def rule(node: ir.Node) -> Iterator[tuple[int, int]]:
+        for size in _size(node, 0, operand):
+            yield 0, size
+
+    return rule
+
+
+_STEPS = _lengths(lambda node: node.attributes.get_int("layout", 0))
+
+INDEX_OPERANDS: Mapping[str, tuple[int, Rule]] = {
+    "Gather": (1, _along_axis),
+    "GatherElements": (1, _along_axis),
+    "ScatterElements": (1, _along_axis),
+    "GatherND": (1, _tuples),
+    "ScatterND": (1, _tuples),
+    "CumSum": (1, _axes),
+    "CumProd": (1, _axes),
+    "ReverseSequence": (1, _lengths(lambda node: node.attributes.get_int("time_axis", 0))),
+    "RNN": (4, _STEPS),
+    "GRU": (4, _STEPS),
+    "LSTM": (4, _STEPS),
+    "MaxUnpool": (1, _unpooled),
+    "RoiAlign": (2, _first_axis(0)),
+    "RotaryEmbedding": (3, _first_axis(1)),
+    "TensorScatter": (2, _written),
+    "Attention": (6, _lengths(lambda node: -2, 1)),
+}
+"""Op → its operand of indices or lengths, and the rule for their range."""

@@ -1,0 +1,211 @@
+"""No native kernel touches memory beyond its operands, whatever these hold: every operand lies beside a closed page.
+
+Each kernel runs in a child process, so that a SIGSEGV fails its test alone. A kernel without a case here fails the last test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from graphc.backend import KERNELS, Binding, native_kernel
+from graphc.errors import InternalError
+from graphc.ir.declare import declaration_of
+from graphc.ir.facts import dtype_of, shape_of
+from tests.backends.guard_pages import guarded
+from tests.fuzz.child import attempt
+
+pytest.importorskip("onnxruntime")
+
+from graphc.backends.onnxruntime.pool import ThreadPool
+from tests.backends.onnxruntime.test_kernels import single_node
+
+Array = np.ndarray[Any, Any]
+rng = np.random.default_rng(11)
+
+
+def f(*shape: int) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def i(*values: int) -> Array:
+    return np.array(values, dtype=np.int64)
+
+
+def one(value: float, dtype: Any = np.float32) -> Array:
+    return np.array(value, dtype=dtype)
+
+
+WINDOW = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 0]}
+LAYOUT = "bhtd,bhtd,bhtd->bhtd"
+HEADS = [f(2, 3, 5, 4), f(2, 3, 7, 4), f(2, 3, 7, 6)]
+RATE = [one(0.1), one(2.0)]
+STEP = one(3, np.int64)
+"""The number of finished steps, which only a trainer writes; it keeps its value."""
+
+
+Case = tuple[Sequence[Array | None], Mapping[str, Any], Sequence[int]]
+
+
+def c(*arrays: Array | None, constants: Sequence[int] = (), **attributes: Any) -> Case:
+    return arrays, attributes, constants
+
+
+def _losses(first: Sequence[Array], scores: Callable[..., Array]) -> list[Case]:
+    """Every layout of the classes, with and without class weights, an ignored label and smoothing, for both index types."""
+    shapes = [((6, 5), 1, (6,)), ((2, 5, 3), 1, (2, 3)), ((2, 3, 5), -1, (2, 3)), ((5, 4), 0, (4,))]
+    cases = []
+    for (shape, axis, labels), dtype in itertools.product(shapes, (np.int64, np.int32)):
+        label = rng.integers(0, 5, labels).astype(dtype)
+        cases.append(c(*first, scores(*shape), label, axis=axis))
+        cases.append(c(*first, scores(*shape), label, np.abs(f(5)), axis=axis, ignore_index=-100, label_smoothing=0.1))
+    return cases
+
+
+CASES: Mapping[str, Sequence[Case]] = {
+    "graphc::ReluGrad": [c(f(3, 5), f(3, 5))],
+    "Gelu": [c(f(3, 5)), c(f(3, 5), approximate="tanh")],
+    "graphc::GeluGrad": [c(f(3, 5), f(3, 5)), c(f(3, 5), f(3, 5), approximate="tanh")],
+    "Softmax": [c(f(3, 5), axis=-1)],
+    "graphc::SoftmaxGrad": [c(f(3, 5), f(3, 5))],
+    "graphc::ScaledDotProductAttention": [
+        c(*HEADS, mask, scale=0.5, causal=causal, saves=saves)
+        for mask, causal, saves in [
+            (None, 1, "probabilities"), (f(2, 1, 5, 7), 0, "logsumexp"), (rng.random((5, 7)) > 0.3, 1, "logsumexp")
+        ]
+    ],
+    "graphc::ScaledDotProductAttentionGrad": [
+        c(f(2, 3, 5, 6), *HEADS, None, f(2, 3, 5, 6), f(2, 3, 5, 7), scale=0.5, causal=1, layout=LAYOUT),
+        c(f(2, 3, 5, 6), *HEADS, f(2, 1, 5, 7), f(2, 3, 5, 6), f(2, 3, 5), scale=0.5, saves="logsumexp", layout=LAYOUT),
+    ],
+    "Conv": [c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW), c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0])],
+    "graphc::ConvGradInput": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW)],
+    "graphc::ConvGradWeight": [c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW)],
+    "Gemm": [c(f(65, 130), f(130, 129), f(129)), c(f(130, 65), f(129, 130), transA=1, transB=1)],
+    "MatMul": [c(f(3, 65, 130), f(130, 129))],
+    "graphc::SoftmaxCrossEntropy": _losses((), f),
+    "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),
+    "graphc::BatchNormalizationTraining": [c(f(3, 5, 7), f(5), f(5))],
+    "graphc::BatchNormalizationTrainingGrad": [c(f(3, 5, 7), f(3, 5, 7), f(5), f(5), f(5))],
+    "LayerNormalization": [c(f(3, 4, 5), f(5), f(5)), c(f(3, 4, 5), f(4, 5), axis=1)],
+    "graphc::LayerNormalizationGrad": [c(f(3, 4, 5), f(3, 4, 5), f(5), f(3, 4, 1), f(3, 4, 1))],
+    "graphc::LRNGrad": [c(f(2, 5, 3, 3), f(2, 5, 3, 3), f(2, 5, 3, 3), size=3), c(f(2, 2, 9), f(2, 2, 9), f(2, 2, 9), size=7)],
+    "graphc::MaxPoolGrad": [
+        c(f(2, 3, 5, 7), f(2, 3, 9, 7), f(2, 3, 5, 7), **WINDOW),
+        c(f(2, 3, 4), f(2, 3, 9), f(2, 3, 4), kernel_shape=[3], strides=[2]),
+    ],
+    "graphc::AveragePoolGrad": [c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW)],
+    "graphc::DropoutMask": [
+        c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), ratio=0.3, tag="t") for offset in (0, 5, -3)
+    ],
+    "graphc::BatchMoments": [c(f(3, 5, 7), one(1.0))],
+    "graphc::BatchStatistics": [c(one(9.0, np.float64), np.abs(f(5)).astype(np.float64), np.abs(f(5)).astype(np.float64))],
+    "graphc::SharedNormalization": [c(f(3, 5, 7), f(5), f(5), f(5), f(5), one(9.0, np.float64), one(1.0), tag="t")],
+    "graphc::SharedNormalizationSums": [c(f(3, 5, 7), f(3, 5, 7), f(5), f(5))],
+    "graphc::SharedNormalizationGrad": [
+        c(f(3, 5, 7), f(3, 5, 7), f(5), f(5), f(5), one(9.0, np.float64), *np.ones((2, 5)), one(1.0))
+    ],
+    "graphc::SumOfSquares": [c(f(3, 5), f(7))],
+    "graphc::RoundTo": [c(f(3, 5), f(7), to=10), c(f(3, 5), to=16)],
+    "graphc::Widen": [c(f(3, 5).astype(np.float16)), c(f(7).astype(ml_dtypes.bfloat16))],
+    "graphc::Narrow": [c(f(7).astype(np.float16), f(7)), c(f(7).astype(ml_dtypes.bfloat16), f(7))],
+    "graphc::Orthogonalize": [c(f(7, 3))],
+    "graphc::KeepLargest": [c(f(3, 7), count=count) for count in (1, 4, 21, 1000)],
+    "graphc::Assign": [c(f(5), f(5))],
+    "graphc::Residual": [c(f(5), f(5))],
+    "graphc::SGD": [c(f(5), f(5), *RATE), c(f(5), f(5).astype(np.float16), *RATE)],
+    "graphc::Momentum": [c(f(5), f(5), f(5), STEP, *RATE)],
+    "graphc::Adam": [c(f(5), f(5), f(5), f(5), STEP, *RATE)],
+    "graphc::AdamW": [c(f(5), f(5), f(5), f(5), STEP, *RATE)],
+    "graphc::Adagrad": [c(f(5), f(5), f(5), STEP, *RATE)],
+    "graphc::RMSprop": [
+        c(f(5), f(5), f(5), f(5), f(5), *RATE, momentum=0.9, centered=1), c(f(5), f(5), f(5), None, None, *RATE)
+    ],
+    "graphc::RunningAverage": [c(f(5), f(5), one(2.0))],
+    "graphc::Increment": [c(STEP)],
+    "graphc::AnyNonFinite": [c(f(5), f(3, 3)), c(f(5).astype(np.float16))],
+}  # fmt: skip
+
+INTEGERS = (-1, -6, -5000, 5, 5000, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
+"""Labels beyond both ends of five classes, near and far."""
+
+FLOATS = (np.nan, np.inf, -np.inf, 3e38, 0.0)
+
+
+def variants(arrays: Sequence[Array | None], constants: Sequence[int]) -> list[Sequence[Array | None]]:
+    """The operands as they are, and with bad values in all of an operand, or in its last element alone."""
+    found = [arrays]
+    for k, array in enumerate(arrays):
+        if array is None or array is STEP or k in constants or array.dtype.kind == "b":
+            continue
+        bad: Sequence[float] = FLOATS
+        if array.dtype.kind == "i":
+            bad = [v for v in INTEGERS if np.iinfo(array.dtype).min <= v <= np.iinfo(array.dtype).max]
+        for value, whole in itertools.product(bad, (True, False)):
+            changed = array.copy()
+            changed.reshape(-1)[slice(None) if whole else slice(-1, None)] = value
+            found.append([changed if n == k else a for n, a in enumerate(arrays)])
+    return found
+
+
+def run_all(op: str) -> None:
+    """Run every case of a kernel with every variant of its operands, at either side of a closed page, with 1 and 2 threads."""
+    pools = [ThreadPool(1), ThreadPool(2)]
+    for arrays, attributes, constants in CASES[op]:
+        node = next(n for n in single_node(op, arrays, attributes, constants).graph if n.op_type != "Constant")
+        kernel = native_kernel("onnxruntime", node)
+        assert kernel is not None, f"the kernel does not take {arrays}"
+        declaration = declaration_of(node)
+        values = declaration.attribute_values(node) if declaration else {k: a.value for k, a in node.attributes.items()}
+        for number, operands in enumerate(variants(arrays, constants)):
+            for side in ("before", "behind"):
+                inputs = [None if a is None else guarded(a, side) for a in operands]
+                outputs = [guarded(np.zeros(shape_of(v), dtype_of(v).numpy()), side) for v in node.outputs]
+                with np.errstate(all="ignore"):
+                    kernel.bind(Binding(node, inputs, outputs, values, pools[number % 2], {}))()
+                labels = [a for a in operands if a is not None and a.dtype.kind == "i"] if op in LOSSES else []
+                counted = [int(v) for a in labels for v in a.reshape(-1) if v != values["ignore_index"]]
+                if any(not 0 <= label < 5 for label in counted):
+                    assert np.isnan(outputs[0]).any(), f"label outside the classes gave {outputs[0]}"
+
+
+LOSSES = ("graphc::SoftmaxCrossEntropy", "graphc::SoftmaxCrossEntropyGrad")
+
+
+def may_run(op: str) -> bool:
+    """Whether the kernel is there: some need oneDNN."""
+    from graphc.backends.onnxruntime.kernels import onednn
+
+    return onednn.library() is not None or op not in ("Conv", "graphc::ConvGradInput", "Gemm", "MatMul")
+
+
+@pytest.mark.parametrize("op", sorted(CASES))
+def test_a_kernel_stays_within_its_operands(op: str) -> None:
+    if not may_run(op):
+        pytest.skip("needs oneDNN")
+    outcome = attempt(lambda: run_all(op), seconds=240)
+    assert outcome.ending == "result", f"{outcome.ending}: {outcome.detail}"
+
+
+@pytest.mark.parametrize("op", LOSSES)
+def test_a_loss_refuses_operands_of_other_sizes_when_it_is_bound(op: str) -> None:
+    first = [one(1.0)] if op.endswith("Grad") else []
+    pool = ThreadPool(1)
+    good = [*first, f(6, 5), np.zeros(6, np.int64), np.abs(f(5))]
+    node = next(n for n in single_node(op, good, {"axis": 1}, ()).graph if n.op_type != "Constant")
+    kernel = native_kernel("onnxruntime", node)
+    assert kernel is not None
+    outputs = [np.zeros(shape_of(v), dtype_of(v).numpy()) for v in node.outputs]
+    values = {"axis": 1, "ignore_index": None, "label_smoothing": 0.0}
+    for label, weight in ((np.zeros(5, np.int64), good[-1]), (np.zeros(6, np.int64), np.abs(f(2)))):
+        with pytest.raises(InternalError, match=r"6 positions of 5 classes"):
+            kernel.bind(Binding(node, [*first, f(6, 5), label, weight], outputs, values, pool, {}))
+
+
+def test_every_kernel_has_a_case() -> None:
+    assert {op for backend, op in KERNELS if backend == "onnxruntime" and op.split("::")[0] in ("graphc", op)} == set(CASES)
