@@ -24,6 +24,7 @@ from graphc.device import Array, HostSync, Run
 from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.groups import Groups
 from graphc.ir.facts import dtype_of, shape_of
+from graphc.ir.index_operands import index_ranges
 from graphc.pipe.clock import assign_slots
 from graphc.pipe.split import Edge
 from graphc.pipe.tables import Action, Table
@@ -83,6 +84,7 @@ class StagePlan:
     Attributes:
         inputs: the arrays of the feeds, by name, of one micro-batch.
         outputs: results of a step.
+        index_ranges: graph input → the ranges that its elements must lie in, for those that are read as indices.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class StagePlan:
         self._bound: dict[tuple[Task, int], list[Run]] = {}
         self._once: dict[Task, list[Run]] = {}
         self.inputs, self.outputs = self.places.inputs, self.places.outputs
+        self.index_ranges = index_ranges(plan.model.graph)
         self.steps: dict[Task, list[PlanStep]] = {}
         for step in plan.steps:
             if step.task is not None:

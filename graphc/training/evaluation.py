@@ -29,7 +29,8 @@ def evaluate(trainer: Trainer, batches: Batches) -> dict[str, float]:
         if all(feed_shape(array)[:1] == (0,) for array in feeds.values()):
             continue  # this worker has no sample of the last batch
         for name, value in trainer.strategy.evaluate_batch(feeds).items():
-            sums[name] += float(value)
+            if name in sums:
+                sums[name] += float(value)
     total = np.array([sums[name] for name in names], dtype=np.float64)
     if trainer.size > 1 and not trainer.servers:  # a collective would wait for a lost worker
         trainer.comm.allreduce(total, "sum")
