@@ -16,6 +16,8 @@ from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFu
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of
 
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
 SHARED_BY = 64
 """Elements of a kernel that read one element of a small operand, from which it counts as cached."""
 
@@ -341,7 +343,12 @@ class Values:
             "" if operand is None else self._pull(operand, views.broadcast(index, shape_of(operand)), guard)
             for operand in node.inputs
         ]
-        return kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
+        text = kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
+        return f"FAST_EXP{text.removeprefix('expf')}" if text.startswith("expf(") and self._rounds_results() else text
+
+    def _rounds_results(self) -> bool:
+        """Whether all that the kernel computes is rounded to 16 bits, so that a few last bits of a float32 do not matter."""
+        return not self.spec.reductions and all(dtype_of(value) in HALVES for value in self.spec.stores)
 
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the class ``index`` among ``size`` classes, as an integer of the kernel's index width."""

@@ -11,6 +11,7 @@ from graphc.backends.cupy.device.nvrtc_library import cubin_of
 from graphc.backends.cupy.predict.cubin import Resources, read_cubin
 from graphc.backends.cupy.predict.hardware import gpu_of
 from graphc.backends.cupy.predict.resources import Compiled, compiled_kernels, faults
+from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.errors import GraphcError
 from graphc.ir.facts import static_dims
 from tests.backends.cupy.fusion.test_row_column import model as layer_norm
@@ -89,6 +90,12 @@ def test_the_gradient_of_a_layer_normalisation_fits_four_blocks() -> None:
     (joined,) = (k for k in kernels(layer_norm(16384, 768)) if k.shape.resident)
     assert joined.blocks(H200) >= 4
     assert joined.shape.blocks <= 132 * joined.blocks(H200), "all blocks run at once"
+
+
+def test_an_exponential_that_is_rounded_to_16_bits_takes_the_short_instruction() -> None:
+    text = "(bfloat16[4096,8192] x) => ({}[4096,8192] y) {{ f = Cast<to=1>(x) e = Exp(f) y = Cast<to={}>(e) }}"
+    half, full = (compile_segment(onnx.parser.parse_model(HEAD + text.format(*to))) for to in (("bfloat16", 16), ("float", 1)))
+    assert [" = FAST_EXP(" in call.source.body for call in (*half.calls, *full.calls)] == [True, False]
 
 
 def test_a_kernel_that_wastes_the_gpu_is_named_with_what_is_asked_for() -> None:
