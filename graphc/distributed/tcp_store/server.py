@@ -29,7 +29,7 @@ from graphc.errors import WorldError, counted
 FOREVER = 1e6  # seconds: what sockets and locks can wait at most
 LINGER = 5.0  # seconds for which a server that ends waits for the others to leave
 PROOF_TIME = 5.0  # seconds in which a connection must prove the secret
-MOST_UNPROVEN = 64  # connections without a proof at one time; a further one takes the place of the oldest
+MOST_UNPROVEN = 64  # connections without a proof at one time, or two for each rank; a further one replaces the oldest
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
 MOST_NOTES = 5  # lines about strangers
 PAUSE = 0.05  # seconds between attempts to accept when descriptors or threads have run out
@@ -112,7 +112,7 @@ class StoreServer:
                 continue
             with self._changed:
                 self._unproven[id(connection)] = connection
-                if len(self._unproven) > MOST_UNPROVEN:
+                if len(self._unproven) > max(MOST_UNPROVEN, 2 * self.size):
                     _wake(self._unproven.pop(next(iter(self._unproven))))
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="graphc-store-rank", daemon=True).start()
