@@ -39,7 +39,7 @@ def fit_batch(job: Job, model: ir.Model, note: Callable[[str], None]) -> tuple[J
     size, options = batch_dim(model.graph), job.compilation
     if not isinstance(size, int) or options.batch is not None:
         return job, None
-    share, rest = divmod(job.batch_size, job.workers)
+    share, rest = divmod(job.batch_size, job.shares)
     rule = batch_rule(model)
     if rule.obstacle is None:
         note(f"rebatch: the model was exported for batches of {size}; trained with a dynamic batch dimension")
@@ -51,7 +51,7 @@ def fit_batch(job: Job, model: ir.Model, note: Callable[[str], None]) -> tuple[J
     if not whole or share % size or options.accumulate > 1 or servers(options):
         raise UsageError(
             f"the model is fixed at batches of {size} and cannot be changed, {how_to_keep(size)}; here a worker gets"
-            f" {job.batch_size / job.workers:g} samples{_cut(options.accumulate)}. {rule.obstacle}"
+            f" {job.batch_size / job.shares:g} samples{_cut(options.accumulate)}. {rule.obstacle}"
         )
     count = share // size
     mixes = any(node.op_type == "BatchNormalization" for node in model.graph)
@@ -84,9 +84,9 @@ def fill_last_batch(
     if job.tail == "pad":
         return job, ignoring_padding(loss)
     left = samples % job.batch_size
-    if size is None or (job.tail == "drop" and not evaluated % (size * job.workers)):
+    if size is None or (job.tail == "drop" and not evaluated % (size * job.shares)):
         return job, loss
-    if not left and not evaluated % (size * job.workers):
+    if not left and not evaluated % (size * job.shares):
         return job, loss
     if isinstance(loss, losses.Output | losses.Model):
         if left:

@@ -29,6 +29,7 @@ def command(
     optimizer: options.OptimizerText,
     compilation: CompileOptions,
     workers: Annotated[int, Option("Replicas along the data axis.", "N", minimum=1, flags=("-n", "--workers"))] = 1,
+    mesh: Annotated[str | None, Option("Axes over the workers, in place of -n: data=2,pipe=2.", "AXES")] = None,
     standard: Annotated[bool, Option("Only standard ONNX ops, for any runtime; one worker.")] = False,
     training_info: Annotated[bool, Option("As --standard, in ONNX's TrainingInfoProto beside the inference model.")] = False,
     passes: Annotated[str | None, Option("Instead of the default pipeline.", "PIPELINE")] = None,
@@ -45,6 +46,8 @@ def command(
     from graphc.mesh import Mesh
 
     check_place("--output", out, {"the model": model})
+    axes = Mesh.parse(mesh) if mesh is not None else Mesh(data=workers)
+    workers = axes.size
     if workers > 1 and (standard or training_info):
         form_of = "--standard" if standard else "--training-info"
         raise UsageError(
@@ -55,7 +58,7 @@ def command(
         model if model == "-" else Path(model),
         loss=options.loss_of(loss),
         optimizer=optim.parse(optimizer),
-        mesh=Mesh(data=workers),
+        mesh=axes,
         passes=passes,
         dump_dir=dump_dir,
         after=times.add,

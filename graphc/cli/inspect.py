@@ -84,6 +84,7 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     from graphc.mesh import Mesh
     from graphc.pipeline import PassCall, run
     from graphc.report.memory import feed_shapes, has_recomputation, memory_of, without_recomputation
+    from graphc.report.pipe_memory import has_stages, memory_of_stages, mesh_of
 
     inference = not is_training_graph(model)
     if inference:
@@ -95,6 +96,10 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
         graphs = {"before": without_recomputation(model), "after": model}
     shapes = feed_shapes(model, batch)
     found: dict[str, dict[str, int]] = {}
+    if has_stages(model):
+        workers, graphs = mesh_of(model).size, {}
+        for place, measured in enumerate(memory_of_stages(model, shapes, backend=backend)):
+            found[f"pipe {place}"] = {**dataclasses.asdict(measured), "total": measured.total}
     for name, graph in graphs.items():
         ranks = [memory_of(graph, shapes, backend=backend, world_size=workers, rank=rank) for rank in sorted({0, workers - 1})]
         for title, measured in zip(("rank 0", "other ranks"), ranks, strict=False):

@@ -60,6 +60,16 @@ class Job(options.RunOptions):
     compilation: CompileOptions = dataclasses.field(default_factory=CompileOptions)
 
     @property
+    def axes(self) -> Mesh:
+        """The mesh of the workers."""
+        return Mesh.parse(self.mesh) if self.mesh is not None else Mesh(data=self.workers)
+
+    @property
+    def shares(self) -> int:
+        """Parts of a batch, one for each replica of the model."""
+        return self.axes.data
+
+    @property
     def processes(self) -> int:
         """The workers, and the parameter servers beside them."""
         return self.workers + servers(self.compilation)
@@ -114,7 +124,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         model,
         loss=_with_label_shape(loss, data),
         optimizer=optimizer,
-        mesh=Mesh(data=job.workers),
+        mesh=job.axes,
         backend=job.backend,
         after=after,
         **vars(job.compilation),
@@ -126,7 +136,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
             note(line)
     graph = program.model.graph
     if not servers(job.compilation):
-        micro_batches(graph, job.workers).check_divides(job.batch_size, job.workers)
+        micro_batches(graph, job.shares).check_divides(job.batch_size, job.shares)
     arrays = match_inputs(data, graph, job.data, note)
     _training_batches(job, program, arrays, 0, loss.sample_weight)
     evaluation = None
@@ -135,7 +145,7 @@ def prepare(job: Job, *, quiet: bool = False, after: Callable[[PassCall, ir.Mode
         check_labels(graph, evaluation, job.eval_data)
     prepared = Prepared(job, program, arrays, evaluation, _schedule(job, optimizer.lr), loss.sample_weight, fixed)
     if evaluation is not None:
-        _batches(prepared, evaluation, 0, job.workers)
+        _batches(prepared, evaluation, 0, job.shares)
     return prepared
 
 
@@ -215,7 +225,7 @@ def _training_batches(job: Job, program: Program, arrays: Mapping[str, Array], r
         arrays,
         global_batch=job.batch_size,
         rank=rank,
-        size=job.workers,
+        size=job.shares,
         shuffle=not job.no_shuffle,
         seed=job.compilation.seed,
         tail=job.tail,
@@ -250,7 +260,7 @@ def execute(prepared: Prepared, comm: Communicator | None = None, progress: Prog
         ) as trainer,
         without_tracebacks(),
     ):
-        rank = 0 if trainer.servers else trainer.rank
+        rank = 0 if trainer.servers else trainer.data_rank
         batches = _training_batches(job, program, prepared.arrays, rank, prepared.weight)
         trainer.attach(batches)
         if job.resume is not None:
@@ -271,7 +281,7 @@ def execute(prepared: Prepared, comm: Communicator | None = None, progress: Prog
         with Reporter(job.form, steps, job.log_every, _columns(program, prepared), done=before) as reporter:
             try:
                 _train(prepared, trainer, batches, reporter, last_good, progress)
-                last_good.export(_batches(prepared, prepared.arrays, trainer.rank, trainer.size))
+                last_good.export(_batches(prepared, prepared.arrays, trainer.data_rank, trainer.data_size))
             except NonFiniteError as error:
                 failure = last_good.after_failure(error)
             else:
@@ -348,7 +358,7 @@ def _train(
     """Train up to ``job.epochs`` epochs in total, from the data's position on."""
     job = prepared.job
     start = time.perf_counter()
-    rank, size = (0, 1) if trainer.servers else (trainer.rank, trainer.size)  # of an evaluation
+    rank, size = (0, 1) if trainer.servers else (trainer.data_rank, trainer.data_size)  # of an evaluation
 
     def report(event: dict[str, Any]) -> None:
         nonlocal start

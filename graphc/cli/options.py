@@ -65,6 +65,7 @@ class RunOptions:
     loss: LossText
     optimizer: OptimizerText
     epochs: Annotated[int, Option("In total, those before --resume included.", "N", minimum=1)] = 1
+    mesh: Annotated[str | None, Option("Axes over the workers: data=2,pipe=2. Default: all on the data axis.", "AXES")] = None
     transport: Transport = "auto"
     backend: Backend = "auto"
     no_shuffle: Annotated[bool, Option("Take the samples in the order of the file.")] = False

@@ -15,6 +15,8 @@ from graphc.options import Option, ReadOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import onnx_ir as ir
+
     from graphc.backend import Backend, Fallback, Planner
     from graphc.plan.partition import Plan
 
@@ -64,6 +66,7 @@ def plan(
     from graphc.plan.overlap_view import flights, grid
     from graphc.plan.partition import make_plan
     from graphc.plan.state_rewrites import adapted
+    from graphc.report.pipe_memory import has_stages, stage_plans
 
     loaded = frontends.load(model, reading=reading)
     if not is_training_graph(loaded):
@@ -75,6 +78,12 @@ def plan(
     if server_options(loaded.graph) is not None:
         try:
             _show_roles(role_plans(loaded, shapes, engine), form)
+        finally:
+            engine.close()
+        return
+    if has_stages(loaded):
+        try:
+            _show_stages(loaded, stage_plans(loaded, shapes, engine), form)
         finally:
             engine.close()
         return
@@ -137,6 +146,24 @@ def _show_roles(plans: Mapping[str, Plan], form: Format) -> None:
             output.say("\n".join([f"plan of {role}: {len(found.steps)} steps", *lines]))
         return
     output.document({"roles": {role: {"steps": _steps(found), "buffers": found.buffers} for role, found in plans.items()}})
+
+
+def _show_stages(model: ir.Model, plans: Sequence[Plan], form: Format) -> None:
+    """Print the schedule of a pipeline, and the plan of each rank along its axis."""
+    from graphc.pipe.clock import grid, play
+    from graphc.report.pipe_memory import table_of
+
+    table = table_of(model)
+    if form is Format.text:
+        output.say(f"{grid(table)}\n{play(table).idle():.1%} idle if all tasks take as long\n")
+        for rank, found in enumerate(plans):
+            output.say(f"pipe {rank}: {found.text()}\n")
+        return
+    rows = [[str(action) for action in row] for row in table]
+    ranks = [
+        {"schedule": row, "steps": _steps(found), "buffers": found.buffers} for row, found in zip(rows, plans, strict=True)
+    ]
+    output.document({"ranks": ranks})
 
 
 def _steps(found: Plan) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ EXAMPLES = (
     "    --epochs 10 --batch-size 64 --checkpoint ckpt -o trained.onnx",
     "graphc train model.onnx --data train.npz --loss mse --optimizer adam \\",
     "    --epochs 20 --resume ckpt -o trained.onnx",
+    "graphc train model.onnx --data train.npz --loss mse --optimizer adam \\",
+    "    -n 4 --mesh data=2,pipe=2 --schedule 1f1b --accumulate 8 -o trained.onnx",
 )
 
 
@@ -58,6 +60,7 @@ def command(
     from graphc.cli.job import Job
     from graphc.distributed.world import find_world, wanted_transport
     from graphc.errors import UsageError
+    from graphc.mesh import Mesh
     from graphc.parallel import servers
 
     run = replace(run, transport=wanted_transport(run.transport))
@@ -65,15 +68,20 @@ def command(
     beside = servers(compilation)
     if 1 < world.size <= beside:
         raise UsageError(f"servers={beside} leaves no worker in a world of {world.size} processes")
-    size = world.size - beside if world.size > 1 else workers or 1
+    axes = Mesh.parse(run.mesh) if run.mesh is not None else None
+    size = world.size - beside if world.size > 1 else workers or (axes.size if axes is not None else 1)
     if world.size > 1 and workers is not None and workers != size:
         raise UsageError(f"-n {workers} inside a world of {size} workers; leave -n out, or start without mpiexec")
     if beside and run.transport == "tcp":
         raise UsageError("--strategy parameter_server works over --transport mpi or threads, not over tcp")
     if batch_size is not None and per_worker_batch is not None:
         raise UsageError("--batch-size is over all workers, --per-worker-batch on one of them; give one of the two")
-    batch_size = per_worker_batch * size if per_worker_batch is not None else batch_size or 32
-    compilation = replace(compilation, recompute=_with_batch(compilation.recompute, batch_size, size))
+    shares = size
+    if axes is not None:
+        axes.check(size)
+        shares = axes.data
+    batch_size = per_worker_batch * shares if per_worker_batch is not None else batch_size or 32
+    compilation = replace(compilation, recompute=_with_batch(compilation.recompute, batch_size, shares))
     job = Job(**vars(run), batch_size=batch_size, workers=size, compilation=compilation)
     return run_job(job, alone=world.size == 1, words=context.obj)
 

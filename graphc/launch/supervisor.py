@@ -16,7 +16,7 @@ from pathlib import Path
 from signal import Signals
 
 from graphc.distributed.health.flight_recorder import dump
-from graphc.distributed.health.hang_report import join_ranks
+from graphc.distributed.health.hang_report import join_ranks, waits_between_stages
 from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 from graphc.launch.processes import kill_all, rank_processes
@@ -243,7 +243,7 @@ class Supervisor:
                 if ended.groupdict().get("pid"):
                     self.board.announce(rank, int(ended["pid"]))  # it may have died before it wrote to the board
                 how = {name: found for name, found in ended.groupdict().items() if name in ("signal", "code")}
-                self._say(f"{self.board.read(rank).label(rank)} is gone: {_reason(**how)}")
+                self._say(f"{self.board.read(rank).label(rank)} is gone: {_reason(**how)}", gone=rank)
                 return 1
         if code < 0 and not self._signalled:
             self._say(f"{self._starter} is gone: {_reason(signal=str(-code))}")
@@ -279,13 +279,15 @@ class Supervisor:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._say(f"{who} failed: {status.text}{self._cause}", alone=len(ranks) == self.board.size)
 
-    def _say(self, message: str, *, alone: bool = False) -> None:
+    def _say(self, message: str, *, alone: bool = False, gone: int = -1) -> None:
+        """Print how the run ended, and write the flight logs; ``gone``: the rank that ended it without a word."""
         if alone or self.board.size == 1:
             print(f"graphc: {message}", file=sys.stderr, flush=True)
             return
         logs = {rank: self.board.recorder(rank).entries() for rank in range(self.board.size)}
         where = dump(logs, self.board.size, message, self.board.stamp)
-        text = "; ".join(filter(None, (message, "the other workers were stopped", where)))
+        waits = waits_between_stages(logs, gone) if gone >= 0 else ""
+        text = "; ".join(filter(None, (message, waits, "the other workers were stopped", where)))
         print(f"graphc: {text}", file=sys.stderr, flush=True)
 
 

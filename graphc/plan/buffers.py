@@ -323,7 +323,7 @@ class _Crossing:
         if step.task is None or self._tasks.get(value, set()) <= {step.task}:
             return None
         if step.task.kind == "P":
-            name = RECEIVED + (value.name or "")
+            name = f"{RECEIVED}{step.name}/{step.outputs.index(value)}"  # the same in the plans for all shapes
         else:
             name = SUMS if step.kind == "accumulate" else f"{STASH}{step.task.stage}"
         place = Slice(name, 0, shape_of(value), _dtype(value))

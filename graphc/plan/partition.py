@@ -82,8 +82,9 @@ class Plan:
         lines = [f"plan for {counted(self.world_size, 'worker')}: {counted(len(self.steps), 'step')}"]
         for k, step in enumerate(self.steps):
             written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
+            name = f"{step.task}  {step.name}" if step.task is not None else step.name
             detail = f"{len(step.nodes)} nodes" if len(step.nodes) != 1 else step.nodes[0].op_type
-            lines.append(f"{k:4d}  {step.kind:<8} {step.name:<40} {detail:<24} {written / 1e6:9.3f} MB")
+            lines.append(f"{k:4d}  {step.kind:<8} {name:<40} {detail:<24} {written / 1e6:9.3f} MB")
         lines.extend(f"      buffer {name:<40} {size / 1e6:9.3f} MB" for name, size in self.buffers.items())
         return "\n".join(lines)
 

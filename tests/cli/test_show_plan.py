@@ -105,3 +105,22 @@ def test_the_plan_of_a_backend_is_that_of_the_state_it_keeps(tmp_path: Path, cap
     nodes = {b: [n for s in found if s["kind"] == "segment" for n in s["nodes"]] for b, found in steps.items()}  # type: ignore[attr-defined]
     assert {"w1/bfloat16/Cast", "w2/bfloat16/Cast"} <= set(nodes["numpy"])
     assert not {"w1/bfloat16/Cast", "w2/bfloat16/Cast"} & set(nodes["cupy"])
+
+
+def test_a_pipeline_prints_its_schedule_and_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    training = compiled(tmp_path, capfd, "--mesh", "pipe=2", "--schedule", "1f1b", "--accumulate", "3")
+    assert main(["show", "plan", training, "--batch", "4"]) == 0
+    shown = capfd.readouterr().out
+    assert "rank 0  0F0 0F1 ·   0B0 0F2 0B1 ·   0B2\nrank 1  ·   1F0 1B0 1F1 1B1 1F2 1B2 ·" in shown
+    assert "send 0F→1F" in shown
+    assert main(["show", "plan", training, "--batch", "4", "--format", "json"]) == 0
+    ranks = json.loads(capfd.readouterr().out)["ranks"]
+    assert [row["schedule"][-1] for row in ranks] == ["0U", "1U"]
+    sizes = []
+    for schedule in ("1f1b", "gpipe"):
+        training = compiled(tmp_path, capfd, "--mesh", "pipe=2", "--schedule", schedule, "--accumulate", "8")
+        assert main(["inspect", training, "--memory", "--batch", "4", "--format", "json"]) == 0
+        sizes.append(json.loads(capfd.readouterr().out))
+    first, second = sizes
+    assert first["pipe 1"]["activations"] < second["pipe 1"]["activations"], "1F1B holds one micro-batch, GPipe eight"
+    assert first["pipe 0"]["parameters"] == second["pipe 0"]["parameters"]

@@ -51,6 +51,23 @@ def explain_timeout(
     return f"{wanted.what} did not end {limit}, although all ranks have come to it: the transport is stuck"
 
 
+def waits_between_stages(logs: Mapping[int, Sequence[Entry]], gone: int) -> str:
+    """Say which transfers of a pipeline the other ranks waited for when rank ``gone`` ended, and what it received last.
+
+    A transfer's tag names stages and micro-batch. Empty where the run has no pipeline.
+    """
+    waits = [
+        f"rank {rank} waited for {entry.what}"
+        for rank, entries in logs.items()
+        for entry in entries
+        if rank != gone and entry.end is None and entry.kind == "recv"
+    ]
+    last = next((e for e in reversed(logs.get(gone, ())) if e.kind in ("recv", "send") and e.end is not None), None)
+    if last is not None:
+        waits.append(f"the last that rank {gone} ended is {last.what}")
+    return "; ".join(waits)
+
+
 def disagreement(logs: Mapping[int, Sequence[Entry]]) -> str:
     """Say where the collectives of the ranks differ first."""
     entries = next(iter(logs.values()))

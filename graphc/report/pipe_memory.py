@@ -1,0 +1,91 @@
+"""Plans and memory of the ranks of a pipeline.
+
+The stash of activations counts once for every micro-batch that the schedule has in flight, and so do feeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from graphc.backend import Capabilities, make_backend
+from graphc.errors import UsageError
+from graphc.ir.facts import known_nbytes, nbytes_of
+from graphc.ir.names import MESH, SCHEDULE
+from graphc.ir.ops.accumulation import accumulation_steps
+from graphc.mesh import Mesh
+from graphc.pipe.clock import in_flight
+from graphc.pipe.split import MICRO, Pipe
+from graphc.pipe.tables import PipeSchedule, Table
+from graphc.pipe.tasks import Task
+from graphc.plan.buffers import STASH, SUMS
+from graphc.plan.partition import Plan, make_plan
+from graphc.plan.state_rewrites import adapted
+from graphc.report.memory import MemoryReport, memory_of_plan
+
+
+def has_stages(model: ir.Model) -> bool:
+    """Whether the model was compiled for a pipeline."""
+    return SCHEDULE in model.metadata_props
+
+
+def mesh_of(model: ir.Model) -> Mesh:
+    """The mesh that a training graph was compiled for."""
+    return Mesh.parse(model.metadata_props.get(MESH, "data=1"))
+
+
+def table_of(model: ir.Model) -> Table:
+    """The schedule of a training graph with stages."""
+    schedule = PipeSchedule.parse(model.metadata_props[SCHEDULE])
+    return schedule.table(mesh_of(model).pipe, accumulation_steps(model.graph))
+
+
+def stage_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], capabilities: Capabilities) -> list[Plan]:
+    """The plan of each rank along the pipe axis, for feeds of one micro-batch."""
+    mesh, schedule = mesh_of(model), PipeSchedule.parse(model.metadata_props[SCHEDULE])
+    found = []
+    for place, rank in enumerate(mesh.members("pipe", 0)):
+        pipe = Pipe(place, mesh.pipe, schedule.stages_on(mesh.pipe), schedule.splits_weights)
+        found.append(make_plan(model, shapes, capabilities, rank=rank, mesh=mesh, pipe=pipe))
+    return found
+
+
+def memory_of_stages(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto") -> list[MemoryReport]:
+    """Report the memory of each rank along the pipe axis, for feeds of one micro-batch.
+
+    Raises:
+        UsageError: a backend whose memory is a device's.
+    """
+    engine = make_backend(backend, threads=1)
+    try:
+        if not engine.memory.on_host:
+            raise UsageError(f"pipelines run on host backends so far, not on {engine.name!r}")
+        table = table_of(model)
+        plans = stage_plans(adapted(model, engine), shapes, engine)
+        return [_memory(plan, place, table) for place, plan in enumerate(plans)]
+    finally:
+        engine.close()
+
+
+def _memory(plan: Plan, place: int, table: Table) -> MemoryReport:
+    own = {action.stage for action in table[place] if action.kind in MICRO}
+    slots = {stage: in_flight(table[place], stage) for stage in own}
+    stashes = {name: size for name, size in plan.buffers.items() if name.startswith(STASH)}
+    once = memory_of_plan(plan)
+    stash = sum(size * slots[int(name.removeprefix(STASH))] for name, size in stashes.items())
+    sums = plan.buffers.get(SUMS, 0)
+    feeds = 0
+    for stage, count in slots.items():
+        tasks = {Task("F", stage), Task("B", stage), Task("W", stage)}
+        read = {v for step in plan.steps if step.task in tasks for v in step.inputs}
+        sources = {plan.views.get(v, v) for v in read}
+        feeds += count * sum(known_nbytes(v) for v in plan.model.graph.inputs if v in sources)
+    boxes = 0
+    for edge in plan.edges:
+        nbytes = sum(nbytes_of(v) for v in edge.values)
+        boxes += nbytes * slots.get(edge.source.stage, 1) if edge.sender == place else 0
+        boxes += 2 * nbytes if edge.receiver == place else 0  # of the task, and of the next one
+    collectives = once.collectives - sum(stashes.values()) - sums + boxes
+    return replace(once, feeds=feeds, activations=once.activations + stash + sums, collectives=collectives)
