@@ -23,9 +23,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write what became of the tests to this JSON file, after every test")
 
 
+MARKS = ("full", "large", "mpi", "faults", "gpu")
+"""Marks whose meaning pyproject.toml tells; they are known in a folder without it too."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    for mark in MARKS:
+        config.addinivalue_line("markers", f"{mark}: see pyproject.toml")
+    if wants_gpu(config):  # a file that needs a missing package is one error among the results
+        config.option.continue_on_collection_errors = True
     if config.getoption("--results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Results(Path(config.getoption("--results"))))
+
+
+def wants_gpu(config: pytest.Config) -> bool:
+    """Whether only tests of a GPU are asked for (``-m gpu``)."""
+    return str(config.option.markexpr).split()[:1] == ["gpu"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without tests of a GPU are not even imported for ``-m gpu``: most need PyTorch, and all take time."""
+    if wants_gpu(config) and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text(encoding="utf-8"):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
 """onnxruntime on a GPU: segments run in its CUDA provider, with every buffer in GPU memory.
 
 CuPy owns the memory and the stream, and onnxruntime is bound to both, so that segments, collectives and copies are queued in
-one order without a wait on the host. (onnxruntime's own allocator would do without CuPy, but its memory can be neither sliced
+one order without a wait on the host. This was read against onnxruntime-gpu 1.31.1 (CUDA 13.0): its Python API, and the options
+that its provider knows. (onnxruntime's own allocator would do without CuPy, but its memory can be neither sliced
 nor filled, and no communicator takes it.) graphc has no kernels of its own here: its ops are decomposed, and ops that the
 provider lacks run on the host, at the price of a wait and two copies.
 """
@@ -103,14 +104,14 @@ class OnnxRuntimeCudaBackend(DeviceBackend):
     Args:
         threads: for ops that the provider leaves to the host.
         index: of the GPU; None: the local rank of this worker.
-        tf32: whether float32 products and convolutions may round their operands to TF32.
+        tf32: whether float32 products and convolutions may round their operands to TF32; onnxruntime's own default is to do so.
 
     Raises:
         MissingExtraError: onnxruntime without the provider, or no CuPy.
         GraphcError: no GPU, or libraries of another CUDA than onnxruntime's.
     """
 
-    def __init__(self, *, threads: int = 1, spin: bool = False, index: int | None = None, tf32: bool = True) -> None:
+    def __init__(self, *, threads: int = 1, spin: bool = False, index: int | None = None, tf32: bool = False) -> None:
         del spin
         check_provider()
         from graphc.backends.cupy.device.cuda_memory import CudaMemory

@@ -66,6 +66,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--skeletons", type=Path, help="folder of models without weights; by default they are exported")
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels and choices, reused and left behind")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that the set-up of one side may take")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU: tries out the benchmark")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the host: tries out the benchmark, measures nothing")
     arguments = parser.parse_args(given)
     models = [model for model in arguments.only.split(",") if model]
@@ -75,6 +76,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    arguments.tiny |= arguments.dry
     arguments.backend = arguments.backend or ("auto" if arguments.dry else "cupy")
     arguments.modes = arguments.modes or ("eager" if arguments.dry else "eager,compile,compile+graphs")
     reason = "" if arguments.dry else missing(arguments.backend, torch=arguments.modes != "none")
@@ -125,7 +127,7 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.skeletons is not None:
             files = fill_all(list(wanted), arguments.skeletons, folder, clock=clock)
         else:
-            files = export_all(list(wanted), folder, tiny=arguments.dry, clock=clock)
+            files = export_all(list(wanted), folder, tiny=arguments.tiny, clock=clock)
         for model in models:
             found: dict[str, Any] = {"failed": {}}
             result["jobs"][model] = found
@@ -134,7 +136,7 @@ def run(models: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
             def save() -> None:
                 write_json(arguments.output, result)
 
-            cache, own = arguments.cache or folder / f"cache-{model}", Clock(clock.left(arguments.limit))
+            cache, own = (arguments.cache or folder / "cache") / model, Clock(clock.left(arguments.limit))
             job = JobRun(model, arguments, own, files, _caches(cache), found, save, fresh=not list(cache.glob("*/*")))
             job.run()
             print(summary(model, found), flush=True)
@@ -261,7 +263,7 @@ class JobRun:
 
     def _common(self) -> list[str]:
         load = ["--load", self.arguments.load] if self.arguments.load else []
-        return ["--seconds", str(self.arguments.seconds), *load, *(["--tiny"] if self.arguments.dry else [])]
+        return ["--seconds", str(self.arguments.seconds), *load, *(["--tiny"] if self.arguments.tiny else [])]
 
     def _file(self, layers: int) -> str:
         found = self.files[self.model, layers]
@@ -273,9 +275,9 @@ class JobRun:
 
     def _parity(self) -> None:
         """Largest relative difference of losses over twenty steps of a smaller copy; the four runs are concurrent."""
-        layers, batch = _layers(self.model, self.arguments), 0 if self.arguments.dry else SMALL[self.model][1]
+        layers, batch = _layers(self.model, self.arguments), 0 if self.arguments.tiny else SMALL[self.model][1]
         own = ["--file", self._file(layers), "--backend"]
-        steps = "5" if self.arguments.dry else "20"
+        steps = "5" if self.arguments.tiny else "20"
         gentle = ["--optimizer", GENTLE[self.model]] if self.model in GENTLE else []
         numbers = ["--steps", steps, "--layers", str(layers), "--batch", str(batch)]
         size = [self.model, *self._common(), *gentle, *numbers, "--precision"]
@@ -332,7 +334,7 @@ def summary(model: str, found: dict[str, Any]) -> str:
 
 def _layers(model: str, arguments: argparse.Namespace) -> int:
     """Layers of the smaller copy whose losses are compared."""
-    return 0 if arguments.dry else SMALL[model][0]
+    return 0 if arguments.tiny else SMALL[model][0]
 
 
 def _caches(folder: Path) -> dict[str, str]:

@@ -26,19 +26,28 @@ NOTE = "graphc.skeleton: "
 
 
 def strip(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model in which large float initializers have no data, but a note with their mean and deviation."""
+    """A copy of the model in which large weights have no data, but a note with their mean and deviation."""
     found = onnx.ModelProto()
     found.CopyFrom(model)
     for tensor in found.graph.initializer:
         if int(np.prod(tensor.dims)) < SMALL or tensor.data_type not in FLOATS:
             continue
         value = numpy_helper.to_array(tensor).astype(np.float64)
+        if not is_weight(value):
+            continue
         note = json.dumps({"mean": float(value.mean()), "std": float(value.std())})
         for field in ("raw_data", "float_data", "double_data", "int32_data"):
-            tensor.ClearField(field)  # type: ignore[arg-type]
+            tensor.ClearField(field)
         tensor.doc_string = NOTE + note
     return found
 
+
+def is_weight(value: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> bool:
+    """Whether noise may take the place of the values: masks and tables of a few numbers are no weights."""
+    return bool(np.isfinite(value).all()) and len(np.unique(value)) not in range(2, FEW)
+
+
+FEW = 17
 
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE, onnx.TensorProto.BFLOAT16)
 

@@ -111,8 +111,8 @@ def test_without_pytorch_nothing_asks_for_it(results: list[Any], monkeypatch: py
     asked: list[str] = []
     monkeypatch.setattr(gpu, "once", lambda command, *_: asked.append(command[2]) or {"losses": [1.0], **TOLD})
     monkeypatch.setattr(gpu, "fill_all", lambda models, skeletons, *_, **__: {m: skeletons / m[0] for m in models})
-    (tmp_path / "kept" / "graphc").mkdir(parents=True)
-    (tmp_path / "kept" / "graphc" / "products.json").write_text("{}")
+    (tmp_path / "kept" / "mlp-wide" / "graphc").mkdir(parents=True)
+    (tmp_path / "kept" / "mlp-wide" / "graphc" / "products.json").write_text("{}")
     command = ["--dry", "--only", "mlp-wide", "--rounds", "1", "--modes", "none", "--skeletons", str(tmp_path)]
     assert gpu.main([*command, "--cache", str(tmp_path / "kept")]) == 0
     job = results[-1]["jobs"]["mlp-wide"]

@@ -113,7 +113,8 @@ def attention(note: Note) -> Results:
     rng = np.random.default_rng(0)
     form = Tensor.dense(size, dtype)
     q, k, v, dy = (rng.standard_normal(size).astype(dtype.numpy()) for _ in range(4))
-    y, saved, gradients = reference.attention(*(array.astype(np.float64) for array in (q, k, v, dy)), scale=size[-1] ** -0.5)
+    exact_q, exact_k, exact_v, exact_dy = (array.astype(np.float64) for array in (q, k, v, dy))
+    y, saved, gradients = reference.attention(exact_q, exact_k, exact_v, exact_dy, size[-1] ** -0.5)
     call = cudnn_attention.Attention(form, form, form, form, None, size[-1] ** -0.5, True)
     given, expected = {"q": q, "k": k, "v": v}, {"y": y, "saved": saved}
     results = _cudnn(note, "attention", device, cudnn_attention, call, given, expected, 2**-6)

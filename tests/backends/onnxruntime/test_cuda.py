@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -86,6 +88,33 @@ def test_a_provider_that_does_not_load_is_no_reason_to_go_on_without_it(capfd: p
     with pytest.raises(GraphcError, match=r"cannot load its CUDAExecutionProvider.*cuDNN 9.*driver"):
         check_loads([(PROVIDER, provider_options(0, 0, tf32=False)), ("CPUExecutionProvider", {})])
     assert not capfd.readouterr().err
+
+
+def test_the_api_of_onnxruntime_is_the_one_that_is_called() -> None:
+    """Both packages of onnxruntime have the same Python files, so the package for CPUs tells."""
+    place = ["self", "name", "device_type", "device_id", "element_type", "shape", "buffer_ptr"]
+    assert list(inspect.signature(ort.IOBinding.bind_input).parameters) == place
+    assert list(inspect.signature(ort.IOBinding.bind_output).parameters) == place
+    assert list(inspect.signature(ort.InferenceSession.run_with_iobinding).parameters) == ["self", "iobinding", "run_options"]
+    options = ort.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
+    assert hasattr(ort, "cuda_version")
+
+
+def test_the_provider_knows_every_option_that_it_is_given() -> None:
+    """Where onnxruntime-gpu is installed; it needs no driver."""
+    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    if not library.exists():
+        pytest.skip("onnxruntime-gpu is not installed")
+    text = library.read_bytes()
+    assert [name for name in provider_options(0, 1, tf32=False) if name.encode() not in text] == []
+
+
+def test_float32_stays_float32_unless_tf32_is_asked_for() -> None:
+    """As on the cupy backend; onnxruntime's own default rounds."""
+    assert inspect.signature(BACKENDS["onnxruntime-cuda"]).parameters["tf32"].default is False
+    assert provider_options(0, 1, tf32=False)["use_tf32"] == "0"
 
 
 @pytest.mark.full
