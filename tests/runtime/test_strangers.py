@@ -143,12 +143,11 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
 def test_garbage_ends_that_connection_only(garbage: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with meeting() as (a, _), socket.create_connection(place_of(a)) as stranger:
-        stranger.sendall(garbage)
-        stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(2)
-        with contextlib.suppress(ConnectionResetError):
-            while stranger.recv(4096):
-                pass
+        with contextlib.suppress(OSError):  # the server may have closed it before all is said
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+        assert len(_rest(stranger)) in (0, 64)
     said = capfd.readouterr().err
     assert said.startswith("graphc: a connection from 127.0.0.1:")
     assert said.count("\n") == 1

@@ -167,8 +167,9 @@ class StoreServer:
             count = self._notes
         if count <= MOST_NOTES:
             more = "; further ones are not reported" if count == MOST_NOTES else ""
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                print(f"graphc: {text}{more}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr, or nobody reads it
+                sys.stderr.write(f"graphc: {text}{more}\n")  # one call, so that lines of several threads do not mix
+                sys.stderr.flush()
 
     def _admit(self, hello: Hello) -> str:
         """Why a rank may not take part; empty if it may."""
