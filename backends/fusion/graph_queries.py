@@ -1,4 +1,4 @@
-"""Finds the readers of a segment's values through free reshapes, and removes nodes."""
+"""Finds operands and readers of a segment's values, through free reshapes, and removes nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.backends.fusion.reductions import reduced_axes
-from graphc.ir.facts import input_of, shape_of
+from graphc.ir.facts import constant, input_of, shape_of, static_dims
+from graphc.ir.subgraphs import bodies, captured
 
 INTO = "graphc.into"
 """Metadata key of a node that updates its first operand in place: operand and result share memory."""
@@ -120,3 +121,20 @@ def leads_to_transpose(value: ir.Value) -> bool:
             return True
         user = direct_user(user.outputs[0])
     return False
+
+
+def operands(node: ir.Node) -> list[ir.Value | None]:
+    """The inputs of a node, then the values that its bodies capture, except constants."""
+    if not any(True for _ in bodies(node)):
+        return list(node.inputs)
+    return [*node.inputs, *(v for v in captured(node) if constant(v) is None and v not in node.inputs)]
+
+
+def wanted(value: ir.Value) -> bool:
+    """Whether the graph uses this output of a node."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def results(node: ir.Node) -> list[ir.Value]:
+    """The outputs of a node, without absent ones."""
+    return [v for v in node.outputs if v.dtype is not None and (static_dims(v) is not None or wanted(v))]

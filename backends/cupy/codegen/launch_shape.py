@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from graphc.backends.cupy.codegen import prelude
 from graphc.backends.cupy.codegen.device_functions import needed
-from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.fusion.groups import SMALL
+from graphc.backends.fusion.kernel_source import KernelSource, KernelSpec
 from graphc.ir.facts import size_of
 
 WARP = 32
 BLOCKS = 264
 """Blocks that keep the device busy: two per multiprocessor, for 132 of them."""
+
+
+def keeps_busy(spec: KernelSpec) -> bool:
+    """Whether one pass over the rows keeps the device busy.
+
+    If neighbouring rows are contiguous in memory, threads take vectors of rows, and many more rows are needed.
+    """
+    if math.prod(spec.shape) <= SMALL:
+        return True
+    return spec.rows >= (BLOCKS // 2 if len(spec.shape) - 1 in spec.axes else BLOCKS * 256)
 
 
 IN_FLIGHT, MOST_COLUMNS = 64, 8

@@ -22,8 +22,9 @@ from graphc.backends.cupy.kernels.text import (
     store,
     unflattened,
 )
-from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel, wanted
+from graphc.backends.cupy.libraries.registry import FLOATS, STORED, Launch, node_kernel
 from graphc.backends.fusion.expressions import literal
+from graphc.backends.fusion.graph_queries import wanted
 from graphc.ir.facts import dtype_of, input_of, shape_of, size_of
 from graphc.ir.ops.channels_last import PREFIX
 from graphc.ir.ops.convolution import Window

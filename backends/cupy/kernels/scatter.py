@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.fusion.grouping import fusible
 from graphc.backends.cupy.kernels.sorting import sorted_order
 from graphc.backends.cupy.kernels.text import computed, given, load, store
 from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary
 from graphc.backends.fusion.expressions import literal
 from graphc.backends.fusion.graph_queries import INTO, direct_user, stand_in
+from graphc.backends.fusion.grouping import fusible
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import constant, dtype_of, input_of, producer_of, shape_of, size_of
 

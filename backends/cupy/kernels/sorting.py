@@ -14,7 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.kernels.text import computed, given, load
-from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary, wanted
+from graphc.backends.cupy.libraries.registry import STORED, Launch, node_kernel, temporary
+from graphc.backends.fusion.graph_queries import wanted
 from graphc.ir.facts import dtype_of, input_of, shape_of, size_of
 
 COUNTED = 1 << 15

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from graphc.backends.fusion import expressions
+from graphc.backends.fusion.graph_queries import results
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import op_kernel, record
 from graphc.device import Array, Run
-from graphc.ir.facts import constant, dtype_of, static_dims
-from graphc.ir.subgraphs import bodies, captured
+from graphc.ir.facts import dtype_of, static_dims
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 STORED = tuple(expressions.STORAGE)
@@ -150,23 +150,6 @@ def _accepts(entry: NodeKernel | LibraryOp, node: ir.Node) -> bool:
     if any(v.dtype is None or static_dims(v) is None for v in present) or not present:
         return False
     return present[0].dtype in entry.dtypes and (entry.when is None or entry.when(node))
-
-
-def operands(node: ir.Node) -> list[ir.Value | None]:
-    """The inputs of a node, then the values that its bodies capture, except constants."""
-    if not any(True for _ in bodies(node)):
-        return list(node.inputs)
-    return [*node.inputs, *(v for v in captured(node) if constant(v) is None and v not in node.inputs)]
-
-
-def wanted(value: ir.Value) -> bool:
-    """Whether the graph uses this output of a node."""
-    return bool(value.uses()) or value.is_graph_output()
-
-
-def results(node: ir.Node) -> list[ir.Value]:
-    """The outputs of a node, without absent ones."""
-    return [v for v in node.outputs if v.dtype is not None and (static_dims(v) is not None or wanted(v))]
 
 
 def temporary(dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.Value:

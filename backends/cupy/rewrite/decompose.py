@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 import graphc.backends.cupy.rewrite.rules  # noqa: F401 - registers the rules
-from graphc.backends.cupy.libraries.registry import results, special
+from graphc.backends.cupy.libraries.registry import special
+from graphc.backends.fusion.graph_queries import results
 from graphc.backends.fusion.op_kernels import is_expression, op_kernel
 from graphc.ir.builder import Builder
 from graphc.ir.facts import static_dims

@@ -15,12 +15,12 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.protocol import Device
-from graphc.backends.cupy.libraries.registry import operands, results
 from graphc.backends.cupy.segment.control_flow import bind
 from graphc.backends.cupy.segment.host_fallbacks import HostNode
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment, reads, writes
 from graphc.backends.cupy.segment.scratch_reuse import OutputScratch
 from graphc.backends.fusion.expressions import compute_type
+from graphc.backends.fusion.graph_queries import operands, results
 from graphc.device import Array, Run
 from graphc.errors import GraphcError, InternalError
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of

@@ -10,10 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy.codegen import vectorize
-from graphc.backends.cupy.codegen.launch_shape import Shape, blocks, host, render, shared_rows, spread
-from graphc.backends.cupy.fusion.grouping import group, in_place_of
-from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Opaque
-from graphc.backends.cupy.fusion.row_column import Crossed, cross, sources
+from graphc.backends.cupy.codegen.launch_shape import Shape, blocks, host, keeps_busy, render, shared_rows, spread
+from graphc.backends.cupy.codegen.row_column import Crossed, cross, sources
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import Choose, by_rule
@@ -25,7 +23,9 @@ from graphc.backends.cupy.segment.control_flow import body_models
 from graphc.backends.cupy.segment.inplace import overwrite
 from graphc.backends.cupy.segment.program import Call, Control, KernelCall, NodeCall, Segment
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.graph_queries import INTO, sweep
+from graphc.backends.fusion.graph_queries import INTO, results, sweep
+from graphc.backends.fusion.grouping import group, in_place_of
+from graphc.backends.fusion.groups import SMALL, FusedKernel, Opaque
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import is_expression
 from graphc.ir.decomposition import decompose_graph
@@ -65,7 +65,7 @@ def compile_segment(
     small_casts_first(graph, SMALL)
     small_casts_last(graph, SMALL)
     pack_masks(graph, SMALL)
-    grouping = group(graph, lambda node: registry.special(node) is not None)
+    grouping = group(graph, lambda node: registry.special(node) is not None, keeps_busy)
     calls: list[Call] = []
     for launch in cross(grouping):
         if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
@@ -83,7 +83,7 @@ def compile_segment(
 
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:
-    if not any(size_of(out) for out in registry.results(node)):
+    if not any(size_of(out) for out in results(node)):
         return []  # every result is empty
     found = registry.special(node)
     if not isinstance(found, registry.NodeKernel):

@@ -17,8 +17,8 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.cupy.device.protocol import Device
-from graphc.backends.cupy.libraries.registry import results
 from graphc.backends.cupy.segment.program import Control, trip_count
+from graphc.backends.fusion.graph_queries import results
 from graphc.device import Array, Run
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dtype_of, required, shape_of, static_dims

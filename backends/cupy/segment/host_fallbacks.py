@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, COVERAGE, Fallback, host_backend
-from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.segment.program import Segment
 from graphc.backends.fusion import expressions
+from graphc.backends.fusion.graph_queries import operands, results
 from graphc.backends.fusion.op_kernels import OP_KERNELS, OpKernel
 from graphc.device import Array, Run
 from graphc.errors import UnsupportedOpError
@@ -39,8 +39,8 @@ class HostNode:
     """
 
     def __init__(self, node: ir.Node) -> None:
-        self.reads = [v for v in dict.fromkeys(registry.operands(node)) if v is not None and constant(v) is None]
-        self._writes = registry.results(node)
+        self.reads = [v for v in dict.fromkeys(operands(node)) if v is not None and constant(v) is None]
+        self._writes = results(node)
         self._model = segment_model(PlanStep("segment", node.op_type, [node], self.reads, self._writes))
 
     def __call__(self, inputs: Sequence[Array]) -> list[Array]:
@@ -66,7 +66,7 @@ def fallbacks_of(segment: Segment) -> list[Fallback]:
     """The nodes of a segment that the host runs, with the bytes copied for each."""
     found = []
     for node in segment.fallbacks:
-        moved = [v for v in registry.operands(node) if v is not None and constant(v) is None] + registry.results(node)
+        moved = [v for v in operands(node) if v is not None and constant(v) is None] + results(node)
         sizes = [size_of(v) * expressions.stored_bytes(v.dtype) for v in moved if v.dtype and static_dims(v) is not None]
         found.append(Fallback(node.op_type, node.name or "", sum(sizes)))
     return found

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.libraries import registry
+from graphc.backends.fusion.graph_queries import operands, results
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.ir.control_flow import static_trip_count
 from graphc.ir.facts import shape_of
@@ -101,12 +102,12 @@ def reads(call: Call) -> Sequence[ir.Value]:
     """The values that the call reads."""
     if isinstance(call, KernelCall):
         return call.source.operands[: call.source.reads]
-    return [v for v in registry.operands(call.node) if v is not None]
+    return [v for v in operands(call.node) if v is not None]
 
 
 def writes(call: Call) -> Sequence[ir.Value]:
     """The values that the call writes."""
-    return call.source.operands[call.source.reads :] if isinstance(call, KernelCall) else registry.results(call.node)
+    return call.source.operands[call.source.reads :] if isinstance(call, KernelCall) else results(call.node)
 
 
 def trip_count(node: ir.Node) -> int | None:

@@ -17,8 +17,8 @@ from torch import nn
 
 import graphc
 from graphc import backends
+from graphc.backends.cupy.codegen import row_column
 from graphc.backends.cupy.device.cuda_graph import Recording
-from graphc.backends.cupy.fusion import row_column
 from graphc.backends.cupy.segment import compile as segment_compile
 from graphc.backends.cupy.segment.program import KernelCall, Segment
 from graphc.bench.models import _Block

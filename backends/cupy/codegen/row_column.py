@@ -17,11 +17,11 @@ import onnx_ir as ir
 from graphc.backends.cupy.codegen import vectorize
 from graphc.backends.cupy.codegen.device_functions import needed
 from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape
-from graphc.backends.cupy.fusion.grouping import Grouping
-from graphc.backends.cupy.fusion.groups import SMALL, FusedKernel, Launch
-from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.graph_queries import operands
+from graphc.backends.fusion.grouping import Grouping
+from graphc.backends.fusion.groups import SMALL, FusedKernel, Launch
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec, NotFusibleError
 from graphc.backends.fusion.op_kernels import reduction_of
 from graphc.ir.facts import constant, dtype_of, size_of

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.codegen.launch_shape import BLOCKS
-from graphc.backends.cupy.fusion.groups import (
+from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.graph_queries import is_cast, operands, results
+from graphc.backends.fusion.groups import (
     OPERANDS,
     SMALL,
     WORK,
@@ -29,14 +31,10 @@ from graphc.backends.cupy.fusion.groups import (
     nbytes_of,
     written,
 )
-from graphc.backends.cupy.fusion.reads_cache import Reads
-from graphc.backends.cupy.libraries.registry import operands, results
-from graphc.backends.fusion.expressions import stored_bytes
-from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.graph_queries import is_cast
 from graphc.backends.fusion.kernel_source import KernelSpec
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.backends.fusion.packed_masks import packs
+from graphc.backends.fusion.reads_cache import Reads
 from graphc.backends.fusion.reductions import known_axes, reduced_axes
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
@@ -72,18 +70,21 @@ def in_place_of(value: ir.Value) -> ir.Value:
     return value
 
 
-def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> Grouping:
+def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool]) -> Grouping:
     """Group the nodes of ``graph``, whose shapes are static.
 
     Args:
         opaque: selects nodes that a library runs better than a fused kernel; nodes that cannot be fused are opaque anyway.
+        busy: whether one pass over the rows of a kernel keeps the device busy, so that the kernel may take several steps in
+            order.
     """
-    return _Grouper(graph, opaque).run()
+    return _Grouper(graph, opaque, busy).run()
 
 
 class _Grouper(Launches):
-    def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool]) -> None:
+    def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool]) -> None:
         super().__init__(graph)
+        self._busy = busy
         self.nodes = [n for n in graph if not is_constant(n)]
         self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n, self._reads)}
         self._choose_memory()
@@ -190,7 +191,7 @@ class _Grouper(Launches):
         reads = self.reads_of(both, at)
         if reads is None or len(reads) + len(both.stores) > OPERANDS:
             return None
-        if axes and not (_walks_well(both) or Generator(both.spec, lambda v: v in reads).divides()):
+        if axes and not (self._busy(both.spec) or Generator(both.spec, lambda v: v in reads).divides()):
             return None
         both.reads = reads
         return both
@@ -232,16 +233,6 @@ def _common_walk(kernel: FusedKernel, new: FusedKernel) -> tuple[tuple[int, ...]
     if kernel.axes and math.prod(new.shape) in (rows, size):
         return kernel.shape, kernel.axes
     return None
-
-
-def _walks_well(kernel: FusedKernel) -> bool:
-    """Whether one pass over the rows keeps the device busy, so that one kernel may take several steps in order.
-
-    If neighbouring rows are contiguous in memory, threads take vectors of rows, and many more rows are needed.
-    """
-    if math.prod(kernel.shape) <= SMALL:
-        return True
-    return kernel.spec.rows >= (BLOCKS // 2 if len(kernel.shape) - 1 in kernel.axes else BLOCKS * 256)
 
 
 def fusible(node: ir.Node, reads: Reads | None = None) -> bool:

@@ -9,9 +9,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphc.backends.cupy.fusion.reads_cache import Reads
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.kernel_source import KernelSpec
+from graphc.backends.fusion.reads_cache import Reads
 from graphc.ir.facts import shape_of
 from graphc.ir.infer import propagate
 

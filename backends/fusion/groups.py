@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.fusion.reads_cache import Reads
-from graphc.backends.cupy.libraries.registry import operands
 from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.graph_queries import operands
 from graphc.backends.fusion.kernel_source import KernelSpec, NotFusibleError
 from graphc.backends.fusion.op_kernels import op_kernel
+from graphc.backends.fusion.reads_cache import Reads
 from graphc.ir.facts import dtype_of, size_of
 
 OPERANDS = 32

@@ -1,1 +1,0 @@
-"""Grouping: assigns nodes to fused kernels."""
