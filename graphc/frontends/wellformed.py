@@ -244,6 +244,8 @@ _RANGES: Mapping[tuple[str, str], _Rule] = {
     ("", "ceil_mode"): _FLAG,
     ("", "storage_order"): _FLAG,
     ("", "layout"): _FLAG,
+    ("", "is_causal"): _FLAG,
+    ("", "qk_matmul_output_mode"): (lambda value, node: 0 <= value <= 3, "0, 1, 2 or 3"),
     ("GatherND", "batch_dims"): (
         lambda value, node: 0 <= value < min([64, *(r for r in (_rank(node, 0), _rank(node, 1)) if r is not None)]),
         "at least 0 and below the rank of both inputs",

@@ -22,7 +22,7 @@ from graphc.errors import DataDependentShapeError, ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
-from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
+from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, size_of, static_dims
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import COLLECTIVES, VARIADIC, collective_of
 from graphc.ir.ops.pipe import SEND, is_transfer
@@ -303,6 +303,8 @@ def _take_out_views(
                 continue
             if static_dims(view) is None:
                 continue  # its shape depends on data, and is known inside a segment only
+            if static_dims(source) is not None and size_of(source) != size_of(view):
+                raise ModelError(f"{describe(node)} cannot give {size_of(source)} elements this shape")
             producer = source.producer()
             if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
                 continue  # the reduction overwrites its bucket: other readers need the source intact

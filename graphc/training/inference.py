@@ -18,7 +18,7 @@ from graphc import frontends
 from graphc.backend import Backend, make_backend
 from graphc.compiler import ModelSource
 from graphc.distributed.world import available_cores
-from graphc.errors import DataDependentShapeError, FeedError, NewerOpsetError, nearest
+from graphc.errors import DataDependentShapeError, FeedError, GraphcError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
 from graphc.options import ReadOptions
 from graphc.pipeline import PassCall, run
@@ -77,7 +77,11 @@ def run_model(
                 pass  # runs whole, below
             else:
                 executor = Executor(plan, State(legal, memory=engine.memory), engine)
-                executor.run(given)
+                try:
+                    executor.run(given)
+                except RuntimeError as error:
+                    shapes = ", ".join(f"{name} {list(np.shape(given[name]))}" for name in wanted)
+                    raise GraphcError(f"the model failed in the runtime, with the feeds {shapes}: {error}") from error
                 return {name: array.copy() for name, array in executor.outputs.items()}
         if any(node.op_type == "LateGradient" for node in legal.graph):
             legal = specialise(legal, {name: np.shape(given[name]) for name in wanted})

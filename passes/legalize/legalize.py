@@ -97,6 +97,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     dissolve(graph)
     compute_mapped_loops_at_once(graph)
     annotations.finish(OPSET)
+    check_sizes(graph)  # before ONNX's inference, which walks over the elements of what it takes for a shape
     _complete_shapes(model, version)
     remove_dead(graph)
     check_sizes(graph)
@@ -280,14 +281,20 @@ def _merge(value: ir.Value, proto: onnx.TypeProto) -> None:
     value.shape = ir.Shape([h if h is not None else t for h, t in zip(have, theirs, strict=True)])
 
 
+_PROPAGATED = 1 << 17
+"""Elements of a vector; ONNX's propagation of data makes an object for each, whatever the vector is for."""
+
+
 def _whole_graph_inference(model: ir.Model) -> dict[str, onnx.TypeProto]:
     """Value name → type by ``onnx.shape_inference``, with parameters passed as types only."""
     graph, held = model.graph, list(model.graph.initializers.values())
     inputs = list(graph.inputs)
+    values = [*inputs, *held, *(out for node in graph.all_nodes() for out in node.outputs)]
+    long = any(len(d) == 1 and isinstance(d[0], int) and d[0] > _PROPAGATED for v in values if (d := dims(v)) is not None)
     graph.initializers.clear()
     graph.inputs.extend(held)
     try:
-        proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
+        proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=not long)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return {}  # each node has been checked on its own; this inference is stricter than the runtimes
     finally:

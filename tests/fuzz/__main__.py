@@ -9,7 +9,9 @@ import sys
 import warnings
 from pathlib import Path
 
+from tests.fuzz import corpus
 from tests.fuzz.child import Outcome, attempt
+from tests.fuzz.corpus import Finding
 from tests.fuzz.kinds import KINDS, LIMITS, prepare
 from tests.fuzz.model_mutants import mutate
 from tests.fuzz.seeds import seeds
@@ -31,7 +33,9 @@ def main() -> int:
     parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
     parser.add_argument("--count", type=int, default=1000, help="attempts of each kind")
     parser.add_argument("--seed", type=int, default=0, help="number of the first attempt")
-    parser.add_argument("--keep", type=Path, help="folder for the files of models that end in a fault")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("build/fuzz"), help="folder for models that end in a fault, in the form of the corpus"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     prepare()
@@ -47,11 +51,11 @@ def main() -> int:
             faults += 1
             keep = smallest(kind, number, found)
             print(f"{kind} {number} ({name}): {found.ending} {found.detail} changes {keep}", flush=True)
-            if kind == "model" and given.keep is not None:
-                given.keep.mkdir(parents=True, exist_ok=True)
+            if kind == "model":
                 name, _, how = name.rpartition(", ")
                 seed = next(s for s in seeds() if s.name == name)
-                (given.keep / f"{number}-{how}-{name}.onnx").write_bytes(mutate(seed.model, number, keep))
+                finding = Finding(f"{found.ending}: {found.detail}", how, mutate(seed.model, number, keep), seed)
+                print(f"  {corpus.write(given.keep, f'{number}-{how}', finding)}", flush=True)
         print(f"{kind}: " + ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items())), flush=True)
     return 1 if faults else 0
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from graphc.errors import GraphcError, InternalError
+from tests.fuzz import corpus
 from tests.fuzz.child import attempt
+from tests.fuzz.corpus import Finding
 from tests.fuzz.kinds import KINDS, VALID, prepare
+from tests.fuzz.past import PAST
 
 COUNT = 300
 
@@ -30,6 +35,28 @@ def test_mutants_end_in_a_result_or_a_clear_error(kind: str) -> None:
     assert not faults, "\n".join(faults)
     if kind == "model":  # else the mutants would only show that everything is refused
         assert trained > COUNT / VALID / 2
+
+
+@pytest.mark.parametrize("path", list(corpus.files()), ids=lambda path: path.stem)
+def test_a_finding_of_an_earlier_campaign_does_not_come_back(path: Path) -> None:
+    prepare()
+    finding = corpus.read(path)
+    found = attempt(finding.work)
+    assert found.good, f"{finding.why}: {found}"
+
+
+@pytest.mark.parametrize("finding", PAST.values(), ids=PAST)
+def test_a_finding_of_the_first_attack_is_refused(finding: Finding) -> None:
+    prepare()
+    found = attempt(finding.work, megabytes=1024)
+    assert found.ending == "refused", f"{finding.why}: {found}"
+
+
+def test_a_finding_is_written_as_the_corpus_holds_it(tmp_path: Path) -> None:
+    for finding in (PAST["M2 Split"], replace(PAST["M2 Split"], content=b"\x08\x08junk")):
+        again = corpus.read(corpus.write(tmp_path, "one", finding))
+        assert (again.why, again.how, again.content) == (finding.why, finding.how, finding.content)
+        assert {name: a.shape for name, a in again.seed.feeds.items()} == {n: a.shape for n, a in finding.seed.feeds.items()}
 
 
 def refuse() -> None:
