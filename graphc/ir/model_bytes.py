@@ -83,10 +83,10 @@ def check_sizes(graph: ir.Graph) -> None:
     """
     fixed = set[ir.Value]()
     for value in graph.inputs:
-        _check_elements(value, "the input")
+        _check_elements(value)
     for node in graph:
         for out in node.outputs:
-            _check_elements(out, f"{describe(node)}: the value")
+            _check_elements(out)
         read = inputs_of(node)
         if not all(v in fixed or (v.is_initializer() and not v.is_graph_input()) for v in read):
             continue
@@ -103,12 +103,16 @@ def _elements(value: ir.Value) -> int:
     return math.prod(static_dims(value) or ())
 
 
-def _check_elements(value: ir.Value, what: str) -> None:
-    elements = math.prod(d for d in dims(value) or () if isinstance(d, int) and d)
+def _check_elements(value: ir.Value) -> None:
+    elements = 1
+    for size in value.shape.dims if value.shape is not None else ():
+        elements *= size if type(size) is int and size else 1
     if elements > MAX_ELEMENTS:
+        producer = value.producer()
+        shape = [d if d is not None else "?" for d in dims(value) or ()]
+        where = f"{describe(producer)}: " if producer is not None else ""
         raise ModelError(
-            f"{what} {value.name!r} of shape {[d if d is not None else '?' for d in dims(value) or ()]} has more than"
-            f" {MAX_ELEMENTS:,} elements, which no machine holds"
+            f"{where}the value {value.name!r} of shape {shape} has more than {MAX_ELEMENTS:,} elements, which no machine holds"
         )
 
 

@@ -63,7 +63,7 @@ AS_CHECK = {("compile", "--input"), ("train", "--input"), ("bench", "models"), (
 
 NO_FILES = (
     *("N", "K", "S", "B0", "SECONDS", "LOSS", "OPTIMIZER", "GLOB", "N|SYMBOL", "NAME=N,…", "NAME=AXIS", "MODE", "METHOD"),
-    *("TYPE", "STRATEGY", "AXES", "NAME", "LIST", "PIPELINE", "PASS", "HOW", "TAIL", "NAME=FACTOR", None),
+    *("TYPE", "STRATEGY", "AXES", "NAME", "LIST", "PIPELINE", "PASS", "HOW", "TAIL", "NAME=FACTOR", "WHAT", None),
 )
 """What stands for values that are no files, in the help."""
 

@@ -59,7 +59,7 @@ def change_rank(model: onnx.ModelProto, rng: random.Random) -> None:
     elif kind == 1 and tensor.dims:
         del tensor.dims[rng.randrange(len(tensor.dims))]
     elif kind == 2:
-        empty = np.zeros([0, *tensor.dims[1:]], np.float32)
+        empty = np.zeros([0, *(size % 8 for size in tensor.dims[1:])], np.float32)
         tensor.CopyFrom(numpy_helper.from_array(empty, tensor.name))
     else:
         del tensor.dims[:]
