@@ -26,6 +26,7 @@ try:
     import onnxruntime as ort
 
     from graphc.backends.onnxruntime import kernels
+    from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
 except ImportError as error:  # pragma: no cover - depends on the installation
@@ -170,7 +171,7 @@ def make_session(
     """
     try:
         return ort.InferenceSession(
-            model.SerializeToString(),
+            guarded(model).SerializeToString(),
             sess_options=options,
             providers=list(providers),
             disabled_optimizers=UNEVEN,

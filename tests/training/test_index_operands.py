@@ -142,6 +142,66 @@ def test_onnxruntime_stays_within_the_operands(name: str) -> None:
     assert outcome.ending == "result", f"{outcome.ending}: {outcome.detail}"
 
 
+GRID, OFFSETS = "float[1,2,3,4] x, float[1,2,2,2] i", "float[1,1,3,3] x, float[1,8,2,2] i, float[1,1,2,2] a"
+CROP = "s = Constant <value = float[4] {1.0, 1.0, 2.0, 2.0}> () y = Resize <coordinate_transformation_mode ="
+
+COORDINATES: Mapping[str, tuple[str, str, Array]] = {
+    **{
+        f"GridSample, {mode}, {padding}, {corners}": (
+            f"({GRID}) => (float[1,2,2,2] y)",
+            f'y = GridSample <mode = "{mode}", padding_mode = "{padding}", align_corners = {corners}> (x, i)', f(1, 2, 2, 2),
+        )
+        for mode, padding, corners in itertools.product(
+            ("linear", "nearest", "cubic"), ("zeros", "border", "reflection"), (0, 1)
+        )
+    },
+    "DeformConv": (f"({OFFSETS}) => (float[1,1,2,2] y)", "y = DeformConv <kernel_shape = [2, 2]> (x, a, i)", f(1, 8, 2, 2)),
+    **{
+        f"RoiAlign, {mode}, {ratio}": (
+            "(float[2,3,5,5] x, float[2,4] i, int64[2] b) => (float[2,3,2,2] y)",
+            f'y = RoiAlign <mode = "{mode}", output_height = 2, output_width = 2, sampling_ratio = {ratio}> (x, i, b)', f(2, 4),
+        )
+        for mode, ratio in itertools.product(("avg", "max"), (0, 2))
+    },
+    "MaxRoiPool": (
+        "(float[2,3,5,5] x, float[2,5] i) => (float[2,3,2,2] y)", "y = MaxRoiPool <pooled_shape = [2, 2]> (x, i)", f(2, 5)
+    ),
+    **{
+        f"Resize, {mode}": (
+            "(float[1,1,3,3] x, float[8] i) => (float[1,1,6,6] y)", f'{CROP} "tf_crop_and_resize", mode = "{mode}"> (x, i, s)',
+            np.array([0, 0, 0, 0, 1, 1, 1, 1], np.float32),
+        )
+        for mode in ("linear", "nearest", "cubic")
+    },
+}  # fmt: skip
+"""Ops whose operand ``i`` says where to read: anything may be given, and nothing beyond the operands is read."""
+
+
+def sample_beside_closed_pages(name: str) -> None:
+    head, body, good = COORDINATES[name]
+    opset = 16 if name.startswith(("RoiAlign", "MaxRoiPool")) else 22
+    text = f'<ir_version: 10, opset_import: ["": {opset}]> net {head} {{ {body} }}'
+    model, backend = onnx.parser.parse_model(text), OnnxRuntimeBackend(threads=1, spin=False)
+    sizes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*model.graph.input, *model.graph.output)}
+    for value, whole in itertools.product((np.nan, np.inf, -np.inf, 1e30, -1e30, 1e6, -1e6, 5.0, -5.0), (True, False)):
+        index = good.copy()
+        index.reshape(-1)[slice(None) if whole else slice(-1, None)] = value
+        for side in ("before", "behind"):
+            feeds = {n: np.ones(s, np.int64 if n == "b" else np.float32) for n, s in sizes.items() if n not in ("y", "i")}
+            inputs = {n: guarded(a, side) for n, a in {**feeds, "i": index}.items()}
+            outputs = {"y": guarded(np.zeros(sizes["y"], np.float32), side)}
+            try:
+                backend.bind_segment(model, inputs, outputs)()
+            except ExecutionError:
+                continue  # refused: a region of another batch, say
+
+
+@pytest.mark.parametrize("name", sorted(COORDINATES))
+def test_onnxruntime_samples_within_the_operands(name: str) -> None:
+    outcome = attempt(lambda: sample_beside_closed_pages(name), seconds=120)
+    assert outcome.ending == "result", f"{outcome.ending}: {outcome.detail}"
+
+
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_bad_index_is_refused_by_name_and_changes_nothing(name: str) -> None:
     _, text, feeds, low, high = CASES[name]

@@ -1,4 +1,8 @@
-"""Native kernels of the onnxruntime backend; importing this registers them."""
+"""Native kernels of the onnxruntime backend; importing this registers them.
+
+Loops are compiled without bounds checks. A loop whose index is data compares it first (labels, in ``losses``), or says why it
+lies inside; ``tests/backends/onnxruntime/test_kernel_memory.py`` runs every kernel beside closed pages.
+"""
 
 from __future__ import annotations
 

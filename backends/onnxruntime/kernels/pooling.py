@@ -1,4 +1,8 @@
-"""Gradients of pooling, one channel of a sample at a time: its dx stays in cache while windows add to it."""
+"""Gradients of pooling, one channel of a sample at a time: its dx stays in cache while windows add to it.
+
+The place of a maximum is found by searching the window, never read from an operand: whatever y holds, it is a tap inside x
+or -1.
+"""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ def dropout_mask(k: Binding) -> Run:
 
 @exact
 def _dropout_mask(words, kept, mask, start, stop):
+    # seed, step and offset are data, but every element that is written is compared with the size of the mask
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     begin, threshold, size = words[4], words[5], mask.size
     first, skip = begin // np.uint64(4), np.int64(begin % np.uint64(4))

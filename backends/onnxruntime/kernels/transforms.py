@@ -133,7 +133,7 @@ def _from_float16(source, target, start, stop):
     for i in range(source.size):
         x = np.int32(source[i])
         exponent, digits = (x >> np.int32(10)) & np.int32(31), x & np.int32(1023)
-        power = _POWERS[exponent]
+        power = _POWERS[exponent]  # five bits, 32 powers
         number = np.float32(digits + np.int32(1024) if exponent > 0 else digits) * power
         number = np.float32(np.nan) if exponent == 31 and digits > 0 else number
         target[i] = -number if x >= np.int32(0x8000) else number
@@ -180,7 +180,10 @@ def keep_largest(k: Binding) -> Run:
 
 @exact
 def _keep_largest(bits, source, kept, rest, count, bins):
-    """Find the threshold 16 bits at a time: without the sign, floats and their bit patterns have the same order."""
+    """Find the threshold 16 bits at a time: without the sign, floats and their bit patterns have the same order.
+
+    There is a bin for every pattern of 16 bits, so that NaN and infinity have theirs.
+    """
     high, left = np.uint32(0), count
     bins[:] = 0
     for i in range(bits.size):
