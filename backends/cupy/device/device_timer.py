@@ -7,6 +7,7 @@ many kernels, so events around calls that the device does not wait for would mea
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class DeviceTimer:
     """Times calls on the compute stream of one device; made through ``device.library(DeviceTimer)``."""
 
     def __init__(self, device: Any) -> None:
-        self._stream, self._synchronize, self._cuda = device.stream, device.synchronize, device.cupy.cuda
+        self._device, self._stream, self._cuda = weakref.proxy(device), device.stream, device.cupy.cuda  # it holds this object
         self._hold, self._holds = hold_kernel(device), 1
         self._nothing = 0.0
         self._nothing = self.seconds([])
@@ -83,7 +84,7 @@ class DeviceTimer:
         """
         try:
             calls[0]()  # the first call loads the kernel
-            self._synchronize()
+            self._device.synchronize()
             spent = self.seconds(calls[:1])
             if spent > CUTOFF * best:
                 return spent
@@ -91,7 +92,7 @@ class DeviceTimer:
             return self.seconds([calls[k % len(calls)] for k in range(count)]) / count
         except (self._cuda.runtime.CUDARuntimeError, DeviceError) as error:
             try:
-                self._synchronize()
+                self._device.synchronize()
             except DeviceError as lost:
                 raise DeviceError(f"{what} failed while it was measured: {lost}") from error
             return math.inf

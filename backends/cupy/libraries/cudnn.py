@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ WORKSPACE = 256 << 20
 
 CANDIDATES = 24
 """How many plans are timed, in the library's order."""
+
+PATIENCE = 3.0
+"""Seconds of building and timing plans of one call, after which no further plan is tried."""
 
 MODES = ("A", "FALLBACK")
 """The library's heuristics; each is asked only if those before it have no plan that can be used."""
@@ -266,11 +270,13 @@ class Dnn:
     def _fastest(self, description: Description, plans: Iterator[Built], arrays: Mapping[str, Any]) -> Built | None:
         """The fastest of the first plans that run; the graphs of the others are dropped."""
         memory, sets = self._operands(description, arrays)
-        best, fastest = None, math.inf
+        best, fastest, begin = None, math.inf, time.monotonic()
         for plan in itertools.islice(plans, CANDIDATES):
             spent = self._time(plan, description, sets, fastest)
             if spent < fastest:
                 best, fastest = plan, spent
+            if best is not None and time.monotonic() - begin > PATIENCE:
+                break
         del memory
         self._device.trim()
         return best

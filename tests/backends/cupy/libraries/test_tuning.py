@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+from graphc.backends.cupy.libraries import cudnn
 from graphc.backends.cupy.libraries.cublaslt import Products
 from graphc.backends.cupy.libraries.cudnn import Dnn, Tensor
 from graphc.backends.cupy.libraries.noise import sets_for
@@ -160,6 +161,16 @@ def test_a_slow_plan_is_left_after_one_measurement(
     assert set(library.asked) == {"A"}
     (kept,) = tmp_path.glob("cudnn-H200-*.json")
     assert list(json.loads(kept.read_text()).values()) == ["eng3"]
+
+
+def test_a_call_whose_plans_take_long_to_build_keeps_the_best_so_far(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "PATIENCE", 0.0)
+    failing = CUDARuntimeError("cudaErrorInvalidValue")
+    library = Library(device, {"A": ["eng1", "eng2", "eng3"]}, {"eng1": failing, "eng2": 1.0, "eng3": 0.5})
+    bound(device, library, monkeypatch)
+    assert library.built == ["eng1", "eng2"], "until one runs"
 
 
 def test_fallback_plans_are_for_calls_without_others(device: TimedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
