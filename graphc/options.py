@@ -193,6 +193,10 @@ class CompileOptions(ParameterChoice, ReadOptions):
         Option("Order of a pipeline's micro-batches: gpipe, 1f1b (default), interleaved:stages=N or zero-bubble.", "NAME"),
     ] = None
     cut: Annotated[Sequence[str] | None, Option("Value behind which a pipeline stage ends (repeatable).", "NAME")] = None
+    place: Annotated[
+        Sequence[str] | None,
+        Option("Put nodes, by name or result, on a device of the pipe axis: 'branch1/*=1' (repeatable).", "GLOB=DEVICE"),
+    ] = None
     balance: Annotated[str, Option("What pipeline stages have equal parts of: time or memory.", "WHAT")] = "time"
     stage_memory_mb: Annotated[float | None, Option("The most memory of a pipeline stage in megabytes.", "N")] = None
     sync_batchnorm: Annotated[bool, Option("BatchNormalization over the global batch, not each worker's share.")] = False

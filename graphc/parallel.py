@@ -55,6 +55,8 @@ def stage_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
     """The pass before ``autodiff`` that assigns pipeline stages."""
     if mesh.pipe == 1:
         return []
+    if options.place:
+        return [PassCall("place", {"devices": mesh.pipe, "place": list(options.place)})]
     schedule = PipeSchedule.parse(options.schedule or "1f1b")
     row = schedule.table(mesh.pipe, options.accumulate)[0]
     given: dict[str, Any] = {
@@ -75,10 +77,21 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
         UsageError: option, axis and reason.
     """
     if mesh is None or mesh.pipe == 1:
-        for name in ("schedule", "cut", "stage_memory_mb"):
+        for name in ("schedule", "cut", "stage_memory_mb", "place"):
             if getattr(options, name):
                 raise UsageError(f"{name}={getattr(options, name)} needs a mesh with pipeline stages, such as Mesh(pipe=2)")
         return
+    if options.place:
+        for name in ("schedule", "cut", "stage_memory_mb"):
+            if getattr(options, name):
+                raise UsageError(
+                    f"place={options.place} and {name}={getattr(options, name)} exclude each other: nodes are put on devices by"
+                    " hand, or cut into stages of a schedule"
+                )
+        if options.accumulate > 1:
+            raise UsageError(
+                f"place={options.place} and accumulate={options.accumulate} exclude each other; leave accumulate out"
+            )
     excluded = {
         "strategy": (options.strategy if options.strategy != "mirrored" else None, "the state is divided by stages"),
         "sync_batchnorm": (options.sync_batchnorm or None, "statistics are those of each micro-batch"),
@@ -104,7 +117,7 @@ def gradient_steps(options: CompileOptions, mesh: Mesh | None = None) -> list[Pa
         if options.accumulate > 1:
             raise UsageError("deterministic='any-world' sets the micro-batches itself; leave accumulate out")
         steps.append(PassCall("deterministic_shards", shards))
-    elif options.accumulate > 1 or (mesh is not None and mesh.pipe > 1):  # a pipeline's micro-batches
+    elif options.accumulate > 1 or (mesh is not None and mesh.pipe > 1 and not options.place):  # a pipeline's micro-batches
         steps.append(PassCall("accumulate", {"steps": options.accumulate}))
     if options.clip_norm is not None or options.clip_value is not None:
         bounds = {"norm": options.clip_norm, "value": options.clip_value}

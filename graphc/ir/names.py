@@ -67,6 +67,9 @@ KEPT_OUTPUTS = "graphc.kept_outputs"
 SCHEDULE = "graphc.schedule"
 """Metadata key of the model: the schedule of its pipeline stages as text, ``"1f1b"``; there are stages only where it is."""
 
+PLACED = "placed"
+"""The schedule of a model whose nodes were put on devices by hand; there are no micro-batches."""
+
 STAGE = "graphc.stage"
 """Metadata key of a node: number of the pipeline stage on which it runs."""
 

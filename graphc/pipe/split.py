@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
+from graphc.ir.declare import is_update
 from graphc.ir.facts import dtype_of, input_of, shape_of
+from graphc.ir.names import SCHEDULE
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.pipe import RECV, SEND, shape_text
 from graphc.ir.subgraphs import bodies
-from graphc.pipe.tasks import Assignment, Task, reads
+from graphc.pipe.tables import PipeSchedule
+from graphc.pipe.tasks import Assignment, Task, is_placed, reads
 
 MICRO = frozenset("FBW")
 """Kinds of tasks that run for every micro-batch."""
@@ -61,12 +64,22 @@ class Pipe:
         rank, ranks: the place, and the number of ranks.
         stages: number of stages; stage s lies on rank s mod ranks.
         splits_weights: whether weight gradients are tasks of their own.
+        placed: whether nodes were put on devices by hand.
     """
 
     rank: int
     ranks: int
     stages: int
     splits_weights: bool = False
+    placed: bool = False
+
+    @classmethod
+    def of(cls, model: ir.Model, rank: int, ranks: int) -> Pipe:
+        """The place of a rank on the pipe axis of ``ranks`` ranks, for a model that was compiled for it."""
+        if is_placed(model):
+            return cls(rank, ranks, ranks, placed=True)
+        schedule = PipeSchedule.parse(model.metadata_props[SCHEDULE])
+        return cls(rank, ranks, schedule.stages_on(ranks), schedule.splits_weights)
 
     def rank_of(self, stage: int) -> int:
         """The rank of a stage."""
@@ -121,8 +134,8 @@ class Split:
     def __init__(self, graph: ir.Graph, pipe: Pipe, owners: Mapping[str, int] | None = None) -> None:
         self.graph, self.pipe = graph, pipe
         self.trains = owners is None
-        found = Assignment(graph, pipe.stages, owners)
-        if self.trains and separate_shared_sums(graph, found):
+        found = Assignment(graph, pipe.stages, owners, placed=pipe.placed)
+        if self.trains and not pipe.placed and separate_shared_sums(graph, found):
             found = Assignment(graph, pipe.stages)
         self.found = found
         self._owners = owners or {}
@@ -182,7 +195,7 @@ class Split:
                     target = Task("F" if target.stage in forward else "B", target.stage)
                     self._add(value, source, target, sender, self.pipe.rank_of(target.stage))
             return
-        once = [r for n in readers if n in self.found.once and (r := self.rank_of(n)) is not None and r != sender]
+        once = [r for n in readers if (r := self.rank_of(n)) is not None and r != sender]
         if value.is_graph_output() and self.trains:
             once += [rank for rank in range(self.pipe.ranks) if rank != sender]
         for receiver in sorted(set(once)):
@@ -238,19 +251,30 @@ class Split:
         return tasks
 
     def _once(self, kept: Sequence[ir.Node], sends: Mapping[int, ir.Node], recvs: Mapping[int, ir.Node]) -> Iterable[ir.Node]:
-        """What runs once a step, in the order of the whole graph: a transfer stands behind the node that makes its value."""
-        mine = {n for n in kept if n in self.found.once and n in self.tasks}
-        after: dict[ir.Value, list[ir.Node]] = {}
+        """What runs once a step, in the order of the whole graph.
+
+        A value is sent as soon as it exists, and received before its first reader; results of the step before the updates,
+        since the check tests them.
+        """
         rank = self.pipe.rank
+        sending: dict[ir.Value, list[ir.Node]] = {}
+        waiting: dict[ir.Value, ir.Node] = {}
         for edge in self.edges:
-            if edge.source.kind == "U" and rank in (edge.sender, edge.receiver):
-                found = sends[id(edge)] if edge.sender == rank else recvs[id(edge)]
-                after.setdefault(edge.values[0], []).append(found)
+            if edge.source.kind == "U" and edge.sender == rank:
+                sending.setdefault(edge.values[0], []).append(sends[id(edge)])
+            if edge.source.kind == "U" and edge.receiver == rank:
+                node = recvs[id(edge)]
+                waiting[node.outputs[0]] = node
+        mine = {n for n in kept if n in self.tasks and self.tasks[n].kind == "U"}
+        results = [v for v in waiting if v.is_graph_output()]
         for node in self.graph:
             if node in mine:
+                needed = [v for v in reads(node) if v in waiting] + (results if is_update(node) else [])
+                yield from (waiting.pop(v) for v in dict.fromkeys(needed) if v in waiting)
                 yield node
             for value in node.outputs:
-                yield from after.pop(value, ())
+                yield from sending.pop(value, ())
+        yield from waiting.values()
 
     def _send(self, op: Builder, edge: Edge) -> ir.Node:
         op.scope = "pipe"

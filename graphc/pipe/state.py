@@ -31,7 +31,7 @@ def state_of_rank(model: ir.Model, pipe: Pipe) -> StateShare:
     """Find the state of ``pipe``'s rank in a training graph; frozen weights lie on every rank that reads them."""
     copy = model.clone()
     graph = copy.graph
-    found = Assignment(graph, pipe.stages)
+    found = Assignment(graph, pipe.stages, placed=pipe.placed)
     stages = {value.name or "": stage for value, stage in found.owner.items()}
     owners = {name: pipe.rank_of(stage) for name, stage in stages.items()}
 

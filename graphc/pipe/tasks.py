@@ -20,8 +20,9 @@ import onnx_ir as ir
 
 from graphc.ir.declare import is_update, required_declaration
 from graphc.ir.facts import constant, size_of, static_dims
-from graphc.ir.names import PHASE, STAGE
+from graphc.ir.names import PHASE, PLACED, SCHEDULE, STAGE
 from graphc.ir.ops.accumulation import is_accumulation, run_once
+from graphc.ir.ops.collectives import collective_of
 from graphc.ir.subgraphs import captured
 
 TaskKind: TypeAlias = Literal["P", "F", "B", "W", "U"]
@@ -43,12 +44,17 @@ def number_of_stages(graph: ir.Graph) -> int:
     return 1 + max((int(n.metadata_props[STAGE]) for n in graph if STAGE in n.metadata_props), default=-1)
 
 
-def mark_updates(graph: ir.Graph) -> dict[ir.Node, str]:
+def is_placed(model: ir.Model) -> bool:
+    """Whether nodes were put on devices by hand."""
+    return model.metadata_props.get(SCHEDULE) == PLACED
+
+
+def mark_updates(model: ir.Model) -> dict[ir.Node, str]:
     """Mark every update with the stage of its parameter; returns update → stage, nothing where there are no stages."""
-    stages = number_of_stages(graph)
+    stages = number_of_stages(model.graph)
     if not stages:
         return {}
-    found = Assignment(graph, stages)
+    found = Assignment(model.graph, stages, placed=is_placed(model))
     marked = {node: str(stage) for node, stage in found.stage.items() if is_update(node)}
     for node, stage in marked.items():
         node.metadata_props[STAGE] = stage
@@ -62,6 +68,7 @@ class Assignment:
         graph: a training graph in which every reduction follows an ``Accumulate``; or, with ``owners``, one in inference.
         stages: number of stages.
         owners: name of a parameter → its stage; where it is given the graph has no marks and no updates.
+        placed: stages are devices on which nodes were put by hand: there are no micro-batches, and results go to any device.
 
     Attributes:
         stage: node → stage; not of constants and of nodes in ``everywhere``.
@@ -71,10 +78,13 @@ class Assignment:
         owner: state → stage of its update.
     """
 
-    def __init__(self, graph: ir.Graph, stages: int, owners: Mapping[str, int] | None = None) -> None:
-        self.graph, self.stages = graph, stages
+    def __init__(self, graph: ir.Graph, stages: int, owners: Mapping[str, int] | None = None, *, placed: bool = False) -> None:
+        self.graph, self.stages, self._placed = graph, stages, placed
         self._given = owners or {}
-        self.once = set() if owners is not None else run_once(graph)
+        if owners is not None:
+            self.once: set[ir.Node] = set()
+        else:
+            self.once = _behind_updates(graph) if placed else run_once(graph)
         self.stage: dict[ir.Node, int] = {}
         self.backward: set[ir.Node] = set()
         self.everywhere: set[ir.Node] = set()
@@ -85,7 +95,7 @@ class Assignment:
 
     def task(self, node: ir.Node, *, splits_weights: bool = False) -> Task:
         """The task of a node that is not a constant."""
-        if node in self.once:
+        if node in self.once or self._placed:
             return Task("U")
         if node not in self.backward:
             return Task("F", self.stage[node])
@@ -102,6 +112,9 @@ class Assignment:
             if node.metadata_props.get(PHASE) == "backward" or behind:
                 self.backward.add(node)
             marked = node.metadata_props.get(STAGE)
+            if self._placed and (marked is not None or behind):
+                self.stage[node] = int(marked) if marked is not None else self.stage[behind[0]]
+                continue
             if is_accumulation(node):
                 found = self.stage[before[0]] if before else self.stages - 1
             elif node in self.backward:
@@ -113,6 +126,8 @@ class Assignment:
             else:
                 held = [self._given[v.name or ""] for v in reads(node) if v.name in self._given]
                 lowest = max([self.stage[p] for p in before] + held, default=0)
+                if self._placed:
+                    lowest = next(iter([*held, *(self.stage[p] for p in before)]), 0)
                 found = max(int(marked), lowest) if marked is not None else lowest
                 if marked is None and not before and not held and not _reads_feeds(node, self.graph):
                     waiting.append(node)
@@ -226,6 +241,15 @@ def producers(node: ir.Node) -> Iterator[ir.Node]:
 
 def _states(node: ir.Node) -> set[int]:
     return set(required_declaration(node).next_value.values()) & set(range(len(node.inputs)))
+
+
+def _behind_updates(graph: ir.Graph) -> set[ir.Node]:
+    """Updates, collectives, and what depends on them."""
+    found: set[ir.Node] = set()
+    for node in graph:
+        if is_update(node) or collective_of(node) is not None or any(p in found for p in producers(node)):
+            found.add(node)
+    return found
 
 
 def _is_constant(node: ir.Node) -> bool:

@@ -18,8 +18,8 @@ from graphc.ir.ops.accumulation import accumulation_steps
 from graphc.mesh import Mesh
 from graphc.pipe.clock import in_flight
 from graphc.pipe.split import MICRO, Pipe
-from graphc.pipe.tables import PipeSchedule, Table
-from graphc.pipe.tasks import Task
+from graphc.pipe.tables import Action, PipeSchedule, Table
+from graphc.pipe.tasks import Task, is_placed
 from graphc.plan.buffers import STASH, SUMS
 from graphc.plan.partition import Plan, make_plan
 from graphc.plan.state_rewrites import adapted
@@ -38,16 +38,18 @@ def mesh_of(model: ir.Model) -> Mesh:
 
 def table_of(model: ir.Model) -> Table:
     """The schedule of a training graph with stages."""
+    if is_placed(model):
+        return [[Action("U", rank)] for rank in range(mesh_of(model).pipe)]
     schedule = PipeSchedule.parse(model.metadata_props[SCHEDULE])
     return schedule.table(mesh_of(model).pipe, accumulation_steps(model.graph))
 
 
 def stage_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], capabilities: Capabilities) -> list[Plan]:
     """The plan of each rank along the pipe axis, for feeds of one micro-batch."""
-    mesh, schedule = mesh_of(model), PipeSchedule.parse(model.metadata_props[SCHEDULE])
+    mesh = mesh_of(model)
     found = []
     for place, rank in enumerate(mesh.members("pipe", 0)):
-        pipe = Pipe(place, mesh.pipe, schedule.stages_on(mesh.pipe), schedule.splits_weights)
+        pipe = Pipe.of(model, place, mesh.pipe)
         found.append(make_plan(model, shapes, capabilities, rank=rank, mesh=mesh, pipe=pipe))
     return found
 

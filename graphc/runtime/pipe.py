@@ -201,9 +201,13 @@ class PipeStep:
         plans: the plan of each micro-batch; they differ where the last batch of an epoch is smaller.
         table: the schedule of all ranks.
         prepare: called with the number of a micro-batch before each of its tasks; sets scalars.
+        placed: whether the task of a step computes everything, from feeds on.
     """
 
-    def __init__(self, plans: Sequence[StagePlan], table: Table, prepare: Callable[[int], None]) -> None:
+    def __init__(
+        self, plans: Sequence[StagePlan], table: Table, prepare: Callable[[int], None], *, placed: bool = False
+    ) -> None:
+        self._placed = placed
         self._plans, self._table = plans, table
         first = plans[0]
         self._links, self._rank = first.links, first.links.rank
@@ -221,7 +225,9 @@ class PipeStep:
         self._next = dict.fromkeys(self._order, 0)
         self.where = ""
         runs: list[Run] = []
-        runs += first.once(Task("P"), functools.partial(self._bind_once, first))
+        begin: list[tuple[int, Run]] = []
+        rest = first.once(Task("P"), functools.partial(self._bind_once, first, begin))
+        runs += [*_in_edge_order(begin), *rest]
         for place, action in enumerate(self._row):
             runs += self._bind_action(place, action, prepare)
         runs.append(self._finish_sends)
@@ -255,7 +261,13 @@ class PipeStep:
 
     def _bind_action(self, place: int, action: Action, prepare: Callable[[int], None]) -> Iterator[Run]:
         if action.kind == "U":
-            yield from self._plans[-1].once(Task("U"), functools.partial(self._bind_once, self._plans[-1]))
+            last = self._plans[-1]
+            if self._placed:
+                yield functools.partial(self._begin, last, 0, prepare)
+                yield functools.partial(self._bring, last.places.feeds, 0)
+            begin: list[tuple[int, Run]] = []
+            rest = last.once(Task("U"), functools.partial(self._bind_once, last, begin))
+            yield from (*_in_edge_order(begin), *rest)
             return
         task, micro = Task(action.kind, action.stage), action.micro
         plan, slot = self._plans[micro], self._slots[action.stage][micro]
@@ -350,7 +362,11 @@ class PipeStep:
 
     # What runs once a step --------------------------------------------------------------------------------------------
 
-    def _bind_once(self, plan: StagePlan, step: PlanStep) -> Run:
+    def _bind_once(self, plan: StagePlan, begin: list[tuple[int, Run]], step: PlanStep) -> Run:
+        """Bind a transfer that runs once a step; receives begin with the task, by closures appended to ``begin``.
+
+        They are under way while the rank computes what does not need them.
+        """
         edge = next(e for e in self._edges if f"{step.kind} {e.tag}" == step.name)
         sends = step.kind == "send"
         values = step.inputs if sends else step.outputs
@@ -371,13 +387,19 @@ class PipeStep:
             return send
         unpack = [copy(array, part) for part, array in zip(box.parts, arrays, strict=True)]
 
+        begin.append((self._edges.index(edge), functools.partial(channel.begin, handle)))
+
         def receive() -> None:
-            channel.begin(handle)
             channel.wait(handle)
             for run in unpack:
                 run()
 
         return receive
+
+
+def _in_edge_order(begin: Sequence[tuple[int, Run]]) -> list[Run]:
+    """The begins of receives in the order of the edges, in which a channel's sender sends."""
+    return [run for _, run in sorted(begin, key=lambda pair: pair[0])]
 
 
 def _shown(edge: Edge, micro: int) -> str:

@@ -49,9 +49,8 @@ class StagePlans(PlanCache):
         """Find the rank's place in the pipeline, and make the state that belongs there."""
         program, mesh = self._program, self._groups.mesh
         refuse_device(self._backend)
-        schedule = PipeSchedule.parse(program.model.metadata_props[SCHEDULE])
         rank = mesh.coordinate("pipe", self._comm.rank)
-        self.pipe = Pipe(rank, mesh.pipe, schedule.stages_on(mesh.pipe), schedule.splits_weights)
+        self.pipe = Pipe.of(program.model, rank, mesh.pipe)
         self.share = state_of_rank(program.model, self.pipe)
         self.links = PipeLinks(rank, self._groups)
         place = mesh.coordinate("data", self._comm.rank)
@@ -113,6 +112,8 @@ class Pipeline(Replica):
 
     def _table(self) -> Table:
         program, pipe = self.trainer.program, self._plans.pipe
+        if pipe.placed:
+            return [[Action("U", rank)] for rank in range(pipe.ranks)]
         schedule = PipeSchedule.parse(program.model.metadata_props[SCHEDULE])
         return schedule.table(pipe.ranks, accumulation_steps(program.model.graph))
 
@@ -121,7 +122,9 @@ class Pipeline(Replica):
         self._micro = [part for _, part in parts]
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = PipeStep([plan for plan, _ in parts], self._table(), self._prepare_micro)
+            found = self._steps[key] = PipeStep(
+                [plan for plan, _ in parts], self._table(), self._prepare_micro, placed=self._plans.pipe.placed
+            )
         found.run([part.feeds for part in self._micro])
 
     def _prepare_micro(self, number: int) -> None:
@@ -214,8 +217,12 @@ class Pipeline(Replica):
         key = key_of_shapes(feeds)
         if key not in self._evaluations:
             pipe = plans.pipe
-            table = [[Action("F", stage) for stage in range(rank, pipe.stages, pipe.ranks)] for rank in range(pipe.ranks)]
-            self._evaluations[key] = PipeStep([plan], table, lambda number: None)
+            table: Table = [
+                [Action("F", stage) for stage in range(rank, pipe.stages, pipe.ranks)] for rank in range(pipe.ranks)
+            ]
+            if pipe.placed:
+                table = self._table()
+            self._evaluations[key] = PipeStep([plan], table, lambda number: None, placed=pipe.placed)
         self._evaluations[key].run([arrays])
         return plan.outputs
 

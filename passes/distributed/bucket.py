@@ -39,7 +39,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     graph = model.graph
     position = {node: k for k, node in enumerate(graph)}
     updates = sorted((n for n in graph if is_reduced(n)), key=lambda n: _produced(n, position))
-    stage_of = mark_updates(graph)
+    stage_of = mark_updates(model)
     open_buckets: dict[tuple[str, ...], list[ir.Node]] = {}
     closed: list[tuple[tuple[str, ...], list[ir.Node]]] = []
     filled: dict[tuple[str, ...], int] = {}
