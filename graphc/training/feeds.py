@@ -12,7 +12,8 @@ import onnx_ir as ir
 from graphc.data import Batch
 from graphc.device import Array, Memory
 from graphc.errors import FeedError, nearest
-from graphc.ir.facts import Dim, dims
+from graphc.ir.dim_expressions import symbols
+from graphc.ir.facts import Dim, batch_dim, dims
 from graphc.ir.index_operands import IndexRange
 from graphc.ir.symbolic_dims import substituted
 
@@ -167,13 +168,13 @@ def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def check_sample_labels(arrays: Mapping[str, Array], graph: ir.Graph, classes: Mapping[str, tuple[str, int | None]]) -> None:
-    """Check labels whose classes are the samples of the batch, as in contrastive losses.
+    """Check labels whose number of classes is a symbol: mostly the samples of the batch, as in contrastive losses.
 
     Args:
         classes: name → the number of classes as a product of symbols, and the ignored label.
 
     Raises:
-        FeedError: a label that is no sample of this worker's share.
+        FeedError: a label outside the classes, or that is no sample of this worker's share.
     """
     pairs = ((dims(value) or (), feed_shape(arrays[value.name or ""])) for value in graph.inputs if value.name in arrays)
     sizes = {dim: size for shape, fed in pairs for dim, size in zip(shape, fed, strict=False) if isinstance(dim, str)}
@@ -189,11 +190,14 @@ def check_sample_labels(arrays: Mapping[str, Array], graph: ir.Graph, classes: M
             wrong &= found != ignore
         if wrong.any():
             where = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise FeedError(
-                f"label {int(found[where])} at {name}{list(where)} is outside 0 … {limit - 1}: the classes are the samples"
-                f" of the batch, of which this worker computes {limit} at a time; compare a whole batch on one worker"
-                " (-n 1, no --accumulate), or number the samples of each share from 0"
+            because = (
+                f": the classes are the samples of the batch, of which this worker computes {limit} at a time; compare a whole"
+                " batch on one worker (-n 1, no --accumulate), or number the samples of each share from 0"
             )
+            batch = batch_dim(graph)
+            of_batch = isinstance(batch, str) and batch in symbols(count)
+            text = f"label {int(found[where])} at {name}{list(where)} is outside 0 … {limit - 1}"
+            raise FeedError(text + (because if of_batch else ""))
 
 
 def _array(name: str, feed: Any, memory: Memory) -> Array:

@@ -82,6 +82,7 @@ def test_a_class_weight_for_every_symbolic_class_is_taken() -> None:
     x, label, w = normal(4, 3), np.array([0, 1, 2, 2]), np.ones(1, np.float32)
     made = losses.SoftmaxCrossEntropy(class_weight=[1.0, 2.0, 3.0])
     with trainer_of("(float[n,c] x) => (float[n,c] y) { y = Mul (x, w) }", made, w) as trainer:
+        refused(trainer, {"x": x, "label": np.array([0, 1, 2, 3])}, r"label 3 at label\[3\] is outside 0 … 2$")
         found = trainer.step({"x": x, "label": label})["loss"]
     weight = torch.tensor([1.0, 2.0, 3.0])
     expected = torch.nn.functional.cross_entropy(torch.from_numpy(x), torch.from_numpy(label), weight)
