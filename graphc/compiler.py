@@ -155,6 +155,7 @@ def training_pipeline(
         PassCall("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
         *parallel.forward_steps(options),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
+        *parallel.tensor_steps(options, mesh),  # weights, and the work on them, divided among ranks
         PassCall("attention"),  # one op, which a backend may compute in cache
         *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
         *parallel.stage_steps(options, mesh),  # every node on a stage of the pipe axis
@@ -255,8 +256,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     """
     _check_parts(arguments.loss, arguments.optimizer)
     check_backend(arguments.backend)
-    if arguments.mesh is not None:
-        arguments.mesh.refuse("tensor")
+    parallel.check_tensor(arguments, arguments.mesh)
     parallel.check_mesh(arguments, arguments.mesh)
     original = frontends.load(model, example_inputs=arguments.example_inputs, reading=arguments)
     check_untrained(original)

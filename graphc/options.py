@@ -179,6 +179,10 @@ class CompileOptions(ParameterChoice, ReadOptions):
     recompute: Annotated[
         str | None, Option("cheap, all or budget_mb=N: keep fewer activations, compute them again.", "MODE")
     ] = None
+    shard: Annotated[
+        Sequence[str] | None,
+        Option("auto (default), or GLOB=AXIS: what the tensor axis of the mesh divides. Repeatable.", "GLOB=AXIS"),
+    ] = None
     strategy: Annotated[
         str,
         Option(

@@ -41,6 +41,38 @@ def forward_steps(options: CompileOptions) -> list[PassCall]:
     return [PassCall("sync_batchnorm")] if options.sync_batchnorm else []
 
 
+def tensor_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
+    """The pass between the loss and the gradients that divides weights over the tensor axis."""
+    shard = [options.shard] if isinstance(options.shard, str) else list(options.shard or ["auto"])
+    return [PassCall("tensor_parallel", {"ranks": mesh.tensor, "shard": shard})] if mesh.tensor > 1 else []
+
+
+def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
+    """Refuse what does not work with a tensor axis yet.
+
+    Raises:
+        UsageError: the option, and why; or shards without a tensor axis.
+    """
+    if mesh is None or mesh.tensor == 1:
+        if options.shard:
+            raise UsageError("shard= divides weights over the tensor axis, and the mesh has none; give mesh=Mesh(tensor=2)")
+        return
+    fp16 = (options.precision or "").startswith("fp16")
+    given = {
+        f"the axis pipe={mesh.pipe}": mesh.pipe > 1,
+        f"strategy={options.strategy!r}": options.strategy != "mirrored",
+        f"clip_norm={options.clip_norm}": options.clip_norm is not None,
+        f"compress={options.compress!r}": options.compress is not None,
+        f"recompute={options.recompute!r}": options.recompute not in (None, "none"),
+        f"precision={options.precision!r}": fp16,
+        f"nonfinite={options.nonfinite!r}": options.nonfinite == "skip",
+        f"deterministic={options.deterministic!r}": bool(_shards(options)),
+    }
+    for text, there in given.items():
+        if there:
+            raise UsageError(f"the mesh axis tensor={mesh.tensor} does not work with {text} yet; leave one of the two out")
+
+
 def master_steps(options: CompileOptions) -> list[PassCall]:
     """The pass between the optimizer and ``allreduce`` that separates float32 masters under mixed precision.
 

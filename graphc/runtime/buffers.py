@@ -58,7 +58,7 @@ class BufferMap:
             elif value in self.plan.views:
                 view = self.array(self.plan.views[value]).reshape(static_dims(value) or ())
             elif value.is_initializer():
-                view = self.state.array(value.name or "")
+                view = self.state.placed(value)
             else:
                 view = self._constant(value)
             self._views[value] = view

@@ -61,7 +61,8 @@ class Check:
         sources = [(group, k) for group in plan.groups if (k := group.source) is not None]
         gradients = [(group, k) for group, k in sources if group.buffer(k) not in self._places.state.flat]
         watched += [part for group, k in gradients if (part := self._places.part(group, k)).size]
-        comm = self._comm if any(group.sharded for group, _ in gradients) else self._together
+        apart = any(group.sharded for group, _ in gradients) or plan.mesh.tensor > 1
+        comm = self._comm if apart else self._together
         if self._places.memory.on_host:
             return self._bind_on_host(watched, comm)
         return self._bind_on_device(watched, comm)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.device import ALIGNMENT, HOST, Array, Memory
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.groups import Groups
 from graphc.errors import UsageError, nearest
 from graphc.ir.declare import Role, declaration_of
 from graphc.ir.facts import array_of, input_of, state_updates, static_dims
@@ -19,6 +20,7 @@ from graphc.ir.ops.collectives import collective_of
 from graphc.ir.updates import role_of, source_of
 from graphc.plan.steps import UpdateGroup
 from graphc.plan.update_groups import offloaded_buffers, update_groups
+from graphc.runtime.parts import Parts
 from graphc.runtime.scalars import ROOM, Scalars
 
 
@@ -56,9 +58,16 @@ class State:
         model: the training graph.
         rank, size: of this worker on the data axis.
         memory: where it lies, but for what updates offload: that lies in the host's.
+        groups: the communicators of the mesh, where it has other axes.
+
+    Attributes:
+        parts: state that is divided over the tensor axis: :attr:`arrays` hold this rank's part. By name it is whole.
     """
 
-    def __init__(self, model: ir.Model, rank: int = 0, size: int = 1, memory: Memory = HOST) -> None:
+    def __init__(
+        self, model: ir.Model, rank: int = 0, size: int = 1, memory: Memory = HOST, groups: Groups | None = None
+    ) -> None:
+        self.parts = Parts(model.graph, groups)
         self.memory = memory
         self.arrays: dict[str, Array] = {}
         self.flat: dict[str, Array] = {}
@@ -81,7 +90,7 @@ class State:
             if value.const_value is None:
                 raise UsageError(f"initializer {name!r} has no value; run 'initialize'")
             if name not in states:
-                initial = self.initial(name)
+                initial = self._own_initial(name)
                 self.arrays[name] = self._alone(value, initial.dtype, initial.nbytes).reshape(initial.shape)
                 memory.copy(self.arrays[name], initial)
         groups = update_groups(model.graph, size, rank)
@@ -106,7 +115,7 @@ class State:
         self.flat[buffer] = flat
         for node, offset in zip(group.nodes, group.offsets, strict=True):
             name = input_of(node, index).name or ""
-            initial = self.initial(name)
+            initial = self._own_initial(name)
             if buffer in self.offloaded:
                 self._offloaded_names.add(name)
             if index in group.scattered:
@@ -168,8 +177,12 @@ class State:
             self._fresh.add(buffer)
 
     def initial(self, name: str) -> Array:
-        """The initial value of state ``name`` in the graph."""
-        return array_of(self._initial[name])
+        """The initial value of state ``name`` in the graph, whole."""
+        found = array_of(self._initial[name])
+        return self.parts.initial(name, found) if name in self.parts else found
+
+    def _own_initial(self, name: str) -> Array:
+        return self.parts.mine(name, self.initial(name)) if name in self.parts else self.initial(name)
 
     def array(self, name: str) -> Array:
         """State ``name``, whole; for sharded state the copy that :meth:`gather` made.
@@ -177,12 +190,19 @@ class State:
         Raises:
             UsageError: sharded state that was not gathered.
         """
-        found = self.arrays.get(name)
+        found = self.arrays.get(name) if name not in self.parts else None
         if found is None:
             found = self._whole.get(name)
         if found is None:
             raise UsageError(f"state {name!r} is sharded over the ranks; it has to be gathered first")
         return found
+
+    def placed(self, value: ir.Value) -> Array:
+        """The state that a graph calls ``value``: this rank's part where the graph has the shape of that, else all of it."""
+        name = value.name or ""
+        if name in self.parts and self.arrays[name].shape == static_dims(value):
+            return self.arrays[name]
+        return self.array(name)
 
     def fetch(self, name: str) -> Array:
         """State ``name`` in host memory: the array itself where it is there, else a copy; sharded state must be gathered."""
@@ -190,6 +210,7 @@ class State:
 
     def gather(self, comm: Communicator, names: Iterable[str]) -> dict[str, Array]:
         """Gather whole copies of the sharded state among ``names``, in place; every rank calls it with the same names."""
+        names = list(names)
         wanted = [n for n in names if n in self.shards]
         for buffer in dict.fromkeys(self.shards[n].buffer for n in wanted):
             members = [n for n in wanted if self.shards[n].buffer == buffer]
@@ -202,6 +223,13 @@ class State:
                 if name not in self._whole:
                     self._whole[name] = _like(memory, flat, one.shape)
                 memory.copy(self._whole[name], whole[one.offset : one.offset + one.size].reshape(one.shape))
+        for name in sorted(set(names) & self.parts.cuts.keys()):
+            memory, part = self._home(name), self.arrays[name]
+            whole = self.parts.gather(name, memory.fetch(part))
+            if name not in self._whole:
+                self._whole[name] = _like(memory, part, whole.shape)
+            memory.copy(self._whole[name], whole)
+            wanted.append(name)
         return {n: self._whole[n] for n in wanted}
 
     def apart(self) -> list[str]:
@@ -218,7 +246,7 @@ class State:
         every few
         steps is averaged.
         """
-        sharded = sorted(self.updated & self.shards.keys())
+        sharded = sorted(self.updated & (self.shards.keys() | self.parts.cuts.keys()))
         if sharded and comm is None:
             raise UsageError(f"state {sharded[0]!r} is sharded over the ranks: a snapshot needs their communicator")
         before = set(self._whole)
@@ -278,7 +306,8 @@ class State:
         shard = self.shards.get(name)
         if shard is not None:
             return shard.shape, self.flat[shard.buffer].dtype
-        return self.arrays[name].shape, self.arrays[name].dtype
+        shape, dtype = self.arrays[name].shape, self.arrays[name].dtype
+        return (self.parts.cuts[name].whole_shape(shape) if name in self.parts else shape), dtype
 
     def is_offloaded(self, name: str) -> bool:
         """Whether state ``name`` is in host memory while the graph runs elsewhere."""
@@ -291,7 +320,8 @@ class State:
     def _write(self, name: str, array: Array) -> None:
         shard, memory = self.shards.get(name), self._home(name)
         if shard is None:
-            memory.copy(self.arrays[name], array)
+            own = self.arrays[name]
+            memory.copy(own, self.parts.mine(name, memory.fetch(array)) if array.shape != own.shape else array)
             return
         here, there = shard.mine
         memory.copy(self.flat[shard.buffer][here], array.reshape(-1)[there])
@@ -312,9 +342,10 @@ class State:
             comm.broadcast(array.reshape(-1), 0)
         for name in local:
             self._write(name, self.fetch(name) / comm.size)
-        for name in sorted(self.shards):
+        for name in sorted({*self.shards, *self.parts.cuts}):
             shape, _ = self._spec(name)
-            memory, whole = self._home(name), _like(self._home(name), self.flat[self.shards[name].buffer], shape)
+            like = self.flat[self.shards[name].buffer] if name in self.shards else self.arrays[name]
+            memory, whole = self._home(name), _like(self._home(name), like, shape)
             if comm.rank == 0:
                 memory.copy(whole, self._first(name, values))
             comm.broadcast(whole.reshape(-1), 0)
@@ -332,7 +363,9 @@ class State:
 
     def replicated(self) -> dict[str, Array]:
         """Every array that must be equal on all ranks (views, not copies)."""
-        return {name: array for name, array in sorted(self.arrays.items()) if name not in {*BY_RANK, *self.local}}
+        return {
+            name: array for name, array in sorted(self.arrays.items()) if name not in {*BY_RANK, *self.local, *self.parts.cuts}
+        }
 
 
 def averaged_states(graph: ir.Graph) -> dict[str, tuple[int, int]]:

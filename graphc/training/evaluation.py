@@ -33,5 +33,6 @@ def evaluate(trainer: Trainer, batches: Batches) -> dict[str, float]:
                 sums[name] += float(value)
     total = np.array([sums[name] for name in names], dtype=np.float64)
     if trainer.size > 1 and not trainer.servers:  # a collective would wait for a lost worker
-        trainer.comm.allreduce(total, "sum")
+        comm = trainer.groups.of("data") if trainer.groups.mesh.tensor > 1 else trainer.comm
+        comm.allreduce(total, "sum")
     return averages(dict(zip(names, total.tolist(), strict=True)))

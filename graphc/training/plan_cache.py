@@ -108,7 +108,9 @@ class PlanCache:
 
     def _make_state(self) -> State:
         try:
-            return State(self._program.model, self._comm.rank, self._comm.size, self._backend.memory)
+            groups = self._groups
+            place = groups.mesh.coordinate("data", groups.world.rank)
+            return State(self._program.model, place, groups.mesh.data, self._backend.memory, groups)
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import explain_state
 

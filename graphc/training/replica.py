@@ -91,6 +91,14 @@ class Replica(Strategy):
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Executor, MicroBatch]]) -> NonFiniteError:
         program, state, comm = self.trainer.program, self.trainer.state, self.trainer.comm
+        if state.parts.cuts:
+            step = self.trainer.steps_done
+            return NonFiniteError(
+                f"a NaN or infinity appeared in step {step}; the state is that of the last good step (train with tensor=1 to"
+                " learn which value was the first)",
+                step=step,
+                tensor=None,
+            )
         state.gather(comm, program.model.graph.initializers)
         done = int(state.scalars.read(STEP)) if STEP in state.scalars else self.trainer.steps_done
         return explain(program.model, self._runs(parts), state, self.trainer.backend, comm, done)

@@ -60,7 +60,7 @@ class Strategy:
     def snapshot(self) -> dict[str, Array]:
         """All state of a checkpoint on rank 0; empty on ranks that take no part in it."""
         state, comm = self.trainer.state, self.trainer.comm
-        own = state.shards or state.local or state.apart()
+        own = state.shards or state.parts.cuts or state.local or state.apart()
         return state.snapshot(comm) if self.trainer.rank == 0 or own else {}
 
     def load(self, arrays: Mapping[str, Array]) -> None:

@@ -59,6 +59,7 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
             node.attributes[BUCKET] = ir.AttrString(BUCKET, f"b{k}")
         _merge(graph, op, [n for n in (_reduction_of(node) for node in nodes) if n is not None], f"b{k}")
     scalars = [n for n in graph if n.op_type == "AllReduce" and n.domain == "graphc" and not n.attributes.get(BUCKET)]
+    scalars = [n for n in scalars if n.attributes.get_string("adjoint", "partial") == "partial"]  # others are of activations
     for k, group in enumerate(_alike(scalars)):
         _merge(graph, op, group, "metrics" if k == 0 else f"metrics{k}")
     ctx.note(f"bucket: {counted(len(updates), 'update')} in {counted(len(closed), 'bucket')}")

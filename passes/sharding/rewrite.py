@@ -1,0 +1,239 @@
+"""Rewrites the forward graph to that of one rank, for the values chosen to be sharded.
+
+Shapes that the graph computes stay those of whole values: a Shape of a shard is multiplied, and ops that take a shape as an
+operand divide it. What every rank computes whole and reads in part passes through OwnPart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir import DOMAIN
+from graphc.ir.builder import Builder
+from graphc.ir.facts import FLOATS, constant, dims, input_of, is_parameter, required
+from graphc.ir.infer import propagate
+from graphc.ir.names import BUCKET
+from graphc.ir.shards import cut_initializer
+from graphc.passes.optimize.simplify import replace
+from graphc.passes.sharding.axis_classes import Shard
+from graphc.passes.sharding.relations import RESHAPES, is_table, reduced_axes
+
+Shards = Mapping[ir.Value, Shard]
+
+
+class Rewriter:
+    """Rewrites one graph.
+
+    Args:
+        shards: the sharded values.
+        group, ranks: the axis of the mesh, and how many ranks it has.
+    """
+
+    def __init__(self, graph: ir.Graph, shards: Shards, group: str, ranks: int) -> None:
+        self.graph, self.shards, self.group, self.ranks = graph, shards, group, ranks
+        self.op = Builder(graph)
+        self.forks: dict[ir.Value, ir.Value] = {}
+        self.sums = 0
+
+    def run(self) -> None:
+        """Rewrite all nodes and the shapes of their results."""
+        nodes = list(self.graph)
+        for name in list(self.graph.initializers):
+            value = self.graph.initializers[name]
+            if value in self.shards:
+                shard = self.shards[value]
+                cut_initializer(value, self.group, shard.axis, shard.blocks, self.ranks)
+        for node in nodes:
+            self.op.before, self.op.scope = node, node.name or node.op_type
+            self._rewrite(node)
+        for node in self.graph:
+            for out in node.outputs:
+                if node.op_type != "Constant":
+                    out.shape = None
+        propagate(self.graph)
+
+    def _rewrite(self, node: ir.Node) -> None:
+        inputs = [v for v in node.inputs if v is not None]
+        sharded = [v for v in inputs if v in self.shards]
+        if not sharded:
+            for out in node.outputs:
+                if out in self.shards:
+                    self._take_part(node, out)
+            return
+        if node.op_type == "Shape" and node.domain == "":
+            self._whole_shape(node, sharded[0])
+            return
+        partial = self._is_partial(node)
+        if partial:
+            self._separate_bias(node)
+        for k, value in enumerate(node.inputs):
+            if value is not None and value not in self.shards and self._is_trained(value):
+                node.replace_input_with(k, self._fork(value))
+        if node.op_type in RESHAPES | {"Expand"} and len(node.inputs) > 1:
+            self._divide_shape(node)
+        elif node.op_type == "Split" and len(node.inputs) > 1 and node.inputs[1] is not None:
+            self._divide_sizes(node)
+        elif node.op_type == "Gather" and self._is_cut_table(node):
+            self._look_up(node)
+            return
+        if partial:
+            self._sum(node)
+
+    # Partial sums ------------------------------------------------------------------------------------------------------
+
+    def _is_partial(self, node: ir.Node) -> bool:
+        """Whether the node sums over a sharded axis."""
+        shard = self.shards.get(input_of(node))
+        if shard is None:
+            return False
+        rank = len(dims(input_of(node)) or ())
+        if node.op_type == "MatMul":
+            return shard.axis == rank - 1
+        if node.op_type == "Gemm":
+            return shard.axis == 1 - node.attributes.get_int("transA", 0)
+        if node.op_type == "ReduceSum":
+            return shard.axis in (reduced_axes(node) or ())
+        return False
+
+    def _separate_bias(self, node: ir.Node) -> None:
+        """The bias of a product is added once, to the sum."""
+        if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
+            return
+        beta, bias, out = node.attributes.get_float("beta", 1.0), node.inputs[2], node.outputs[0]
+        node.resize_inputs(2)
+        following = list(self.graph)[list(self.graph).index(node) + 1 :]
+        self.op.before = following[0] if following else None
+        users = list(out.uses())
+        added = self.op.Add(out, bias if beta == 1.0 else self.op.Mul(bias, beta))
+        for user, index in users:
+            user.replace_input_with(index, added)
+        self.op.before = node
+
+    def _sum(self, node: ir.Node) -> None:
+        """Put an AllReduce behind the node."""
+        out = node.outputs[0]
+        users = list(out.uses())
+        following = list(self.graph)
+        place = following.index(node) + 1
+        self.op.before = following[place] if place < len(following) else None
+        total = self._all_reduce(out, f"{node.name or node.op_type}")
+        for user, index in users:
+            user.replace_input_with(index, total)
+
+    def _all_reduce(self, value: ir.Value, name: str) -> ir.Value:
+        self.sums += 1
+        tag = f"{self.group}/{name}"
+        attributes = {"tag": tag, "group": self.group, "reduce": "sum", "adjoint": "whole", BUCKET: tag}
+        return self.op.emit("AllReduce", [value], attributes, domain=DOMAIN)[0]
+
+    # Values that all ranks hold ----------------------------------------------------------------------------------------
+
+    def _is_trained(self, value: ir.Value) -> bool:
+        """Whether a gradient may flow to the value."""
+        if value.dtype not in FLOATS or constant(value) is not None or value in self.forks.values():
+            return False
+        producer = value.producer()
+        return is_parameter(value) if producer is None else producer.op_type not in ("ConstantOfShape", "DropoutMask")
+
+    def _fork(self, value: ir.Value) -> ir.Value:
+        if value not in self.forks:
+            before, producer = self.op.before, value.producer()
+            if producer is not None:
+                nodes = list(self.graph)
+                self.op.before = nodes[nodes.index(producer) + 1]
+            self.forks[value] = self.op.graphc.Fork(value, tag=f"{self.group}/{value.name}::fork", group=self.group)
+            self.op.before = before
+        return self.forks[value]
+
+    def _take_part(self, node: ir.Node, out: ir.Value) -> None:
+        """The part of this rank of a value that every rank computes whole."""
+        nodes = list(self.graph)
+        place = nodes.index(node) + 1
+        self.op.before = nodes[place] if place < len(nodes) else None
+        users = list(out.uses())
+        part = self._own_part(out, self.shards[out])
+        for user, index in users:
+            user.replace_input_with(index, part)
+
+    def _own_part(self, value: ir.Value, shard: Shard) -> ir.Value:
+        """``value`` seen as [… blocks, ranks, rest …]; the ranks come first, and of them this one's entry is taken."""
+        op, rank, axis = self.op, len(dims(value) or ()), shard.axis
+        size = required(dims(value))[axis]
+        assert isinstance(size, int)
+        each = size // (shard.blocks * self.ranks)
+        whole = op.Shape(value)
+        before, after = op.Slice(whole, [0], [axis], [0]), op.Slice(whole, [axis + 1], [rank], [0])
+        stacked = op.Reshape(value, op.Concat(before, [shard.blocks, self.ranks, each], after, axis=0))
+        order = [axis + 1, *(k for k in range(rank + 2) if k != axis + 1)]
+        own = op.graphc.OwnPart(
+            op.Transpose(stacked, perm=order), tag=f"{self.group}/{value.name}::part", group=self.group, size=self.ranks
+        )
+        return op.Reshape(own, op.Concat(before, [shard.blocks * each], after, axis=0))  # type: ignore[no-any-return]
+
+    # Shapes -------------------------------------------------------------------------------------------------------------
+
+    def _factors(self, rank: int, axis: int) -> np.ndarray:
+        factors = np.ones(rank, np.int64)
+        factors[axis] = self.ranks
+        return factors
+
+    def _whole_shape(self, node: ir.Node, value: ir.Value) -> None:
+        """A Shape gives the sizes of the whole value."""
+        rank = len(dims(value) or ())
+        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
+        factors = self._factors(rank, self.shards[value].axis)[start:end]
+        shape = self.op.Mul(self.op.emit("Shape", [value], {k: a.value for k, a in node.attributes.items()})[0], factors)
+        replace(self.graph, self.op, node.outputs[0], shape)
+        self.graph.remove(node, safe=True)
+
+    def _divide_shape(self, node: ir.Node) -> None:
+        """The target of a Reshape or Expand is that of the shard; 0 and -1 keep their meaning, and so does 1."""
+        out = node.outputs[0]
+        if out not in self.shards or node.op_type not in ("Reshape", "Expand"):
+            return
+        target, axis = input_of(node, 1), self.shards[out].axis
+        rank = len(dims(out) or ())
+        known = constant(target)
+        if known is not None:
+            local = known.astype(np.int64).copy()
+            place = axis - (rank - len(local))
+            if place >= 0 and local[place] > 1:
+                local[place] //= self.ranks
+            node.replace_input_with(1, self.op.const(local))
+            return
+        factors = self._factors(rank, axis)
+        divided = self.op.Div(target, factors)
+        keep = self.op.Less(target, np.int64(2))
+        node.replace_input_with(1, self.op.Where(keep, target, divided))
+
+    def _divide_sizes(self, node: ir.Node) -> None:
+        shard, known = self.shards[input_of(node)], constant(required(node.inputs[1]))
+        if known is not None and shard.axis == node.attributes.get_int("axis", 0) % len(dims(input_of(node)) or ()):
+            node.replace_input_with(1, self.op.const(known // self.ranks))
+
+    # Embeddings -----------------------------------------------------------------------------------------------------------
+
+    def _is_cut_table(self, node: ir.Node) -> bool:
+        shard = self.shards.get(input_of(node))
+        return is_table(node) and shard is not None and shard.axis == 0
+
+    def _look_up(self, node: ir.Node) -> None:
+        """Look up the rows that this rank has, and zero for the others; the sum over the ranks is the result."""
+        op, (table, indices) = self.op, node.inputs[:2]
+        each = required(dims(required(table)))[0]  # of this rank: the table is a shard by now
+        assert isinstance(each, int)
+        place = op.Mul(op.graphc.Coordinate(group=self.group), np.int64(each))
+        wide = op.int64(required(indices))
+        wrapped = op.Where(op.Less(wide, np.int64(0)), op.Add(wide, np.int64(each * self.ranks)), wide)
+        local = op.Sub(wrapped, place)
+        here = op.And(op.GreaterOrEqual(local, np.int64(0)), op.Less(local, np.int64(each)))
+        inside = op.Where(here, local, np.int64(0))
+        found = op.Gather(table, inside, axis=0)
+        zero = op.const(np.zeros((), required(table).dtype.numpy()))  # type: ignore[union-attr]
+        rows_here = op.Where(op.Unsqueeze(here, [-1]), found, zero)
+        total = self._all_reduce(rows_here, node.name or "Gather")
+        replace(self.graph, op, node.outputs[0], total)
+        self.graph.remove(node, safe=True)
