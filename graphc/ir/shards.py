@@ -50,7 +50,7 @@ class Cut:
 
     def part(self, whole: Array, rank: int) -> Array:
         """What ``rank`` has of ``whole``."""
-        found = whole.reshape(self._seen(whole.shape)).take(rank, axis=self.axis + 1)
+        found: Array = whole.reshape(self._seen(whole.shape)).take(rank, axis=self.axis + 1)
         return found.reshape(*whole.shape[: self.axis], -1, *whole.shape[self.axis + 1 :])
 
     def join(self, parts: Array) -> Array:

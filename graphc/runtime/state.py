@@ -58,16 +58,16 @@ class State:
         model: the training graph.
         rank, size: of this worker on the data axis.
         memory: where it lies, but for what updates offload: that lies in the host's.
-        groups: the communicators of the mesh, where it has other axes.
+        meeting: the communicators of the mesh, where it has other axes.
 
     Attributes:
         parts: state that is divided over the tensor axis: :attr:`arrays` hold this rank's part. By name it is whole.
     """
 
     def __init__(
-        self, model: ir.Model, rank: int = 0, size: int = 1, memory: Memory = HOST, groups: Groups | None = None
+        self, model: ir.Model, rank: int = 0, size: int = 1, memory: Memory = HOST, meeting: Groups | None = None
     ) -> None:
-        self.parts = Parts(model.graph, groups)
+        self.parts = Parts(model.graph, meeting)
         self.memory = memory
         self.arrays: dict[str, Array] = {}
         self.flat: dict[str, Array] = {}

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import FLOATS, constant, dims, input_of, is_parameter, required
+from graphc.ir.facts import FLOATS, constant, dims, input_of, is_parameter, producer_of, required
 from graphc.ir.infer import propagate
 from graphc.ir.names import BUCKET
 from graphc.ir.shards import cut_initializer
@@ -104,24 +104,25 @@ class Rewriter:
             return
         beta, bias, out = node.attributes.get_float("beta", 1.0), node.inputs[2], node.outputs[0]
         node.resize_inputs(2)
-        following = list(self.graph)[list(self.graph).index(node) + 1 :]
-        self.op.before = following[0] if following else None
-        users = list(out.uses())
-        added = self.op.Add(out, bias if beta == 1.0 else self.op.Mul(bias, beta))
-        for user, index in users:
-            user.replace_input_with(index, added)
+        self.op.before = self._after(node)
+        self._follow(out, self.op.Add(out, bias if beta == 1.0 else self.op.Mul(bias, beta)))
         self.op.before = node
 
     def _sum(self, node: ir.Node) -> None:
         """Put an AllReduce behind the node."""
-        out = node.outputs[0]
-        users = list(out.uses())
-        following = list(self.graph)
-        place = following.index(node) + 1
-        self.op.before = following[place] if place < len(following) else None
-        total = self._all_reduce(out, f"{node.name or node.op_type}")
-        for user, index in users:
-            user.replace_input_with(index, total)
+        self.op.before = self._after(node)
+        self._follow(node.outputs[0], self._all_reduce(node.outputs[0], node.name or node.op_type))
+
+    def _after(self, node: ir.Node) -> ir.Node | None:
+        """The node behind ``node``."""
+        nodes = list(self.graph)
+        place = nodes.index(node) + 1
+        return nodes[place] if place < len(nodes) else None
+
+    def _follow(self, value: ir.Value, result: ir.Value) -> None:
+        """Let all readers of ``value`` read ``result``, whose node alone keeps it as its first operand."""
+        replace(self.graph, self.op, value, result)
+        producer_of(result).replace_input_with(0, value)
 
     def _all_reduce(self, value: ir.Value, name: str) -> ir.Value:
         self.sums += 1
@@ -142,17 +143,14 @@ class Rewriter:
         if value not in self.forks:
             before, producer = self.op.before, value.producer()
             if producer is not None:
-                nodes = list(self.graph)
-                self.op.before = nodes[nodes.index(producer) + 1]
+                self.op.before = self._after(producer)
             self.forks[value] = self.op.graphc.Fork(value, tag=f"{self.group}/{value.name}::fork", group=self.group)
             self.op.before = before
         return self.forks[value]
 
     def _take_part(self, node: ir.Node, out: ir.Value) -> None:
         """The part of this rank of a value that every rank computes whole."""
-        nodes = list(self.graph)
-        place = nodes.index(node) + 1
-        self.op.before = nodes[place] if place < len(nodes) else None
+        self.op.before = self._after(node)
         users = list(out.uses())
         part = self._own_part(out, self.shards[out])
         for user, index in users:

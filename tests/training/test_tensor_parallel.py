@@ -1,0 +1,153 @@
+"""Tensor parallelism: shards of weights, equal to one worker, with checkpoints and exports of whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import graphc
+from graphc.distributed.threads import run_threads
+from graphc.errors import NonFiniteError, UsageError
+from graphc.ir.shards import cuts_of
+from graphc.mesh import Mesh
+from tests.runtime.mpi_run import map_ranks
+from tests.training import small
+from tests.training.tensor_cases import batch, compiled, gpt, train
+
+NEAR = 1e-5
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train(None, Mesh())
+
+
+def assert_equal_training(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    np.testing.assert_allclose(found["losses"], expected["losses"][-len(found["losses"]) :], atol=NEAR)
+    np.testing.assert_allclose(found["evaluated"], expected["evaluated"], atol=NEAR)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, array in expected["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], array, atol=NEAR, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str)
+def test_a_transformer_equals_one_worker(mesh: Mesh, alone: dict[str, Any]) -> None:
+    """Dropout too: a mask depends on the place in the whole tensor."""
+    found = run_threads(mesh.size, lambda comm: train(comm, mesh))
+    for one in found:
+        assert_equal_training(one, alone)
+        assert one["hash"] == found[0]["hash"]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, tensor=2), Mesh(tensor=4)], ids=str)
+def test_an_mlp_equals_one_worker(mesh: Mesh) -> None:
+    def work(comm: Any, own: Mesh) -> tuple[list[float], dict[str, Any]]:
+        with graphc.Trainer(small.compiled("adam:lr=0.01", mesh=own), comm=comm, threads=1) as trainer:
+            losses = []
+            for step in range(5):
+                x, label = small.batch(16, step)
+                each = 16 // trainer.data_size
+                mine = slice(trainer.data_rank * each, (trainer.data_rank + 1) * each)
+                losses.append(trainer.step({"input": x[mine], "label": label[mine]})["loss"])
+            return losses, trainer.trained_values()
+
+    losses, weights = work(None, Mesh())
+    for found, values in run_threads(mesh.size, lambda comm: work(comm, mesh)):
+        np.testing.assert_allclose(found, losses, atol=NEAR)
+        for name, array in weights.items():
+            np.testing.assert_allclose(values[name], array, atol=NEAR)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), pytest.param(Mesh(data=2, tensor=2), marks=pytest.mark.large)], ids=str)
+def test_on_processes(mesh: Mesh, alone: dict[str, Any]) -> None:
+    for one in map_ranks(mesh.size, train, mesh):
+        assert_equal_training(one, alone)
+
+
+def test_checkpoints_hold_whole_tensors(tmp_path: Path) -> None:
+    """Written by two ranks, restored by one, by four, and back; the export is the model of one worker."""
+    mesh, folder = Mesh(tensor=2), str(tmp_path / "two")
+    run_threads(2, lambda comm: train(comm, mesh, 2, save=folder))
+    whole = train(None, Mesh(), 4)
+    assert_equal_training(train(None, Mesh(), 2, first=2, restore=folder, save=str(tmp_path / "one")), whole)
+    for found in run_threads(4, lambda comm: train(comm, Mesh(tensor=4), 2, first=2, restore=folder)):
+        assert_equal_training(found, whole)
+    later = train(None, Mesh(), 2, first=4, restore=str(tmp_path / "one"))
+    for found in run_threads(2, lambda comm: train(comm, mesh, 2, first=4, restore=str(tmp_path / "one"))):
+        assert_equal_training(found, later)
+    session = onnxruntime.InferenceSession(str(tmp_path / "two" / "trained.onnx"))
+    alone = onnxruntime.InferenceSession(_exported_alone(tmp_path))
+    tokens = {"tokens": batch(7)["tokens"]}
+    np.testing.assert_allclose(session.run(None, tokens)[0], alone.run(None, tokens)[0], atol=1e-4)
+
+
+def _exported_alone(folder: Path) -> str:
+    train(None, Mesh(), 2, save=str(folder / "alone"))
+    return str(folder / "alone" / "trained.onnx")
+
+
+def test_the_automatic_plan_is_megatrons() -> None:
+    cuts = {name: str(cut) for name, cut in cuts_of(compiled(Mesh(tensor=2), optimizer="sgd:lr=0.1").model.graph).items()}
+    block = {
+        "qkv": "tensor:axis=1,blocks=3,ranks=2",
+        "qkv_bias": "tensor:axis=0,blocks=3,ranks=2",
+        "out": "tensor:axis=0,blocks=1,ranks=2",
+        "up": "tensor:axis=1,blocks=1,ranks=2",
+        "up_bias": "tensor:axis=0,blocks=1,ranks=2",
+        "down": "tensor:axis=0,blocks=1,ranks=2",
+    }
+    assert {f"b{k}_{name}": cut for k in range(2) for name, cut in block.items()}.items() <= cuts.items()
+    assert not {"s", "o", "places", "b0_s1", "b0_out_bias"} & cuts.keys()
+
+
+def test_named_shards() -> None:
+    program = compiled(Mesh(tensor=2), shard=["b0_up=1"], optimizer="sgd:lr=0.1")
+    assert set(cuts_of(program.model.graph)) == {"b0_up", "b0_up_bias", "b0_down"}
+    sums = [n for n in program.model.graph if n.op_type == "AllReduceStart" and n.attributes["group"].as_string() == "tensor"]
+    assert len(sums) == 2, "one forward, one backward"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (Mesh(tensor=3), {"shard": ["b0_up=1"]}, r"axis 1 of 'b0_up' has 64 elements; 2, 4, 8, 16, 32, 64 would divide it"),
+        (Mesh(tensor=2), {"shard": ["b0_s1=0"]}, "'b0_s1' cannot be divided by 2: .*LayerNormalization.* normalises over it"),
+        (Mesh(tensor=2), {"shard": ["b0_up"]}, r"write auto, or a pattern of parameters and an axis"),
+        (Mesh(tensor=2), {"shard": ["nothing=0"]}, "matches no parameter"),
+        (Mesh(tensor=2), {"shard": ["b0_up=2"]}, "'b0_up' has 2 axes"),
+        (Mesh(tensor=2), {"strategy": "zero:stage=1"}, "tensor=2 does not work with strategy='zero:stage=1' yet"),
+        (Mesh(tensor=2), {"clip_norm": 1.0}, "tensor=2 does not work with clip_norm=1.0 yet"),
+        (Mesh(), {"shard": ["b0_up=1"]}, "the mesh has none"),
+        (Mesh(tensor=5), {}, "no weight can be divided among 5 ranks"),
+    ],
+)
+def test_what_cannot_be_done_is_said(mesh: Mesh, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        compiled(mesh, **options)
+
+
+def test_a_bad_step_stops_all_ranks() -> None:
+    """Only one of them may see it in its shards; none has changed its state."""
+
+    def work(comm: Any) -> tuple[str, bool]:
+        trainer = graphc.Trainer(small.compiled("sgd:lr=0.1", mesh=Mesh(tensor=2)), comm=comm, threads=1)
+        before = trainer.state_sha256()
+        x, label = small.batch(4, 0)
+        x[0, 0] = np.nan
+        with pytest.raises(NonFiniteError) as raised:
+            trainer.step({"input": x, "label": label})
+        return str(raised.value), trainer.state_sha256() == before
+
+    for text, unchanged in run_threads(2, work):
+        assert "a NaN or infinity appeared in step 0; the state is that of the last good step" in text
+        assert unchanged
+
+
+def test_the_graph_of_one_worker_is_not_changed() -> None:
+    assert "tensor_parallel" not in compiled(Mesh(data=2)).pipeline
+    assert graphc.compile(gpt(), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)).mesh is None
