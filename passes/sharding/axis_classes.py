@@ -21,7 +21,7 @@ Axis: TypeAlias = tuple[ir.Value, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class AxisShard:
     """How a value is divided: axis ``axis``, seen as ``[blocks, ranks, rest]``, of which a rank has ``[:, rank, :]``."""
 
     axis: int
@@ -45,7 +45,7 @@ class AxisClasses:
         return root, ratio * above
 
     def join(self, first: Axis, second: Axis, ratio: int = 1) -> None:
-        """Shard both or neither; ``first`` has ``ratio`` times as many blocks as ``second``."""
+        """AxisShard both or neither; ``first`` has ``ratio`` times as many blocks as ``second``."""
         (a, of_first), (b, of_second) = self.find(first), self.find(second)
         if a == b:
             if of_first != ratio * of_second:

@@ -14,13 +14,13 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.ir.facts import dims, is_parameter
-from graphc.passes.sharding.axis_classes import Axis, AxisClasses, Shard
+from graphc.passes.sharding.axis_classes import Axis, AxisClasses, AxisShard
 from graphc.passes.sharding.relations import keep_whole, relate
 
 AUTO = "auto"
 
 
-def choose(graph: ir.Graph, ranks: int, wanted: Sequence[str]) -> dict[ir.Value, Shard]:
+def choose(graph: ir.Graph, ranks: int, wanted: Sequence[str]) -> dict[ir.Value, AxisShard]:
     """The sharded values of ``graph``.
 
     Args:
@@ -34,7 +34,7 @@ def choose(graph: ir.Graph, ranks: int, wanted: Sequence[str]) -> dict[ir.Value,
     keep_whole(classes, graph.outputs, "an output of the model is whole on every rank")
     for node in graph:
         relate(classes, node, ranks)
-    shards: dict[ir.Value, Shard] = {}
+    shards: dict[ir.Value, AxisShard] = {}
     for axis in _axes(graph):
         if list(wanted) == [AUTO] and len(dims(axis[0]) or ()) > 1 and not problem(classes, axis, ranks, shards):
             _add(classes, axis, shards)
@@ -77,7 +77,7 @@ def _named(graph: ir.Graph, text: str) -> list[Axis]:
     return found
 
 
-def problem(classes: AxisClasses, axis: Axis, ranks: int, shards: Mapping[ir.Value, Shard]) -> str:
+def problem(classes: AxisClasses, axis: Axis, ranks: int, shards: Mapping[ir.Value, AxisShard]) -> str:
     """Why the class of ``axis`` cannot be sharded; empty where it can."""
     reason = classes.reason(axis)
     if reason:
@@ -100,6 +100,6 @@ def problem(classes: AxisClasses, axis: Axis, ranks: int, shards: Mapping[ir.Val
     return ""
 
 
-def _add(classes: AxisClasses, axis: Axis, shards: dict[ir.Value, Shard]) -> None:
+def _add(classes: AxisClasses, axis: Axis, shards: dict[ir.Value, AxisShard]) -> None:
     for (value, index), blocks in (classes.members(axis) or {}).items():
-        shards[value] = Shard(index, blocks)
+        shards[value] = AxisShard(index, blocks)

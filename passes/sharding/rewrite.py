@@ -18,10 +18,10 @@ from graphc.ir.infer import propagate
 from graphc.ir.names import BUCKET
 from graphc.ir.shards import cut_initializer
 from graphc.passes.optimize.simplify import replace
-from graphc.passes.sharding.axis_classes import Shard
+from graphc.passes.sharding.axis_classes import AxisShard
 from graphc.passes.sharding.relations import RESHAPES, is_table, reduced_axes
 
-Shards = Mapping[ir.Value, Shard]
+Shards = Mapping[ir.Value, AxisShard]
 
 
 class Rewriter:
@@ -156,7 +156,7 @@ class Rewriter:
         for user, index in users:
             user.replace_input_with(index, part)
 
-    def _own_part(self, value: ir.Value, shard: Shard) -> ir.Value:
+    def _own_part(self, value: ir.Value, shard: AxisShard) -> ir.Value:
         """``value`` seen as [… blocks, ranks, rest …]; the ranks come first, and of them this one's entry is taken."""
         op, rank, axis = self.op, len(dims(value) or ()), shard.axis
         size = required(dims(value))[axis]
