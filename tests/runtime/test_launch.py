@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import pytest
 from graphc.distributed.health.status_board import RankState, StatusBoard
 from graphc.distributed.world import available_cores
 from graphc.errors import MissingExtraError, UsageError
+from graphc.launch import local
 from graphc.launch.local import find_mpiexec, launch, worker_environment
 from graphc.launch.supervisor import Supervisor
 from tests.cli.models import write_mlp
@@ -209,3 +213,13 @@ def test_an_exit_inside_the_block_of_a_trainer_keeps_its_code(transport: str, tm
     assert done.code == 5, done.text
     assert "graphc: rank 1 failed: exit code 5; the other workers were stopped" in done.err, done.text
     assert "Traceback" not in done.err, done.text
+
+
+def test_a_signal_before_the_workers_are_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        time.sleep(60)
+
+    monkeypatch.setattr(local, "job_folder", interrupted)
+    assert launch(2, ["-c", "0"], "tcp") == 128 + signal.SIGQUIT
+    assert capfd.readouterr().err == "graphc: stopped by SIGQUIT; the workers were stopped\n"
