@@ -44,7 +44,7 @@ def pipe_stages(
     Args:
         stages: number of stages.
         schedule: the pipeline's schedule, which the plan reads from the model.
-        cut: values behind which a stage ends, in order; None: balanced stages.
+        cut: values behind which a stage ends, in order; None: those of the file's annotations, else balanced ones.
         balance: what is equal on all stages: ``time`` (modelled) or ``memory``.
         memory_mb: the most memory of a stage (10⁶ bytes): parameters, gradients, optimizer state, and activations.
         batch: value of symbolic dimensions in the cost model: samples of a micro-batch.
@@ -59,6 +59,8 @@ def pipe_stages(
     row = _Row(graph, batch)
     if cut:
         stage_of = row.by_name(list(cut), stages)
+    elif any(STAGE in node.metadata_props for node in row.nodes):
+        stage_of = row.as_annotated(stages)
     else:
         limit = None if memory_mb is None else memory_mb * 1e6
         stage_of = row.balanced(stages, balance, limit, in_flight)
@@ -153,6 +155,28 @@ class _Row:
                     found.add(producer)
                     pending.append(producer)
         return found
+
+    def as_annotated(self, stages: int) -> dict[ir.Node, int]:
+        """The stages that the file asks for; other nodes go to the first stage that has their operands."""
+        stage_of: dict[ir.Node, int] = {}
+        for node in self.nodes:
+            sources = [p for v in _reads(node) if (p := v.producer()) is not None and p in stage_of]
+            lowest = max((stage_of[p] for p in sources), default=0)
+            stage = int(node.metadata_props.get(STAGE, lowest))
+            if stage < lowest:
+                source = next(p for p in sources if stage_of[p] == lowest)
+                raise UsageError(
+                    f"the file's annotations make a cycle between stages: {node.name!r} on stage {stage} reads from"
+                    f" {source.name!r} on stage {lowest}"
+                )
+            stage_of[node] = stage
+        asked = 1 + max(stage_of.values(), default=0)
+        if asked != stages:
+            raise UsageError(
+                f"the file's annotations ask for {counted(asked, 'stage')}, and the mesh and schedule have {stages};"
+                f" take Mesh(pipe={asked}), or give cut=NAME instead of the annotations"
+            )
+        return stage_of
 
     # Balanced cuts ----------------------------------------------------------------------------------------------------
 
