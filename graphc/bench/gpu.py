@@ -288,7 +288,7 @@ class JobRun:
             "reference bf16": ["losses-torch", *size, "bf16"],
         }
         pairs = [("CPU backend", "fp32", FLOAT32), ("PyTorch", "bf16", BFLOAT16)]
-        if self.arguments.modes == "none":
+        if self.arguments.modes == "none" or self.arguments.skeletons is not None:  # PyTorch's weights are others
             runs, pairs = {name: command for name, command in runs.items() if name.endswith("fp32")}, pairs[:1]
         with ThreadPoolExecutor(len(runs)) as pool:
             given = {

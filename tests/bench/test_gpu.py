@@ -123,6 +123,16 @@ def test_without_pytorch_nothing_asks_for_it(results: list[Any], monkeypatch: py
     assert set(results[-1]["jobs"]["mlp-wide"]["first_step_s"]) == {"uncached", "cached"}
 
 
+def test_weights_of_noise_are_not_compared_with_pytorchs(
+    results: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "fill_all", lambda models, skeletons, *_, **__: {m: skeletons / m[0] for m in models})
+    gpu.main(["--dry", "--only", "mlp-wide", "--rounds", "1", "--modes", "eager", "--skeletons", str(tmp_path)])
+    job = results[-1]["jobs"]["mlp-wide"]
+    assert set(job["parity"]) == {"fp32 and CPU backend"}
+    assert job["ratio"] == 1.5, "times are compared"
+
+
 TOLD = {"first_step_s": 1.5, "shares_s": {}, "device_bytes": 7, "calls": 1, "not_captured": []}
 
 
