@@ -89,7 +89,7 @@ def _heads(op: Builder, x: Any, count: int) -> Any:
 def _default_scale(op: Builder, q: Any) -> Any:
     size = (dims(q) or (None,))[-1]
     if isinstance(size, int):
-        return 1 / math.sqrt(size)
+        return 1 / math.sqrt(size or 1)
     return op.Reciprocal(op.Sqrt(op.cast_like(op.Squeeze(op.lengths((q, 3)), [0]), q)))
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.errors import UnknownRankError, UnsupportedOpError
+from graphc.errors import ModelError, UnknownRankError, UnsupportedOpError
 from graphc.gradient import GRADIENTS, key_of, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of, decompose_node
-from graphc.ir.facts import describe, dims, is_float, required, same_dims, static_dims
+from graphc.ir.facts import describe, describe_value, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.names import PHASE, STAGE, marks_of
 from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads
@@ -247,6 +247,8 @@ def sum_to_shape(op: Builder, gradient: ir.Value, like: ir.Value) -> ir.Value:
     assert have is not None
     assert want is not None
     lead = len(have) - len(want)
+    if lead < 0 or any(w not in (1, h) for h, w in zip(have[lead:], want, strict=True)):
+        raise ModelError(f"{describe_value(like)} has not the shape that its op takes: the gradient is {list(have)}")
     axes = list(range(lead)) + [lead + k for k, (h, w) in enumerate(zip(have[lead:], want, strict=True)) if w == 1 and h != 1]
     if not axes:
         return gradient

@@ -436,7 +436,7 @@ def _standard(node: ir.Node) -> Found | None:
             raise ModelError(f"{count} heads do not divide the last axis of {describe_value(value)}: {describe(node)}")
         views.append(View(value, ["b", own, "hd"], {"b": found[0], own: found[1], "h": count, "d": width // count}))
     size, length = views[0].sizes["d"], views[1].sizes["s"]
-    scale = attributes.get_float("scale", 0.0) or (1 / math.sqrt(size) if isinstance(size, int) else 0.0)
+    scale = attributes.get_float("scale", 0.0) or (1 / math.sqrt(size or 1) if isinstance(size, int) else 0.0)
     if not scale or (mask is not None and (dims(mask) or (None,))[-1] != length):
         return None
     causal = bool(attributes.get_int("is_causal", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import itertools
 import sys
 import warnings
@@ -42,20 +43,21 @@ def main() -> int:
     faults = 0
     for kind in KINDS if given.kind == "all" else [given.kind]:
         endings: collections.Counter[str] = collections.Counter()
-        for number in range(given.seed, given.seed + given.count):
-            name, work = KINDS[kind](number)
-            found = attempt(work, **LIMITS.get(kind, {}))
-            endings[found.ending] += 1
-            if found.good:
-                continue
-            faults += 1
-            keep = smallest(kind, number, found)
-            print(f"{kind} {number} ({name}): {found.ending} {found.detail} changes {keep}", flush=True)
-            if kind == "model":
-                name, _, how = name.rpartition(", ")
-                seed = next(s for s in seeds() if s.name == name)
-                finding = Finding(f"{found.ending}: {found.detail}", how, mutate(seed.model, number, keep), seed)
-                print(f"  {corpus.write(given.keep, f'{number}-{how}', finding)}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # what was found until then is told
+            for number in range(given.seed, given.seed + given.count):
+                name, work = KINDS[kind](number)
+                found = attempt(work, **LIMITS.get(kind, {}))
+                endings[found.ending] += 1
+                if found.good:
+                    continue
+                faults += 1
+                keep = smallest(kind, number, found)
+                print(f"{kind} {number} ({name}): {found.ending} {found.detail} changes {keep}", flush=True)
+                if kind == "model":
+                    name, _, how = name.rpartition(", ")
+                    seed = next(s for s in seeds() if s.name == name)
+                    finding = Finding(f"{found.ending}: {found.detail}", how, mutate(seed.model, number, keep), seed)
+                    print(f"  {corpus.write(given.keep, f'{number}-{how}', finding)}", flush=True)
         print(f"{kind}: " + ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items())), flush=True)
     return 1 if faults else 0
 
