@@ -1,0 +1,1 @@
+"""Predicts how training scales over devices, and proposes how to divide it."""
