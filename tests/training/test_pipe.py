@@ -12,6 +12,8 @@ import graphc
 from graphc import Mesh
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
+from graphc.report.memory import feed_shapes
+from graphc.report.pipe_memory import memory_of_stages
 from tests.training import pipe_cases as cases
 
 MODELS = {"mlp": cases.mlp, "cnn": cases.residual_cnn, "gpt": cases.gpt}
@@ -63,6 +65,26 @@ def test_frozen_stages_take_no_backward_pass() -> None:
     wanted = cases.run(cases.compiled(model, Mesh(), 2, freeze=freeze), data)
     found = on_threads(cases.compiled(model, Mesh(pipe=2), 2, freeze=freeze, cut=["h1"]), data)
     assert max(cases.distance(one, wanted) for one in found) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"recompute": "all"}, {"precision": "bf16"}, {"clip_value": 0.01}])
+def test_options_of_one_worker_mean_the_same_on_stages(options: dict[str, Any]) -> None:
+    model = cases.gpt()
+    data = cases.batches(model, [8])
+    wanted = cases.run(cases.compiled(model, Mesh(), 2, **options), data)
+    program = cases.compiled(model, Mesh(pipe=2), 2, schedule="gpipe", **options)
+    assert max(cases.distance(one, wanted) for one in on_threads(program, data)) < 1e-5
+
+
+def test_recomputation_makes_the_stash_smaller() -> None:
+    model = cases.gpt(blocks=4)
+
+    def held(recompute: str) -> list[int]:
+        program = cases.compiled(model, Mesh(pipe=2), 4, schedule="gpipe", recompute=recompute)
+        return [report.activations for report in memory_of_stages(program.model, feed_shapes(program.model, 2))]
+
+    for before, after in zip(held("none"), held("all"), strict=True):
+        assert after < 0.7 * before
 
 
 def test_a_checkpoint_of_one_mesh_restores_under_another(tmp_path: Any) -> None:
