@@ -10,6 +10,7 @@ import pytest
 
 import graphc
 from graphc import Mesh
+from graphc.compiler import training_pipeline
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
 from graphc.report.memory import feed_shapes
@@ -158,3 +159,25 @@ def test_too_many_stages_and_options_without_a_pipeline_are_refused() -> None:
         cases.compiled(cases.mlp(), Mesh(pipe=10), 2)
     with pytest.raises(UsageError, match="schedule=gpipe needs a mesh with pipeline stages"):
         cases.compiled(cases.mlp(), Mesh(data=2), 2, schedule="gpipe")
+
+
+def test_fit_counts_each_sample_once() -> None:
+    model = cases.gpt()
+    data = cases.batches(model, [8, 6])
+
+    def fit(comm: Any = None, mesh: Mesh | None = None) -> tuple[float, str]:
+        program = cases.compiled(model, mesh or Mesh(), 2)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            means = trainer.fit([cases.own_part(trainer, batch) for batch in data])
+            return means["loss"], trainer.state_sha256()
+
+    wanted, _ = fit()
+    for mesh in (Mesh(pipe=2), Mesh(data=2, pipe=2)):
+        found = run_threads(mesh.size, lambda comm, mesh=mesh: fit(comm, mesh), deadline=60)
+        assert [loss for loss, _ in found] == pytest.approx([wanted] * mesh.size, rel=1e-5)
+
+
+def test_a_pipeline_of_passes_without_stages_is_refused() -> None:
+    steps = training_pipeline(cases.LOSS, graphc.optim.SGD(lr=0.1))
+    with pytest.raises(UsageError, match="neither 'pipe_stages' nor 'place'"):
+        cases.compiled(cases.mlp(), Mesh(pipe=2), 1, passes=steps)
