@@ -21,7 +21,8 @@ import onnx_ir as ir
 import graphc.backends.cupy.kernels
 import graphc.backends.cupy.libraries.cudnn_attention
 import graphc.backends.cupy.libraries.cudnn_convolution
-import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these four fill the registry, as cublaslt does
+import graphc.backends.cupy.rewrite.products
+import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these five fill the registry, as cublaslt does
 from graphc.backend import BACKENDS, PLANNERS, Backend, Fallback, PlannedMemory
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT

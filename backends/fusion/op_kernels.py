@@ -3,7 +3,7 @@
     "Gelu": OpKernel(e.gelu, work=12, epilogue=Epilogue("gelu", exact=is_tanh_form))
 
 Grouping, code generation, epilogues of products, predictions and the list of ops read these records. A target adds its calls
-and decompositions (:mod:`graphc.backends.cupy.libraries.registry`, :mod:`graphc.backends.cupy.rewrite.rules`).
+and decompositions (:mod:`graphc.backends.cupy.libraries.registry`, :mod:`graphc.backends.fusion.rules`).
 """
 
 from __future__ import annotations

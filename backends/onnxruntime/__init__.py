@@ -19,12 +19,15 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS, Backend, Binding, native_kernel
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError
+from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
 from graphc.plan.half_precision import HALVES
 
 try:
     import onnxruntime as ort
 
+    from graphc.backends.host import segment as host
+    from graphc.backends.host.language import LanguageError
     from graphc.backends.onnxruntime import kernels
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
@@ -32,6 +35,19 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError(f"the onnxruntime backend needs 'pip install graphc[cpu]' ({error})") from error
 
+
+FUSED = frozenset(
+    [
+        "Gelu",
+        "graphc::GeluGrad",
+        "graphc::ReluGrad",
+        "Softmax",
+        "graphc::SoftmaxGrad",
+        "LayerNormalization",
+        "graphc::LayerNormalizationGrad",
+    ]
+)
+"""Ops with a native kernel that a fused segment computes together with their neighbours."""
 
 UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
@@ -43,22 +59,37 @@ class OnnxRuntimeBackend(Backend):
     Args:
         threads: threads of this worker, for segments and kernels alike.
         spin: whether onnxruntime's threads busy-wait inside a run; False when workers share cores.
+        fuse: compile arithmetic, norms and reductions to kernels (:mod:`graphc.backends.host`) in place of segments.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, *, threads: int, spin: bool = True) -> None:
+    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = False) -> None:
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
+        self._fuse = fuse
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
     def prefers_native(self, node: ir.Node) -> bool:
+        if self._fuse and key_of(node.domain, node.op_type) in FUSED:
+            return False
         return native_kernel(self.name, node) is not None
+
+    def holds(self, node: ir.Node) -> bool:
+        return self._fuse and host.holds(node)
 
     def bind_segment(
         self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
+        if self._fuse:
+            try:
+                return host.HostSegment(model).bind(inputs, outputs, self.pool, self.bind_session)
+            except LanguageError:
+                model = host.in_standard_ops(model)  # nothing in it that a kernel computes
+        return self.bind_session(model, inputs, outputs)
+
+    def bind_session(self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays) -> Run:
         session = self._session(model)
         binding = session.io_binding()
         before: list[Run] = []

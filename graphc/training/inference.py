@@ -80,8 +80,8 @@ def run_model(
                 try:
                     executor.run(given)
                 except RuntimeError as error:
-                    shapes = ", ".join(f"{name} {list(np.shape(given[name]))}" for name in wanted)
-                    raise GraphcError(f"the model failed in the runtime, with the feeds {shapes}: {error}") from error
+                    fed = ", ".join(f"{name} {list(np.shape(given[name]))}" for name in wanted)
+                    raise GraphcError(f"the model failed in the runtime, with the feeds {fed}: {error}") from error
                 return {name: array.copy() for name, array in executor.outputs.items()}
         if any(node.op_type == "LateGradient" for node in legal.graph):
             legal = specialise(legal, {name: np.shape(given[name]) for name in wanted})

@@ -74,5 +74,5 @@ def _wide(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
     return kind
 
 
-def _wide_tensor(tensor: ir.TensorProtocol) -> ir.Tensor:
+def _wide_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name)

@@ -16,7 +16,6 @@ from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.libraries import registry
 from graphc.backends.cupy.libraries.gemm import Choose, by_rule
 from graphc.backends.cupy.rewrite.cast_order import small_casts_first, small_casts_last
-from graphc.backends.cupy.rewrite.decompose import take_apart
 from graphc.backends.cupy.rewrite.gemm_epilogues import join_products
 from graphc.backends.cupy.rewrite.sign_bits import pack_masks
 from graphc.backends.cupy.segment.control_flow import body_models
@@ -28,6 +27,7 @@ from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import SMALL, FusedKernel, Opaque
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import is_expression
+from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import size_of
 from graphc.ir.infer import propagate
@@ -52,20 +52,20 @@ def compile_segment(
     graph = ir.from_proto(model).graph
     graph.initializers.clear()  # their values stay: a segment treats initializers of any type and rank as constants
     propagate(graph)
-    take_apart(graph)
+    take_apart(graph, _is_special)
     propagate(graph)
     sweep(graph)
     scatter_into_sums(graph)
     join_products(graph, choose, loose_gelu=loose_gelu)
-    if decompose_graph(graph, lambda node: registry.special(node) is not None or is_expression(node)):
+    if decompose_graph(graph, lambda node: _is_special(node) or is_expression(node)):
         propagate(graph)
-        take_apart(graph)
+        take_apart(graph, _is_special)
     omit_fills(graph)
     sweep(graph)
     small_casts_first(graph, SMALL)
     small_casts_last(graph, SMALL)
     pack_masks(graph, SMALL)
-    grouping = group(graph, lambda node: registry.special(node) is not None, keeps_busy)
+    grouping = group(graph, _is_special, keeps_busy)
     calls: list[Call] = []
     for launch in cross(grouping):
         if isinstance(launch, Opaque) and launch.node.op_type in CONTROL and not launch.node.domain:
@@ -80,6 +80,11 @@ def compile_segment(
             calls += _kernel_calls(launch, grouping.memory, device, splits)
     in_place = {in_place_of(n.inputs[0]): n.outputs[0] for n in graph if INTO in n.meta and n.inputs[0] is not None}
     return Segment(graph, *overwrite(graph, calls, {**grouping.aliases, **in_place}, device=device))
+
+
+def _is_special(node: ir.Node) -> bool:
+    """Whether a library or a handwritten kernel runs the node."""
+    return registry.special(node) is not None
 
 
 def _node_calls(node: ir.Node, aliases: dict[ir.Value, ir.Value], device: bool) -> list[KernelCall | NodeCall]:

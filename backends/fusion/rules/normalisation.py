@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.rewrite.rules.table import axis_of, iota, operand, optional, rule, single
+from graphc.backends.fusion.rules.table import axis_of, iota, operand, optional, rule, single
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, rank, shape_of
 from graphc.ir.ops.normalization import EPSILON, batch_normalized

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.rewrite.rules.table import operand, optional, rule, single
+from graphc.backends.fusion.rules.table import operand, optional, rule, single
 from graphc.ir.builder import Builder
 from graphc.ir.facts import dtype_of, shape_of, size_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backends.cupy.rewrite.rules.table import rule
+from graphc.backends.fusion.rules.table import rule
 from graphc.ir.builder import Builder
 from graphc.ir.facts import shape_of
 from graphc.ir.ops.recurrent import recurrence

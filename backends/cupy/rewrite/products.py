@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backends.cupy.libraries.registry import special
-from graphc.backends.cupy.rewrite.rules.table import is_float, operand, optional, rule
+from graphc.backends.fusion.rules.table import is_float, operand, optional, rule
 from graphc.ir.builder import Builder
 from graphc.ir.facts import shape_of, size_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backends.cupy.rewrite.rules.table import operand, optional, rule
+from graphc.backends.fusion.rules.table import operand, optional, rule
 from graphc.backends.fusion.views import integers
 from graphc.ir.builder import Builder
 from graphc.ir.facts import shape_of

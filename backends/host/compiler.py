@@ -1,0 +1,196 @@
+"""Compiles the source of a kernel to a native function ``f(arrays, first unit, last unit)``.
+
+Units are what threads share: rows, or blocks of rows. The code of a kernel is kept on disk for the next start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir as ll
+
+from graphc.backends.fusion import expressions
+from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.host import language
+from graphc.backends.host.emit import Emitter
+from graphc.backends.host.generator import Loops
+from graphc.backends.host.kinds import I64
+from graphc.backends.host.mathematics import Mathematics
+from graphc.ir.facts import dtype_of
+
+POINTER = ll.PointerType()
+
+
+@dataclass(frozen=True, slots=True)
+class HostKernel:
+    """A compiled kernel.
+
+    Attributes:
+        function: ``f(address of the array of addresses, first unit, last unit)``.
+        units: their number.
+        elements: of a unit, for the smallest share worth a thread.
+    """
+
+    function: Callable[[int, int, int], None]
+    units: int
+    elements: int
+
+
+def module_of(source: KernelSource, loops: Loops, name: str) -> ll.Module:
+    """The LLVM module of a kernel.
+
+    Raises:
+        LanguageError: the kernel uses what this target lacks.
+    """
+    module = ll.Module(name)
+    module.triple = llvm.get_process_triple()
+    count = len(source.operands)
+    inner = ll.Function(module, ll.FunctionType(ll.VoidType(), [POINTER] * count + [I64, I64]), f"{name}.body")
+    inner.linkage = "internal"
+    inner.attributes.add("alwaysinline")
+    arrays = {}
+    for k, value in enumerate(source.operands):
+        inner.args[k].add_attribute("noalias")
+        text = f"x{k}" if k < source.reads else f"y{k - source.reads}"
+        kind = expressions.STORAGE[dtype_of(value)]
+        arrays[text] = (inner.args[k], kind)
+    builder = ll.IRBuilder(inner.append_basic_block("entry"))
+    emitter = Emitter(builder, arrays, Mathematics(module), loops.vector)
+    body = language.parse(_body(source.body))
+    _rows(emitter, loops, body, inner.args[count], inner.args[count + 1], bool(source.columns > 1 or loops.columns))
+    builder.ret_void()
+    outer = ll.Function(module, ll.FunctionType(ll.VoidType(), [POINTER, I64, I64]), name)
+    builder = ll.IRBuilder(outer.append_basic_block())
+    addresses = [
+        builder.load(builder.gep(outer.args[0], [ll.Constant(I64, k)], source_etype=POINTER), typ=POINTER) for k in range(count)
+    ]
+    builder.call(inner, [*addresses, outer.args[1], outer.args[2]])
+    builder.ret_void()
+    return module
+
+
+def _body(text: str) -> str:
+    """The statements inside the loop over rows."""
+    start = text.index("{", text.index("(row)")) + 1
+    end = text.rindex("}")  # of the function; the one before it ends the loop
+    return text[start : text.rindex("}", 0, end)]
+
+
+def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
+    """(number of units, elements of each)."""
+    sizes = [size for _, size in loops.rows]
+    columns = math.prod(size for _, size in loops.columns)
+    if not sizes:
+        return 1, columns
+    if loops.vector > 1:
+        return math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * columns
+    if reduces:
+        return math.prod(sizes), columns
+    return (math.prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (sizes[0], 1)
+
+
+def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], start: Any, stop: Any, reduces: bool) -> None:
+    """Emit the loop over units, and inside it what is left of the rows."""
+    build = emitter.builder
+    emitter.columns = lambda inside: _nest(emitter, loops.columns, inside)
+
+    def number(value: int) -> Any:
+        return ll.Constant(I64, value)
+
+    def decode(unit: Any, names: Sequence[tuple[str, int]]) -> None:
+        for k, (name, size) in reversed(list(enumerate(names))):
+            emitter.define(name, unit if k == 0 else build.srem(unit, number(size)))
+            if k:
+                unit = build.sdiv(unit, number(size))
+
+    def one_unit() -> None:
+        unit = emitter.expression(language.Name("unit")).value
+        if not loops.rows:
+            emitter.run(body)
+        elif loops.vector > 1:
+            outer, (inner, size) = loops.rows[:-1], loops.rows[-1]
+            blocks = -(-size // loops.vector)
+            first = build.mul(build.srem(unit, number(blocks)), number(loops.vector))
+            decode(build.sdiv(unit, number(blocks)), outer)
+            emitter.define(inner, first)
+            left = build.sub(number(size), first)
+            emitter.lanes = build.select(build.icmp_signed("<", left, number(loops.vector)), left, number(loops.vector))
+            emitter.run(body)
+        elif reduces:
+            decode(unit, loops.rows)
+            emitter.run(body)
+        else:
+            decode(unit, loops.rows[:-1])
+            _nest(emitter, loops.rows[-1:], lambda: emitter.run(body))
+
+    if not reduces and len(loops.rows) == 1 and loops.vector == 1:
+        emitter.loop(start, stop, loops.rows[0][0], lambda: emitter.run(body))
+    else:
+        emitter.loop(start, stop, "unit", one_unit)
+
+
+def _nest(emitter: Emitter, loops: Sequence[tuple[str, int]], inside: Callable[[], None]) -> None:
+    if not loops:
+        inside()
+        return
+    (name, size), *rest = loops
+    emitter.loop(ll.Constant(I64, 0), ll.Constant(I64, size), name, lambda: _nest(emitter, rest, inside))
+
+
+class Compiler:
+    """Compiles modules for this processor."""
+
+    def __init__(self) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        self._lock = threading.Lock()
+        self.processor = llvm.get_host_cpu_name()
+        features = llvm.get_host_cpu_features().flatten()
+        target = llvm.Target.from_triple(llvm.get_process_triple())
+        make = functools.partial(target.create_target_machine, cpu=self.processor, features=features, opt=3, jit=True)
+        self._machine = make()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
+        self._functions: dict[str, Callable[[int, int, int], None]] = {}
+
+    def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
+        """Compile a kernel, or find it.
+
+        Raises:
+            LanguageError: the kernel uses what this target lacks.
+        """
+        key = f"{source.body}{[str(dtype_of(v)) for v in source.operands]}{loops}{self.processor}"
+        name = "k" + hashlib.sha256(key.encode()).hexdigest()[:16]
+        with self._lock:
+            if name not in self._functions:
+                self._functions[name] = self._function(module_of(source, loops, name), name)
+        units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
+        return HostKernel(self._functions[name], units, elements)
+
+    def _function(self, module: ll.Module, name: str) -> Callable[[int, int, int], None]:
+        parsed = llvm.parse_assembly(str(module))
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = True
+        builder = llvm.create_pass_builder(self._machine, options)
+        parsed.triple, parsed.data_layout = self._machine.triple, str(self._machine.target_data)
+        parsed.verify()
+        passes = builder.getModulePassManager()
+        passes.run(parsed, builder)
+        self.last = parsed
+        self._engine.add_module(parsed)
+        self._engine.finalize_object()
+        address = self._engine.get_function_address(name)
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+
+
+@functools.cache
+def compiler() -> Compiler:
+    """The compiler of this process."""
+    return Compiler()

@@ -1,0 +1,94 @@
+"""Generates the text of a kernel for the host: plain loops over rows and columns, which LLVM turns into vectors.
+
+Where columns lie apart in memory and rows are neighbours (sums over a batch), a kernel takes ``VECTOR`` rows at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphc.backends.fusion.generator import Generator
+from graphc.backends.fusion.indexing import Linear, Variable
+from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
+from graphc.backends.fusion.lowering import Scope
+
+VECTOR = 64
+"""Rows that a kernel over distant columns takes at once."""
+
+
+@dataclass(slots=True)
+class Loops:
+    """The loops of a kernel, from the outermost: (variable, size).
+
+    Attributes:
+        vector: rows taken at once, by ``EACH``; 1: one.
+    """
+
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    columns: list[tuple[str, int]] = field(default_factory=list)
+    vector: int = 1
+
+
+class HostGenerator(Generator):
+    """Generates the source of ``spec`` for the host.
+
+    Attributes:
+        loops: of the last source.
+    """
+
+    def __init__(self, spec: KernelSpec, in_memory: Any) -> None:
+        super().__init__(spec, in_memory, Form())
+        self.loops = Loops()
+
+    def kernel(self) -> KernelSource:
+        """The source, in the form that its memory wants."""
+        source = self.source()
+        if self.spec.axes and self._columns_lie_apart():
+            inner, _ = self.innermost("rows")
+            if inner is not None:
+                self.form = Form(vector=VECTOR, variable=inner, strided=True)
+                self._begin()
+                source = self.source()
+        return source
+
+    def _columns_lie_apart(self) -> bool:
+        """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not."""
+        rows, _ = self.innermost("rows")
+        columns, _ = self.innermost("columns")
+        steps = dict.fromkeys(("rows", "columns"), 0)
+        for access in self._traffic:
+            for name, variable in (("rows", rows), ("columns", columns)):
+                steps[name] += any(term == variable and factor == 1 for term, factor in access.offset.terms)
+        return steps["rows"] > steps["columns"]
+
+    def _is_whole(self, offset: Linear, scope: Scope) -> bool:
+        return False  # no vectors in the text: LLVM makes them
+
+    def _is_same(self, offset: Linear) -> bool:
+        return False
+
+    def _resolved(self, text: str) -> str:
+        names: dict[Variable, str] = {}
+        first: dict[Variable, str] = {}
+        lane = ""
+        self.loops = Loops(vector=self.form.vector)
+        for domain, found in ((self._rows, self.loops.rows), (self._columns, self.loops.columns)):
+            for group in domain.merged():
+                inner = group[-1]
+                name = target = inner.name
+                names.update((v, "0") for v in group[:-1])
+                if inner == self.form.variable:
+                    first[inner] = target = f"{name}_0"
+                    lane = f"const INDEX {name} = {target} + v;"
+                found.append((target, math.prod([v.size for v in group])))
+        text = text.replace("@lane@", lane).replace("@rows@", "").replace("@columns@", "")
+        bases = names | first
+
+        def written(match: re.Match[str]) -> str:
+            linear, base = self._linears[int(match[1])]
+            return f"({linear.text(bases if base else names)})"
+
+        return re.sub(r"@(\d+)@", written, text)

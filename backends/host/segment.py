@@ -1,0 +1,299 @@
+"""Compiles a segment to kernels for the host, and leaves the nodes that it cannot compile to another runtime.
+
+    Add ─► LayerNorm ─► Gather ─► MatMul ─► Gelu     becomes     [Add, normalisation]  (Gather, MatMul)  [Gelu]
+
+Brackets are kernels (:mod:`graphc.backends.fusion.grouping`), the rest keeps its order and runs in as few pieces as possible.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphc.backend import Pool
+from graphc.backends.fusion.graph_queries import operands, results, sweep
+from graphc.backends.fusion.grouping import group, in_place_of
+from graphc.backends.fusion.groups import FusedKernel
+from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.fusion.op_kernels import is_expression, op_kernel
+from graphc.backends.fusion.rules import normalisation
+from graphc.backends.fusion.rules.decompose import take_apart
+from graphc.backends.host.compiler import HostKernel, compiler
+from graphc.backends.host.generator import HostGenerator
+from graphc.backends.host.language import LanguageError
+from graphc.device import Array, Arrays, Run, in_order
+from graphc.gradient import key_of
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
+from graphc.ir.infer import propagate
+from graphc.ir.subgraphs import CONTROL
+from graphc.plan.arena import Arena
+
+GRAIN = 1 << 14
+"""Elements worth handing to another thread."""
+
+ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
+"""Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
+
+Rest = Callable[[onnx.ModelProto, Arrays, Arrays], Run]
+"""Binds a model of the nodes that are left."""
+
+
+@dataclass(slots=True)
+class KernelPart:
+    """A compiled kernel and its operands."""
+
+    source: KernelSource
+    compiled: HostKernel
+
+    @property
+    def reads(self) -> Sequence[ir.Value]:
+        return self.source.operands[: self.source.reads]
+
+    @property
+    def writes(self) -> Sequence[ir.Value]:
+        return self.source.operands[self.source.reads :]
+
+
+@dataclass(slots=True)
+class RestPart:
+    """Neighbouring nodes that are left."""
+
+    nodes: list[ir.Node]
+    reads: list[ir.Value]
+    writes: list[ir.Value]
+
+
+Part = KernelPart | RestPart
+
+
+class HostSegment:
+    """The parts of a segment in order.
+
+    Raises:
+        LanguageError: nothing of it can be compiled.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        self._refused: set[str] = set()
+        while True:
+            try:
+                self.graph = _prepared(model)
+                self._compile()
+                return
+            except _RefusedError as error:
+                self._refused |= error.ops
+
+    def _compile(self) -> None:
+        if any(node.op_type in CONTROL and not node.domain for node in self.graph):
+            raise LanguageError("control flow")
+        grouping = group(self.graph, self._is_left, lambda spec: True)
+        self.aliases = grouping.aliases
+        self.parts: list[Part] = []
+        left: list[ir.Node] = []
+        for launch in grouping.launches:
+            if isinstance(launch, FusedKernel):
+                self._close(left)
+                self.parts.append(self._kernel(launch, grouping.memory))
+            else:
+                left.append(launch.node)
+        self._close(left)
+        if not any(isinstance(part, KernelPart) for part in self.parts):
+            raise LanguageError("no kernel")
+
+    def _is_left(self, node: ir.Node) -> bool:
+        key = key_of(node.domain, node.op_type)
+        if node.op_type in self._refused or not is_expression(node) or (op_kernel(node).element and key not in ELEMENTS):
+            return True
+        return any(v.dtype not in _TYPES for v in (*node.inputs, *node.outputs) if v is not None)
+
+    def _kernel(self, kernel: FusedKernel, memory: set[ir.Value]) -> KernelPart:
+        own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
+
+        def in_memory(value: ir.Value) -> bool:
+            producer = value.producer()
+            if value in own or value in kernel.recomputed:
+                return False
+            return value in memory or producer is None or producer.op_type == "Constant"
+
+        generator = HostGenerator(kernel.spec, in_memory)
+        source = generator.kernel()
+        try:
+            return KernelPart(source, compiler().compile(source, generator.loops))
+        except LanguageError:
+            raise _RefusedError({n.op_type for n in _inside(kernel, in_memory)} - _ALWAYS) from None
+
+    def _close(self, nodes: list[ir.Node]) -> None:
+        """Make a part of the nodes that are left so far."""
+        if not nodes:
+            return
+        made = {v for node in nodes for v in node.outputs}
+        reads = [v for node in nodes for v in operands(node) if v is not None and v not in made and constant(v) is None]
+        inside = set(nodes)
+        writes = [
+            v for node in nodes for v in results(node) if v.is_graph_output() or any(user not in inside for user, _ in v.uses())
+        ]
+        self.parts.append(RestPart(list(nodes), list(dict.fromkeys(reads)), writes))
+        nodes.clear()
+
+    # Binding ----------------------------------------------------------------------------------------------------------
+
+    def bind(self, inputs: Arrays, outputs: Arrays, pool: Pool, rest: Rest) -> Run:
+        """Bind to arrays; intermediate results get memory of their own, used again as soon as nobody reads them."""
+        arrays = self._places(inputs, outputs)
+
+        def array(value: ir.Value) -> Array:
+            base = in_place_of(self.aliases.get(value, value)) if value not in arrays else value
+            if base not in arrays:
+                known = constant(value)
+                if known is None:
+                    raise LanguageError(f"{value.name} is nowhere")
+                arrays[value] = base_array = np.ascontiguousarray(known)
+                return base_array
+            return arrays[base].reshape(shape_of(value))
+
+        runs: list[Run] = []
+        for part in self.parts:
+            if isinstance(part, KernelPart):
+                runs.append(_bound(part.compiled, [array(v) for v in part.source.operands], pool))
+            else:
+                made = in_standard_ops(_model_of(part, self.model))
+                runs.append(
+                    rest(made, {v.name or "": array(v) for v in part.reads}, {v.name or "": array(v) for v in part.writes})
+                )
+        return in_order(runs) if len(runs) > 1 else runs[0]
+
+    def _places(self, inputs: Arrays, outputs: Arrays) -> dict[ir.Value, Array]:
+        """Arrays of the segment's inputs and outputs, and of the values between parts."""
+        found: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in self.graph.inputs if v.name in inputs}
+        found |= {v: outputs[v.name or ""] for v in self.graph.outputs}
+        last: dict[ir.Value, int] = {}
+        for k, part in enumerate(self.parts):
+            for value in part.reads:
+                last[in_place_of(self.aliases.get(value, value))] = k
+                last[value] = k
+        arena, offsets = Arena(), dict[ir.Value, int]()
+        for k, part in enumerate(self.parts):
+            for value in part.writes:
+                if value not in found:
+                    offsets[value] = arena.take(int(size_of(value) * dtype_of(value).itemsize), last.get(value, k))
+            arena.free_after(k)
+        memory = np.zeros(arena.size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        for value, offset in offsets.items():
+            nbytes = int(size_of(value) * dtype_of(value).itemsize)
+            place = memory[start + offset : start + offset + nbytes]
+            found[value] = place.view(dtype_of(value).numpy()).reshape(shape_of(value))
+        return found
+
+
+class _RefusedError(Exception):
+    """A kernel with these ops cannot be compiled; without them the others may be."""
+
+    def __init__(self, ops: set[str]) -> None:
+        super().__init__(ops)
+        self.ops = ops
+        if not ops:
+            raise LanguageError("a kernel of plain arithmetic cannot be compiled")
+
+
+_ALWAYS = frozenset({"Add", "Sub", "Mul", "Div", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "ReduceSum"})
+
+_TYPES = frozenset(
+    {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.UINT8}
+)
+
+
+def _prepared(model: onnx.ModelProto) -> ir.Graph:
+    """The segment's graph with composite ops taken apart where generated kernels compute all of their parts."""
+    graph = ir.from_proto(model).graph
+    graph.initializers.clear()  # their values stay as constants
+    propagate(graph)
+    if any(static_dims(v) is None for node in graph for v in results(node)):
+        raise LanguageError("shapes that depend on data")
+    take_apart(graph, lambda node: not _is_composite(node))
+    decompose_graph(graph, is_expression)
+    propagate(graph)
+    sweep(graph)
+    return graph
+
+
+def _is_composite(node: ir.Node) -> bool:
+    """Whether a node is taken apart into arithmetic and reductions: norms, softmax and the like."""
+    rule = op_kernel(node).decomposition
+    return rule is not None and rule.__module__ == normalisation.__name__
+
+
+def _inside(kernel: FusedKernel, in_memory: Callable[[ir.Value], bool]) -> Iterator[ir.Node]:
+    """The nodes that a kernel computes."""
+    pending, seen = [*kernel.stores, *(v for n in kernel.reductions for v in n.outputs)], set[ir.Node]()
+    while pending:
+        node = pending.pop().producer()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [v for v in node.inputs if v is not None and not in_memory(v)]
+
+
+def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
+    addresses = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
+    place, function = ctypes.addressof(addresses), compiled.function
+    if compiled.units * compiled.elements < 2 * GRAIN or pool.threads == 1:
+        alone = functools.partial(function, place, 0, compiled.units)
+        return _holding(alone, addresses, arrays)
+    grain = max(1, GRAIN // max(1, compiled.elements))
+    return _holding(functools.partial(pool.run, function, (place,), compiled.units, grain), addresses, arrays)
+
+
+def _holding(run: Run, *held: object) -> Run:
+    """``run``, which keeps alive the memory whose addresses it knows."""
+
+    def go() -> None:
+        run()
+
+    go.held = held  # type: ignore[attr-defined]
+    return go
+
+
+def _model_of(part: RestPart, model: onnx.ModelProto) -> onnx.ModelProto:
+    """The nodes of a part as a model of their own; constants that they read are its initializers."""
+    names: Mapping[str, ir.Value] = {
+        v.name or "": v for node in part.nodes for v in operands(node) if v is not None and constant(v) is not None
+    }
+    proto = onnx.ModelProto(ir_version=model.ir_version)
+    proto.opset_import.extend(model.opset_import)
+    proto.graph.name = "rest"
+    proto.graph.node.extend(ir.to_proto(node) for node in part.nodes)
+    made = {out for node in proto.graph.node for out in node.output}
+    for name, value in names.items():
+        if name not in made:
+            array = constant(value)
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+    for values, target in ((part.reads, proto.graph.input), (part.writes, proto.graph.output)):
+        for value in values:
+            kind = int(dtype_of(value))
+            target.append(onnx.helper.make_tensor_value_info(value.name or "", kind, list(shape_of(value))))
+    return proto
+
+
+def in_standard_ops(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with ``graphc`` ops decomposed, for a runtime that lacks them."""
+    if not any(node.domain for node in model.graph.node):
+        return model
+    made = ir.from_proto(model)
+    decompose_graph(made.graph, lambda node: False)
+    return ir.to_proto(made)
+
+
+def holds(node: ir.Node) -> bool:
+    """Whether a segment may hold this ``graphc`` op: a kernel computes it without a decomposition."""
+    return key_of(node.domain, node.op_type) in ELEMENTS and all(
+        v.dtype == ir.DataType.FLOAT for v in node.inputs if v is not None
+    )

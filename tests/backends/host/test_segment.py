@@ -1,0 +1,155 @@
+"""Generated kernels compiled by LLVM: ONNX's own cases, elementary functions at their limits, whole trainings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import graphc
+from graphc.backend import BACKENDS, Backend
+from graphc.backends.host.language import LanguageError
+from graphc.backends.host.segment import HostSegment, KernelPart
+from graphc.ir.facts import dtype_of, shape_of
+from graphc.pipeline import run
+from graphc.plan.specialise import prepare
+from tests.backends.fusion.fusion_cases import CASES, SHAPES
+from tests.conformance.suite import plain, quick_cases
+
+LEFT = frozenset(
+    [
+        "test_cast_FLOAT_to_FLOAT16",
+        "test_cast_FLOAT16_to_FLOAT",
+        "test_eyelike_with_dtype",
+        "test_gather_1",
+        "test_gather_negative_indices",
+        "test_gather_elements_0",
+        "test_mod_mixed_sign_int32",
+        "test_onehot_negative_indices",
+        "test_triu_neg",
+        "test_tril_square",
+    ]
+)
+"""Cases that onnxruntime runs, because it checks indices, or for types that kernels do not compute."""
+
+
+@pytest.fixture
+def backend() -> Any:
+    made = BACKENDS["onnxruntime"](threads=2, spin=False)
+    yield made
+    made.close()
+
+
+def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: Any) -> dict[str, np.ndarray]:
+    """What a segment computes; every output is poisoned first."""
+    graph = ir.from_proto(model).graph
+    outputs = {v.name or "": np.full(shape_of(v), 77, dtype_of(v).numpy()) for v in graph.outputs}
+    given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+    segment = HostSegment(model)
+    assert any(isinstance(part, KernelPart) for part in segment.parts)
+    segment.bind(given, outputs, backend.pool, backend.bind_session)()
+    return outputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backend) -> None:
+    case = quick_cases()[name]
+    inputs, outputs = case.data_sets[0]
+    feeds = {v.name: plain(x) for v, x in zip(case.model.graph.input, inputs, strict=True)}
+    model = ir.from_proto(case.model)
+    for value in [v for v in model.graph.inputs if v.name in SHAPES]:  # a training graph has them as constants
+        value.const_value = ir.tensor(feeds.pop(value.name), name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    run(model, "legalize")
+    proto = ir.to_proto(prepare(model, {n: x.shape for n, x in feeds.items()}))
+    if name in LEFT:
+        with pytest.raises(LanguageError):
+            HostSegment(proto)
+        return
+    found = results_of(proto, feeds, backend)
+    for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
+        np.testing.assert_allclose(found[value.name], expected, rtol=case.rtol, atol=max(case.atol, 1e-6))
+
+
+def text(body: str, shape: str, out: str | None = None) -> onnx.ModelProto:
+    head = f'<ir_version: 10, opset_import: ["": 21]> g (float[{shape}] x) => (float[{out or shape}] y)'
+    return onnx.shape_inference.infer_shapes(onnx.parser.parse_model(f"{head} {{ {body} }}"))
+
+
+X = np.concatenate([np.linspace(-100, 100, 20001), np.geomspace(1e-40, 1e38, 4000), -np.geomspace(1e-40, 1e2, 999)])
+ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45])
+EXACT: dict[str, Any] = {
+    "Exp": np.exp,
+    "Log": np.log,
+    "Tanh": np.tanh,
+    "Erf": lambda x: torch.erf(torch.tensor(x)).numpy(),
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Softplus": lambda x: np.logaddexp(x, 0),
+    "Sqrt": np.sqrt,
+}
+
+
+@pytest.mark.parametrize("op", EXACT)
+def test_elementary_functions_keep_their_digits_and_their_limits(op: str, backend: Backend) -> None:
+    x = np.concatenate([X, ODD]).astype(np.float32)
+    found = results_of(text(f"y = {op}(x)", str(x.size)), {"x": x}, backend)["y"]
+    with np.errstate(all="ignore"):
+        expected = EXACT[op](x.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-38)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (100, 65), (7, 1000), (1000, 3)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_along_either_axis_reach_every_element(rows: int, columns: int, axis: int, backend: Backend) -> None:
+    x = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
+    model = text("s = Mul(x, x) y = ReduceSum<keepdims = 0>(s, a)", f"{rows},{columns}", str(x.shape[1 - axis]))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([axis]), "a"))
+    found = results_of(model, {"x": x}, backend)["y"]
+    np.testing.assert_allclose(found, (x.astype(np.float64) ** 2).sum(axis), rtol=1e-5)
+
+
+class Blocks(nn.Module):
+    """A transformer with what lies between its products, and a convolution with its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.embed, self.layers = nn.Embedding(20, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.conv, self.norm = nn.Conv1d(16, 12, 3, padding=1), nn.GroupNorm(3, 12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers(self.embed(ids)).transpose(1, 2)
+        return self.head(nn.functional.silu(self.norm(self.conv(x))).mean(2))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
+    torch.manual_seed(0)
+    module, ids, label = Blocks(), torch.randint(0, 20, (6, 9)), torch.randint(0, 5, (6,))
+    program = graphc.compile(
+        module,
+        example_inputs=(ids,),
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.SGD(lr=0.1),
+        backend="onnxruntime:fuse=true",
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with graphc.Trainer(program, threads=threads) as trainer:
+        feeds = {program.model.graph.inputs[0].name: ids.numpy(), "label": label.numpy()}
+        found = [trainer.step(feeds)["loss"] for _ in range(5)]
+    expected = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(module(ids), label)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
