@@ -130,7 +130,6 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
         "compress": (options.compress, "gradients of a stage are reduced as they are"),
         "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),
         "nonfinite": (options.nonfinite if options.nonfinite != "stop" else None, "a stage cannot skip a step by itself"),
-        "recompute": (options.recompute if options.recompute != "none" else None, "its regions would span stages"),
         "precision": (options.precision if (options.precision or "").startswith("fp16") else None, "the loss scale is one"),
         "clip_norm": (options.clip_norm, "the norm of the gradient is over all stages"),
     }

@@ -144,7 +144,7 @@ class Replica(Strategy):
             if isinstance(batches, Shards):
                 yield from batches.walk(ahead)
             else:
-                yield from ahead(until_all_end(batches, self.trainer.micro_batches, self.trainer.comm))
+                yield from ahead(until_all_end(batches, self.trainer.micro_batches, self.trainer.groups.of("data")))
         finally:
             self._meanwhile = self._prepared = None
 

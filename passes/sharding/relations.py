@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphc.ir.facts import Dim, constant, describe, dims, input_of
 from graphc.ir.subgraphs import captured
 from graphc.passes.sharding.axis_classes import AxisClasses
+from graphc.passes.sharding.class_losses import class_axis, obstacle
 
 Relation: TypeAlias = Callable[[AxisClasses, ir.Node, int], None]
 """Called with the classes, the node and the number of ranks."""
@@ -233,6 +234,15 @@ def _slice(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
             classes.block((x, axis), f"{describe(node)} takes a part of it")
 
 
+def _over_classes(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+    """The classes may be sharded; all other axes are those of labels."""
+    scores, own = input_of(node), class_axis(node)
+    for axis in range(len(_dims(scores))):
+        reason = obstacle(node) if axis == own else "labels are whole on every rank"
+        if reason:
+            classes.block((scores, axis), f"{describe(node)}: {reason}")
+
+
 RELATIONS: dict[str, Relation] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(RESHAPES, _reshape),
@@ -241,6 +251,8 @@ RELATIONS: dict[str, Relation] = {
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Transpose": _transpose,
+    "ArgMax": _over_classes,
+    "graphc::SoftmaxCrossEntropy": _over_classes,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _layer_norm,
     "Split": _split,

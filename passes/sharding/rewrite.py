@@ -19,6 +19,7 @@ from graphc.ir.names import BUCKET
 from graphc.ir.shards import cut_initializer
 from graphc.passes.optimize.simplify import replace
 from graphc.passes.sharding.axis_classes import AxisShard
+from graphc.passes.sharding.class_losses import class_axis, is_over_classes, local_index, rewrite_over_classes
 from graphc.passes.sharding.relations import RESHAPES, is_table, reduced_axes
 
 Shards = Mapping[ir.Value, AxisShard]
@@ -66,6 +67,9 @@ class Rewriter:
         if node.op_type == "Shape" and node.domain == "":
             self._whole_shape(node, sharded[0])
             return
+        if is_over_classes(node) and input_of(node) in self.shards and self.shards[input_of(node)].axis == class_axis(node):
+            rewrite_over_classes(self, node)
+            return
         partial = self._is_partial(node)
         if partial:
             self._separate_bias(node)
@@ -111,7 +115,7 @@ class Rewriter:
     def _sum(self, node: ir.Node) -> None:
         """Put an AllReduce behind the node."""
         self.op.before = self._after(node)
-        self._follow(node.outputs[0], self._all_reduce(node.outputs[0], node.name or node.op_type))
+        self._follow(node.outputs[0], self.all_reduce(node.outputs[0], node.name or node.op_type))
 
     def _after(self, node: ir.Node) -> ir.Node | None:
         """The node behind ``node``."""
@@ -124,7 +128,8 @@ class Rewriter:
         replace(self.graph, self.op, value, result)
         producer_of(result).replace_input_with(0, value)
 
-    def _all_reduce(self, value: ir.Value, name: str) -> ir.Value:
+    def all_reduce(self, value: ir.Value, name: str) -> ir.Value:
+        """The sum over the ranks of ``value``, which differs by rank."""
         self.sums += 1
         tag = f"{self.group}/{name}"
         attributes = {"tag": tag, "group": self.group, "reduce": "sum", "adjoint": "whole", BUCKET: tag}
@@ -223,15 +228,13 @@ class Rewriter:
         op, (table, indices) = self.op, node.inputs[:2]
         each = required(dims(required(table)))[0]  # of this rank: the table is a shard by now
         assert isinstance(each, int)
-        place = op.Mul(op.graphc.Coordinate(group=self.group), np.int64(each))
+        first = op.Mul(op.graphc.Coordinate(group=self.group), np.int64(each))
         wide = op.int64(required(indices))
         wrapped = op.Where(op.Less(wide, np.int64(0)), op.Add(wide, np.int64(each * self.ranks)), wide)
-        local = op.Sub(wrapped, place)
-        here = op.And(op.GreaterOrEqual(local, np.int64(0)), op.Less(local, np.int64(each)))
-        inside = op.Where(here, local, np.int64(0))
+        here, inside = local_index(op, wrapped, first, each)
         found = op.Gather(table, inside, axis=0)
         zero = op.const(np.zeros((), required(table).dtype.numpy()))  # type: ignore[union-attr]
         rows_here = op.Where(op.Unsqueeze(here, [-1]), found, zero)
-        total = self._all_reduce(rows_here, node.name or "Gather")
+        total = self.all_reduce(rows_here, node.name or "Gather")
         replace(self.graph, op, node.outputs[0], total)
         self.graph.remove(node, safe=True)

@@ -11,11 +11,14 @@ elimination from merging them with the first computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from graphc.errors import UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims
+from graphc.ir.names import PHASE, STAGE
 from graphc.passes.optimize.simplify import simplify_graph
 from graphc.passes.training.recompute_cut import Joint, RecomputeChoice, RecomputeRegion
 from graphc.pipeline import Context, graph_pass
@@ -84,27 +87,44 @@ def _insert(graph: ir.Graph, joint: Joint, regions: tuple[RecomputeRegion, ...])
     op = Builder(graph)
     again: dict[ir.Value, ir.Value] = {}
     for number, region in enumerate(regions):
-        op.before, op.scope = region.before, "recompute"
-        made = {v for node in region.nodes for v in node.outputs}
-        outside = (v for n in region.nodes for v in n.inputs if v is not None and v not in made)
-        reads = dict.fromkeys(v for v in outside if v not in again)
-        saved = [v for v in reads if v in joint.made or _is_held_float(v)]
-        tag = f"r{number}"
-        names = op.emit("Recompute", saved, {"tag": tag}, domain="graphc", name=f"recompute/{tag}") if saved else ()
-        known = {**again, **dict(zip(saved, names, strict=True))}
-        for node in region.nodes:
-            attributes = dict(node.attributes.items())
-            inputs = [known.get(v, v) if v is not None else None for v in node.inputs]
-            op.scope = f"recompute/{node.name or node.op_type}"
-            results = op.emit(node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs))
-            for old, new in zip(node.outputs, results, strict=True):
-                known[old] = new
-                if old in region.values:
-                    again[old] = new
+        for stage, nodes in _by_stage(region.nodes).items():
+            op.before, op.scope = region.before, "recompute"
+            op.marks = {STAGE: stage, PHASE: "backward"} if stage else {}
+            made = {v for node in nodes for v in node.outputs}
+            outside = (v for n in nodes for v in n.inputs if v is not None and v not in made)
+            near = {v: new for v, new in again.items() if _stage_of(new) == stage}
+            reads = dict.fromkeys(v for v in outside if v not in near)
+            saved = [v for v in reads if v in joint.made or _is_held_float(v)]
+            tag = f"r{number}s{stage}" if stage else f"r{number}"
+            names = op.emit("Recompute", saved, {"tag": tag}, domain="graphc", name=f"recompute/{tag}") if saved else ()
+            known = {**near, **dict(zip(saved, names, strict=True))}
+            for node in nodes:
+                attributes = dict(node.attributes.items())
+                inputs = [known.get(v, v) if v is not None else None for v in node.inputs]
+                op.scope = f"recompute/{node.name or node.op_type}"
+                results = op.emit(node.op_type, inputs, attributes, domain=node.domain, outputs=len(node.outputs))
+                for old, new in zip(node.outputs, results, strict=True):
+                    known[old] = new
+                    if old in region.values:
+                        again[old] = new
     for node in joint.backward:
+        stage = node.metadata_props.get(STAGE, "")
         for index, value in enumerate(node.inputs):
-            if value is not None and value in again:
+            if value is not None and value in again and _stage_of(again[value]) == stage:
                 node.replace_input_with(index, again[value])
+
+
+def _by_stage(nodes: Sequence[ir.Node]) -> dict[str, list[ir.Node]]:
+    """The nodes of a region by their pipeline stage, in order: a stage recomputes what it has."""
+    found: dict[str, list[ir.Node]] = {}
+    for node in nodes:
+        found.setdefault(node.metadata_props.get(STAGE, ""), []).append(node)
+    return found
+
+
+def _stage_of(value: ir.Value) -> str:
+    producer = value.producer()
+    return producer.metadata_props.get(STAGE, "") if producer is not None else ""
 
 
 def _is_held_float(value: ir.Value) -> bool:

@@ -95,7 +95,8 @@ def gpt(blocks: int = 2) -> ir.Model:
 
 def compiled(mesh: graphc.Mesh, **options: Any) -> graphc.Program:
     optimizer = graphc.optim.parse(options.pop("optimizer", "sgd:lr=0.05,momentum=0.9"))
-    return graphc.compile(gpt(), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=optimizer, mesh=mesh, **options)
+    loss = options.pop("loss", graphc.losses.SoftmaxCrossEntropy())
+    return graphc.compile(gpt(), loss=loss, optimizer=optimizer, mesh=mesh, **options)
 
 
 def batch(step: int, count: int = 4) -> dict[str, Array]:

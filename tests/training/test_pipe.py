@@ -10,8 +10,11 @@ import pytest
 
 import graphc
 from graphc import Mesh
+from graphc.compiler import training_pipeline
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
+from graphc.report.memory import feed_shapes
+from graphc.report.pipe_memory import memory_of_stages
 from tests.training import pipe_cases as cases
 
 MODELS = {"mlp": cases.mlp, "cnn": cases.residual_cnn, "gpt": cases.gpt}
@@ -63,6 +66,26 @@ def test_frozen_stages_take_no_backward_pass() -> None:
     wanted = cases.run(cases.compiled(model, Mesh(), 2, freeze=freeze), data)
     found = on_threads(cases.compiled(model, Mesh(pipe=2), 2, freeze=freeze, cut=["h1"]), data)
     assert max(cases.distance(one, wanted) for one in found) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"recompute": "all"}, {"precision": "bf16"}, {"clip_value": 0.01}])
+def test_options_of_one_worker_mean_the_same_on_stages(options: dict[str, Any]) -> None:
+    model = cases.gpt()
+    data = cases.batches(model, [8])
+    wanted = cases.run(cases.compiled(model, Mesh(), 2, **options), data)
+    program = cases.compiled(model, Mesh(pipe=2), 2, schedule="gpipe", **options)
+    assert max(cases.distance(one, wanted) for one in on_threads(program, data)) < 1e-5
+
+
+def test_recomputation_makes_the_stash_smaller() -> None:
+    model = cases.gpt(blocks=4)
+
+    def held(recompute: str) -> list[int]:
+        program = cases.compiled(model, Mesh(pipe=2), 4, schedule="gpipe", recompute=recompute)
+        return [report.activations for report in memory_of_stages(program.model, feed_shapes(program.model, 2))]
+
+    for before, after in zip(held("none"), held("all"), strict=True):
+        assert after < 0.7 * before
 
 
 def test_a_checkpoint_of_one_mesh_restores_under_another(tmp_path: Any) -> None:
@@ -136,3 +159,25 @@ def test_too_many_stages_and_options_without_a_pipeline_are_refused() -> None:
         cases.compiled(cases.mlp(), Mesh(pipe=10), 2)
     with pytest.raises(UsageError, match="schedule=gpipe needs a mesh with pipeline stages"):
         cases.compiled(cases.mlp(), Mesh(data=2), 2, schedule="gpipe")
+
+
+def test_fit_counts_each_sample_once() -> None:
+    model = cases.gpt()
+    data = cases.batches(model, [8, 6])
+
+    def fit(comm: Any = None, mesh: Mesh | None = None) -> tuple[float, str]:
+        program = cases.compiled(model, mesh or Mesh(), 2)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            means = trainer.fit([cases.own_part(trainer, batch) for batch in data])
+            return means["loss"], trainer.state_sha256()
+
+    wanted, _ = fit()
+    for mesh in (Mesh(pipe=2), Mesh(data=2, pipe=2)):
+        found = run_threads(mesh.size, lambda comm, mesh=mesh: fit(comm, mesh), deadline=60)
+        assert [loss for loss, _ in found] == pytest.approx([wanted] * mesh.size, rel=1e-5)
+
+
+def test_a_pipeline_of_passes_without_stages_is_refused() -> None:
+    steps = training_pipeline(cases.LOSS, graphc.optim.SGD(lr=0.1))
+    with pytest.raises(UsageError, match="neither 'pipe_stages' nor 'place'"):
+        cases.compiled(cases.mlp(), Mesh(pipe=2), 1, passes=steps)

@@ -11,7 +11,7 @@ import pytest
 
 import graphc
 from graphc.distributed.threads import run_threads
-from graphc.errors import NonFiniteError, UsageError
+from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.ir.shards import cuts_of
 from graphc.mesh import Mesh
 from tests.runtime.mpi_run import map_ranks
@@ -62,6 +62,27 @@ def test_an_mlp_equals_one_worker(mesh: Mesh) -> None:
             np.testing.assert_allclose(values[name], array, atol=NEAR)
 
 
+def test_labels_that_are_ignored_or_wrong_and_the_accuracy() -> None:
+    """The vocabulary-parallel loss knows them as the whole one does."""
+    loss = graphc.losses.SoftmaxCrossEntropy(ignore_index=-100, metrics=True)
+    feeds = batch(3)
+    feeds["label"][0, :4] = -100
+
+    def work(comm: Any, mesh: Mesh) -> tuple[dict[str, float], str]:
+        with graphc.Trainer(compiled(mesh, loss=loss), comm=comm, threads=1) as trainer:
+            for _ in range(3):
+                metrics = trainer.step(feeds)
+            with pytest.raises(FeedError) as raised:
+                trainer.step({**feeds, "label": feeds["label"] + 24})
+            return metrics, str(raised.value)
+
+    expected, message = work(None, Mesh())
+    assert expected["accuracy"] > 0
+    for metrics, text in run_threads(2, lambda comm: work(comm, Mesh(tensor=2))):
+        assert metrics == pytest.approx(expected, abs=NEAR)
+        assert text == message
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), pytest.param(Mesh(data=2, tensor=2), marks=pytest.mark.large)], ids=str)
 def test_on_processes(mesh: Mesh, alone: dict[str, Any]) -> None:
@@ -102,6 +123,7 @@ def test_the_automatic_plan_is_megatrons() -> None:
         "down": "tensor:axis=0,blocks=1,ranks=2",
     }
     assert {f"b{k}_{name}": cut for k in range(2) for name, cut in block.items()}.items() <= cuts.items()
+    assert cuts["table"] == "tensor:axis=0,blocks=1,ranks=2", "the embeddings, and the classes of the loss"
     assert not {"s", "o", "places", "b0_s1", "b0_out_bias"} & cuts.keys()
 
 

@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.declare import Spec, declare, same_as, spec_of
-from graphc.ir.facts import FLOATS, Dim, describe_value, dims, required
+from graphc.ir.declare import REQUIRED, Spec, declare, same_as, spec_of
+from graphc.ir.facts import FLOATS, Dim, describe_value, dims, input_of, required
 from graphc.ir.index_operands import behind_views
 
 OVER_CLASSES: Mapping[str, Any] = {"axis": 1, "ignore_index": None}
@@ -230,6 +230,18 @@ def class_count(op: Builder, scores: ir.Value, axis: int) -> ir.Value:
     return op.cast_like(op.Squeeze(op.Shape(scores, start=axis, end=axis + 1), [0]), scores)
 
 
+@declare(
+    "ClassIndices",
+    inputs="label",
+    outputs="index",
+    attributes={"classes": REQUIRED, "ignore_index": None},
+    infer=same_as(0),
+)
+def class_indices(op: Builder, label: ir.Value, *, classes: int, ignore_index: int | None) -> ir.Value:
+    """index = label, each in [0, ``classes``) or ``ignore_index``: where the loss itself has only a part of the classes."""
+    return op.Identity(label)  # type: ignore[no-any-return]
+
+
 _OVER_CLASSES = frozenset(
     {
         (DOMAIN, "SoftmaxCrossEntropy"),
@@ -256,6 +268,11 @@ def symbolic_classes(graph: ir.Graph) -> dict[str, tuple[str, int | None]]:
 
 def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
     for node in graph:
+        if node.op_type == "ClassIndices" and node.domain == DOMAIN:
+            label = behind_views(input_of(node))
+            if label.is_graph_input():
+                ignored = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
+                yield label.name or "", node.attributes["classes"].as_int(), ignored
         if (node.domain, node.op_type) not in _OVER_CLASSES:
             continue
         scores, label = node.inputs[0], behind_views(node.inputs[1])
