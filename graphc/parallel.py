@@ -60,7 +60,7 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
     fp16 = (options.precision or "").startswith("fp16")
     given = {
         f"the axis pipe={mesh.pipe}": mesh.pipe > 1,
-        f"strategy={options.strategy!r}": options.strategy != "mirrored",
+        f"strategy={options.strategy!r}": options.strategy not in ("mirrored", "zero", "zero:stage=1"),
         f"clip_norm={options.clip_norm}": options.clip_norm is not None,
         f"compress={options.compress!r}": options.compress is not None,
         f"recompute={options.recompute!r}": options.recompute not in (None, "none"),

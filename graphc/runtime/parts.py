@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.distributed.communicator import Communicator
 from graphc.distributed.groups import Groups
 from graphc.errors import UsageError
 from graphc.ir.shards import CUT, Cut, cuts_of, whole_initial
@@ -30,6 +31,10 @@ class Parts:
 
     def __contains__(self, name: str) -> bool:
         return name in self.cuts
+
+    def replicas(self, world: Communicator) -> Communicator:
+        """The communicator of the ranks that divide the same state among them by ZeRO."""
+        return self._groups.of("data") if self._groups is not None and self.cuts else world
 
     def mine(self, name: str, whole: Array) -> Array:
         """This rank's part of a whole tensor."""

@@ -210,8 +210,9 @@ class State:
 
     def gather(self, comm: Communicator, names: Iterable[str]) -> dict[str, Array]:
         """Gather whole copies of the sharded state among ``names``, in place; every rank calls it with the same names."""
-        names = list(names)
+        names, comm = list(names), self.parts.replicas(comm)
         wanted = [n for n in names if n in self.shards]
+        parts: dict[str, Array] = {}
         for buffer in dict.fromkeys(self.shards[n].buffer for n in wanted):
             members = [n for n in wanted if self.shards[n].buffer == buffer]
             shard, memory, flat = self.shards[members[0]], self.memory_of(buffer), self.flat[buffer]
@@ -219,18 +220,18 @@ class State:
             memory.copy(whole[slice(*shard.group.owned)], flat)
             comm.wait(comm.start(whole, "sum", f"state/{buffer}", kind="all_gather", parts=shard.group.parts))
             for name in members:
-                one = self.shards[name]
-                if name not in self._whole:
-                    self._whole[name] = _like(memory, flat, one.shape)
-                memory.copy(self._whole[name], whole[one.offset : one.offset + one.size].reshape(one.shape))
+                one, found = self.shards[name], parts if name in self.parts else self._whole
+                if name not in found:
+                    found[name] = _like(memory, flat, one.shape)
+                memory.copy(found[name], whole[one.offset : one.offset + one.size].reshape(one.shape))
         for name in sorted(set(names) & self.parts.cuts.keys()):
-            memory, part = self._home(name), self.arrays[name]
+            memory, part = self._home(name), parts[name] if name in parts else self.arrays[name]
             whole = self.parts.gather(name, memory.fetch(part))
             if name not in self._whole:
                 self._whole[name] = _like(memory, part, whole.shape)
             memory.copy(self._whole[name], whole)
             wanted.append(name)
-        return {n: self._whole[n] for n in wanted}
+        return {n: self._whole[n] for n in dict.fromkeys(wanted)}
 
     def apart(self) -> list[str]:
         """State that differs between ranks since the last average (local SGD)."""
@@ -305,8 +306,9 @@ class State:
     def _spec(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         shard = self.shards.get(name)
         if shard is not None:
-            return shard.shape, self.flat[shard.buffer].dtype
-        shape, dtype = self.arrays[name].shape, self.arrays[name].dtype
+            shape, dtype = shard.shape, self.flat[shard.buffer].dtype
+        else:
+            shape, dtype = self.arrays[name].shape, self.arrays[name].dtype
         return (self.parts.cuts[name].whole_shape(shape) if name in self.parts else shape), dtype
 
     def is_offloaded(self, name: str) -> bool:
@@ -319,9 +321,10 @@ class State:
 
     def _write(self, name: str, array: Array) -> None:
         shard, memory = self.shards.get(name), self._home(name)
+        if name in self.parts and array.shape != (shard.shape if shard is not None else self.arrays[name].shape):
+            array = self.parts.mine(name, memory.fetch(array))
         if shard is None:
-            own = self.arrays[name]
-            memory.copy(own, self.parts.mine(name, memory.fetch(array)) if array.shape != own.shape else array)
+            memory.copy(self.arrays[name], array)
             return
         here, there = shard.mine
         memory.copy(self.flat[shard.buffer][here], array.reshape(-1)[there])
