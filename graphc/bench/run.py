@@ -36,7 +36,7 @@ class BenchRow:
 def run_suite(
     models: Sequence[str] = TIMED, *, workers: bool = True, zoo: bool = True, rounds: int = 3, seconds: float = 3.0, say: Report
 ) -> list[BenchRow]:
-    """Measure step times on one and two workers, AllReduces between two, and compile times of the zoo.
+    """Measure step times on one and two workers, AllReduces between two, pipelines of two, and compile times of the zoo.
 
     Args:
         models: benchmark models to measure.
@@ -54,6 +54,7 @@ def run_suite(
                 rows.append(_two_workers(model, path, rounds, seconds, say))
     if workers:
         rows += _bandwidth(seconds, say)
+        rows += _pipelines(rounds, seconds, say)
     if zoo:
         rows += _zoo_compile(say)
     return rows
@@ -93,6 +94,22 @@ def _bandwidth(seconds: float, say: Report) -> list[BenchRow]:
         name = f"AllReduce of {size['mib']} MiB, 2 workers"
         rows.append(BenchRow(name, size["ours_ms"], "MPI_Allreduce in place", size["mpi_ms"], size["ratio"], 0.95))
         say(f"{name}: {rows[-1].ours_ms:.3f} ms, {rows[-1].ratio:.2f}x")
+    return rows
+
+
+def _pipelines(rounds: int, seconds: float, say: Report) -> list[BenchRow]:
+    """Measure a pipeline of two equal stages, one worker each, against one worker with the same micro-batches."""
+    module = [sys.executable, "-m", "graphc.bench.pipeline"]
+    schedules = ("1f1b", "zero-bubble")
+    alone, ours = list[dict[str, Any]](), {name: list[dict[str, Any]]() for name in schedules}
+    for _ in range(rounds):
+        alone.append(_last_json(_run([*module, "--seconds", str(seconds)], dict(os.environ))))
+        for name in schedules:
+            ours[name].append(_launch_graphc([*module, name, "--seconds", str(seconds)]))
+    rows = []
+    for name in schedules:
+        rows.append(_row(f"pipeline of 2 stages, {name}", ours[name], "one worker x 1 thread", alone, 1.6))
+        say(f"{rows[-1].name}: {rows[-1].ours_ms:.2f} ms, {rows[-1].ratio:.2f}x")
     return rows
 
 
