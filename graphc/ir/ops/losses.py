@@ -269,10 +269,10 @@ def symbolic_classes(graph: ir.Graph) -> dict[str, tuple[str, int | None]]:
 def _class_counts(graph: ir.Graph) -> Iterator[tuple[str, Dim, int | None]]:
     for node in graph:
         if node.op_type == "ClassIndices" and node.domain == DOMAIN:
-            label = behind_views(input_of(node))
-            if label.is_graph_input():
+            source = behind_views(input_of(node))
+            if source is not None and source.is_graph_input():
                 ignored = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
-                yield label.name or "", node.attributes["classes"].as_int(), ignored
+                yield source.name or "", node.attributes["classes"].as_int(), ignored
         if (node.domain, node.op_type) not in _OVER_CLASSES:
             continue
         scores, label = node.inputs[0], behind_views(node.inputs[1])
