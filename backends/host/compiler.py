@@ -1,6 +1,7 @@
 """Compiles the source of a kernel to a native function ``f(arrays, first unit, last unit)``.
 
-Units are what threads share: rows, or blocks of rows. The code of a kernel is kept on disk for the next start.
+Units are what threads share: rows, or blocks of rows. The machine code of a kernel is kept on disk for the next start, named by
+what made it: the kernel, the processor with its features, LLVM, and this compiler.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import ctypes
 import functools
 import hashlib
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -24,6 +27,7 @@ from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.mathematics import Mathematics
+from graphc.cache_folder import cache_folder
 from graphc.ir.facts import dtype_of
 
 POINTER = ll.PointerType()
@@ -159,6 +163,7 @@ class Compiler:
         self._machine = make()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
         self._functions: dict[str, Callable[[int, int, int], None]] = {}
+        self._version = f"{self.processor}{features}{llvm.llvm_version_info}{_own_text()}"
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
         """Compile a kernel, or find it.
@@ -166,15 +171,21 @@ class Compiler:
         Raises:
             LanguageError: the kernel uses what this target lacks.
         """
-        key = f"{source.body}{[str(dtype_of(v)) for v in source.operands]}{loops}{self.processor}"
-        name = "k" + hashlib.sha256(key.encode()).hexdigest()[:16]
+        key = f"{source.body}{[str(dtype_of(v)) for v in source.operands]}{loops}{self._version}"
+        name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._functions:
-                self._functions[name] = self._function(module_of(source, loops, name), name)
+                path = cache_folder() / "host" / f"{name}.o"
+                code = _read(path)
+                if code is None:
+                    code = self._machine_code(module_of(source, loops, name))
+                    _write(path, code)
+                self._functions[name] = self._loaded(code, name)
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
         return HostKernel(self._functions[name], units, elements)
 
-    def _function(self, module: ll.Module, name: str) -> Callable[[int, int, int], None]:
+    def _machine_code(self, module: ll.Module) -> bytes:
+        """The object file of a module."""
         parsed = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = True
@@ -183,11 +194,40 @@ class Compiler:
         parsed.verify()
         passes = builder.getModulePassManager()
         passes.run(parsed, builder)
-        self.last = parsed
-        self._engine.add_module(parsed)
+        return bytes(self._machine.emit_object(parsed))
+
+    def _loaded(self, code: bytes, name: str) -> Callable[[int, int, int], None]:
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         address = self._engine.get_function_address(name)
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+
+
+def _own_text() -> str:
+    """A digest of this compiler: other text makes other code."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """An object file and its digest from the cache; None where there is none, or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Keep an object file, whole or not at all; without room on the disk it is made again next time."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.write_bytes(hashlib.sha256(code).digest() + code)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
 
 
 @functools.cache

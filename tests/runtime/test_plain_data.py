@@ -56,7 +56,11 @@ def test_arrays_come_back(array: Any) -> None:
         assert one.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("item", [object(), [{1, 2}], np.array([None]), np.zeros(1, "i4,f4"), print], ids=repr)
+@pytest.mark.parametrize(
+    "item",
+    [object(), [{1, 2}], np.array([None]), np.zeros(1, "i4,f4"), print],
+    ids=["object", "set", "array of objects", "record", "function"],
+)
 def test_other_objects_are_refused(item: Any) -> None:
     with pytest.raises(UsageError, match="cannot be sent between workers"):
         pack(item)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,3 +156,27 @@ def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
         optimizer.step()
         expected.append(loss.item())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
+    script = (
+        "import numpy as np, onnx; from graphc.backend import BACKENDS;"
+        "from tests.backends.host.test_segment import results_of, text;"
+        "b = BACKENDS['onnxruntime'](threads=1, spin=False); x = np.arange(8, dtype=np.float32);"
+        "print(results_of(text('y = Sigmoid(x)', '8'), {'x': x}, b)['y'].tobytes().hex())"
+    )
+
+    def process() -> str:
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    first = process()
+    (kept,) = (tmp_path / "host").glob("*.o")
+    made = kept.stat().st_mtime_ns
+    assert process() == first
+    assert kept.stat().st_mtime_ns == made, "the second process compiled again"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert process() == first
+    assert kept.stat().st_mtime_ns != made, "a damaged file was used"
