@@ -27,6 +27,7 @@ COMMANDS = (
     "compile",
     "opt",
     "train",
+    "plan",
     "run",
     "launch",
     "show",

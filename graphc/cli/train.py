@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphc.cli import options, output
+from graphc.cli import config, options, output
 from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ EXAMPLES = (
     "    --epochs 20 --resume ckpt -o trained.onnx",
     "graphc train model.onnx --data train.npz --loss mse --optimizer adam \\",
     "    -n 4 --mesh data=2,pipe=2 --schedule 1f1b --accumulate 8 -o trained.onnx",
+    "graphc train --config plan.json --data train.npz -o trained.onnx",
 )
 
 
@@ -48,6 +49,16 @@ def command(
             metavar="N",
             help="Processes that compute; parameter servers come on top. Default: 1, or the world this process was started in.",
             min=1,
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Options from a JSON file, as 'graphc plan -o' writes it; the command line wins.",
+            is_eager=True,
+            callback=config.read_options,
         ),
     ] = None,
     run: options.RunOptions,

@@ -64,6 +64,9 @@ MESH = "graphc.mesh"
 KEPT_OUTPUTS = "graphc.kept_outputs"
 """Metadata key of a model with a loss: the outputs that stay beside the loss, as a JSON list of names."""
 
+STAGE_SHARES = "graphc.stage_shares"
+"""Metadata of a model with pipeline stages: share of each in the modelled time, separated by commas."""
+
 SCHEDULE = "graphc.schedule"
 """Metadata key of the model: the schedule of its pipeline stages as text, ``"1f1b"``; there are stages only where it is."""
 

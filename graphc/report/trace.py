@@ -158,7 +158,7 @@ class Trace:
         everyone = comm.allgather_object((self.lanes.computing, self.lanes.communicating, self.lanes.shift))
         lanes = [Lanes([Span(*s) for s in own], [Span(*s) for s in sent], shift) for own, sent, shift in everyone]
         if comm.rank == 0:
-            _write(self.path, trace_events(lanes))
+            write_events(self.path, lanes)
         return summarise(lanes)
 
     def _observe(self, handle: Handle) -> None:
@@ -242,7 +242,13 @@ def _machine() -> str:
         return platform.node()
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def write_events(path: Path, lanes: Sequence[Lanes]) -> None:
+    """Write the recordings of all ranks as a file of trace events.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    content = trace_events(lanes)
     try:
         with whole_file(path) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())

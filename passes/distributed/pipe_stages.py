@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, counted, nearest
 from graphc.ir.facts import is_float
-from graphc.ir.names import SCHEDULE, STAGE
+from graphc.ir.names import SCHEDULE, STAGE, STAGE_SHARES
 from graphc.ir.subgraphs import captured
 from graphc.passes.distributed.balance import cut_positions
 from graphc.passes.distributed.node_costs import nbytes, seconds
@@ -71,6 +71,7 @@ def pipe_stages(
     model.metadata_props[SCHEDULE] = schedule
     shares = [sum(row.cost[n] for n in row.nodes if stage_of[n] == s) for s in range(stages)]
     total = sum(shares) or 1.0
+    model.metadata_props[STAGE_SHARES] = ",".join(f"{share / total:.4f}" for share in shares)
     sizes = ", ".join(f"{share / total:.0%}" for share in shares)
     ctx.note(f"pipe_stages: {counted(stages, 'stage')} with {sizes} of the modelled time")
     return True

@@ -15,7 +15,18 @@ import graphc
 from graphc.bench.specs import SPECS
 from graphc.cli import main
 from graphc.distributed.threads import run_threads
-from graphc.report.trace import COMMUNICATING, COMPUTING, Lanes, Span, Summary, Trace, _write, overlap, summarise, trace_events
+from graphc.report.trace import (
+    COMMUNICATING,
+    COMPUTING,
+    Lanes,
+    Span,
+    Summary,
+    Trace,
+    overlap,
+    summarise,
+    trace_events,
+    write_events,
+)
 from tests.cli.models import cli, write_blobs, write_mlp
 
 pytestmark = pytest.mark.full
@@ -102,12 +113,12 @@ def test_a_trace_replaces_regular_files_only(kind: str, tmp_path: Path) -> None:
         path.symlink_to(target)
     else:
         path.write_text("old")
-    _write(path, {"traceEvents": []})
+    write_events(path, [])
     assert path.is_symlink() == (kind != "file")
     if kind == "device":
         assert Path("/dev/null").is_char_device()
     else:
-        assert json.loads(path.read_text()) == {"traceEvents": []}
+        assert json.loads(path.read_text()) == trace_events([])
 
 
 def test_overlap_counts_time_once() -> None:

@@ -1,0 +1,134 @@
+"""``graphc plan``: what it proposes runs, fits, and is what it plays on the simulated clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from graphc.cli import main
+from graphc.errors import UsageError
+from graphc.mesh import Mesh
+from graphc.planner.costs import Line, ModelCosts, StageCosts
+from graphc.planner.network import Curve, Link, Network
+from graphc.planner.search import Division, best, memory_of_choice, predict, steps
+
+NETWORK = Network(8, Link(Curve.line(450e9, 0.0)), Link(Curve.line(50e9, 0.0)))
+WHOLE = StageCosts(1.0, 2_000_000_000, 4_000_000_000, 12_000_000_000, Line(0.0, 1e9))
+HALF = StageCosts(0.5, 1_000_000_000, 2_000_000_000, 6_000_000_000, Line(0.0, 1e9))
+COSTS = ModelCosts("a device", Line(0.0, 0.1), 0.0, WHOLE, None, {2: (HALF, HALF)}, 50_000_000)
+
+
+def model(folder: Path) -> Path:
+    found = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        net (float[batch, 8] x) => (float[batch, 4] y) { h = MatMul (x, w)  r = Relu (h)  y = MatMul (r, v) }
+    """)
+    rng = np.random.default_rng(0)
+    for name, shape in {"w": (8, 16), "v": (16, 4)}.items():
+        found.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name))
+    onnx.save(found, folder / "m.onnx")
+    (folder / "n.toml").write_text("[inside]\ngigabytes_per_second = 10\nlatency_us = 20\n")
+    np.savez(folder / "d.npz", x=rng.standard_normal((16, 8), np.float32), label=rng.integers(0, 4, 16))
+    return folder / "m.onnx"
+
+
+def plan(folder: Path, *more: str) -> int:
+    network = ["--network", str(folder / "n.toml"), "--loss", "softmax_cross_entropy", "--optimizer", "adam"]
+    return main(["plan", str(model(folder)), "--devices", "2", "--batch-size", "8", *network, *more])
+
+
+def test_the_file_of_a_plan_trains_and_its_timeline_is_that_of_the_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, timeline = tmp_path / "plan.json", tmp_path / "trace.json"
+    words = ["--memory", "1GB", "-o", str(config), "--simulate", "3", "--trace", str(timeline), "--json"]
+    assert plan(tmp_path, *words) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {"mirrored", "zero:stage=1"} <= {p["options"]["strategy"] for p in plans}
+    assert any("pipe=2" in p["options"]["mesh"] for p in plans)
+    assert [p["step_ms"] for p in plans] == sorted(p["step_ms"] for p in plans)
+    events = json.loads(timeline.read_text())["traceEvents"]
+    played = [e["dur"] for e in events if e.get("cat") == "step"]
+    assert len(played) == 2 * 3
+    assert played == pytest.approx([plans[0]["step_ms"] * 1e3] * 6, rel=1e-3, abs=1e-2)
+    train = ["train", "--config", str(config), "--data", str(tmp_path / "d.npz"), "--transport", "threads", "--json"]
+    assert main([*train, "--epochs", "2"]) == 0
+    end = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (end["world_size"], end["steps"]) == (2, 4)
+    assert main([*train, "--batch-size", "4"]) == 0  # the command line wins
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 4
+
+
+def test_a_plan_of_gpus_has_times_of_the_gpu_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tmp_path, "--memory", "80GB", "--gpu", "h100", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "H100" in found["machine"]
+    assert all("pipe" not in p["options"]["mesh"] for p in found["plans"])  # pipelines do not run on GPUs
+    assert all(0 < p["memory_bytes"] < 80e9 for p in found["plans"])
+
+
+def test_memory_is_that_of_the_formulas() -> None:
+    one = {zero: memory_of_choice(COSTS, Division(Mesh(data=8), zero, 1, 3)) for zero in range(4)}
+    rest = 3e9
+    assert one == {0: 18e9 + rest, 1: 6e9 + 12e9 / 8 + rest, 2: 2e9 + 16e9 / 8 + rest, 3: 18e9 / 8 + 2 * 50e6 + rest}
+    assert memory_of_choice(COSTS, Division(Mesh(data=4, pipe=2), 0, 4, 1)) == 9e9 + 1e9
+
+
+def test_too_little_memory_says_the_smallest_number_of_devices() -> None:
+    data_only = ModelCosts("a device", Line(0.0, 0.1), 0.0, WHOLE, None, {}, 50_000_000)
+    with pytest.raises(UsageError, match=r"does not fit 2 devices of 4 GB.*can train it is 8$"):
+        best(data_only, NETWORK, 2, 4e9, 64)  # 18/N + 0.1 + 1 GB: 3.35 on 8, 5.6 on 4
+    with pytest.raises(UsageError, match="no number of devices is enough"):
+        best(data_only, NETWORK, 2, 1e9, 64)
+    with pytest.raises(UsageError, match="cannot be shared by 3 devices"):
+        best(data_only, NETWORK, 3, 80e9, 64)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_clock_plays_the_bubble_and_exposed_communication(count: int) -> None:
+    pipe = predict(COSTS, NETWORK, Division(Mesh(pipe=2), 0, count, 1))
+    assert pipe.bubble == pytest.approx(1 / (count + 1))
+    assert pipe.seconds == pytest.approx((count + 1) * 0.05)
+    data = predict(COSTS, NETWORK, Division(Mesh(data=8), 0, count, 1))
+    tail = 2 * 7 / 8 * 4e9 / 160 / 450e9  # the last of 160 buckets
+    assert data.exposed == pytest.approx(tail, rel=0.01)
+    assert data.seconds == pytest.approx(count * 0.1 + data.exposed)
+
+
+def test_thousands_of_ranks_are_played() -> None:
+    mesh = Mesh(data=1024, pipe=2)
+    played = dict(steps(predict(COSTS, NETWORK, Division(mesh, 0, 4, 1)), 2))
+    assert len(played) == 2048
+    assert [s.name for s in played[2047].computing if s.kind == "segment"][:2] == ["1F0", "1B0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--memory", "many"], "--memory 'many': write a size"),
+        (["--memory", "1GB", "--simulate", "2"], "--simulate N and --trace FILE go together"),
+        (["--memory", "1GB", "--network", "none.toml"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tmp_path, *words) == 2
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('{"bach-size": 3}', "batch-size"),
+        ("[]", "no JSON object"),
+        ('{"cut": "h"}', "it takes a list"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_wrong_config_is_named(tmp_path: Path, text: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.json").write_text(text)
+    assert main(["train", "--config", str(tmp_path / "c.json")]) == 2
+    assert wanted in capsys.readouterr().err
