@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from graphc.errors import UsageError
-from graphc.ir.bound_inputs import Scale
+
+if TYPE_CHECKING:
+    from graphc.ir.bound_inputs import Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def scales_of(scales: Scales) -> dict[str, Scale]:
     Raises:
         UsageError: a text that is no scale.
     """
+    from graphc.ir.bound_inputs import Scale  # numpy and onnx: a help page needs neither
+
     pairs = scales.items() if isinstance(scales, Mapping) else (_named(text, "image=1/255") for text in scales or ())
     return {name: Scale.parse(name, given) for name, given in pairs}
 
