@@ -241,6 +241,7 @@ def test_what_nobody_waits_for_is_done_at_the_end() -> None:
 
 def test_an_interrupted_run_leaves_no_worker_behind() -> None:
     """A worker that went on in native code would abort the process as the interpreter ends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
 
     def work(comm: ThreadCommunicator) -> None:
         if comm.rank == 0:
@@ -248,8 +249,11 @@ def test_an_interrupted_run_leaves_no_worker_behind() -> None:
         while True:
             comm.barrier()
 
-    with pytest.raises(KeyboardInterrupt):
-        run_threads(3, work)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_threads(3, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("graphc-worker")]
 
 
