@@ -25,7 +25,8 @@ from graphc.frontends import wire
 from graphc.frontends.exporter_folding import restore
 from graphc.frontends.external_data import Folders, bind_external, named_folders
 from graphc.frontends.requantize import requantize
-from graphc.frontends.tensors import check_inline
+from graphc.frontends.tensors import check_inline, inner_tensors
+from graphc.frontends.texts import check_texts
 from graphc.frontends.wellformed import check_wellformed
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
 from graphc.ir.exporter_records import recorded_kinds
@@ -180,7 +181,10 @@ def _from_proto(
                 f"{where} uses opset {opset.version}; the newest known here is {newest}. "
                 f"Export it with opset_version={newest} or less"
             )
+    check_texts(proto, where)
     _check_graph(proto.graph, where, apart)
+    for tensor in inner_tensors((proto.graph, *proto.functions)):
+        check_inline(tensor, where, "tensor")
     try:
         with silent_reader():
             model = ir.serde.deserialize_model(proto)
@@ -216,9 +220,9 @@ def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryv
                 f"{where}: {value.name!r} is a map or a sequence of maps, which cannot be trained through: export with plain"
                 " tensors (skl2onnx: options={'zipmap': False}; onnxmltools: zipmap=False), or remove the ZipMap node"
             )
-    names = [(n.name, n.op_type, n.domain, *n.input, *n.output) for n in graph.node]
-    if any(isinstance(name, bytes) for group in names for name in group):  # protobuf returns text that is not UTF-8 as bytes
-        raise ModelError(f"{where}: names of nodes or values are no valid text; the file is damaged, export it again")
+    for value in graph.input:
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.elem_type:
+            raise ModelError(f"{where}: the input {value.name!r} has no element type; the file is damaged, export it again")
 
 
 def _holds_a_map(kind: onnx.TypeProto) -> bool:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError
 from graphc.ir import IR_VERSION
 from graphc.ir.facts import constant, describe_value, dims
+from graphc.ir.operand_shapes import check_operands, check_result
 
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
@@ -57,6 +58,8 @@ def infer_standard(
     num_outputs: int,
 ) -> tuple[Inferred, ...]:
     _check_lists(schema, inputs)
+    if domain == "":
+        check_operands(schema, inputs, attributes)
     names = ["" if value is None else f"i{k}" for k, value in enumerate(inputs)]
     outputs = [f"o{k}" for k in range(num_outputs)]
     node = onnx.NodeProto(op_type=op_type, domain=domain, input=names, output=outputs)
@@ -81,7 +84,10 @@ def infer_standard(
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError) as error:
         operands = ", ".join("-" if v is None else f"{v.name}:{v.dtype}{dims(v)}" for v in inputs)
         raise ModelError(f"{op_type} rejects its inputs ({operands}): {error}") from None
-    return tuple(_from_proto(found.get(name)) for name in outputs)
+    result = tuple(_from_proto(found.get(name)) for name in outputs)
+    if domain == "" and result and result[0][1] is not None:
+        check_result(schema, inputs, (size for size in result[0][1] if isinstance(size, int)))
+    return result
 
 
 def attribute_proto(attr: ir.Attr) -> onnx.AttributeProto:

@@ -188,8 +188,13 @@ def _body(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     before = {id(n) for n in op.graph}
     try:
         values = emit_body(op, node)
-    except ModelError:
-        return None  # the body itself needs a newer opset
+    except ModelError as error:
+        if onnx.defs.has(node.op_type, OPSET):
+            return None  # the body itself needs a newer opset
+        raise NewerOpsetError(
+            f"{node.op_type} is newer than opset {OPSET}, and the ops that stand for it do not accept its operands:"
+            f" {describe(node)}: {error}"
+        ) from None
     if values is None or None in values:
         return None
     meant: dict[ir.Value, ir.Value] = {}

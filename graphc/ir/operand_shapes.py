@@ -1,0 +1,87 @@
+"""Checks shapes of operands that ONNX's inference accepts and kernels do not.
+
+Conv(x: [n, 3, 8, 8], w: [6, 3, 3, 3], b: [6, 1, 1])    b must have shape [6]
+MaxPool(x: [n, 3, 8, 8]; kernel_shape=[2147483648, 2])  a loop over 2³¹ taps, nearly all in the padding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+
+from graphc.errors import ModelError
+from graphc.ir.facts import describe_value, dims
+
+_FEW_TAPS = 64
+"""A window over an axis may have so many taps, however small the axis is."""
+
+
+def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
+    """Check the bias of convolutions and the windows of pooling, as far as sizes are known.
+
+    Raises:
+        ModelError: a bias of another rank or size; a window that is mostly padding.
+    """
+    if not _has_window(schema):
+        return
+    operands = {formal.name.lower(): value for formal, value in zip(schema.inputs, inputs, strict=False)}
+    if "w" in operands:
+        _check_vector(schema.name, operands.get("b"), _output_channels(schema, operands["w"], attributes))
+    elif len(schema.inputs) == 1:
+        _check_window(schema.name, inputs[0], attributes)
+
+
+def _has_window(schema: onnx.defs.OpSchema) -> bool:
+    """Whether it is a convolution or a pooling."""
+    return "kernel_shape" in schema.attributes
+
+
+def check_result(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], sizes: Iterable[int]) -> None:
+    """Refuse the negative size that inference gives to the result of a window that is larger than its input.
+
+    Raises:
+        ModelError: one of ``sizes``, the known sizes of the result, is negative.
+    """
+    if _has_window(schema) and any(size < 0 for size in sizes):
+        operands = ", ".join(describe_value(v) for v in inputs if v is not None)
+        raise ModelError(f"{schema.name} has a window that is larger than its input with its padding: {operands}")
+
+
+def _shape(value: ir.Value | None) -> tuple[int | str | None, ...] | None:
+    found = dims(value) if value is not None else None
+    return None if found is None else tuple(found)
+
+
+def _output_channels(
+    schema: onnx.defs.OpSchema, weight: ir.Value | None, attributes: Mapping[str, ir.Attr]
+) -> int | str | None:
+    shape = _shape(weight)
+    if shape is None or len(shape) < 2:
+        return None
+    if "output_shape" not in schema.attributes:  # else it is transposed
+        return shape[0]
+    groups = attributes.get("group")
+    per_group, count = shape[1], 1 if groups is None or groups.is_ref() else groups.as_int()
+    return per_group * count if isinstance(per_group, int) else None
+
+
+def _check_vector(op_type: str, value: ir.Value | None, size: int | str | None) -> None:
+    shape = _shape(value)
+    if value is None or shape is None:
+        return
+    if len(shape) != 1 or (isinstance(shape[0], int) and isinstance(size, int) and shape[0] != size):
+        expected = f"[{size}]" if isinstance(size, int) else "one axis"
+        raise ModelError(f"{op_type} gets {describe_value(value)}, which must have {expected}: one element for each channel")
+
+
+def _check_window(op_type: str, x: ir.Value | None, attributes: Mapping[str, ir.Attr]) -> None:
+    """Refuse windows more than twice as large as what they slide over: taps in the padding cost time and find nothing."""
+    taps, shape = attributes.get("kernel_shape"), _shape(x)
+    if taps is None or taps.is_ref() or shape is None:
+        return
+    for count, size in zip(taps.as_ints(), shape[2:], strict=False):
+        most = max(_FEW_TAPS, 2 * size) if isinstance(size, int) else count
+        if count > most:
+            raise ModelError(f"{op_type} has a window of {count} elements over an axis of {size}; at most {most} make sense")
