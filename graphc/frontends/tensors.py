@@ -10,6 +10,9 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 
+_ELEMENTS = 2**40
+"""Most elements of one value; an axis of size 0 does not excuse the others, which NumPy multiplies too."""
+
 
 def inner_tensors(graphs: Iterable[onnx.GraphProto | onnx.FunctionProto]) -> Iterator[onnx.TensorProto]:
     """The tensors in attributes of nodes, and the initializers of bodies."""
@@ -24,6 +27,8 @@ def inner_tensors(graphs: Iterable[onnx.GraphProto | onnx.FunctionProto]) -> Ite
 
 def check_inline(tensor: onnx.TensorProto, where: str, what: str = "initializer") -> None:
     """Refuse a tensor of unknown type, or one that holds fewer elements than its dimensions say."""
+    if math.prod(max(size, 1) for size in tensor.dims) > _ELEMENTS:
+        raise ModelError(f"{where}: {what} {tensor.name!r} has the shape {list(tensor.dims)}, more than 2**40 elements")
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         for entry in tensor.external_data:
             if entry.key in ("offset", "length") and not (entry.value.isdecimal() and len(entry.value) < 19):

@@ -184,8 +184,10 @@ def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
     if axes is None or steps is None:
         return None
     result = list(source)
+    if len({len(axes), len(starts), len(ends), len(steps)}) > 1:
+        return None
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        if not isinstance(axis, int):
+        if not isinstance(axis, int) or not -len(result) <= axis < len(result):
             return None
         size = result[axis]
         whole = start == 0 and step == 1 and size is not None and (end == size or (isinstance(end, int) and end >= _HUGE))
