@@ -17,7 +17,7 @@ _ELEMENTS = 2**40
 def inner_tensors(graphs: Iterable[onnx.GraphProto | onnx.FunctionProto]) -> Iterator[onnx.TensorProto]:
     """The tensors in attributes of nodes, and the initializers of bodies; ModelError for a body that is missing."""
     for attribute in (a for graph in graphs for node in graph.node for a in node.attribute):
-        if attribute.type == onnx.AttributeProto.GRAPH and not (attribute.HasField("g") or attribute.ref_attr_name):
+        if attribute.type == onnx.AttributeProto.GRAPH and (attribute.ref_attr_name or not attribute.HasField("g")):
             raise ModelError(f"the attribute {attribute.name!r} of a node holds no graph; the file is damaged, export it again")
         if attribute.HasField("t"):
             yield attribute.t
