@@ -63,6 +63,17 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def read_regular(path: str | os.PathLike[str]) -> str:
+    """The text of a file, as :func:`open_regular` opens it.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        return file.read().decode()
+
+
 def replace_regular(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Move ``source`` to ``path`` as :func:`os.replace` does, but never in the place of a link, a device or a pipe.
 

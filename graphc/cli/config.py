@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,12 +14,13 @@ def read_options(context: typer.Context, file: str | None) -> str | None:
     Raises:
         UsageError: a file that cannot be read, an unknown option, or a value that is none.
     """
+    from graphc.atomic_files import read_regular
     from graphc.errors import UsageError, nearest
 
     if file is None:
         return None
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--config {file}: it cannot be read ({error}); it is a JSON object such as 'graphc plan' writes"

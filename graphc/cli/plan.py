@@ -13,8 +13,8 @@ from graphc.options import Option
 
 EXAMPLES = (
     "graphc plan gpt2.onnx --loss softmax_cross_entropy:axis=2 --optimizer adamw --precision bf16 \\",
-    "    --devices 1024 --memory 80GB --network network.toml --gpu h100 --batch-size 4096 -o plan.json",
-    "graphc plan model.onnx --loss mse --optimizer adam --devices 8 --memory 4GB --network network.toml \\",
+    "    --devices 1024 --memory 80GB --network net.toml --gpu h100 --batch-size 4096 -o plan.json",
+    "graphc plan model.onnx --loss mse --optimizer adam --devices 8 --memory 4GB --network net.toml \\",
     "    --batch-size 256 -o plan.json",
     "graphc train --config plan.json --data train.npz -o trained.onnx",
 )

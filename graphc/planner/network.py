@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphc.atomic_files import read_regular
 from graphc.errors import UsageError
 
 COLUMNS = ("payload_KiB", "busbw_GBps", "time_us")
@@ -69,8 +70,7 @@ class Curve:
             UsageError: a file that is none, or not of this form.
         """
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(read_regular(path).splitlines()))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UsageError(f"network {path}: the curve cannot be read ({error})") from None
         try:
@@ -184,7 +184,7 @@ class Network:
             curve = Curve.read(path)
             return cls(curve.ranks, Link(curve))
         try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
+            found = tomllib.loads(read_regular(path))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"network {path}: it cannot be read ({error}); it is a CSV or TOML file") from None
         unknown = sorted(set(found) - {"node", "inside", "between"})

@@ -370,7 +370,7 @@ def test_bad_input(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_unexpected_errors_are_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("first\nsecond")
 
     monkeypatch.setattr("graphc.frontends.load", fail)

@@ -25,6 +25,8 @@ from tests.fuzz.child import attempt
 LOSS = ["--loss", "mse:label=t", "--optimizer", "sgd:lr=0.1"]
 TRAIN = ["train", "m.onnx", *LOSS, "--data", "d.npz", "--batch-size", "2", "-n", "1"]
 
+PLAN = ["plan", "m.onnx", *LOSS, "--devices", "2", "--memory", "1GB", "--network", "n.toml", "--batch-size", "8"]
+
 WRITES: dict[tuple[str, str], tuple[list[str], str]] = {
     ("compile", "--output"): (["compile", "m.onnx", *LOSS], ""),
     ("compile", "--dump-dir"): (["compile", "m.onnx", *LOSS, "-o", "c.onnx"], "00-legalize.onnx"),
@@ -33,6 +35,8 @@ WRITES: dict[tuple[str, str], tuple[list[str], str]] = {
     ("train", "--output"): (TRAIN, ""),
     ("train", "--trace"): (TRAIN, ""),
     ("train", "--checkpoint"): (TRAIN, "state.safetensors"),
+    ("plan", "--output"): (PLAN, ""),
+    ("plan", "--trace"): ([*PLAN, "--simulate", "2"], ""),
     ("run", "--output"): (["run", "m.onnx", "--inputs", "x.npz"], ""),
 }
 """(command, option) → the words besides, and, of an option that names a folder, the file in it."""
@@ -53,6 +57,9 @@ READS: dict[tuple[str, str], list[str]] = {
     ("run", "--inputs"): ["run", "m.onnx"],
     ("show flight", "dumps"): ["show", "flight"],
     ("check", "--input"): ["check", "m.onnx"],
+    ("train", "--config"): ["train", "m.onnx", *LOSS, "--data", "d.npz"],
+    ("plan", "model"): ["plan", *LOSS, "--devices", "2", "--memory", "1GB", "--network", "n.toml", "--batch-size", "8"],
+    ("plan", "--network"): ["plan", "m.onnx", *LOSS, "--devices", "2", "--memory", "1GB", "--batch-size", "8"],
 }
 """(command, option or argument) → the words besides."""
 
@@ -63,7 +70,8 @@ AS_CHECK = {("compile", "--input"), ("train", "--input"), ("bench", "models"), (
 
 NO_FILES = (
     *("N", "K", "S", "B0", "SECONDS", "LOSS", "OPTIMIZER", "GLOB", "N|SYMBOL", "NAME=N,…", "NAME=AXIS", "MODE", "METHOD"),
-    *("TYPE", "STRATEGY", "AXES", "NAME", "LIST", "PIPELINE", "PASS", "HOW", "TAIL", "NAME=FACTOR", "WHAT", None),
+    *("TYPE", "STRATEGY", "AXES", "NAME", "LIST", "PIPELINE", "PASS", "HOW", "TAIL", "NAME=FACTOR", "WHAT", "GLOB=AXIS"),
+    *("GLOB=DEVICE", "SIZE", None),
 )
 """What stands for values that are no files, in the help."""
 
@@ -99,6 +107,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     onnx.save(model, tmp_path / "m.onnx")
     np.savez(tmp_path / "x.npz", x=np.ones((4, 3), np.float32))
     np.savez(tmp_path / "d.npz", x=np.ones((4, 3), np.float32), t=np.zeros((4, 2), np.float32))
+    (tmp_path / "n.toml").write_text("[inside]\ngigabytes_per_second = 10\nlatency_us = 20\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -86,7 +86,7 @@ def test_different_programs_of_models_in_memory(change: tuple[str, str], options
     [
         ("tag", "other", r"AllReduce\(sum\) other over data: FLOAT\[\]"),
         ("reduce", "max", r"AllReduce\(max\) \S+ over data: FLOAT\[\]"),
-        ("group", "pipe", r"AllReduce\(sum\) \S+ over pipe: FLOAT\[\]"),
+        ("group", "pipe", ""),  # each group has a sequence of its own, in which it is missing
     ],
 )
 def test_different_collectives(attribute: str, value: str, shown: str, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_different_collectives(attribute: str, value: str, shown: str, tmp_path:
         steps = [*training_pipeline(LOSS, OPTIMIZER, CompileOptions(bucket_mb=1e-5)), PassCall("unequal")]
         path = write_mlp(tmp_path)
         message = rf"disagree on collective: entry \d+ is 'AllReduce\(sum\) \S+ over data: FLOAT\[.*\]' on rank 0 and '{shown}"
-        message = message.replace(r"\[\]", r"\[[^']*\]")
+        message = message.replace(r"\[\]", r"\[[^']*\]") if shown else message.removesuffix("'") + "nothing on rank 1"
         with pytest.raises(graphc.GraphcError, match=message):
             run_threads(2, lambda comm: train(comm, path, passes=steps))
     finally:

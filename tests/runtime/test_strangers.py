@@ -21,8 +21,8 @@ from graphc.distributed.tcp_store.job_secret import job_secret, listening_place,
 from graphc.distributed.tcp_store.server import StoreServer
 from graphc.errors import UsageError, WorldError
 from tests.runtime.listening import addresses
+from tests.runtime.tcp_cases import OPEN, SECRET, both, pair
 from tests.runtime.tcp_run import finish, free_port, run_tcp, start_tcp
-from tests.runtime.test_tcp import OPEN, SECRET, both, pair
 
 pytestmark = pytest.mark.full
 

@@ -24,16 +24,10 @@ from tests.backends.strict import StrictMemory
 from tests.runtime.collective_cases import everything, queue_and_gather, tree_of_blocks
 from tests.runtime.mpi_run import ROOT
 from tests.runtime.on_device import OnDevice
+from tests.runtime.tcp_cases import OPEN, SECRET, both, pair
 from tests.runtime.tcp_run import finish, free_port, map_tcp, run_tcp, start_tcp
 
 pytestmark = pytest.mark.full
-
-OPEN = """
-import os, sys, time
-import numpy as np
-from graphc.distributed.choose import open_communicator
-comm = open_communicator()
-"""
 
 
 def collectives(comm: Communicator) -> Any:
@@ -117,32 +111,6 @@ def test_torchrun_starts_the_workers(tmp_path: Path) -> None:
 
 
 # The store itself -----------------------------------------------------------------------------------------------------
-
-
-SECRET = b"only the ranks know this"
-
-
-def pair() -> tuple[Store, Store]:
-    place = ("127.0.0.1", free_port())
-    return Store(0, 2, place, SECRET, 5.0), Store(1, 2, place, SECRET, 5.0)
-
-
-def both(first: Any, second: Any) -> list[Any]:
-    """Results or errors of two calls at the same time."""
-    found: list[Any] = [None, None]
-
-    def run(index: int, call: Any) -> None:
-        try:
-            found[index] = call()
-        except WorldError as error:
-            found[index] = str(error)
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate((first, second))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
 
 
 def test_pieces_for_each_rank_and_one_for_all() -> None:

@@ -10,6 +10,11 @@ from __future__ import annotations
 COMMON = r"""
 #define NAN_VALUE bits_to_float(0x7FC00000u)
 #define INFINITY_VALUE bits_to_float(0x7F800000u)
+#ifdef BATCH
+constexpr int AT_ONCE = BATCH;  // a pragma takes constants, and not every preprocessor expands macros in it
+#else
+constexpr int AT_ONCE = 1;
+#endif
 constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;  // 64: forms.UNROLLED
 typedef unsigned short half_bits;
 typedef struct { unsigned short bits; } bfloat_bits;
@@ -101,7 +106,7 @@ static __device__ inline float fast_exp(float x) {
 }
 #define UNROLL _Pragma("unroll")
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
-#define UNROLL_COLUMNS _Pragma("unroll BATCH")
+#define UNROLL_COLUMNS _Pragma("unroll AT_ONCE")
 #define BLOCK ((long long)blockIdx.x)
 #define THREAD ((int)threadIdx.x)
 static __device__ inline float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }

@@ -24,7 +24,7 @@ from tests.backends.guard_pages import guarded
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.onnxruntime.pool import ThreadPool
-from tests.backends.onnxruntime.test_kernels import single_node
+from tests.backends.onnxruntime.node_cases import single_node
 
 Array = np.ndarray[Any, Any]
 rng = np.random.default_rng(11)

@@ -15,10 +15,8 @@ import pytest
 
 from graphc.backend import Binding, native_kernel
 from graphc.device import aligned_zeros
-from graphc.ir import IR_VERSION, OPSET
-from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
-from graphc.ir.ops.attention import operand_axes, packed, written
+from graphc.ir.ops.attention import operand_axes, packed
 from graphc.passes.legalize.decompose import decompose_graph
 
 ort = pytest.importorskip("onnxruntime")
@@ -26,8 +24,7 @@ torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import convolution, nonfinite_count, onednn  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
-
-Arrays = Sequence["np.ndarray[Any, Any] | None"]
+from tests.backends.onnxruntime.node_cases import Arrays, single_node  # noqa: E402
 
 rng = np.random.default_rng(7)
 
@@ -47,24 +44,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     made = ThreadPool(request.param)
     yield made
     made.close()
-
-
-def single_node(op: str, arrays: Arrays, attributes: Mapping[str, Any], constants: Sequence[int]) -> ir.Model:
-    """A model of one node; ``constants`` are the inputs that are part of the graph, shapes above all."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, "graphc": 1}, name="one")
-    builder, values = Builder(graph), []
-    for index, array in enumerate(arrays):
-        if array is None or index in constants:
-            values.append(None if array is None else builder.const(array))
-            continue
-        value = ir.Value(name=f"i{index}", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
-        graph.inputs.append(value)
-        values.append(value)
-    domain = "graphc" if op.startswith("graphc::") else ""
-    # The only op with one output for each of several operands: those that do not share a tensor.
-    count = len(written(attributes["layout"])) if op.endswith("AttentionGrad") else None
-    graph.outputs.extend(builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain, outputs=count))
-    return ir.Model(graph, ir_version=IR_VERSION)
 
 
 def reference(

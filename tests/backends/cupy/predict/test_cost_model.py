@@ -16,28 +16,7 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
 from graphc.errors import UsageError
-from tests.backends.cupy.predict.cost_cases import HEAD, passes
-
-CROSS_ENTROPY = """(bfloat16[4096,8192] logits, int64[4096] label, float[] d) => (float[] total, bfloat16[4096,8192] dlogits) {
-  x = Cast<to=1>(logits)
-  total, weight, p = graphc.SoftmaxCrossEntropy<axis=1, label_smoothing=0.0>(x, label)
-  g = graphc.SoftmaxCrossEntropyGrad<axis=1, label_smoothing=0.0>(d, p, label)
-  dlogits = Cast<to=16>(g)
-}"""
-
-NORMALISED = """(bfloat16[64,28,28,256] x, float[256] s, float[256] b, bfloat16[64,28,28,256] g)
-  => (bfloat16[64,28,28,256] z, bfloat16[64,28,28,256] dx, float[256] ds, float[256] db) {
-  xf = Cast<to=1>(x)
-  axes = Constant<value_ints=[0,1,2]>()
-  m = ReduceMean<keepdims=0>(xf, axes)  q = Mul(xf, xf)  e = ReduceMean<keepdims=0>(q, axes)
-  mm = Mul(m, m)  v = Sub(e, mm)  eps = Constant<value_float=1e-5>()  w = Add(v, eps)  r0 = Sqrt(w)  r = Reciprocal(r0)
-  c = Sub(xf, m)  f = Mul(r, s)  n = Mul(c, f)  y0 = Add(n, b)  y = Cast<to=16>(y0)  z = Relu(y)
-  gz = graphc.ReluGrad(g, z)  gf = Cast<to=1>(gz)
-  db = ReduceSum<keepdims=0>(gf, axes)  gc = Mul(gf, c)  k0 = ReduceSum<keepdims=0>(gc, axes)  ds = Mul(k0, r)
-  count = Constant<value_float=50176.0>()
-  a1 = Div(db, count)  a2 = Div(ds, count)  a3 = Mul(a2, r)  d1 = Sub(gf, a1)  d2 = Mul(c, a3)  d3 = Sub(d1, d2)
-  d4 = Mul(d3, f)  dx = Cast<to=16>(d4)
-}"""
+from tests.backends.cupy.predict.cost_cases import CROSS_ENTROPY, HEAD, NORMALISED, passes
 
 
 def test_cross_entropy_reads_the_scores_twice_and_writes_their_gradient_once() -> None:

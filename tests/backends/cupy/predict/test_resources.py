@@ -14,9 +14,8 @@ from graphc.backends.cupy.predict.resources import Compiled, compiled_kernels, f
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.errors import GraphcError
 from graphc.ir.facts import static_dims
-from tests.backends.cupy.codegen.test_row_column import model as layer_norm
-from tests.backends.cupy.predict.cost_cases import HEAD
-from tests.backends.cupy.predict.test_cost_model import CROSS_ENTROPY, NORMALISED
+from tests.backends.cupy.codegen.layer_norm_cases import model as layer_norm
+from tests.backends.cupy.predict.cost_cases import CROSS_ENTROPY, HEAD, NORMALISED
 
 
 @pytest.fixture(autouse=True)

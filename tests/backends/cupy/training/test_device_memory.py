@@ -23,6 +23,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import DeviceMemoryError
 from graphc.report.memory import feed_shapes, memory_of, predicted
+from graphc.training.strategy import Strategy
 from tests.backends.host_kernels import HostDevice
 from tests.backends.strict import DeviceArray
 
@@ -87,16 +88,16 @@ def test_each_of_two_workers_allocates_what_was_predicted_for_it(
     register_backend("pretended", lambda **_: CupyBackend(device=Equipped()))
     program = compiled(exported("lenet"), backend="pretended", strategy=strategy, bucket_mb=0.1)
     x, y = SPECS["lenet"].batch(8)
-    broadcast = graphc.Trainer._broadcast
+    spread = Strategy.spread
 
-    def passing(trainer: Any, *arguments: Any) -> None:
+    def passing(strategy: Strategy, *arguments: Any) -> None:
         """What rank 0 sends the others whole is free again afterwards."""
-        allocations = trainer.backend.device.allocations
+        allocations = strategy.trainer.backend.device.allocations  # type: ignore[attr-defined]
         before = len(allocations)
-        broadcast(trainer, *arguments)
+        spread(strategy, *arguments)
         del allocations[before:]
 
-    monkeypatch.setattr(graphc.Trainer, "_broadcast", passing)
+    monkeypatch.setattr(Strategy, "spread", passing)
 
     def worker(comm: Any) -> int:
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
