@@ -201,7 +201,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "truncated": (truncated, 1, "cut.onnx"),
     "no such model": (lambda _: ["check", "mpl.onnx"], 1, "did you mean 'mlp.onnx'"),
     "sparse initializer": (sparse, 1, "initializer 'w1' is sparse"),
-    "names that are no text": (no_text, 1, "no valid text"),
+    "names that are no text": (no_text, 1, "is not UTF-8; the file is damaged, export it again"),
     "functions in a circle": (circle, 1, "cannot be inlined"),
     "a training graph": (training_graph, 2, "a training graph already"),
     "a standard training graph": (standard_graph, 2, "give the model that it was compiled from"),

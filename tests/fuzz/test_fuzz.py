@@ -14,7 +14,7 @@ from graphc.errors import GraphcError, InternalError
 from tests.fuzz import corpus
 from tests.fuzz.child import attempt
 from tests.fuzz.corpus import Finding
-from tests.fuzz.kinds import KINDS, VALID, prepare
+from tests.fuzz.kinds import KINDS, prepare
 from tests.fuzz.past import PAST
 
 COUNT = 300
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"network", "fault"}))  # which have tests of their own
 def test_mutants_end_in_a_result_or_a_clear_error(kind: str) -> None:
     prepare()
-    faults, trained = [], 0
+    faults, worked = [], 0
     for number in range(COUNT):
         name, work = KINDS[kind](number)
         found = attempt(work)
         if not found.good:
             faults.append(f"{kind} {number} ({name}): {found.ending} {found.detail}")
-        trained += found.ending == "result" and number % VALID == 0
+        worked += found.ending == "result"
     assert not faults, "\n".join(faults)
     if kind == "model":  # else the mutants would only show that everything is refused
-        assert trained > COUNT / VALID / 2
+        assert worked > COUNT / 10, "a fifth of them is valid (docs/reliability.md)"
 
 
 @pytest.mark.parametrize("path", list(corpus.files()), ids=lambda path: path.stem)

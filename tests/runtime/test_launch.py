@@ -221,5 +221,9 @@ def test_a_signal_before_the_workers_are_there(monkeypatch: pytest.MonkeyPatch, 
         time.sleep(60)
 
     monkeypatch.setattr(local, "job_folder", interrupted)
-    assert launch(2, ["-c", "0"], "tcp") == 128 + signal.SIGQUIT
+    before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell starts background jobs with it ignored
+    try:
+        assert launch(2, ["-c", "0"], "tcp") == 128 + signal.SIGQUIT
+    finally:
+        signal.signal(signal.SIGQUIT, before)
     assert capfd.readouterr().err == "graphc: stopped by SIGQUIT; the workers were stopped\n"

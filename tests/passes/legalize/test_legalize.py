@@ -121,7 +121,7 @@ def test_a_newer_opset_is_brought_down_when_nothing_new_is_used(opset: int) -> N
 
 def test_an_op_newer_than_the_legal_opset_is_named() -> None:
     model = build([helper.make_node("SwiGLU", ["x"], ["y"], name="gate")], {"x": [2, 4]}, ["y"], opset=28)
-    with pytest.raises(UnsupportedOpError, match=r"SwiGLU is newer than opset 26: gate"):
+    with pytest.raises(UnsupportedOpError, match=r"SwiGLU is newer than opset 26, .*: gate.*Mul takes 2 inputs, not 1"):
         legal(ir.from_proto(model))  # one input short, so that its function body does not apply; load would say that
 
 
