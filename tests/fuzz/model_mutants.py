@@ -90,7 +90,7 @@ def _change_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
     elif attribute.type == AttributeProto.TENSOR:
         _damage(attribute.t, rng)
     else:
-        attribute.type = rng.randint(0, 15)
+        attribute.type = rng.randint(0, 14)
 
 
 def _retype_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
