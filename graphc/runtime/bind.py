@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from graphc.backend import Backend
 from graphc.device import Run
+from graphc.errors import GraphcError, InternalError
 from graphc.ir.declare import SHARD
-from graphc.ir.facts import required
+from graphc.ir.facts import describe, required
 from graphc.plan.segment_model import segment_model
 from graphc.plan.steps import PlanStep
 from graphc.runtime.accumulators import MicroBatchCursor, bind_sums
@@ -33,7 +34,27 @@ class StepBinder:
     check: Check | None
 
     def bind(self, step: PlanStep) -> Run | None:
-        """A closure that runs ``step``; None where nothing is to be done."""
+        """A closure that runs ``step``; None where nothing is to be done.
+
+        Raises:
+            InternalError: a backend on the host fails in a way that nobody foresaw; it names the nodes.
+        """
+        try:
+            return self._bound(step)
+        except (GraphcError, MemoryError):
+            raise
+        except Exception as error:
+            if not self.backend.memory.on_host:
+                raise  # the errors of a device's driver have their own handling
+            nodes = "; ".join(describe(node) for node in step.nodes[:3])
+            more = f" and {len(step.nodes) - 3} more" if len(step.nodes) > 3 else ""
+            what = " ".join(str(error).split())
+            raise InternalError(
+                f"the {self.backend.name} backend cannot prepare {nodes}{more}: {type(error).__name__}: {what};"
+                " report it with the model"
+            ) from error
+
+    def _bound(self, step: PlanStep) -> Run | None:
         array, backend = self.places.array, self.backend
         if step.kind == "segment":
             return backend.bind_segment(
