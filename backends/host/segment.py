@@ -128,7 +128,10 @@ class HostSegment:
         try:
             return KernelPart(source, compiler().compile(source, generator.loops))
         except LanguageError:
-            raise _RefusedError({n.op_type for n in _inside(kernel, in_memory)} - _ALWAYS) from None
+            ops = {node.op_type for node in _inside(kernel, in_memory)} - _ALWAYS
+            if not ops:
+                raise  # plain arithmetic of a type that no kernel computes
+            raise _RefusedError(ops) from None
 
     def _close(self, nodes: list[ir.Node]) -> None:
         """Make a part of the nodes that are left so far."""
@@ -200,8 +203,6 @@ class _RefusedError(Exception):
     def __init__(self, ops: set[str]) -> None:
         super().__init__(ops)
         self.ops = ops
-        if not ops:
-            raise LanguageError("a kernel of plain arithmetic cannot be compiled")
 
 
 _ALWAYS = frozenset({"Add", "Sub", "Mul", "Div", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand", "ReduceSum"})
@@ -253,12 +254,11 @@ def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
 
 
 def _holding(run: Run, *held: object) -> Run:
-    """``run``, which keeps alive the memory whose addresses it knows."""
+    """``run``, with the memory whose addresses it knows: that lives as long as the closure."""
 
-    def go() -> None:
+    def go(held: object = held) -> None:
         run()
 
-    go.held = held  # type: ignore[attr-defined]
     return go
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -91,10 +92,10 @@ SHAPES = frozenset({"axes", "shape", "new_shape", "starts", "ends", "steps", "re
 """Inputs of the cases that decide the shape of the result."""
 
 
-def check_case(name: str, device: object, splits: int | None) -> None:
-    """The case comes out of generated kernels as the standard says."""
+def legal_case(name: str) -> tuple[Any, onnx.ModelProto, dict[str, np.ndarray]]:
+    """A case of the standard, its legal model with static shapes, and its feeds."""
     case = quick_cases()[name]
-    inputs, outputs = case.data_sets[0]
+    inputs, _ = case.data_sets[0]
     feeds = {v.name: plain(x) for v, x in zip(case.model.graph.input, inputs, strict=True)}
     model = ir.from_proto(case.model)
     for value in [v for v in model.graph.inputs if v.name in SHAPES]:  # a training graph has them as constants
@@ -102,8 +103,14 @@ def check_case(name: str, device: object, splits: int | None) -> None:
         model.graph.inputs.remove(value)
         model.graph.register_initializer(value)
     run(model, "legalize")
-    model = prepare(model, {n: x.shape for n, x in feeds.items()})
-    results, segment = run_segment(ir.to_proto(model), feeds, device, splits=splits)
+    return case, ir.to_proto(prepare(model, {n: x.shape for n, x in feeds.items()})), feeds
+
+
+def check_case(name: str, device: object, splits: int | None) -> None:
+    """The case comes out of generated kernels as the standard says."""
+    case, model, feeds = legal_case(name)
+    _, outputs = case.data_sets[0]
+    results, segment = run_segment(model, feeds, device, splits=splits)
     assert any(isinstance(call, KernelCall) for call in segment.calls), "nothing was generated"
     for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
         assert results[value.name].dtype == expected.dtype

@@ -19,10 +19,8 @@ from graphc.backend import BACKENDS, Backend
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import HostSegment, KernelPart
 from graphc.ir.facts import dtype_of, shape_of
-from graphc.pipeline import run
-from graphc.plan.specialise import prepare
-from tests.backends.fusion.fusion_cases import CASES, SHAPES
-from tests.conformance.suite import plain, quick_cases
+from tests.backends.fusion.fusion_cases import CASES, legal_case
+from tests.conformance.suite import plain
 
 LEFT = frozenset(
     [
@@ -61,16 +59,8 @@ def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: An
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backend) -> None:
-    case = quick_cases()[name]
-    inputs, outputs = case.data_sets[0]
-    feeds = {v.name: plain(x) for v, x in zip(case.model.graph.input, inputs, strict=True)}
-    model = ir.from_proto(case.model)
-    for value in [v for v in model.graph.inputs if v.name in SHAPES]:  # a training graph has them as constants
-        value.const_value = ir.tensor(feeds.pop(value.name), name=value.name)
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
-    run(model, "legalize")
-    proto = ir.to_proto(prepare(model, {n: x.shape for n, x in feeds.items()}))
+    case, proto, feeds = legal_case(name)
+    _, outputs = case.data_sets[0]
     if name in LEFT:
         with pytest.raises(LanguageError):
             HostSegment(proto)
