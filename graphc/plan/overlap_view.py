@@ -18,7 +18,8 @@ from graphc.errors import counted
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.collectives import collective_of
-from graphc.plan.partition import VIEWS, Plan
+from graphc.plan.partition import Plan
+from graphc.plan.specialise import VIEWS
 from graphc.plan.steps import PlanStep
 
 SYMBOLS: Mapping[str, str] = {"segment": "c", "kernel": "k", "update": "u", "check": "?", "start": ">", "wait": "<"}

@@ -22,7 +22,7 @@ from graphc.errors import DataDependentShapeError, ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
-from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, size_of, static_dims
+from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import COLLECTIVES, VARIADIC, collective_of
 from graphc.ir.ops.pipe import SEND, is_transfer
@@ -34,7 +34,7 @@ from graphc.pipe.tasks import Task
 from graphc.plan.buffers import lay_out
 from graphc.plan.group_places import collective_events, join_group
 from graphc.plan.skip_flag import guard
-from graphc.plan.specialise import prepare
+from graphc.plan.specialise import VIEWS, prepare
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup
 from graphc.plan.update_groups import find_homes, update_groups
 
@@ -278,10 +278,6 @@ def _add_check(steps: list[PlanStep], stop: ir.Value | None) -> None:
         steps.insert(first, PlanStep("check", "finite?", [], outputs=[] if stop is None else [stop], once=True, task=task))
 
 
-VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
-"""Ops whose result is the same memory with another shape."""
-
-
 def _take_out_views(
     steps: Sequence[PlanStep], groups: Sequence[UpdateGroup]
 ) -> tuple[list[PlanStep], dict[ir.Value, ir.Value]]:
@@ -303,8 +299,6 @@ def _take_out_views(
                 continue
             if static_dims(view) is None:
                 continue  # its shape depends on data, and is known inside a segment only
-            if static_dims(source) is not None and size_of(source) != size_of(view):
-                raise ModelError(f"{describe(node)} cannot give {size_of(source)} elements this shape")
             producer = source.producer()
             if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
                 continue  # the reduction overwrites its bucket: other readers need the source intact

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -11,7 +13,7 @@ from graphc.errors import FeedError, ModelError
 from graphc.ir.declare import SHARD, declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph, is_decomposed
 from graphc.ir.dim_expressions import evaluate, is_name, symbols
-from graphc.ir.facts import Dim, dims
+from graphc.ir.facts import Dim, describe, dims, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.model_bytes import check_sizes
 from graphc.ir.ops.accumulation import is_accumulation
@@ -20,6 +22,9 @@ from graphc.mesh import ALONE, Mesh
 from graphc.pipeline import PASSES, Context, parse
 from graphc.plan.group_places import group_of, settle_coordinates
 from graphc.plan.half_precision import emulate_halves, narrow_storage
+
+VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+"""Ops whose result is the same memory with another shape."""
 
 
 def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
@@ -31,6 +36,17 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
         ModelError: a value larger than any machine holds.
     """
     _check_sizes(model.graph, shapes)
+    try:
+        copy = _static(model, shapes)
+    except ModelError as error:
+        given = ", ".join(f"{v.name} {list(shapes[v.name or ''])}" for v in model.graph.inputs)
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise FeedError(f"the feeds {given} do not fit together: {reason}{_works_at_one(model, shapes)}") from error
+    check_sizes(copy.graph)
+    return copy
+
+
+def _static(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
     copy = model.clone()
     for value in copy.graph.inputs:
         value.shape = ir.Shape([int(d) for d in shapes[value.name or ""]])
@@ -38,14 +54,32 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
         for out in node.outputs:
             if node.op_type != "Constant":
                 out.shape = None
-    try:
-        propagate(copy.graph)
-    except ModelError as error:
-        given = ", ".join(f"{v.name} {list(shapes[v.name or ''])}" for v in model.graph.inputs)
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        raise FeedError(f"the feeds {given} do not fit together: {reason}") from error
-    check_sizes(copy.graph)
+    propagate(copy.graph)
+    for node in copy.graph:
+        if node.op_type in VIEWS and not node.domain and (source := node.inputs[0]) is not None:
+            have, want = static_dims(source), static_dims(node.outputs[0])
+            if have is not None and want is not None and math.prod(have) != math.prod(want):
+                raise ModelError(f"{describe(node)} cannot give {math.prod(have)} elements this shape")
     return copy
+
+
+def _works_at_one(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> str:
+    """What to do about a file whose symbol is a promise that its nodes break: they were traced with that size 1."""
+    declared = {value.name or "": dims(value) or () for value in model.graph.inputs}
+    for symbol in dict.fromkeys(dim for want in declared.values() for dim in want if isinstance(dim, str) and is_name(dim)):
+        ones = {
+            name: [1 if dim == symbol else k for k, dim in zip(shapes[name], want, strict=True)]
+            for name, want in declared.items()
+        }
+        if ones == {name: list(shapes[name]) for name in declared}:
+            continue
+        with contextlib.suppress(ModelError):
+            _static(model, ones)
+            return (
+                f"; the model declares any {symbol} but computes with {symbol} = 1 only: train it at that size"
+                " (--per-worker-batch 1, and --accumulate for larger batches), or export it with another example"
+            )
+    return ""
 
 
 def _check_sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -124,7 +124,7 @@ def _squeeze(change: Change, node: ir.Node) -> None:
         return
     axes = [k for k, d in enumerate(dims(x) or ()) if d == 1]
     node.resize_inputs(2)
-    node.replace_input_with(1, change.op.const(axes))
+    node.replace_input_with(1, change.op.const(np.array(axes, np.int64)))
 
 
 # Operands that lie beside the batch -------------------------------------------------------------------------------------

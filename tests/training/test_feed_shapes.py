@@ -135,3 +135,16 @@ def test_arithmetic_that_the_file_writes_is_compared_with_what_is_fed() -> None:
 )  # fmt: skip
 def test_sizes_are_evaluated(text: str, size: int | None) -> None:
     assert evaluate(text, {"N": 6, "k": 4, "past_len": 7, "a.b": 3, "seq": 5, "v0": 2}) == size
+
+
+@pytest.mark.parametrize("step", ["s = Squeeze(m, zero)", "s = Reshape(m, shape)"])
+def test_a_symbol_that_the_nodes_do_not_keep_is_told(step: str) -> None:
+    """Exporters write a name for the batch over nodes that were traced with one sample."""
+    text = f"""(float[N,5,4] x) => (float[1,5,3] y)
+        <int64[1] zero = {{0}}, int64[2] shape = {{5, 3}}> {{ m = MatMul(x, w) {step} y = Unsqueeze(s, zero) }}"""
+    weight, feeds = normal(4, 3), {"x": normal(8, 5, 4), "label": normal(1, 5, 3)}
+    trainer = trainer_of(text, losses.MSE(), weight)
+    refused(trainer, feeds, match="declares any N but computes with N = 1 only: train it at that size")
+    feeds["x"] = feeds["x"][:1]
+    expected = ((feeds["x"] @ weight - feeds["label"]) ** 2).mean()
+    assert trainer.step(feeds)["loss"] == pytest.approx(float(expected), rel=1e-5)

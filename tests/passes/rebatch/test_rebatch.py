@@ -76,6 +76,16 @@ def test_baked_reshapes(targets: list[list[int]]) -> None:
     check_like_single_samples(model, {"x": normal(3, 3, 4)}, 3)
 
 
+@pytest.mark.parametrize("shape", [[1, 3, 4], [1, 1, 4], [2, 3, 4]])
+def test_a_squeeze_without_axes(shape: list[int]) -> None:
+    """It takes the axes that had one entry when the model was exported: of several samples, never the batch's."""
+    nodes = [helper.make_node("Squeeze", ["x"], ["s"], name="squeeze"), helper.make_node("Relu", ["s"], ["y"])]
+    model = legal(load(build(nodes, {"x": shape}, ["y"], opset=13)))
+    x = normal(3 * shape[0], *shape[1:])
+    kept = [len(x), *(d for d in shape[1:] if d > 1)]
+    np.testing.assert_array_equal(run(rebatch(model, len(x)), {"x": x})[0], np.maximum(x.reshape(kept), 0))
+
+
 def test_a_target_that_copies_the_batch_beside_an_unknown_size() -> None:
     nodes = [
         helper.make_node("Transpose", ["x"], ["time_first"], perm=[1, 0, 2, 3]),
