@@ -12,7 +12,7 @@ import typer.main
 import graphc
 from graphc.backend import BACKENDS
 from graphc.cli import _app
-from graphc.cli.job import Job, from_json, to_json
+from graphc.cli.training.job import Job, from_json, to_json
 from graphc.errors import MissingExtraError, UsageError
 from graphc.options import CompileOptions
 from graphc.pipeline import PassCall, parse
@@ -43,7 +43,7 @@ def test_a_job_is_the_same_after_a_round_trip_through_its_file() -> None:
         batch_size=16,
         workers=2,
         compilation=compilation,
-        form=graphc.cli.output.Format.json,
+        form=graphc.cli.terminal.output.Format.json,
     )
     again = from_json(to_json(job))
     assert again == job

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from graphc import __version__
-from graphc.cli import options, output, streams, usage
+from graphc.cli.terminal import options, output, streams, usage
 from graphc.errors import GraphcError
 from graphc.launch.signals import interruption
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option
 
 EXAMPLES = (

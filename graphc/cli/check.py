@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphc.cli.trainability import Trainability
+    from graphc.cli.training.trainability import Trainability
     from graphc.compiler import Program
     from graphc.losses import Loss
 
@@ -47,7 +47,7 @@ def command(
     Exit codes: 0 it trains; 1 the file is missing or broken; 2 wrong options; 3 nothing in it can train, or an op is unknown.
     """
     from graphc import frontends
-    from graphc.cli.trainability import examine
+    from graphc.cli.training.trainability import examine
     from graphc.compiler import check_untrained
     from graphc.errors import InternalError, NotTrainableError
 
@@ -73,8 +73,8 @@ def command(
 def _report(
     name: str, original: ir.Model, result: Trainability, compilation: CompileOptions, *, verbose: bool
 ) -> dict[str, Any]:
-    from graphc.cli.check_warnings import warnings_of
-    from graphc.cli.summary import elements, op_counts
+    from graphc.cli.terminal.summary import elements, op_counts
+    from graphc.cli.training.check_warnings import warnings_of
     from graphc.ir.facts import describe_value
 
     parameters: list[dict[str, Any]] = result.found["parameters"]
@@ -122,7 +122,7 @@ def _training(name: str, result: Trainability, program: Program, loss: Loss, com
     """What is known of a model that compiles: the loss, the data that it needs, the memory, the command."""
     import dataclasses
 
-    from graphc.cli.trainability import OPTIMIZER, unfed
+    from graphc.cli.training.trainability import OPTIMIZER, unfed
     from graphc.losses import LOSSES
 
     losses = (LOSSES[advice.kind](**advice.options()) for advice in result.found["losses"])
@@ -162,7 +162,7 @@ def _command(name: str, result: Trainability, compilation: CompileOptions) -> st
     """The line that trains the model as it was checked."""
     import shlex
 
-    from graphc.cli.trainability import OPTIMIZER
+    from graphc.cli.training.trainability import OPTIMIZER
 
     words = ["graphc", "train", name, "--data", "data.npz", "--loss", str(result.loss), "--optimizer", OPTIMIZER]
     words += options.as_arguments(compilation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import CompileOptions, Option
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def command(
 ) -> None:
     """Compile MODEL into one file with forward, loss, backward, AllReduces and updates."""
     from graphc import compiler, frontends, optim
-    from graphc.cli.places import check_place
-    from graphc.cli.summary import print_training_graph, training_graph
+    from graphc.cli.terminal.summary import print_training_graph, training_graph
+    from graphc.cli.training.places import check_place
     from graphc.errors import UsageError
     from graphc.frontends import device_annotations, training_export
     from graphc.mesh import Mesh

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphc.cli.job import Job, Prepared
+    from graphc.cli.training.job import Job, Prepared
     from graphc.demo import Digits
     from graphc.device import Array
 
@@ -34,8 +34,8 @@ def command(
 ) -> int:
     """Train a small CNN on handwritten digits with two MPI workers, and run the result in plain onnxruntime."""
     from graphc import demo
-    from graphc.cli.job import Job
     from graphc.cli.train import run_job
+    from graphc.cli.training.job import Job
     from graphc.launch.folders import job_folder
     from graphc.launch.signals import termination_interrupts
 
@@ -79,9 +79,9 @@ def _save(path: Path, arrays: Mapping[str, Array]) -> str:
 def _show_compilation(job: Job, digits: Digits, form: Format) -> Prepared:
     """Compile, and print what each pass did."""
     from graphc import demo, frontends
-    from graphc.cli import job as jobs
     from graphc.cli.compile import PassTimes
-    from graphc.cli.summary import training_graph
+    from graphc.cli.terminal.summary import training_graph
+    from graphc.cli.training import job as jobs
 
     nodes = len(frontends.load(demo.MODEL).graph)
     counts = Injected()

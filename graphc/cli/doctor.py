@@ -18,10 +18,11 @@ import typer
 
 from graphc import __version__
 from graphc.cache_folder import CACHE_VARIABLE, cache_folder
-from graphc.cli import gpu, options, output, versions
 from graphc.cli.backends import READY
-from graphc.cli.finding import Finding
-from graphc.cli.output import Format
+from graphc.cli.diagnosis import gpu, versions
+from graphc.cli.diagnosis.finding import Finding
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.errors import UsageError, nearest
 from graphc.options import Option
 

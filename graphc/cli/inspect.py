@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option, ParameterChoice, ReadOptions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def command(
     if "params" in parts:
         found["params"] = _parameters(loaded, chosen)
     if "collectives" in parts:
-        from graphc.cli.summary import collectives
+        from graphc.cli.terminal.summary import collectives
 
         found["collectives"] = collectives(loaded.graph)
     if form is Format.json:
@@ -140,7 +140,7 @@ def is_training_graph(model: ir.Model) -> bool:
 
 
 def _summary(model: ir.Model) -> dict[str, Any]:
-    from graphc.cli.summary import elements, op_counts, training_graph
+    from graphc.cli.terminal.summary import elements, op_counts, training_graph
     from graphc.ir.facts import describe_value
 
     found: dict[str, Any] = {
@@ -211,7 +211,7 @@ def _parameters(model: ir.Model, chosen: ParameterChoice) -> list[dict[str, Any]
 
 def _state(model: ir.Model) -> list[dict[str, Any]]:
     """Return the initializers of a training graph with the op that updates each."""
-    from graphc.cli.summary import is_trained
+    from graphc.cli.terminal.summary import is_trained
     from graphc.ir.facts import dims, state_updates
 
     by = {state.name: (node, state) for node, state, _ in state_updates(model.graph)}

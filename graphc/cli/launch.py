@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from graphc.cli import options
+from graphc.cli.terminal import options
 from graphc.options import Option
 
 EXAMPLES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from graphc.cli import options, output
 from graphc.cli.compile import PassTimes
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def command(
 ) -> None:
     """Run PIPELINE over MODEL ('graphc passes' lists the passes)."""
     from graphc import frontends
-    from graphc.cli.places import check_place
+    from graphc.cli.training.places import check_place
     from graphc.errors import UsageError, nearest
     from graphc.ir.text import elided, to_text
     from graphc.pipeline import parse, run

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option
 
 EXAMPLES = (
@@ -47,7 +47,7 @@ def command(
     """Propose mesh, strategy, schedule, micro-batches and recomputation for MODEL on N devices."""
     from graphc import compiler, frontends, optim
     from graphc.atomic_files import whole_file
-    from graphc.cli.places import check_place
+    from graphc.cli.training.places import check_place
     from graphc.errors import UsageError
     from graphc.planner.costs import on_gpu, on_this_machine
     from graphc.planner.network import Network

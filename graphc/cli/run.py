@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Annotated, Any
 
-from graphc.cli import options, output
-from graphc.cli.output import Format
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.output import Format
 from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def command(
     import numpy as np
 
     from graphc import frontends
-    from graphc.cli.arrays import convert, gather_sequences, read_arrays
-    from graphc.cli.places import check_place
+    from graphc.cli.training.arrays import convert, gather_sequences, read_arrays
+    from graphc.cli.training.places import check_place
     from graphc.errors import UsageError
     from graphc.frontends.writing import atomic_write, write_standard_output
     from graphc.training.inference import run_model

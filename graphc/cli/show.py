@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from graphc.cli import flight, options, output, usage
-from graphc.cli.output import Format
+from graphc.cli.diagnosis import flight
+from graphc.cli.terminal import options, output, usage
+from graphc.cli.terminal.output import Format
 from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphc.cli import config, options, output
+from graphc.cli.terminal import config, options, output
 from graphc.options import CompileOptions
 
 if TYPE_CHECKING:
-    from graphc.cli.job import Job, Prepared
+    from graphc.cli.training.job import Job, Prepared
 
 EXAMPLES = (
     "graphc train model.onnx --data train.npz --loss softmax_cross_entropy \\",
@@ -68,7 +68,7 @@ def command(
     from graphc.ir.lazy_sympy import import_onnx_ir
 
     import_onnx_ir()
-    from graphc.cli.job import Job
+    from graphc.cli.training.job import Job
     from graphc.distributed.world import find_world, wanted_transport
     from graphc.errors import UsageError
     from graphc.mesh import Mesh
@@ -112,8 +112,8 @@ def run_job(job: Job, *, alone: bool = True, prepared: Prepared | None = None, w
         prepared: the job's program and data, if already prepared.
         words: the command line, without the program's name.
     """
-    from graphc.cli.interrupt import Progress, how_to_resume, stopped
-    from graphc.cli.job import execute, prepare
+    from graphc.cli.training.interrupt import Progress, how_to_resume, stopped
+    from graphc.cli.training.job import execute, prepare
     from graphc.distributed.threads import run_threads
     from graphc.launch.folders import job_folder
     from graphc.launch.signals import ENDING, interruption, termination_interrupts
@@ -153,13 +153,13 @@ def _on_disk(job: Job, folder: Path) -> Job:
 
 
 def _launch(job: Job, folder: Path) -> int:
-    from graphc.cli.job import to_json
+    from graphc.cli.training.job import to_json
     from graphc.launch.local import launch
 
     path = folder / "job.json"
     path.write_text(to_json(job))
     # The workers write into pipes; whether this process has a terminal decides how their output looks.
     environment = {output.TERMINALS: output.terminals(), "COLUMNS": str(shutil.get_terminal_size().columns)}
-    argv = ["-m", "graphc.cli.worker", str(path)]
+    argv = ["-m", "graphc.cli.training.worker", str(path)]
     served = job.processes > job.workers
     return launch(job.processes, argv, transport=job.transport, env=environment, keep_going=served, deadline=job.deadline)

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from graphc.bench.bundle import CARRIED, PRESENT, UNUSED
-from graphc.cli.gpu import WHEELS, requirements
+from graphc.cli.diagnosis.gpu import WHEELS, requirements
 from graphc.smoke.machine import MODULES
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphc.cli.arrays import convert, read_arrays
+from graphc.cli.training.arrays import convert, read_arrays
 from graphc.errors import FeedError
 
 

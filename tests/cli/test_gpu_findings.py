@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from graphc.cli import doctor, gpu
+from graphc.cli import doctor
+from graphc.cli.diagnosis import gpu
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

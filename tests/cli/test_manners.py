@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 
-from graphc.cli import COMMANDS, main, output, streams
+from graphc.cli import COMMANDS, main
+from graphc.cli.terminal import output, streams
 from tests.cli.models import cli
 
 LISTS = (["passes"], ["backends"], ["ops"], ["passes", "legalize"], ["ops", "Conv"])

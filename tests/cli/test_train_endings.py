@@ -17,7 +17,7 @@ import onnx
 import pytest
 
 from graphc.cli import main
-from graphc.cli.report import Reporter
+from graphc.cli.training.report import Reporter
 from graphc.runtime import checkpoint
 
 X = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from packaging.utils import canonicalize_name
 
-from graphc.cli import versions
-from graphc.cli.finding import Finding
+from graphc.cli.diagnosis import versions
+from graphc.cli.diagnosis.finding import Finding
 
 QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
 CUPY = re.compile(r"cupy-cuda(\d+)x")

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphc import frontends
-from graphc.cli import output
+from graphc.cli.terminal import output
 from graphc.device import Array
 from graphc.errors import GraphcError, NonFiniteError
 from graphc.runtime import checkpoint
 
 if TYPE_CHECKING:
-    from graphc.cli.job import Job
+    from graphc.cli.training.job import Job
     from graphc.data import Shards
     from graphc.training.trainer import Trainer
 

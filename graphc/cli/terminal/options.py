@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 from typer.models import OptionInfo
 
-from graphc.cli.output import Format as Formats
+from graphc.cli.terminal.output import Format as Formats
 from graphc.options import Axes, Inputs, Option, Scales, Shapes
 
 if TYPE_CHECKING:

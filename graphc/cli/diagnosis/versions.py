@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from graphc.cli.finding import Finding
+from graphc.cli.diagnosis.finding import Finding
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from graphc.errors import GraphcError
 from graphc.runtime import checkpoint
 
 if TYPE_CHECKING:
-    from graphc.cli.job import Job
+    from graphc.cli.training.job import Job
 
 
 class Progress:

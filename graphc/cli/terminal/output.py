@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphc.cli import streams, tables
+from graphc.cli.terminal import streams, tables
 from graphc.errors import GraphcError
 from graphc.errors import counted as counted
 

@@ -21,14 +21,14 @@ import onnx_ir as ir
 
 from graphc import compiler, frontends, losses, optim
 from graphc.backend import backend_of
-from graphc.cli import options, output
-from graphc.cli.arrays import check_labels, match_inputs, read_arrays, samples_first
-from graphc.cli.batching import SAMPLE_WEIGHT, fill_last_batch, fit_batch
-from graphc.cli.interrupt import Progress
-from graphc.cli.last_good import LastGood
-from graphc.cli.places import check_checkpoint, check_named, check_place
-from graphc.cli.report import Reporter
-from graphc.cli.summary import collectives, per_step
+from graphc.cli.terminal import options, output
+from graphc.cli.terminal.summary import collectives, per_step
+from graphc.cli.training.arrays import check_labels, match_inputs, read_arrays, samples_first
+from graphc.cli.training.batching import SAMPLE_WEIGHT, fill_last_batch, fit_batch
+from graphc.cli.training.interrupt import Progress
+from graphc.cli.training.last_good import LastGood
+from graphc.cli.training.places import check_checkpoint, check_named, check_place
+from graphc.cli.training.report import Reporter
 from graphc.compiler import Program
 from graphc.data import Shards, shard
 from graphc.device import Array

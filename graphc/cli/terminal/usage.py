@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from graphc.cli import output
+from graphc.cli.terminal import output
 from graphc.errors import nearest
 
 JSON = "--json"

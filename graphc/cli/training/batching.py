@@ -21,7 +21,7 @@ from graphc.parallel import servers
 from graphc.report.batch_rule import batch_rule, how_to_keep
 
 if TYPE_CHECKING:
-    from graphc.cli.job import Job
+    from graphc.cli.training.job import Job
 
 SAMPLE_WEIGHT = "sample_weight"
 """Input of sample weights: 0 for padding, if no label marks samples as ignored."""

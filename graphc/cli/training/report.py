@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from graphc.cli import output
-from graphc.cli.output import Format
+from graphc.cli.terminal import output
+from graphc.cli.terminal.output import Format
 from graphc.errors import GraphcError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.cli import output
+from graphc.cli.terminal import output
 from graphc.gradient import key_of
 from graphc.ir.facts import describe_value, known_nbytes, state_updates, static_dims
 from graphc.ir.ops.collectives import collective_of

@@ -1,4 +1,4 @@
-"""Worker process of ``graphc train -n N``: ``python -m graphc.cli.worker JOB.json``."""
+"""Worker process of ``graphc train -n N``: ``python -m graphc.cli.training.worker JOB.json``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from graphc.cli import output, streams
-from graphc.cli.job import execute, from_json, prepare, without_tracebacks
+from graphc.cli.terminal import output, streams
+from graphc.cli.training.job import execute, from_json, prepare, without_tracebacks
 from graphc.registry import PluginWarning
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.cli import output
+from graphc.cli.terminal import output
 from graphc.ir.state import repeats_one_value
 from graphc.pipeline import warnings_in
 

@@ -1,0 +1,1 @@
+"""What graphc doctor and graphc show flight find out."""
