@@ -154,7 +154,7 @@ def training_pipeline(
             [PassCall("initialize", {"method": initialize, "seed": options.seed})] if initialize else []
         ),  # files without trained weights
         PassCall("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
-        *parallel.forward_steps(options),  # BatchNormalization over the global batch
+        *parallel.forward_steps(options, mesh),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
         *parallel.tensor_steps(options, mesh),  # weights, and the work on them, divided among ranks
         PassCall("attention"),  # one op, which a backend may compute in cache
@@ -164,11 +164,11 @@ def training_pipeline(
         *([PassCall("recompute", again)] if again else []),  # drop activations and recompute them in the backward pass
         optimizer.step(),  # one update node a parameter
         *(parallel.master_steps(options) if low else []),  # float32 parameters for updates, low copies for products
-        PassCall("allreduce"),  # between every gradient and its update
+        *parallel.reduction_steps(options, mesh),  # between every gradient and its update
         *([PassCall("loss_scaling")] if low and low["dtype"] == "fp16" else []),  # unscale, skip overflows, adapt the scale
         *parallel.gradient_steps(options, mesh),  # micro-batches, clipping, compression, skipping
         PassCall("bucket", {"mb": options.bucket_mb}),  # flat buffers, one AllReduce and one update each
-        *parallel.strategy_steps(options),  # shards of state and updates
+        *parallel.strategy_steps(options, mesh),  # shards of state and updates
         PassCall("schedule"),  # start early, wait late
         PassCall("simplify"),
         PassCall("verify"),
@@ -265,7 +265,8 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     if arguments.example_inputs is not None:
         held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
         freeze = [*(freeze or ()), *held]
-    kept = replace(arguments, freeze=freeze, train=train, example_inputs=None, dump_dir=None, after=None)
+    mesh = parallel.settle_nodes(arguments, arguments.mesh)
+    kept = replace(arguments, freeze=freeze, train=train, example_inputs=None, dump_dir=None, after=None, mesh=mesh)
     if isinstance(arguments.passes, str):
         steps = parse(arguments.passes)
     elif arguments.passes is not None:

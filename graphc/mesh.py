@@ -1,28 +1,35 @@
-"""Defines the mesh: named axes over the workers. A collective's ``group`` is an axis, or several: ``"data+pipe"``."""
+"""Defines the mesh: named axes over the workers. A collective's ``group`` is an axis, or several: ``"node+data"``."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from graphc.errors import UsageError, counted, nearest
+
+AXES = ("node", "data", "pipe", "tensor")
+"""The axes in rank order: the last one varies fastest."""
+
+REPLICAS = "node+data"
+"""The group of the workers that share a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The number of workers along each axis; ``Mesh(data=2)`` is two replicas that average their gradients.
 
-    The worker at the coordinates (d, p, t) has rank (d · pipe + p) · tensor + t: neighbours share the layers of a model.
-    A group is an axis, or several joined by ``+``: it connects the workers whose other coordinates are equal.
+    The worker at the coordinates (n, d, p, t) has rank ((n · data + d) · pipe + p) · tensor + t: neighbours share the layers
+    of a model. A group is an axis, or several joined by ``+``: it connects the workers whose other coordinates are equal.
 
     >>> Mesh(data=2, tensor=2).groups("data")
     [(0, 2), (1, 3)]
 
     Attributes:
-        data: replicas, each with its own share of the batch.
+        data: replicas of a node, each with its own share of the batch.
         pipe: pipeline stages.
         tensor: shards of one layer.
+        node: nodes, such as machines, each with ``data`` replicas; gradients are then reduced inside the nodes first.
 
     Raises:
         UsageError: an axis that is not a positive integer.
@@ -31,6 +38,7 @@ class Mesh:
     data: int = 1
     pipe: int = 1
     tensor: int = 1
+    node: int = 1
 
     def __post_init__(self) -> None:
         for name, extent in self.axes.items():
@@ -40,12 +48,42 @@ class Mesh:
     @property
     def axes(self) -> dict[str, int]:
         """Axis name → extent, in rank order (the last axis varies fastest)."""
-        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        return {name: getattr(self, name) for name in AXES}
 
     @property
     def size(self) -> int:
         """The number of workers."""
         return math.prod(self.axes.values())
+
+    @property
+    def replicas(self) -> int:
+        """The number of shares of a batch."""
+        return self.node * self.data
+
+    def canonical(self, group: str) -> str:
+        """The group without axes of one worker, so that two names of the same ranks are one."""
+        names = self._names(group)
+        return "+".join(name for name in names if self.axes[name] > 1) or names[-1]
+
+    def split(self, per_node: int) -> Mesh:
+        """The mesh with its data axis divided among nodes of ``per_node`` workers.
+
+        Raises:
+            UsageError: the number of workers of a node does not fit the axes.
+        """
+        layers = self.pipe * self.tensor
+        own, rest = divmod(per_node, layers)
+        if self.node > 1 and self.size != self.node * per_node:
+            raise UsageError(
+                f"the mesh {self} has nodes of {self.size // self.node} workers, and per_node={per_node} asks for others;"
+                " leave one of the two out"
+            )
+        if rest or not own or self.replicas % own:
+            fitting = [n * layers for n in range(1, self.replicas + 1) if self.replicas % n == 0]
+            raise UsageError(
+                f"nodes of {counted(per_node, 'worker')} do not divide the mesh {self}; {', '.join(map(str, fitting))} would"
+            )
+        return replace(self, node=self.replicas // own, data=own)
 
     def extent(self, group: str) -> int:
         """The number of workers in each group ``group``, such as ``"tensor"`` or ``"data+pipe"``."""
@@ -121,7 +159,7 @@ class Mesh:
         Raises:
             UsageError: unknown axis, an axis given twice, or an extent that is not an integer.
         """
-        known = [axis.name for axis in fields(cls)]
+        known = AXES
         extents: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (piece.strip() for piece in part.partition("="))

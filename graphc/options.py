@@ -190,11 +190,20 @@ class CompileOptions(ParameterChoice, ReadOptions):
     strategy: Annotated[
         str,
         Option(
-            "NAME:option=value,…  mirrored, zero:stage=1|2|3, central_storage, parameter_server:servers=1,staleness=N "
+            "NAME:option=value,…  mirrored, zero:stage=1|2|3 (shard_size=N|node: among the N workers of a node), "
+            "central_storage, parameter_server:servers=1,staleness=N "
             "(asynchronous, servers are processes beside the workers), local_sgd:every=N or adasum.",
             "STRATEGY",
         ),
     ] = "mirrored"
+    allreduce: Annotated[
+        str | None,
+        Option(
+            "flat, or hierarchical[:per_node=N]: inside each node of N workers, between the nodes, inside again. Default of N:"
+            " the workers of a machine.",
+            "HOW",
+        ),
+    ] = None
     accumulate: Annotated[int, Option("Micro-batches of a step.", "K", minimum=1)] = 1
     schedule: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphc.errors import UsageError, nearest
-from graphc.mesh import Mesh
+from graphc.mesh import REPLICAS, Mesh
 from graphc.options import CompileOptions, key_values
 from graphc.pipe.clock import in_flight
 from graphc.pipe.tables import PipeSchedule
@@ -27,7 +27,101 @@ NONFINITE = ("stop", "skip")
 """``stop``: the run ends with the last good state; ``skip``: the step changes nothing and training continues."""
 
 
-def forward_steps(options: CompileOptions) -> list[PassCall]:
+HOSTS = "hosts"
+"""Stands for the number of workers of a node until the trainer learns it from the workers' machines."""
+
+ALLREDUCES = ("flat", "hierarchical")
+"""``flat``: one AllReduce over all replicas; ``hierarchical``: inside the nodes, between them, inside again."""
+
+
+def workers_per_node(options: CompileOptions) -> int | str | None:
+    """What the options say of nodes: the number of workers of one, :data:`HOSTS`, or None.
+
+    Raises:
+        UsageError: options that cannot be read, or contradict each other.
+    """
+    name, _, rest = (options.allreduce or "flat").partition(":")
+    if name not in ALLREDUCES:
+        raise UsageError(
+            f"allreduce={options.allreduce!r}{nearest(name, ALLREDUCES)}; it is flat, hierarchical or hierarchical:per_node=N"
+        )
+    given = key_values(rest)
+    unknown = sorted(set(given) - {"per_node"})
+    if unknown or (rest and name == "flat"):
+        raise UsageError(f"allreduce={options.allreduce!r}: {name} has no option {(unknown or ['per_node'])[0]!r}")
+    strategy, _, rest = options.strategy.partition(":")
+    shard = key_values(rest).get("shard_size") if strategy == "zero" else None
+    found = {
+        **({"allreduce": given.get("per_node", HOSTS)} if name == "hierarchical" else {}),
+        **({"strategy": HOSTS if shard == "node" else shard} if shard is not None else {}),
+    }
+    for option, text in found.items():
+        if text != HOSTS and (not text.isdecimal() or not int(text)):
+            raise UsageError(
+                f"{option}={getattr(options, option)!r}: {text!r} is no number of workers; it is a whole number of at least 1"
+                + (", or 'node'" if option == "strategy" else "")
+            )
+    numbers = {text for text in found.values() if text != HOSTS}
+    if len(numbers) > 1:
+        raise UsageError(
+            f"allreduce={options.allreduce!r} and strategy={options.strategy!r} name nodes of different sizes; name one"
+        )
+    return int(numbers.pop()) if numbers else HOSTS if found else None
+
+
+def settle_nodes(options: CompileOptions, mesh: Mesh | None) -> Mesh | None:
+    """The mesh with the nodes that the options ask for, where both are known before the run.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    per_node = workers_per_node(options)
+    return mesh.split(per_node) if mesh is not None and isinstance(per_node, int) else mesh
+
+
+def replica_group(options: CompileOptions, mesh: Mesh) -> str:
+    """The group over which gradients are reduced."""
+    return REPLICAS if mesh.node > 1 or workers_per_node(options) is not None else "data"
+
+
+def reduction_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
+    """The pass that puts reductions in front of the updates."""
+    group = replica_group(options, mesh)
+    return [PassCall("allreduce", {"group": group} if group != "data" else {})]
+
+
+def _is_hierarchical(options: CompileOptions, mesh: Mesh) -> bool:
+    """Whether gradients are reduced inside the nodes first: if asked for, or if the mesh has nodes."""
+    return options.strategy == "mirrored" and replica_group(options, mesh) != "data" and options.allreduce != "flat"
+
+
+def _check_nodes(options: CompileOptions, mesh: Mesh) -> None:
+    """Refuse what does not work with nodes.
+
+    Raises:
+        UsageError: both options, and the reason.
+    """
+    asked = f"allreduce={options.allreduce}" if options.allreduce is not None else f"mesh axis node={mesh.node}"
+    name = options.strategy.partition(":")[0]
+    for_nodes = name in ("central_storage", "parameter_server") and replica_group(options, mesh) != "data"
+    if for_nodes or (name in ("local_sgd", "adasum") and (options.allreduce or "flat") != "flat"):
+        raise UsageError(
+            f"{asked} and strategy={options.strategy} exclude each other: nodes are for 'mirrored' and 'zero'; leave one out"
+        )
+    if not _is_hierarchical(options, mesh):
+        return
+    sparse = (options.compress or "").partition(":")[0] in ("powersgd", "topk")
+    for option, value in {
+        "compress": options.compress if sparse else None,
+        "deterministic": options.deterministic if _shards(options) else None,
+    }.items():
+        if value is not None:
+            raise UsageError(
+                f"{asked} and {option}={value} exclude each other: {_SUMS}; leave {option} out, or say allreduce=flat"
+            )
+
+
+def forward_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
     """Passes between ``train_mode`` and the loss.
 
     Raises:
@@ -38,7 +132,9 @@ def forward_steps(options: CompileOptions) -> list[PassCall]:
             "sync_batchnorm needs the whole batch at once, deterministic='any-world' computes it in fixed shards;"
             " choose one of them"
         )
-    return [PassCall("sync_batchnorm")] if options.sync_batchnorm else []
+    group = replica_group(options, mesh)
+    given = {"group": group} if group != "data" else {}
+    return [PassCall("sync_batchnorm", given)] if options.sync_batchnorm else []
 
 
 def tensor_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
@@ -165,7 +261,7 @@ def gradient_steps(options: CompileOptions, mesh: Mesh | None = None) -> list[Pa
     return steps
 
 
-def strategy_steps(options: CompileOptions) -> list[PassCall]:
+def strategy_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
     """Passes between ``bucket`` and ``schedule``.
 
     Raises:
@@ -175,11 +271,13 @@ def strategy_steps(options: CompileOptions) -> list[PassCall]:
     if name not in STRATEGIES:
         raise UsageError(f"unknown strategy {name!r}{nearest(name, STRATEGIES)}; known are {', '.join(STRATEGIES)}")
     _check_together(name, options)
+    _check_nodes(options, mesh)
     if name != "mirrored":
-        return [PassCall(name, PASSES[name].bind(key_values(rest)))]
+        given = {k: v for k, v in key_values(rest).items() if (name, k) != ("zero", "shard_size")}
+        return [PassCall(name, PASSES[name].bind(given))]
     if name != options.strategy:
         raise UsageError(f"strategy {name!r} has no options, not {options.strategy!r}")
-    return []
+    return [PassCall("hierarchical")] if _is_hierarchical(options, mesh) else []
 
 
 _ALONE = "a worker pushes the gradients of each batch as it has them, without the other workers"
@@ -218,7 +316,8 @@ def _check_together(strategy: str, options: CompileOptions) -> None:
 
 def servers(options: CompileOptions) -> int:
     """Processes besides the workers: parameter servers."""
-    return sum(step.options.get("servers", 1) for step in strategy_steps(options) if step.name == "parameter_server")
+    steps = strategy_steps(options, Mesh())
+    return sum(step.options.get("servers", 1) for step in steps if step.name == "parameter_server")
 
 
 def _shards(options: CompileOptions) -> dict[str, Any]:

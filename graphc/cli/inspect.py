@@ -33,7 +33,7 @@ def command(
     show: Annotated[str | None, Option("Comma-separated: nodes, params, collectives.", "LIST")] = None,
     memory: Annotated[bool, Option("Bytes of a step on one worker; of a plain model, of its forward pass.")] = False,
     batch: options.Batch = 1,
-    mesh: Annotated[str, Option("With --memory: the workers, data=N.", "AXES")] = "data=1",
+    mesh: Annotated[str, Option("With --memory: the workers, data=N or node=M,data=N.", "AXES")] = "data=1",
     backend: options.Backend = "auto",
     form: options.Format = Format.text,
     *,
@@ -90,7 +90,8 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     if inference:
         model = model.clone()
         run(model, [PassCall("legalize"), PassCall("simplify")])
-    workers = Mesh.parse(mesh).size
+    axes = Mesh.parse(mesh)
+    workers = axes.size
     graphs = {"": model}
     if has_recomputation(model):
         graphs = {"before": without_recomputation(model), "after": model}
@@ -101,7 +102,7 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
         for place, measured in enumerate(memory_of_stages(model, shapes, backend=backend)):
             found[f"pipe {place}"] = {**dataclasses.asdict(measured), "total": measured.total}
     for name, graph in graphs.items():
-        ranks = [memory_of(graph, shapes, backend=backend, world_size=workers, rank=rank) for rank in sorted({0, workers - 1})]
+        ranks = [memory_of(graph, shapes, backend=backend, mesh=axes, rank=rank) for rank in sorted({0, workers - 1})]
         for title, measured in zip(("rank 0", "other ranks"), ranks, strict=False):
             rank = title if len(set(ranks)) > 1 else ""
             found[f"{name} {rank}".strip() or "bytes"] = {**dataclasses.asdict(measured), "total": measured.total}

@@ -7,6 +7,7 @@ overlaps computation. One thread of each rank uses its communicator.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -165,6 +166,10 @@ class Communicator(ABC):
             group: its name in errors.
             index: a number of at least 1, equal on its members, that no other subgroup has.
         """
+
+    def machine(self) -> str:
+        """A name that is equal on ranks of one machine; every rank calls it at the same point."""
+        return os.uname().nodename
 
     def introduce(self, name: str, *, spare: bool) -> None:  # noqa: B027  not every transport outlives a rank
         """Set this rank's name in messages; when a ``spare`` rank dies, the others continue and none may wait for it."""

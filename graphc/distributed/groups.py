@@ -11,10 +11,11 @@ Communicators of different groups, and channels, run beside each other; within e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from graphc.distributed.communicator import Communicator
-from graphc.errors import UsageError
+from graphc.errors import UsageError, WorldError
 from graphc.mesh import Mesh
 
 
@@ -38,7 +39,7 @@ class Groups:
         Raises:
             UsageError: an unknown axis.
         """
-        for name in sorted(set(names)):
+        for name in sorted({self.mesh.canonical(name) for name in names}):
             members = self.mesh.members(name, self.world.rank)
             if name not in self._open and len(members) == self.world.size:
                 self._open[name] = self.world
@@ -47,7 +48,7 @@ class Groups:
 
     def of(self, name: str) -> Communicator:
         """The communicator of group ``name``, which is open."""
-        found = self._open.get(name)
+        found = self._open.get(self.mesh.canonical(name))
         if found is None:
             raise UsageError(f"the group {name!r} is not open; this run has {', '.join(sorted(self._open)) or 'none'}")
         return found
@@ -80,3 +81,19 @@ class Groups:
         which = sum(1 << axes.index(axis) for axis in name.split("+"))
         size = self.world.size
         return (which * size + first) * (size + 1) + second + 1
+
+
+def workers_of_a_machine(comm: Communicator) -> int:
+    """The number of workers on each machine; every rank calls it at the same point.
+
+    Raises:
+        WorldError: machines with different numbers of workers, or whose ranks are not consecutive.
+    """
+    machines = comm.allgather_object(comm.machine())
+    counts = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
+    if len(set(counts)) > 1 or len(counts) > len(set(machines)):
+        raise WorldError(
+            f"the workers lie on the machines {', '.join(machines)}, by rank: a node is a machine, and needs consecutive ranks"
+            " and as many as the others; start them so, or say how many workers a node has (per_node=N, shard_size=N)"
+        )
+    return counts[0]

@@ -142,6 +142,9 @@ class StagedCommunicator(Communicator):
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 
+    def machine(self) -> str:
+        return self.inner.machine()
+
     def introduce(self, name: str, *, spare: bool) -> None:
         self.inner.introduce(name, spare=spare)
 

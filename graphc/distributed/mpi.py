@@ -167,6 +167,14 @@ class MpiCommunicator(ProcessCommunicator):
             sys.stderr.flush()
             os._exit(0)
 
+    def machine(self) -> str:
+        """The first of the ranks that share memory with this one."""
+        together = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        first = np.array([self.rank], np.int64)
+        together.Allreduce(self._mpi.IN_PLACE, first, self._mpi.MIN)
+        together.Free()
+        return f"that of rank {self.ranks[int(first[0])]}"
+
     def open_windows(self, nbytes: int) -> Windows:
         return MpiWindows(self._mpi, self._comm, nbytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.facts import dtype_of, input_of, required, shape_of
-from graphc.ir.ops.collectives import VARIADIC
+from graphc.ir.ops.collectives import VARIADIC, collective_of
 from graphc.ir.updates import converts, on_its_way
 from graphc.pipe.tasks import Task
 from graphc.plan.arena import Arena
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup, shares
+from graphc.plan.update_groups import between_collectives
 
 ARENA, RESULTS, SUMS = "arena", "results", "sums"
 """The buffers that each plan owns: values that pass between steps, the results of a step, and in a pipeline sums over
@@ -107,17 +108,20 @@ class _Block:
     Attributes:
         members: value as it is written → byte offset in the range.
         readers: (member, value) that shares its place: the results of the start and the wait.
+        following: collectives that work on the results of this one, in the same memory.
     """
 
     transfer: Transfer
     members: dict[ir.Value, int]
     readers: list[tuple[ir.Value, ir.Value]]
+    following: list[Transfer] = field(default_factory=list)
 
 
 class _Blocks:
     def __init__(self, views: Mapping[ir.Value, ir.Value]) -> None:
         self.views = views
         self.of: dict[ir.Value, _Block] = {}
+        self._resulting: dict[ir.Value, tuple[_Block, ir.Value]] = {}
 
     def add(
         self, transfer: Transfer, offsets: Sequence[int], written: Sequence[ir.Value], shared: Sequence[Sequence[ir.Value]]
@@ -128,6 +132,22 @@ class _Blocks:
         block = _Block(transfer, dict(zip(roots, offsets, strict=True)), readers)
         for root in roots:
             self.of[root] = block
+        self._resulting.update((out, (block, root)) for root, out in readers)
+
+    def follow(self, transfer: Transfer, operands: Sequence[ir.Value], shared: Sequence[Sequence[ir.Value]]) -> bool:
+        """Let ``transfer`` work in the block whose results its operands are; False if they are not those of a block."""
+        found = [self._resulting.get(value) for value in operands]
+        block = found[0][0] if found[0] is not None else None
+        if block is None or [root for one in found if one is not None and (root := one[1])] != list(block.members):
+            return False
+        transfer.elements, transfer.dtype = block.transfer.elements, block.transfer.dtype
+        block.following.append(transfer)
+        for values in shared:
+            for one, out in zip(found, values, strict=True):
+                root = required(one)[1]
+                block.readers.append((root, out))
+                self._resulting[out] = (block, root)
+        return True
 
     def add_block(self, transfer: Transfer, written: ir.Value, members: Mapping[ir.Value, int]) -> None:
         """Make a block of ``members``, value → byte offset, which is first written through ``written``, one of them."""
@@ -151,12 +171,17 @@ def _place_transfer(step: PlanStep, wait: PlanStep, homes: Homes, places: dict[i
     transfer.elements = group.elements
     transfer.parts = group.parts if transfer.owner else None
     transfer.lengths = _distances(group.offsets, group.elements)
-    if transfer.owner and not group.sharded:
-        raise ModelError(f"{transfer} divides the bucket {group.name!r}, whose updates are not sharded")
     if index not in group.scattered:
         transfer.buffer = group.buffer(index)
+        if transfer.owner and not group.sharded:
+            transfer.parts = shares(group.elements, transfer.owner, transfer.size)
+        if transfer.within:
+            transfer.take_own(group.elements)
         for source, flying, result in zip(step.inputs, step.outputs, wait.outputs, strict=True):
             places[flying] = places[result] = places[source]
+        return
+    if transfer.within:  # the part that the ReduceScatter before it has put there
+        transfer.buffer, transfer.elements = group.buffer(index), group.owned[1] - group.owned[0]
         return
     gathers = transfer.op == "AllGather"
     offsets = _offsets_of(step.inputs if gathers else wait.outputs, group, index)
@@ -174,7 +199,8 @@ def _place_transfer(step: PlanStep, wait: PlanStep, homes: Homes, places: dict[i
 
 def _offsets_of(values: Sequence[ir.Value], group: UpdateGroup, index: int) -> list[int]:
     """Element offset of each of ``values``, which are flat input ``index`` of the updates of ``group`` in any order."""
-    found = {node.inputs[index]: offset for node, offset in zip(group.nodes, group.offsets, strict=True)}
+    pairs = zip(group.nodes, group.offsets, strict=True)
+    found = {value: offset for node, offset in pairs for value in between_collectives(input_of(node, index))}
     return [found[value] for value in values]
 
 
@@ -193,8 +219,15 @@ def _home(step: PlanStep, wait: PlanStep, homes: Homes) -> tuple[UpdateGroup, in
 
 def _offsets_of_rounded(wait: PlanStep, homes: Homes) -> tuple[list[int], int] | None:
     """Offsets and length, in elements, of the array of a group's gradients in a low type: those of the group."""
-    (user, *others) = wait.outputs[0].consumers() or (None,)
-    if user is None or others or not converts(user) or list(user.inputs) != list(wait.outputs):
+    values: Sequence[ir.Value] = wait.outputs
+    while True:
+        (user, *others) = values[0].consumers() or (None,)
+        if user is None or others or list(user.inputs) != list(values):
+            return None
+        if collective_of(user) is None:
+            break
+        values = user.outputs
+    if not converts(user):
         return None
     home = homes.get(user.outputs[0])
     if home is None:
@@ -226,6 +259,9 @@ def _dense_block(step: PlanStep, wait: PlanStep, homes: Homes, blocks: _Blocks) 
     transfer = step.collective
     if any(_dtype(v) != transfer.dtype for v in step.inputs):
         raise ModelError(f"the operands of {transfer} differ in type")
+    if blocks.follow(transfer, step.inputs, [step.outputs, wait.outputs]):
+        transfer.parts = shares(transfer.elements, transfer.owner, transfer.size) if transfer.owner else None
+        return
     alike = _offsets_of_rounded(wait, homes)
     if alike is not None:  # the layout of the gradients, so that one sweep converts all of them
         offsets, transfer.elements = alike
@@ -344,6 +380,10 @@ def _place_block(
     dies = end if not kept.isdisjoint(shared) else max(last_use[v] for v in shared if v in last_use)
     transfer = block.transfer
     transfer.buffer, transfer.offset = ARENA, arena.take(transfer.nbytes, dies)
+    for after in block.following:
+        after.buffer, after.offset = ARENA, transfer.offset
+        if after.within:
+            after.take_own(after.elements)
     for value, offset in block.members.items():
         places[value] = Slice(ARENA, transfer.offset + offset, shape_of(value), _dtype(value))
     for source, out in block.readers:

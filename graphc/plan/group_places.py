@@ -54,6 +54,9 @@ def join_group(step: PlanStep, mesh: Mesh, rank: int) -> None:
         UsageError: the mesh has no such axis.
     """
     transfer, (node,) = step.collective, step.nodes
+    transfer.group = mesh.canonical(transfer.group)
+    if transfer.within:
+        transfer.own_of = mesh.extent(transfer.within), mesh.coordinate(transfer.within, rank)
     transfer.size, transfer.place = mesh.extent(transfer.group), mesh.coordinate(transfer.group, rank)
     wanted = node.attributes.get_int("size", transfer.size)
     if wanted != transfer.size:

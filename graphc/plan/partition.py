@@ -256,7 +256,7 @@ def _transfer(node: ir.Node) -> Transfer:
     values = required_declaration(node).attribute_values(node)
     own = {
         k: values[k]
-        for k in ("tag", "group", "reduce", "owner", "root", "peer", "every", "since", "first", "last", "nonzero")
+        for k in ("tag", "group", "reduce", "within", "owner", "root", "peer", "every", "since", "first", "last", "nonzero")
         if k in values
     }
     return Transfer(name, COLLECTIVES[name][0], transient=bool(values.get("transient", 0)), **own)

@@ -34,10 +34,11 @@ class Transfer:
 
     Attributes:
         op: the graph's op (``AllReduce``), ``kind`` is the communicator's name of it.
-        group, reduce, owner, root, peer, every, since, first, last, nonzero, transient: the op's attributes.
+        group, reduce, within, owner, root, peer, every, since, first, last, nonzero, transient: the op's attributes.
         size, place: the number of ranks of the group, and this rank's place among them.
         buffer, offset: place of the flat array that the collective works on (offset in bytes).
         elements, dtype: its length and type.
+        own_of: number of ranks of the group ``within``, and this rank's place among them.
         parts: (start, stop) in elements that each rank owns, where ranks own parts.
         source: buffer of this rank's part, which is copied into the array first.
         sink: buffer that gets this rank's part of the array in the end.
@@ -50,6 +51,7 @@ class Transfer:
     tag: str
     group: str = "data"
     reduce: str = ""
+    within: str = ""
     owner: str = ""
     root: int = 0
     peer: int = -1
@@ -65,6 +67,7 @@ class Transfer:
     offset: int = 0
     elements: int = 0
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
+    own_of: tuple[int, int] = (1, 0)
     parts: list[tuple[int, int]] | None = None
     source: str = ""
     sink: str = ""
@@ -74,6 +77,12 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
+
+    def take_own(self, elements: int) -> None:
+        """Work on the elements, of ``elements`` at :attr:`offset`, that this rank owns in the group :attr:`within`."""
+        size, place = self.own_of
+        start, stop = shares(elements, "even", size)[place]
+        self.offset, self.elements = self.offset + start * self.dtype.itemsize, stop - start
 
     @property
     def sparse(self) -> bool:
@@ -89,7 +98,7 @@ class Transfer:
     def __str__(self) -> str:
         known = ("every", self.every, 2), ("nonzero", self.nonzero, 1), ("root", self.root, 1)
         counts = [f"{name}={n}" for name, n, least in known if n >= least]
-        detail = [t for t in (self.reduce, self.owner, *counts) if t]
+        detail = [t for t in (self.reduce, self.owner, self.within and f"own part of {self.within}", *counts) if t]
         return f"{self.op}({','.join(detail)}) {self.tag}"
 
 

@@ -8,7 +8,7 @@ part where the ``ReduceScatter`` that made it is ``transient``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from graphc.ir.declare import OFFLOAD, SHARD, Role, is_update, required_declarat
 from graphc.ir.facts import describe, dtype_of, input_of, shape_of
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
-from graphc.ir.updates import role_of, state_of, updates_of
+from graphc.ir.updates import is_reduced, on_its_way, role_of, source_of, state_of, updates_of
 from graphc.plan.steps import UpdateGroup, shares
 
 
@@ -31,6 +31,7 @@ def update_groups(graph: ir.Graph, world_size: int = 1, rank: int = 0) -> list[U
         ModelError: state without a static shape, or sharded state that something reads whole.
     """
     groups: list[UpdateGroup] = []
+    divided = {key for node in updates_of(graph) if is_reduced(node) and _is_divided(node) for key in [_bucket(node)] if key}
     taken: set[str] = set()
     units = _units(graph)
     for nodes in _gather_nodes(graph):
@@ -43,7 +44,7 @@ def update_groups(graph: ir.Graph, world_size: int = 1, rank: int = 0) -> list[U
         offsets, position = _offsets(nodes, unit)
         placement = required_declaration(first).attribute_values(first)
         owner = placement[SHARD]
-        if owner == "even":
+        if owner == "even" or _bucket(first) in divided:
             position = -(-position // (unit * world_size)) * unit * world_size
         group = UpdateGroup(name, nodes, offsets, position, _flat_inputs(first))
         group.parts, group.rank = shares(position, owner if world_size > 1 else "", world_size), rank
@@ -56,7 +57,7 @@ def update_groups(graph: ir.Graph, world_size: int = 1, rank: int = 0) -> list[U
 
 
 def find_homes(groups: Sequence[UpdateGroup]) -> dict[ir.Value, tuple[UpdateGroup, int]]:
-    """State, its next value, or a gradient (as its update reads it) → its group and flat input."""
+    """State, its next value, or a gradient (as its update reads it, or between collectives) → its group and flat input."""
     homes: dict[ir.Value, tuple[UpdateGroup, int]] = {}
     for group in groups:
         for node in group.nodes:
@@ -67,8 +68,25 @@ def find_homes(groups: Sequence[UpdateGroup]) -> dict[ir.Value, tuple[UpdateGrou
     for group in groups:
         for node in group.nodes:
             for index in group.flat:
-                homes.setdefault(input_of(node, index), (group, index))
+                value = input_of(node, index)
+                for before in between_collectives(value):
+                    homes.setdefault(before, (group, index))
     return homes
+
+
+def between_collectives(value: ir.Value) -> Iterator[ir.Value]:
+    """The value, and its earlier forms between the collectives of which it is the result."""
+    yield value
+    while (wait := value.producer()) is not None and collective_of(wait) is not None and wait.op_type.endswith("Wait"):
+        flying = input_of(wait, value.index() or 0)
+        start = flying.producer()
+        if start is None:
+            return
+        value = input_of(start, flying.index() or 0)
+        before = value.producer()
+        if before is None or collective_of(before) is None:
+            return
+        yield value
 
 
 def offloaded_buffers(groups: Sequence[UpdateGroup]) -> frozenset[str]:
@@ -140,11 +158,16 @@ def _whole(group: UpdateGroup, index: int) -> bool:
                 _refuse_readers(value)
             kinds.add(whole)
         else:
-            producer = value.producer()
-            kinds.add(producer is None or not _is_transient(producer))
+            kinds.add(not any(_is_transient(p) for v in on_its_way(value) if (p := v.producer()) is not None))
     if len(kinds) > 1:
         raise ModelError(f"bucket {group.name!r} is gathered in part: an AllGather takes all of a bucket or none of it")
     return kinds.pop()
+
+
+def _is_divided(node: ir.Node) -> bool:
+    """Whether a ReduceScatter divides the gradients of an update among the ranks, on their way."""
+    found = (v.producer() for v in on_its_way(source_of(node)))
+    return any(p is not None and collective_of(p) == "ReduceScatter" for p in found)
 
 
 def _is_transient(node: ir.Node) -> bool:

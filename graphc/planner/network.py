@@ -151,10 +151,11 @@ class Network:
         """
         own = max(1, min(ranks, self.node // stride))
         nodes = -(-ranks // own)
-        found = self.inside.allreduce(nbytes, own)
-        if nodes > 1 and self.between is not None:
-            found += self.between.allreduce(nbytes / own, nodes)
-        return found
+        return self.inside.allreduce(nbytes, own) + self.across(nbytes / own, nodes)
+
+    def across(self, nbytes: float, nodes: int) -> float:
+        """Seconds of an AllReduce between one device of each of ``nodes``."""
+        return self.between.allreduce(nbytes, nodes) if nodes > 1 and self.between is not None else 0.0
 
     def one_way(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of a ReduceScatter or an AllGather: half an AllReduce."""

@@ -28,6 +28,7 @@ class Division:
     """One way to divide the job.
 
     Attributes:
+        mesh: with nodes, ZeRO divides the state inside a node, and gradients are reduced inside the nodes first.
         zero: stage of ZeRO; 0: ``mirrored``.
         micro_batches: of each worker and step.
         samples: of a micro-batch.
@@ -48,12 +49,14 @@ class Division:
         found: dict[str, Any] = {
             "workers": self.mesh.size,
             "mesh": str(self.mesh),
-            "batch-size": self.mesh.data * self.micro_batches * self.samples,
+            "batch-size": self.mesh.replicas * self.micro_batches * self.samples,
             "accumulate": self.micro_batches,
             "strategy": self.strategy,
         }
         if self.mesh.pipe > 1:
             found["schedule"] = "1f1b"
+        if self.mesh.node > 1 and not self.zero:
+            found["allreduce"] = "hierarchical"
         if self.recompute:
             found["recompute"] = "all"
         return found
@@ -98,33 +101,42 @@ def best(costs: ModelCosts, network: Network, devices: int, memory: float, batch
         UsageError: nothing fits, or ``batch`` cannot be divided among the devices.
     """
     network.check(devices)
-    choices = list(_choices(costs, devices, batch))
+    choices = list(_choices(costs, network.node, devices, batch))
     if not choices:
         raise UsageError(
             f"--batch-size {batch} cannot be shared by {devices} devices evenly; take a multiple of {devices}, or fewer devices"
         )
     fitting = [choice for choice in choices if memory_of_choice(costs, choice) <= memory]
     if not fitting:
-        raise UsageError(_too_small(costs, choices, devices, memory, batch))
+        raise UsageError(_too_small(costs, network.node, choices, devices, memory, batch))
     found = [predict(costs, network, choice) for choice in fitting]
     return sorted(found, key=lambda p: (round(p.seconds, 9), p.memory))
 
 
-def _choices(costs: ModelCosts, devices: int, batch: int) -> Iterator[Division]:
+def _choices(costs: ModelCosts, node: int, devices: int, batch: int) -> Iterator[Division]:
     for pipe in (1, *costs.pipes):
         data, rest = divmod(devices, pipe)
         if rest or batch % data:
             continue
         share = batch // data
         counts = [m for m in range(1, min(share, MOST_MICRO_BATCHES * pipe) + 1) if share % m == 0 and m >= (pipe > 1) * pipe]
+        flat = Mesh(data=data, pipe=pipe)
+        nodes = _with_nodes(flat, node)
         for count in counts:
-            mesh = Mesh(data=data, pipe=pipe)
             if pipe > 1:
-                yield Division(mesh, 0, count, share // count)
+                yield Division(nodes or flat, 0, count, share // count)
                 continue
-            for zero in (0, 1, 2, 3) if data > 1 else (0,):
+            divided = [(nodes or flat, 0), *((mesh, zero) for mesh in (flat, nodes) if mesh is not None for zero in (1, 2, 3))]
+            for mesh, zero in divided if data > 1 else divided[:1]:
                 for recompute in (False, True) if costs.recomputed is not None else (False,):
                     yield Division(mesh, zero, count, share // count, recompute)
+
+
+def _with_nodes(mesh: Mesh, node: int) -> Mesh | None:
+    """The mesh with nodes of ``node`` devices; None: the replicas lie in one node, or do not fill nodes evenly."""
+    if mesh.size <= node or node % mesh.pipe or mesh.size % node or node == mesh.pipe:
+        return None
+    return mesh.split(node)
 
 
 def _stages(costs: ModelCosts, choice: Division) -> tuple[StageCosts, ...]:
@@ -144,13 +156,13 @@ def memory_of_choice(costs: ModelCosts, choice: Division) -> float:
     return found
 
 
-def _too_small(costs: ModelCosts, choices: list[Division], devices: int, memory: float, batch: int) -> str:
+def _too_small(costs: ModelCosts, node: int, choices: list[Division], devices: int, memory: float, batch: int) -> str:
     least = min(memory_of_choice(costs, choice) for choice in choices)
     start = (
         f"the model does not fit {counted(devices, 'device')} of {memory / 1e9:g} GB: the least is {least / 1e9:.3g} GB on each"
     )
     for more in range(devices + 1, batch * max(costs.pipes, default=1) + 1):
-        if any(memory_of_choice(costs, choice) <= memory for choice in _choices(costs, more, batch)):
+        if any(memory_of_choice(costs, choice) <= memory for choice in _choices(costs, node, more, batch)):
             return f"{start}; the smallest number of devices that can train it is {more}"
     return f"{start}, and with --batch-size {batch} no number of devices is enough; take a larger batch size or more memory"
 
@@ -207,12 +219,15 @@ def _reduced(
     network: Network, choice: Division, stage: StageCosts, begun: float, last: float, communicating: list[Span]
 ) -> float:
     """Reduce the gradients in buckets, beside the last backward pass; return when the last one has arrived."""
-    data, end = choice.mesh.data, last
-    if data == 1:
-        return end
+    mesh = choice.mesh
+    if mesh.replicas == 1:
+        return last
     count = max(1, round(stage.gradients / BUCKET))
-    reduce = network.one_way if choice.zero else network.allreduce
-    each, free = reduce(stage.gradients / count, data, choice.mesh.pipe), begun
+    nbytes, free = stage.gradients / count, begun
+    if choice.zero:
+        each = network.one_way(nbytes, mesh.data, mesh.pipe) + network.across(nbytes / mesh.data, mesh.node)
+    else:
+        each = network.allreduce(nbytes, mesh.replicas, mesh.pipe)
     name = "ReduceScatter" if choice.zero else "AllReduce"
     for k in range(count):
         start = max(free, begun + (last - begun) * (k + 1) / count)

@@ -23,6 +23,7 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, known_nbytes, state_updates
 from graphc.ir.ops.random import RANDOM_OPS
 from graphc.ir.updates import role_of, state_of, trains
+from graphc.mesh import Mesh
 from graphc.pipeline import PASSES, Context
 from graphc.plan.buffers import ARENA, RESULTS
 from graphc.plan.partition import Plan, make_plan
@@ -97,7 +98,13 @@ class DeviceSide(MemoryReport):
 
 
 def memory_of(
-    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", world_size: int = 1, rank: int = 0
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    backend: str = "auto",
+    world_size: int = 1,
+    rank: int = 0,
+    mesh: Mesh | None = None,
 ) -> MemoryReport:
     """Report the memory of a training graph (or of a model in inference) for feeds of these shapes.
 
@@ -105,36 +112,46 @@ def memory_of(
         model: the result of a pipeline.
         shapes: concrete shape of every graph input.
         backend: backend of the plan; backends cut a graph into different segments.
-        world_size: ranks on the data axis.
+        world_size: ranks, all on the data axis unless there is a ``mesh``.
         rank: the worker; ranks differ if a strategy shards its state unevenly.
+        mesh: the axes of the workers.
 
     Raises:
         FeedError: the shapes do not match the graph.
     """
     BACKENDS.load()
+    mesh = Mesh(data=world_size) if mesh is None else mesh
     if name_of(backend) in PLANNERS:
-        return predicted(model, shapes, PLANNERS[name_of(backend)](), world_size=world_size, rank=rank)
+        return predicted(model, shapes, PLANNERS[name_of(backend)](), mesh=mesh, rank=rank)
     engine = make_backend(backend, threads=1)
     try:
-        return memory_of_plan(make_plan(adapted(model, engine), shapes, engine, world_size=world_size, rank=rank))
+        return memory_of_plan(make_plan(adapted(model, engine), shapes, engine, mesh=mesh, rank=rank))
     finally:
         engine.close()
 
 
 def predicted(
-    model: ir.Model, shapes: Mapping[str, Sequence[int]], planner: Planner, *, world_size: int = 1, rank: int = 0
+    model: ir.Model,
+    shapes: Mapping[str, Sequence[int]],
+    planner: Planner,
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    mesh: Mesh | None = None,
 ) -> MemoryReport:
     """Measure a device backend's allocations by binding the plan to a planning device, as a trainer binds it.
 
     Args:
         planner: a new one.
+        world_size, rank, mesh: as for :func:`memory_of`.
     """
+    mesh = Mesh(data=world_size) if mesh is None else mesh
     model = adapted(model, planner)
     guarded = any(is_update(node) for node in model.graph)
-    plan = make_plan(model, shapes, planner, world_size=world_size, rank=rank, guarded=guarded)
+    plan = make_plan(model, shapes, planner, mesh=mesh, rank=rank, guarded=guarded)
     known = memory_of_plan(plan, DeviceSide)
-    state = State(model, rank, world_size, planner.memory)
-    comm = Unconnected(rank, world_size) if world_size > 1 else None
+    state = State(model, mesh.coordinate("data", rank), mesh.data, planner.memory)
+    comm = Unconnected(rank, mesh.size) if mesh.size > 1 else None
     Executor(plan, state, planner, comm, host=host_backend(threads=1) if state.offloaded else None)
     device = planner.memory
     workspace = sum(device.workspaces.values())

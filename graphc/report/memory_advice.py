@@ -17,6 +17,7 @@ from graphc.backend import PLANNERS, Planner
 from graphc.errors import DeviceMemoryError, GraphcError
 from graphc.ir.declare import SHARD, is_update
 from graphc.ir.ops.accumulation import is_accumulation
+from graphc.mesh import ALONE, Mesh
 from graphc.plan.partition import Plan
 from graphc.plan.state_rewrites import adapted
 from graphc.report.memory import BESIDE, DeviceSide, has_recomputation, memory_of_plan, predicted
@@ -40,7 +41,7 @@ class Case:
         model: the training or evaluation graph.
         shapes: shapes of the feeds of one plan (of one micro-batch if a step has several).
         batched: the feeds whose first axis is the batch.
-        world_size, rank: the worker's.
+        mesh, rank: the axes of the workers, and the worker's place.
         available: free bytes before the plan's first allocation.
         program: compiled again with other options to find what helps.
     """
@@ -48,18 +49,18 @@ class Case:
     model: ir.Model
     shapes: Mapping[str, Sequence[int]]
     batched: Sequence[str]
-    world_size: int
+    mesh: Mesh
     rank: int
     available: int
     program: Program
 
     def memory(
-        self, planner: Planner, model: ir.Model | None = None, batch: int | None = None, world_size: int | None = None
+        self, planner: Planner, model: ir.Model | None = None, batch: int | None = None, mesh: Mesh | None = None
     ) -> int:
-        """Bytes on the device for this plan, or for another graph, batch or number of workers."""
+        """Bytes on the device for this plan, or for another graph, batch or mesh."""
         shapes = {n: [batch, *s[1:]] if batch is not None and n in self.batched else s for n, s in self.shapes.items()}
-        size = world_size or self.world_size
-        return predicted(model or self.model, shapes, planner, world_size=size, rank=min(self.rank, size - 1)).total
+        mesh = mesh or self.mesh
+        return predicted(model or self.model, shapes, planner, mesh=mesh, rank=min(self.rank, mesh.size - 1)).total
 
     @property
     def batch(self) -> int:
@@ -90,7 +91,7 @@ def explain(case: Case, plan: Plan, backend: str, error: DeviceMemoryError) -> D
             f"the GPU's memory is too small: the plan needs at least {size(least)}, {size(case.available)} are available;"
             " a smaller batch, accumulate or recompute need less",
         )
-    now = predicted(case.model, case.shapes, make(), world_size=case.world_size, rank=case.rank)
+    now = predicted(case.model, case.shapes, make(), mesh=case.mesh, rank=case.rank)
     parts = {k: v for k, v in asdict(now).items() if k not in BESIDE and v > 0}
     largest = sorted(parts, key=lambda k: -parts[k])[:3]
     detail = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {parts[name] / 2**20:,.1f} MiB" for name in largest)
@@ -114,7 +115,7 @@ def explain_state(program: Program, available: int, backend: str) -> DeviceMemor
     helps = ["more workers with strategy='zero:stage=3'", "offload=true, which keeps optimizer state on the host"]
     if make is not None:
         held = _held(model, make(), 1)
-        case = Case(model, {}, (), 1, 0, available, program)
+        case = Case(model, {}, (), ALONE, 0, available, program)
         helps = list(filter(None, (_zero_state(case, make), _offload(case, make))))
     return DeviceMemoryError(
         held,
@@ -219,12 +220,12 @@ def _zero(case: Case, now: int, make: Callable[[], Planner]) -> Hints:
     """Suggest the first stage that fits, else the last."""
     if any(node.attributes.get_string(SHARD, "") for node in case.model.graph if is_update(node)):
         return
-    workers = max(case.world_size, 2)
+    workers = max(case.mesh.size, 2)
     for stage in (1, 2, 3):
         remade = case.remade(strategy=f"zero:stage={stage}", mesh=None)
         if remade is None:
             return
-        total = case.memory(make(), remade, world_size=workers)
+        total = case.memory(make(), remade, mesh=Mesh(data=workers))
         if total <= case.available or (stage == 3 and total < 0.98 * now):
             yield f"strategy='zero:stage={stage}' on {workers} workers needs {size(total)} on each", total <= case.available
             return

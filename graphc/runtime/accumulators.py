@@ -62,7 +62,7 @@ def bind_sums(nodes: Sequence[ir.Node], places: BufferMap, backend: Backend, tur
 def _sum_of(node: ir.Node, places: BufferMap, tree: bool) -> _Sum:
     value, result = input_of(node), node.outputs[0]
     y = places.array(result)
-    steps = node.attributes["steps"].as_int() // (places.plan.mesh.data if tree else 1)
+    steps = node.attributes["steps"].as_int() // (places.plan.mesh.replicas if tree else 1)
     levels = max(1, steps.bit_length() - 1) if tree else 1
     shared = places.plan.places[result].buffer not in (ARENA, RESULTS, SUMS) and not tree  # y outlives the plan
     names = [f"accumulated/{result.name}/{level}" for level in range(levels)]

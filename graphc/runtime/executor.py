@@ -86,7 +86,7 @@ class Executor:
         self._turn, self._scale = MicroBatchCursor(), 0.0
         if groups is None and comm is not None:
             groups = Groups(comm, plan.mesh)
-            groups.open(["data"])
+            groups.open({"data", *(s.transfer.group for s in plan.steps if s.transfer is not None)})
         self._transfers = Transfers(places, groups)
         self._check = Check(places, backend, comm) if check else None
         binder = StepBinder(places, backend, Updates(places, backend, host), self._turn, self._check)

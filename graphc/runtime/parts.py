@@ -34,7 +34,7 @@ class Parts:
 
     def replicas(self, world: Communicator) -> Communicator:
         """The communicator of the ranks that divide the same state among them by ZeRO."""
-        return self._groups.of("data") if self._groups is not None and self.cuts else world
+        return self._groups.of("data") if self._groups is not None else world
 
     def mine(self, name: str, whole: Array) -> Array:
         """This rank's part of a whole tensor."""

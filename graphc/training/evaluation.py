@@ -8,6 +8,7 @@ import numpy as np
 
 from graphc.data import Batch, Shards
 from graphc.ir.names import kept_outputs
+from graphc.mesh import REPLICAS
 from graphc.training.feeds import averages, batches_of, feed_shape
 from graphc.training.microbatch import MicroBatch
 from graphc.training.strategy import Batches
@@ -33,6 +34,6 @@ def evaluate(trainer: Trainer, batches: Batches) -> dict[str, float]:
                 sums[name] += float(value)
     total = np.array([sums[name] for name in names], dtype=np.float64)
     if trainer.size > 1 and not trainer.servers:  # a collective would wait for a lost worker
-        comm = trainer.groups.of("data") if trainer.groups.mesh.tensor > 1 else trainer.comm
+        comm = trainer.groups.of(REPLICAS) if trainer.groups.mesh.tensor > 1 else trainer.comm
         comm.allreduce(total, "sum")
     return averages(dict(zip(names, total.tolist(), strict=True)))

@@ -15,7 +15,7 @@ from graphc.errors import NonFiniteError, UsageError, WorldError
 from graphc.ir.facts import array_of, dtype_of, shape_of
 from graphc.ir.names import BY_RANK, SCHEDULE, kept_outputs
 from graphc.ir.ops.accumulation import accumulation_steps
-from graphc.mesh import Mesh
+from graphc.mesh import REPLICAS, Mesh
 from graphc.pipe.split import Edge, Pipe
 from graphc.pipe.state import StateShare, state_of_rank
 from graphc.pipe.tables import Action, PipeSchedule, Table
@@ -203,7 +203,7 @@ class Pipeline(Replica):
         everyone = self.trainer.comm.allgather_object(digest)
         state = self.trainer.state
         own = checkpoint.state_sha256({n: state.fetch(n) for n in sorted(state.updated)})
-        replicas = self.trainer.groups.of("data").allgather_object(own)
+        replicas = self.trainer.groups.of(REPLICAS).allgather_object(own)
         if len(set(everyone)) > 1 or len(set(replicas)) > 1:
             raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d in everyone]}")
         return digest

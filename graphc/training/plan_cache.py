@@ -131,7 +131,7 @@ class PlanCache:
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 
-            case = Case(model, shapes, self._batched, size, rank, self._available - max(0, taken), self._program)
+            case = Case(model, shapes, self._batched, plan.mesh, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
 
     def _compare_collectives(self, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from graphc.data import Batch, Shards
 from graphc.device import Array, Run
 from graphc.errors import DeviceError, ExecutionError, FeedError, NonFiniteError, UsageError, WorldError, counted
 from graphc.ir.names import STEP
+from graphc.mesh import REPLICAS
 from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.input_staging import Ahead
 from graphc.runtime.nonfinite_report import explain, explain_lost
@@ -144,7 +145,7 @@ class Replica(Strategy):
             if isinstance(batches, Shards):
                 yield from batches.walk(ahead)
             else:
-                yield from ahead(until_all_end(batches, self.trainer.micro_batches, self.trainer.groups.of("data")))
+                yield from ahead(until_all_end(batches, self.trainer.micro_batches, self.trainer.groups.of(REPLICAS)))
         finally:
             self._meanwhile = self._prepared = None
 

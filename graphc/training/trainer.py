@@ -20,7 +20,7 @@ from graphc.data import Shards
 from graphc.device import Array
 from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
-from graphc.distributed.groups import Groups
+from graphc.distributed.groups import Groups, workers_of_a_machine
 from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
@@ -29,8 +29,9 @@ from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
 from graphc.ir.ops.accumulation import sums_by_tree
 from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.parameter_server import server_options
-from graphc.mesh import Mesh
+from graphc.mesh import REPLICAS, Mesh
 from graphc.optim import checked_rate
+from graphc.parallel import workers_per_node
 from graphc.plan.state_rewrites import adapted
 from graphc.report.trace import Summary, Trace
 from graphc.runtime import checkpoint
@@ -68,8 +69,8 @@ class Trainer:
     Attributes:
         rank, size: this worker's rank, and the number of ranks.
         groups: the communicators of the mesh.
-        data_rank, data_size: which share of a batch is this worker's, and the number of shares: the place on the mesh's data
-            axis and its extent.
+        data_rank, data_size: which share of a batch is this worker's, and the number of shares: the place among the mesh's
+            replicas, and their number.
         servers: number of parameter servers, ranks 0 … servers - 1; 0 if every rank is a replica.
         steps_done: finished steps of the training. With parameter servers: on a server the steps applied to the state,
             which are pushes, or rounds of all workers when synchronous; on an asynchronous worker its own steps.
@@ -120,10 +121,13 @@ class Trainer:
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(graph)
         self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
         self.program = program = replace(program, model=adapted(program.model, self.backend))
+        per_node = workers_per_node(program.arguments) if not self.servers and mesh.node == 1 else None
+        if per_node is not None:
+            mesh = mesh.split(workers_of_a_machine(self.comm) if isinstance(per_node, str) else per_node)
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self.groups = Groups(self.comm, mesh)
-        self.groups.open(collective_groups(program.model.graph) | {"data"})
-        self.data_rank, self.data_size = mesh.coordinate("data", self.rank), mesh.data
+        self.groups.open(collective_groups(program.model.graph) | {"data", REPLICAS})
+        self.data_rank, self.data_size = mesh.coordinate(REPLICAS, self.rank), mesh.replicas
         self.micro_batches = micro_batches(program.model.graph, self.data_size)
         self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)
         batched = self.micro_batches.batched

@@ -15,6 +15,12 @@ The order of nodes is the order of execution. It has three parts.
    one has arrived. The wait of a ``transient`` one stands where the next of its kind starts, so that two are in memory.
    A collective of a few numbers, such as the loss, starts together with the next one: a start ends a segment, and values that
    wait for the backward pass would lie in memory as the graph has them, for example logarithms of all probabilities in float32.
+   Collectives of which each works on the results of the one before (inside a node, between nodes, inside again) are a chain.
+   The next one of a chain starts when the chain of another bucket begins, or in the end: the host does not wait for what has
+   only just started, and collectives of different axes run at once.
+
+       before   dW2 RS(b0) AR(b0) AG(b0) dW1 RS(b1) …      after   dW2 RSStart(b0) dW1 RSStart(b1) RSWait(b0) ARStart(b0) …
+
 2. Nodes that depend on the last results: all waits, in the order of the starts (equal on every rank), then their users.
 3. Updates, so that a non-finite gradient can still stop the step before any state has changed; and collectives of new state,
    each started after the updates that it needs.
@@ -96,6 +102,8 @@ class _Order:
             for source in self.sources[start]:
                 self.readers.setdefault(source, []).append(start)
         self.gathers = self._gathers(pairs)
+        self.next = self._chained(pairs)
+        self.chains: list[_Pair] = []  # what is under way of each chain that has more to come
         self.flying: _Pair | None = None
         self.held: list[ir.Node] = []
 
@@ -146,6 +154,10 @@ class _Order:
             self.flying = pair
         self.order.append(node)
         self.done.add(node)
+        if pair is not None and node is pair.start and pair not in self.next.values():
+            self._advance()
+        if pair is not None and node is pair.start and pair in self.next:
+            self.chains.append(pair)
         if pair is not None and node is pair.wait and pair in self.gathers:
             following = self.gathers[self.gathers.index(pair) + 1 :][:1]
             for later in following:
@@ -159,6 +171,12 @@ class _Order:
                 else:
                     self._emit(start)
 
+    def _advance(self) -> None:
+        """Let every chain under way begin its next collective, the youngest first: it frees the link that others wait for."""
+        under_way, self.chains = self.chains, []
+        for pair in reversed(under_way):
+            self._need(pair.wait)
+
     def _let_go(self, start: ir.Node | None = None) -> None:
         """Emit the small starts that were held back, in order, except ``start`` itself."""
         while self.held and start not in self.done:
@@ -171,8 +189,20 @@ class _Order:
     def _land(self) -> None:
         """Wait for all started collectives, in the order of the starts."""
         self._let_go()
+        while self.chains:
+            self._advance()
         for node in [n for n in self.order if n in self.starts]:
             self._need(self.pair_of[node].wait)
+
+    def _chained(self, pairs: Sequence[_Pair]) -> dict[_Pair, _Pair]:
+        """Collective → the one that works on its results, where nothing else reads them."""
+        found: dict[_Pair, _Pair] = {}
+        for pair in pairs:
+            users = {user for value in pair.wait.outputs for user in value.consumers()}
+            following = self.pair_of.get(users.pop()) if len(users) == 1 else None
+            if following is not None:
+                found[pair] = following
+        return found
 
     def _gathers(self, pairs: Sequence[_Pair]) -> list[_Pair]:
         """Collectives of state alone, in the order of their first use."""

@@ -2,6 +2,9 @@
 
     before   dW ─► AllReduce(b) ─► Adam(W, …) ─► W::next
     after    dW ─► ReduceScatter(b, owner) ─► Adam(W, …, shard=owner) ─► W::next ─► AllGather(b, owner)
+    nodes    dW ─► ReduceScatter(b, data) ─► AllReduce(b, node, within=data) ─► Adam(W, …, shard=owner) ─► …
+
+With a mesh of nodes, the ranks of a node divide the state, and nodes are replicas of each other.
 
 The plan decides which elements a rank owns, so the graph is the same for any number of ranks. Nodes that read all gradients
 (a norm, a test for NaN) read this rank's shard of them, and their results are reduced over the ranks.
@@ -31,7 +34,7 @@ class Bucket:
     Attributes:
         updates: the updates of the parameters.
         copies: updates of copies of the new parameters in a narrower type, in the same order.
-        reduction: the ReduceScatter of the gradients.
+        reduction: the ReduceScatter of the gradients, among the ranks that divide the state.
     """
 
     name: str
@@ -144,17 +147,43 @@ def _measures(buckets: dict[ir.Node, list[ir.Node]], strategy: str) -> list[ir.N
 
 
 def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, transient: bool) -> ir.Node:
-    """Replace the AllReduce by a ReduceScatter; sums over micro-batches stay whole."""
+    """Replace the AllReduce by a ReduceScatter, and an AllReduce of the parts between nodes; sums over micro-batches stay
+    whole.
+    """
     op.before, op.scope = reduction, reduction.name or "scatter"
     attributes = {k: a.value for k, a in reduction.attributes.items() if k not in ("every", "nonzero")}
+    attributes |= inside(reduction)
     accumulated = any((p := v.producer()) is not None and is_accumulation(p) for v in inputs_of(reduction))
     attributes.update({"owner": owner, "transient": int(transient and not accumulated)})
     name = (reduction.name or "").replace("allreduce/", "scatter/")
-    results = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
+    scattered = results = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
+    if spans_nodes(reduction):
+        results = between_nodes(op, reduction, scattered)
     for old, new in zip(reduction.outputs, results, strict=True):
         old.replace_all_uses_with(new)
     graph.remove(reduction, safe=True)
-    return producer_of(results[0])
+    return producer_of(scattered[0])
+
+
+def spans_nodes(reduction: ir.Node) -> bool:
+    """Whether a reduction is over the ranks of several nodes."""
+    return "node" in reduction.attributes["group"].as_string().split("+")
+
+
+def inside(reduction: ir.Node) -> dict[str, str]:
+    """Group and tag of a reduction inside the node; those of ``reduction`` itself where it does not span nodes."""
+    group, _, name = reduction.attributes["tag"].as_string().partition("/")
+    axes = [axis for axis in group.split("+") if axis != "node"]
+    return {"group": "+".join(axes), "tag": f"{'+'.join(axes)}/{name}"}
+
+
+def between_nodes(op: Builder, reduction: ir.Node, scattered: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    """Emit the AllReduce between nodes of the part that each rank has of ``scattered``, as ``reduction`` reduces."""
+    kept = {k: a.value for k, a in reduction.attributes.items() if k in ("reduce", BUCKET)}
+    name = reduction.attributes["tag"].as_string().partition("/")[2]
+    attributes = {**kept, "group": "node", "within": inside(reduction)["group"], "tag": f"node/{name}"}
+    reduced: Sequence[ir.Value] = op.emit("AllReduce", scattered, attributes, domain="graphc", name=f"allreduce/{name}/node")
+    return reduced
 
 
 def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> None:
@@ -165,7 +194,8 @@ def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> N
     whole = [v for v in inputs_of(node) if not _is_scattered(v)]
     op.before, op.scope = node, node.name or node.op_type
     (part,) = op.emit(node.op_type, sharded, {**attributes, SHARD: owner}, domain=node.domain)
-    group = producer_of(sharded[0]).attributes["group"].as_string()
+    producer = producer_of(sharded[0])
+    group = (producer.attributes.get("within") or producer.attributes["group"]).as_string()
     flag = part.dtype == ir.DataType.BOOL
     number = op.Cast(part, to=int(ir.DataType.FLOAT)) if flag else part
     total = op.graphc.AllReduce(number, tag=f"{group}/{node.name}", group=group, reduce=combine)
@@ -180,7 +210,9 @@ def _measure_parts(graph: ir.Graph, op: Builder, node: ir.Node, owner: str) -> N
 
 def _is_scattered(value: ir.Value) -> bool:
     producer = value.producer()
-    return producer is not None and collective_of(producer) == "ReduceScatter"
+    if producer is None:
+        return False
+    return collective_of(producer) == "ReduceScatter" or producer.attributes.get_string("within", "") != ""
 
 
 def buckets_note(buckets: Sequence[Bucket]) -> str:

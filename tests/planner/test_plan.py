@@ -78,6 +78,31 @@ def test_memory_is_that_of_the_formulas() -> None:
     assert memory_of_choice(COSTS, Division(Mesh(data=4, pipe=2), 0, 4, 1)) == 9e9 + 1e9
 
 
+def test_replicas_that_fill_nodes_are_proposed_with_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {(str(p.choice.mesh), p.choice.zero): p for p in best(COSTS, NETWORK, 16, 80e9, 16)}
+    assert found["node=2,data=8", 0].choice.options()["allreduce"] == "hierarchical"
+    hybrid, whole = found["node=2,data=8", 2], found["data=16", 2]
+    assert (hybrid.memory, whole.memory) == (2e9 + 16e9 / 8 + 1e9, 2e9 + 16e9 / 16 + 1e9)
+    assert hybrid.seconds < whole.seconds  # parameters are gathered inside the nodes
+    model(tmp_path)
+    (tmp_path / "n.toml").write_text(
+        "node = 2\n[inside]\ngigabytes_per_second = 10\nlatency_us = 20\n[between]\ngigabytes_per_second = 1\nlatency_us = 50\n"
+    )
+    words = ["--devices", "4", "--batch-size", "8", "--memory", "1GB", "--network", str(tmp_path / "n.toml")]
+    job = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "-o", str(tmp_path / "plan.json")]
+    assert main(["plan", str(tmp_path / "m.onnx"), *words, *job, "--json"]) == 0
+    plans = [p["options"] for p in json.loads(capsys.readouterr().out)["plans"]]
+    for options in (
+        next(p for p in plans if "node=2" in p["mesh"] and p["strategy"] == s) for s in ("mirrored", "zero:stage=2")
+    ):
+        config = json.loads((tmp_path / "plan.json").read_text()) | options
+        config.pop("schedule", None)
+        (tmp_path / "own.json").write_text(json.dumps(config))
+        train = ["train", "--config", str(tmp_path / "own.json"), "--data", str(tmp_path / "d.npz"), "--transport", "threads"]
+        assert main([*train, "--epochs", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["world_size"] == 4
+
+
 def test_too_little_memory_says_the_smallest_number_of_devices() -> None:
     data_only = ModelCosts("a device", Line(0.0, 0.1), 0.0, WHOLE, None, {}, 50_000_000)
     with pytest.raises(UsageError, match=r"does not fit 2 devices of 4 GB.*can train it is 8$"):

@@ -67,7 +67,7 @@ class Job(options.RunOptions):
     @property
     def shares(self) -> int:
         """Parts of a batch, one for each replica of the model."""
-        return self.axes.data
+        return self.axes.replicas
 
     @property
     def processes(self) -> int:

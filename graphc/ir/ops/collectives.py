@@ -51,14 +51,15 @@ COMMON: Mapping[str, Any] = {"tag": REQUIRED, "group": "data", "bucket": ""}
 COLLECTIVES: Mapping[str, tuple[Kind, Mapping[str, Any], str]] = {
     "AllReduce": (
         "allreduce",
-        {"reduce": "sum", "every": 1, "since": 0, "first": 1, "last": 0, "nonzero": 0, "adjoint": "partial"},
+        {"reduce": "sum", "within": "", "every": 1, "since": 0, "first": 1, "last": 0, "nonzero": 0, "adjoint": "partial"},
         """y_k = reduction of x_k over the ranks of mesh axis ``group``; ``reduce`` is sum, mean, min, max, prod or adasum.
 
     ``tag`` is unique in the graph and names the collective in errors; ``bucket`` names the flat buffer of the operands.
     With ``every`` = n it runs in every n-th step only, counted by ``graphc.step``, and is the identity in the others;
     the first ``since`` steps count as such n-th steps. Of all steps only those from number ``first`` (1 is the first of a run)
     to number ``last`` (0: no end) count. ``nonzero`` above 0 promises that no rank's operands have more elements
-    that are not zero, of which the exchange may make use. For ``adjoint`` see the module.
+    that are not zero, of which the exchange may make use. With ``within``, another group, only the elements that this rank owns
+    of the bucket in that group (``owner=even``) are reduced; the others are undefined. For ``adjoint`` see the module.
     """,
     ),
     "ReduceScatter": (
