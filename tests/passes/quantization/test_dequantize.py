@@ -66,10 +66,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(net, folder)
 
 
+# Eight bits of signed weights beside static activations saturate in onnxruntime on CPUs without VNNI, so those have seven.
 FORMS = [
     ("dynamic", QuantType.QInt8, True, False),
     ("dynamic", QuantType.QUInt8, False, True),
-    ("QDQ", QuantType.QInt8, True, False),
+    ("QDQ", QuantType.QInt8, True, True),
     ("QDQ", QuantType.QUInt8, False, False),
     ("QOperator", QuantType.QInt8, True, True),
     ("QOperator", QuantType.QUInt8, False, False),
