@@ -158,7 +158,7 @@ class HostSegment:
                 known = constant(value)
                 if known is None:
                     raise LanguageError(f"{value.name} is nowhere")
-                arrays[value] = base_array = np.ascontiguousarray(known)
+                arrays[value] = base_array = np.asarray(known, order="C")
                 return base_array
             return arrays[base].reshape(shape_of(value))
 
@@ -275,7 +275,7 @@ def _model_of(part: RestPart, model: onnx.ModelProto) -> onnx.ModelProto:
     for name, value in names.items():
         if name not in made:
             array = constant(value)
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array, order="C"), name))
     for values, target in ((part.reads, proto.graph.input), (part.writes, proto.graph.output)):
         for value in values:
             kind = int(dtype_of(value))

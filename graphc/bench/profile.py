@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from graphc.device import Run
 
@@ -12,12 +13,13 @@ from graphc.device import Run
 class StepTimer:
     """Profiler: pass :meth:`wrap` to :class:`graphc.Trainer`; :meth:`report` prints the most expensive steps on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
 
     def wrap(self, kind: str, name: str, run: Run) -> Run:
         """Time ``run`` under (kind, name)."""
-        key, seconds, clock = (kind, name), self.seconds, time.perf_counter
+        key, seconds, clock = (kind, name), self.seconds, self.clock
 
         def timed() -> None:
             start = clock()

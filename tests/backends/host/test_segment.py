@@ -108,6 +108,13 @@ def test_sums_along_either_axis_reach_every_element(rows: int, columns: int, axi
     np.testing.assert_allclose(found, (x.astype(np.float64) ** 2).sum(axis), rtol=1e-5)
 
 
+def test_a_scalar_constant_stays_a_scalar_for_the_nodes_that_are_left(backend: Backend) -> None:
+    model = text("s = Gather<axis = 1>(x, k) y = Exp(s)", "3,4", "3")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "k"))
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.exp(x[:, 2]), rtol=1e-6)
+
+
 class Blocks(nn.Module):
     """A transformer with what lies between its products, and a convolution with its norm."""
 

@@ -1,0 +1,129 @@
+"""Times a training step of each kind: graphc with fused kernels and without, and PyTorch eager, in turn in one process.
+
+    python -m graphc.bench.kinds --size small gpt unet
+
+A round takes a few steps of each side, and the fastest step counts. One thread is timed by its processor time, so that other
+work on the machine disturbs little. Both train with AdamW, PyTorch with its fused one. ``off by`` is the largest relative
+difference of a loss from PyTorch's over the first ten steps of a model without dropout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphc
+from graphc.bench.kinds.models import KINDS, Kind
+from graphc.bench.profile import StepTimer
+
+SIDES = {"fused": "onnxruntime:fuse=true", "apart": "onnxruntime:fuse=false"}
+LEARNING_RATE = 1e-3
+
+
+def main() -> None:
+    """Parse the command line, measure, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all, when none is named")
+    parser.add_argument("--size", choices=("full", "small"), default="full")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a round of one side")
+    parser.add_argument("--profile", action="store_true", help="print graphc's time per plan step on stderr")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"{'kind':<10} {'fused ms':>9} {'apart ms':>9} {'eager ms':>9} {'ratio':>6} {'first s':>8} {'off by':>8}")
+    for name in arguments.kinds or KINDS:
+        measured = _measured(KINDS[name][arguments.size], arguments)
+        ratio = measured["eager"] / measured["fused"]
+        times = " ".join(f"{measured[side]:9.2f}" for side in ("fused", "apart", "eager"))
+        print(f"{name:<10} {times} {ratio:6.2f} {measured['first']:8.2f} {measured['off']:8.1e}", flush=True)
+        gc.collect()
+
+
+def _measured(kind: Kind, arguments: argparse.Namespace) -> dict[str, float]:
+    clock = time.process_time if arguments.threads == 1 else time.perf_counter
+    torch.manual_seed(0)
+    module, inputs = kind.module(), kind.inputs()
+    label = torch.randint(0, kind.classes, kind.labels)
+    found: dict[str, float] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    trainers, timers, losses = [], [], dict[str, list[float]]()
+    for side, backend in SIDES.items():
+        start = clock()
+        program = graphc.compile(
+            module,
+            example_inputs=inputs,
+            loss=graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if len(kind.labels) == 3 else {})),
+            optimizer=graphc.optim.AdamW(lr=LEARNING_RATE),
+            backend=backend,
+        )
+        exported = clock() - start
+        start = clock()
+        timer = StepTimer(clock)
+        trainer = graphc.Trainer(program, threads=arguments.threads, wrap=timer.wrap if arguments.profile else None)
+        names = [value.name for value in program.model.graph.inputs if value.name != "label"]
+        feeds = dict(zip(names, (x.numpy() for x in inputs), strict=False)) | {"label": label.numpy()}
+        losses[side] = [trainer.step(feeds)["loss"]]
+        if side == "fused":
+            found["first"], found["compile"] = clock() - start, exported
+        losses[side] += [trainer.step(feeds)["loss"] for _ in range(9)]
+        timer.seconds.clear()
+        trainers.append(trainer)
+        timers.append((side, timer, trainer.steps_done))
+        steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
+    steps["eager"] = _eager(module, inputs, label)
+    losses["eager"] = [steps["eager"]() for _ in range(10)]
+    drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    found["off"] = max(
+        float("nan") if drops else abs(a - b) / abs(b) for a, b in zip(losses["fused"], losses["eager"], strict=True)
+    )
+    for _ in range(arguments.rounds):
+        for side, step in steps.items():
+            found[side] = min(found.get(side, float("inf")), _round(step, arguments.seconds, clock))
+    for side, timer, before in timers:
+        if arguments.profile:
+            print(f"{side}:", file=sys.stderr)
+            timer.report(trainers[0].steps_done - before, int(os.environ.get("MOST", "25")))
+    for trainer in trainers:
+        trainer.close()
+    return found
+
+
+def _eager(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Callable[[], float]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    module.train()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        logits = module(*inputs)
+        if label.dim() == 2:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten())
+        else:
+            loss = nn.functional.cross_entropy(logits, label)
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    return step
+
+
+def _round(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+    """The fastest step of a round, in milliseconds."""
+    best, end = float("inf"), clock() + seconds
+    while clock() < end:
+        start = clock()
+        step()
+        best = min(best, clock() - start)
+    return best * 1e3
+
+
+if __name__ == "__main__":
+    main()

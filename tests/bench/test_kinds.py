@@ -1,0 +1,47 @@
+"""The kinds of models of the benchmark train as PyTorch trains them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import graphc
+from graphc.bench.kinds.models import KINDS
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("fuse", ["true", "false"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_follows_pytorch_step_by_step(name: str, fuse: str) -> None:
+    kind = KINDS[name]["small"]
+    torch.manual_seed(0)
+    module, inputs = kind.module(), kind.inputs()
+    label = torch.randint(0, kind.classes, kind.labels)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif isinstance(part, nn.TransformerEncoderLayer):
+            part.self_attn.dropout = 0.0
+    program = graphc.compile(
+        module,
+        example_inputs=inputs,
+        loss=graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if len(kind.labels) == 3 else {})),
+        optimizer=graphc.optim.SGD(lr=0.01),
+        backend=f"onnxruntime:fuse={fuse}",
+    )
+    names = [value.name for value in program.model.graph.inputs if value.name != "label"]
+    feeds = dict(zip(names, (x.numpy() for x in inputs), strict=True)) | {"label": label.numpy()}
+    with graphc.Trainer(program, threads=2) as trainer:
+        found = [trainer.step(feeds)["loss"] for _ in range(4)]
+    optimizer, expected = torch.optim.SGD(module.parameters(), lr=0.01), []
+    module.train()
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = module(*inputs)
+        loss = nn.functional.cross_entropy(logits.movedim(-1, 1) if label.dim() == 2 else logits, label)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
