@@ -42,7 +42,7 @@ def hierarchical(model: ir.Model, ctx: Context) -> bool:
 def _divide(graph: ir.Graph, op: Builder, reduction: ir.Node) -> None:
     values = reduction.attributes
     how = values.get_string("reduce", "sum")
-    if how not in ("sum", "mean") or values.get_int("every", 1) > 1 or values.get_int("nonzero", 0):
+    if how not in ("sum", "mean") or values.get_int("every", 1) > 1 or values.get_int("nonzero", 0) > 0:
         raise UsageError(
             f"hierarchical needs gradients that are all summed in every step, unlike {reduction.name!r} (reduce={how});"
             " top-k compression, adasum and deterministic='any-world' exclude it"

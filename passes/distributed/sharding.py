@@ -156,9 +156,8 @@ def _scatter(graph: ir.Graph, op: Builder, reduction: ir.Node, owner: str, trans
     accumulated = any((p := v.producer()) is not None and is_accumulation(p) for v in inputs_of(reduction))
     attributes.update({"owner": owner, "transient": int(transient and not accumulated)})
     name = (reduction.name or "").replace("allreduce/", "scatter/")
-    scattered = results = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
-    if spans_nodes(reduction):
-        results = between_nodes(op, reduction, scattered)
+    scattered = op.emit("ReduceScatter", list(reduction.inputs), attributes, domain="graphc", name=name)
+    results = between_nodes(op, reduction, scattered) if spans_nodes(reduction) else scattered
     for old, new in zip(reduction.outputs, results, strict=True):
         old.replace_all_uses_with(new)
     graph.remove(reduction, safe=True)
