@@ -66,11 +66,13 @@ class Mesh:
         return "+".join(name for name in names if self.axes[name] > 1) or names[-1]
 
     def split(self, per_node: int) -> Mesh:
-        """The mesh with its data axis divided among nodes of ``per_node`` workers.
+        """The mesh with its data axis divided among nodes of ``per_node`` workers; as it is where one node holds all workers.
 
         Raises:
             UsageError: the number of workers of a node does not fit the axes.
         """
+        if self.node == 1 and self.size <= per_node:
+            return self
         layers = self.pipe * self.tensor
         own, rest = divmod(per_node, layers)
         if self.node > 1 and self.size != self.node * per_node:

@@ -110,15 +110,19 @@ def _check_nodes(options: CompileOptions, mesh: Mesh) -> None:
         )
     if not _is_hierarchical(options, mesh):
         return
-    sparse = (options.compress or "").partition(":")[0] in ("powersgd", "topk")
     for option, value in {
-        "compress": options.compress if sparse else None,
+        "compress": options.compress if _has_residuals(options) else None,
         "deterministic": options.deterministic if _shards(options) else None,
     }.items():
         if value is not None:
             raise UsageError(
                 f"{asked} and {option}={value} exclude each other: {_SUMS}; leave {option} out, or say allreduce=flat"
             )
+
+
+def _has_residuals(options: CompileOptions) -> bool:
+    """Whether compression keeps, on each worker, what it has not sent yet."""
+    return (options.compress or "").partition(":")[0] in ("powersgd", "topk")
 
 
 def forward_steps(options: CompileOptions, mesh: Mesh) -> list[PassCall]:
@@ -153,16 +157,11 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
         if options.shard:
             raise UsageError("shard= divides weights over the tensor axis, and the mesh has none; give mesh=Mesh(tensor=2)")
         return
-    fp16 = (options.precision or "").startswith("fp16")
     given = {
         f"the axis pipe={mesh.pipe}": mesh.pipe > 1,
         f"strategy={options.strategy!r}": options.strategy not in ("mirrored", "zero", "zero:stage=1"),
-        f"clip_norm={options.clip_norm}": options.clip_norm is not None,
-        f"compress={options.compress!r}": options.compress is not None,
+        f"compress={options.compress!r}": _has_residuals(options),
         f"recompute={options.recompute!r}": options.recompute not in (None, "none"),
-        f"precision={options.precision!r}": fp16,
-        f"nonfinite={options.nonfinite!r}": options.nonfinite == "skip",
-        f"deterministic={options.deterministic!r}": bool(_shards(options)),
     }
     for text, there in given.items():
         if there:
@@ -223,11 +222,8 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
     excluded = {
         "strategy": (options.strategy if options.strategy != "mirrored" else None, "the state is divided by stages"),
         "sync_batchnorm": (options.sync_batchnorm or None, "statistics are those of each micro-batch"),
-        "compress": (options.compress, "gradients of a stage are reduced as they are"),
+        "compress": (options.compress if _has_residuals(options) else None, "a stage keeps no residuals"),
         "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),
-        "nonfinite": (options.nonfinite if options.nonfinite != "stop" else None, "a stage cannot skip a step by itself"),
-        "precision": (options.precision if (options.precision or "").startswith("fp16") else None, "the loss scale is one"),
-        "clip_norm": (options.clip_norm, "the norm of the gradient is over all stages"),
     }
     for name, (value, reason) in excluded.items():
         if value is not None:
@@ -258,6 +254,8 @@ def gradient_steps(options: CompileOptions, mesh: Mesh | None = None) -> list[Pa
         )
     if options.nonfinite == "skip":
         steps.append(PassCall("skip_nonfinite"))
+    if mesh is not None and mesh.tensor > 1:
+        steps.append(PassCall("tensor_measures"))
     return steps
 
 

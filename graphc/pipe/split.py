@@ -23,6 +23,7 @@ from graphc.ir.names import SCHEDULE
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.pipe import RECV, SEND, shape_text
 from graphc.ir.subgraphs import bodies
+from graphc.pipe.measures import separate_measures
 from graphc.pipe.tables import PipeSchedule
 from graphc.pipe.tasks import Assignment, Task, is_placed, reads
 
@@ -137,6 +138,8 @@ class Split:
         found = Assignment(graph, pipe.stages, owners, placed=pipe.placed)
         if self.trains and not pipe.placed and separate_shared_sums(graph, found):
             found = Assignment(graph, pipe.stages)
+        if self.trains and separate_measures(graph, found):
+            found = Assignment(graph, pipe.stages, placed=pipe.placed)
         self.found = found
         self._owners = owners or {}
         self.tasks = {n: self._task(n) for n in graph if n in found.stage or n in found.everywhere}
@@ -196,7 +199,7 @@ class Split:
                     self._add(value, source, target, sender, self.pipe.rank_of(target.stage))
             return
         once = [r for n in readers if (r := self.rank_of(n)) is not None and r != sender]
-        if value.is_graph_output() and self.trains:
+        if (value.is_graph_output() and self.trains) or not self.found.everywhere.isdisjoint(readers):
             once += [rank for rank in range(self.pipe.ranks) if rank != sender]
         for receiver in sorted(set(once)):
             self._add(value, Task("U"), Task("U"), sender, receiver)
@@ -317,7 +320,7 @@ class Split:
             return task.kind in MICRO and task.stage == edge.target.stage
         if edge.target.kind == "P":
             return self.rank_of(node) == edge.receiver
-        return task.kind == "U" and self.rank_of(node) == edge.receiver
+        return task.kind == "U" and self.rank_of(node) in (None, edge.receiver)
 
     def _drop_unused(self, order: Sequence[ir.Node]) -> None:
         """Remove inputs, initializers and outputs of the graph that this rank has nothing to do with."""

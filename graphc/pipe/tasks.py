@@ -18,12 +18,13 @@ from typing import Literal, TypeAlias
 
 import onnx_ir as ir
 
-from graphc.ir.declare import is_update, required_declaration
+from graphc.ir.declare import Role, is_update, required_declaration
 from graphc.ir.facts import constant, size_of, static_dims
 from graphc.ir.names import PHASE, PLACED, SCHEDULE, STAGE
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.subgraphs import captured
+from graphc.ir.updates import role_of
 
 TaskKind: TypeAlias = Literal["P", "F", "B", "W", "U"]
 
@@ -164,7 +165,10 @@ class Assignment:
     def _after(self) -> None:
         later = [n for n in self.graph if n in self.once and not _is_constant(n)]
         for node in reversed([n for n in later if is_update(n)]):
-            self._place_update(node)
+            if role_of(node) in (Role.COUNTER, Role.SCALE):  # every rank has its own, and changes it as the others do
+                self.everywhere.add(node)
+            else:
+                self._place_update(node)
         for node in later:
             if node in self.stage or node in self.everywhere:
                 continue

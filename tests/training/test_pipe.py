@@ -145,7 +145,7 @@ def test_a_nan_stops_all_ranks_before_the_updates() -> None:
         ({"stage_memory_mb": 0.0005}, "no number of stages fits"),
         ({"balance": "size"}, "it is time or memory"),
         ({"strategy": "zero"}, "mesh axis pipe=3 and strategy=zero exclude each other"),
-        ({"clip_norm": 1.0}, "mesh axis pipe=3 and clip_norm=1.0 exclude each other"),
+        ({"compress": "topk"}, "mesh axis pipe=3 and compress=topk exclude each other"),
         ({"schedule": "1f2b"}, "unknown schedule '1f2b'"),
     ],
 )
