@@ -25,6 +25,7 @@ from graphc.distributed.communicator import Communicator, Handle
 from graphc.distributed.groups import Groups
 from graphc.ir.facts import dtype_of, shape_of
 from graphc.ir.index_operands import index_ranges
+from graphc.ir.names import kept_outputs
 from graphc.pipe.clock import assign_slots
 from graphc.pipe.split import Edge
 from graphc.pipe.tables import Action, Table
@@ -165,6 +166,12 @@ class StagePlan:
     def _wrapped(self, step: PlanStep, run: Run | None) -> Run | None:
         return self._wrap(step.kind, f"{step.task} {step.name}", run) if self._wrap is not None and run is not None else run
 
+    def kept(self, task: Task) -> list[str]:
+        """The outputs to keep that a task of every micro-batch makes."""
+        names = kept_outputs(self.plan.model) if task.kind == "F" else []
+        made = {v.name for step in self.steps.get(task, ()) for node in step.nodes for v in node.outputs}
+        return [name for name in names if name in made]
+
     def values(self, edge: Edge, *, sends: bool) -> list[ir.Value]:
         """The values of a transfer in this rank's graph."""
         kind = "send" if sends else "recv"
@@ -201,13 +208,20 @@ class PipeStep:
         plans: the plan of each micro-batch; they differ where the last batch of an epoch is smaller.
         table: the schedule of all ranks.
         prepare: called with the number of a micro-batch before each of its tasks; sets scalars.
+        keep: called with the number of a micro-batch, the names and the plan behind a forward pass that makes outputs to keep.
         placed: whether the task of a step computes everything, from feeds on.
     """
 
     def __init__(
-        self, plans: Sequence[StagePlan], table: Table, prepare: Callable[[int], None], *, placed: bool = False
+        self,
+        plans: Sequence[StagePlan],
+        table: Table,
+        prepare: Callable[[int], None],
+        keep: Callable[[int, Sequence[str], StagePlan], None],
+        *,
+        placed: bool = False,
     ) -> None:
-        self._placed = placed
+        self._placed, self._keep = placed, keep
         self._plans, self._table = plans, table
         first = plans[0]
         self._links, self._rank = first.links, first.links.rank
@@ -281,6 +295,9 @@ class PipeStep:
         for edge in self._needed(action):
             yield from self._receive(plan, edge, micro, places)
         yield from plan.runs(task, slot)
+        kept = plan.kept(task)
+        if kept:
+            yield functools.partial(self._keep, micro, kept, plan)
         for edge in self._edges:
             if edge.source == task and edge.sender == self._rank:
                 yield from self._send(plan, edge, micro, slot, places)

@@ -43,12 +43,14 @@ class KeptOutputs:
 
     def collect(self, executor: Executor, part: MicroBatch, *, index: int, last: bool) -> None:
         """Copy the outputs of micro-batch ``index``, which has just run; of samples that do not count no row."""
-        if not self.names:
-            return
+        if self.names:
+            found = executor.outputs if last else executor.places.outputs
+            self.add({name: np.array(self._memory.fetch(found[name])) for name in self.names}, part, index=index)
+
+    def add(self, arrays: Mapping[str, Array], part: MicroBatch, *, index: int) -> None:
+        """Keep ``arrays``, the outputs of micro-batch ``index``; of samples that do not count no row."""
         if index == 0:
             self._parts = []
-        found = executor.outputs if last else executor.places.outputs
-        arrays = {name: np.array(self._memory.fetch(found[name])) for name in self.names}
         self._parts.append({n: a[:0] if not part.live and n in self._rows else a for n, a in arrays.items()})
 
     def collected(self) -> dict[str, Array]:

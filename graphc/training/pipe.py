@@ -13,7 +13,7 @@ from graphc.device import Array
 from graphc.distributed.consistency import agree
 from graphc.errors import NonFiniteError, UsageError, WorldError
 from graphc.ir.facts import array_of, dtype_of, shape_of
-from graphc.ir.names import BY_RANK, SCHEDULE, kept_outputs
+from graphc.ir.names import BY_RANK, SCHEDULE
 from graphc.ir.ops.accumulation import accumulation_steps
 from graphc.mesh import REPLICAS, Mesh
 from graphc.pipe.split import Edge, Pipe
@@ -87,6 +87,7 @@ class Pipeline(Replica):
         self._steps: dict[tuple[int, ...], PipeStep] = {}
         self._evaluations: dict[tuple[Any, ...], PipeStep] = {}
         self._micro: Sequence[MicroBatch] = ()  # of the step that runs
+        self._kept: list[dict[str, Array]] = []  # the model's own outputs, by micro-batch
         self._updated = State(trainer.program.model).updated
 
     @staticmethod
@@ -96,12 +97,6 @@ class Pipeline(Replica):
             raise WorldError(
                 f"the mesh {mesh} wants {mesh.size if mesh else 1} workers, the world has {size};"
                 f" start with 'graphc launch -n {mesh.size if mesh else 1} …' or compile for another mesh"
-            )
-
-        kept = kept_outputs(program.model)
-        if kept:
-            raise UsageError(
-                f"mesh axis pipe: keep_outputs would return {', '.join(kept)}, which only the last stage has; leave it out"
             )
 
     @property
@@ -123,9 +118,25 @@ class Pipeline(Replica):
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = PipeStep(
-                [plan for plan, _ in parts], self._table(), self._prepare_micro, placed=self._plans.pipe.placed
+                [plan for plan, _ in parts], self._table(), self._prepare_micro, self._keep, placed=self._plans.pipe.placed
             )
+        self._kept = [{} for _ in parts]
         found.run([part.feeds for part in self._micro])
+        if self.trainer.outputs.names:
+            self._collect(parts[-1][0])
+
+    def _keep(self, number: int, names: Sequence[str], plan: StagePlan) -> None:
+        """Copy the model's own outputs that this rank has just computed for a micro-batch."""
+        self._kept[number] |= {name: np.array(plan.places.outputs[name]) for name in names}
+
+    def _collect(self, plan: StagePlan) -> None:
+        """Give every rank of the pipeline the kept outputs of all its stages."""
+        outputs = self.trainer.outputs
+        if self._plans.pipe.placed:
+            self._kept = [{name: np.array(plan.outputs[name]) for name in outputs.names}]
+        everyone = self.trainer.groups.of("pipe").allgather_object(self._kept)
+        for k, part in enumerate(self._micro):
+            outputs.add({name: array for one in everyone for name, array in one[k].items()}, part, index=k)
 
     def _prepare_micro(self, number: int) -> None:
         self._micro[number].set_scalars(self.trainer.state.scalars)
@@ -222,7 +233,7 @@ class Pipeline(Replica):
             ]
             if pipe.placed:
                 table = self._table()
-            self._evaluations[key] = PipeStep([plan], table, lambda number: None, placed=pipe.placed)
+            self._evaluations[key] = PipeStep([plan], table, lambda number: None, lambda *kept: None, placed=pipe.placed)
         self._evaluations[key].run([arrays])
         return plan.outputs
 

@@ -67,7 +67,7 @@ class Replica(Strategy):
             raise
         trainer.steps_done += 1
         kept = trainer.outputs.collected()
-        return {name: kept[name] if name in kept else float(array) for name, array in parts[-1][0].outputs.items()}
+        return {n: float(array) for n, array in parts[-1][0].outputs.items() if n not in kept} | kept
 
     def _parts(self, feeds: Mapping[str, Array], offset: int | None) -> list[tuple[Executor, MicroBatch]]:
         """Cut and check the micro-batches of a step, each with its plan."""

@@ -25,7 +25,7 @@ from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
 from graphc.distributed.world import find_world, threads_for
 from graphc.errors import GraphcError, UsageError, describe_error, leaves_well
-from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED
+from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED, kept_outputs
 from graphc.ir.ops.accumulation import sums_by_tree
 from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.parameter_server import server_options
@@ -126,7 +126,8 @@ class Trainer:
             mesh = mesh.split(workers_of_a_machine(self.comm) if isinstance(per_node, str) else per_node)
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self.groups = Groups(self.comm, mesh)
-        self.groups.open(collective_groups(program.model.graph) | {"data", REPLICAS})
+        kept = ["pipe"] if mesh.pipe > 1 and kept_outputs(program.model) else []
+        self.groups.open(collective_groups(program.model.graph) | {"data", REPLICAS, *kept})
         self.data_rank, self.data_size = mesh.coordinate(REPLICAS, self.rank), mesh.replicas
         self.micro_batches = micro_batches(program.model.graph, self.data_size)
         self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)

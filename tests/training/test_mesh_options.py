@@ -122,6 +122,32 @@ def test_shards_give_the_bits_of_any_number_of_replicas() -> None:
     assert found[0]["hash"] == found[1]["hash"]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (STAGES, {"accumulate": 2, "schedule": "zero-bubble"}),
+        (Mesh(data=2, pipe=2), {"accumulate": 4}),
+        (STAGES, {"place": ["*=0", "m2=1", "logits=1"]}),
+    ],
+    ids=str,
+)
+def test_every_rank_gets_the_outputs_that_the_loss_keeps(mesh: Mesh, options: dict[str, Any]) -> None:
+    loss = graphc.losses.SoftmaxCrossEntropy(keep_outputs=True)
+    model, data = small.model(), batches()
+
+    def outputs(comm: Any, mesh: Mesh, options: dict[str, Any]) -> tuple[list[Any], int]:
+        program = graphc.compile(model, loss=loss, optimizer=graphc.optim.SGD(lr=0.3), mesh=mesh, **options)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            mine = share(16, trainer.data_rank, trainer.data_size)
+            return [trainer.step({n: a[mine] for n, a in feeds.items()}) for feeds in data], trainer.data_rank
+
+    (wanted, _) = outputs(None, Mesh(), {"accumulate": 2})
+    for found, place in run_threads(mesh.size, lambda comm: outputs(comm, mesh, options)):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one["logits"], other["logits"][share(16, place, mesh.data)], rtol=0, atol=1e-5)
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 @pytest.mark.mpi
 @pytest.mark.large
 def test_real_processes_agree_over_all_stages_and_shards() -> None:
