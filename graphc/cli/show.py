@@ -72,7 +72,9 @@ def plan(
     loaded = frontends.load(model, reading=reading)
     if not is_training_graph(loaded):
         raise UsageError(f"{model} is no training graph; 'graphc compile' makes one (without --standard)")
-    size = workers or Mesh.parse(loaded.metadata_props.get(MESH, "data=1")).size
+    axes = Mesh.parse(loaded.metadata_props.get(MESH, "data=1"))
+    axes = axes if workers in (None, axes.size) else Mesh(data=workers)
+    size = axes.size
     shapes = {v.name or "": [d if isinstance(d, int) else batch for d in dims(v) or ()] for v in loaded.graph.inputs}
     engine = _engine(backend)
     loaded, guarded = adapted(loaded, engine), not engine.memory.on_host  # as a trainer does
@@ -89,12 +91,12 @@ def plan(
             engine.close()
         return
     try:
-        found = make_plan(loaded, shapes, engine, world_size=size, guarded=guarded)
+        found = make_plan(loaded, shapes, engine, mesh=axes, guarded=guarded)
         host = _on_host(found, engine)
         plans = [found] * size
         if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have the same plan
             ranks = range(1, size)
-            plans[1:] = [make_plan(loaded, shapes, engine, world_size=size, rank=rank, guarded=guarded) for rank in ranks]
+            plans[1:] = [make_plan(loaded, shapes, engine, mesh=axes, rank=rank, guarded=guarded) for rank in ranks]
     finally:
         engine.close()
     if form is Format.text:

@@ -78,7 +78,9 @@ def overlapping(graph: ir.Graph) -> int:
 
 
 def _nbytes(step: PlanStep) -> int:
-    """Bytes of the operands of a collective."""
+    """Bytes of the operands of a collective, or of the part of them that this rank owns and the collective takes."""
+    if step.transfer is not None and step.transfer.within:
+        return step.transfer.nbytes
     return sum(
         int(np.prod(static_dims(v) or (), dtype=np.int64) * v.dtype.itemsize) for v in step.inputs if v.dtype is not None
     )

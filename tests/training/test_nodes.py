@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import graphc
 from graphc import Mesh
+from graphc.cli import main
 from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError, WorldError
@@ -138,7 +141,6 @@ def test_checkpoints_of_nodes_restore_on_other_meshes(strategy: str, tmp_path: P
 )
 def test_a_node_divides_the_bytes(strategy: str, formula: Any) -> None:
     """Mixed precision with Adam; what is shown is what a trainer allocates, and the formulas with the ranks of a node."""
-    wide = graphc.frontends.load(small.model())
     program = small.compiled("adam", strategy=strategy, precision="bf16", mesh=NODES, bucket_mb=1.0)
     shapes = {"input": [4, small.INPUTS], "label": [4]}
 
@@ -151,12 +153,29 @@ def test_a_node_divides_the_bytes(strategy: str, formula: Any) -> None:
             return sum(array.nbytes for array in buffers.values())
 
     shown = [memory_of(program.model, shapes, mesh=NODES, rank=rank) for rank in range(4)]
-    psi = sum(int(np.prod(v.shape.numpy())) for v in wide.graph.initializers.values())
+    psi = sum(int(np.prod(shape)) for shape in small.SHAPES.values())
     padding = 16 * 4 * 64  # of four tensors to 64 bytes, in the narrowest type
     for found, report in zip(run_threads(4, held), shown, strict=True):
         state = report.parameters + report.masters + report.gradients + report.optimizer
         assert 0 <= state - formula(psi, 2) <= padding
         assert abs(report.total - report.feeds - found) <= 64  # scalars that are neither in a bucket nor in the arena
+
+
+def test_the_command_line_shows_the_plan_and_the_memory_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, training = str(tmp_path / "model.onnx"), str(tmp_path / "training.onnx")
+    ir.save(small.model(), model)
+    job = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "--mesh", "node=2,data=2", "--strategy", "zero:stage=3"]
+    assert main(["compile", model, "-o", training, *job]) == 0
+    capsys.readouterr()
+    assert main(["show", "plan", training, "--format", "json"]) == 0
+    collectives = {one["tag"]: one["bytes"] for one in json.loads(capsys.readouterr().out)["collectives"]}
+    padding = 4 * 64  # of a bucket's tensors
+    assert 0 <= 2 * collectives["node/b0"] - collectives["data/b0"] <= padding
+    held = {}
+    for mesh in ("node=2,data=2", "data=2", "data=4"):
+        assert main(["inspect", training, "--memory", "--mesh", mesh, "--format", "json"]) == 0
+        held[mesh] = json.loads(capsys.readouterr().out)["optimizer"]
+    assert held["node=2,data=2"] == held["data=2"] > held["data=4"]
 
 
 @pytest.mark.mpi
