@@ -24,7 +24,7 @@ from graphc.ir.names import PHASE, PLACED, SCHEDULE, STAGE
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.subgraphs import captured
-from graphc.ir.updates import role_of
+from graphc.ir.updates import copies_of, role_of, trains
 
 TaskKind: TypeAlias = Literal["P", "F", "B", "W", "U"]
 
@@ -186,19 +186,31 @@ class Assignment:
                 self.everywhere.add(node)
 
     def _place_update(self, node: ir.Node) -> None:
-        """Put an update on the stage that first reads its state, or that of the update which reads its result."""
+        """Put an update on the stage that first reads its state, or copies of it in a lower type, which go there too; else on
+        that of the update which reads its result.
+        """
+        if role_of(node) is Role.COPY:
+            return  # goes with the update that it copies
+        marked = node.metadata_props.get(STAGE)
+        if marked is not None:  # by the bucket pass, so that all plans have the state on one rank
+            for update in (node, *(copies_of(node) if trains(node) else ())):
+                self._settle(update, int(marked))
+            return
         if not any(self._is_staged(v) for k, v in enumerate(node.inputs) if v is not None and k not in _states(node)):
             return  # counters: every rank has its own
+        together = [node, *(copies_of(node) if trains(node) else ())]
         readers = [
             self.stage[user]
-            for k in _states(node)
-            if (state := node.inputs[k]) is not None
+            for update in together
+            for k in _states(update)
+            if (state := update.inputs[k]) is not None
             for user in state.consumers()
             if user in self.stage and user not in self.once
         ]
         following = [self.stage[u] for out in node.outputs for u in out.consumers() if is_update(u) and u in self.stage]
         if readers or following:
-            self._settle(node, min(readers or following))
+            for update in together:
+                self._settle(update, min(readers or following))
 
     def _settle(self, node: ir.Node, stage: int | None) -> None:
         if stage is None:

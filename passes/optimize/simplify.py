@@ -5,7 +5,7 @@
 
 A sweep in node order sees inputs that are already simple, so chains collapse in one sweep; sweeps repeat until nothing
 changes (usually two). Collectives and updates are neither merged nor deleted, random ops are never folded, and a float
-initializer is a parameter, never a constant.
+initializer is a parameter, never a constant. In a graph with pipeline stages no node takes the place of nodes on two of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import has_effect
 from graphc.ir.evaluate import NOT_DETERMINED, evaluate
 from graphc.ir.infer import fold, infer_node, version_of
-from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, STAGE, marks_of
 from graphc.ir.ops.random import RANDOM_OPS
+from graphc.ir.subgraphs import sources
 from graphc.ir.text import graph_metadata
 from graphc.ir.updates import trains
 from graphc.passes.legalize.subgraphs import decided_branch
@@ -133,11 +134,11 @@ def _expression(node: ir.Node) -> Hashable | None:
 
 
 def _operands(node: ir.Node) -> tuple[Hashable, ...]:
-    """The op and the operands of a node, without attributes."""
+    """The op and the operands of a node, without attributes, and its stage of a pipeline."""
     inputs: Sequence[ir.Value | None] = node.inputs
     if node.op_type in _COMMUTATIVE and node.domain == "":
         inputs = sorted(inputs, key=id)
-    return node.domain, node.op_type, *inputs
+    return node.domain, node.op_type, node.metadata_props.get(STAGE), *inputs
 
 
 def _is_pure(node: ir.Node) -> bool:
@@ -157,7 +158,7 @@ def fold_and_rewrite(graph: ir.Graph) -> bool:
     for node in list(graph):
         if node.op_type == "Constant" and node.domain == "":
             continue
-        op.before, op.scope = node, node.name or node.op_type
+        op.before, op.scope, op.marks = node, node.name or node.op_type, marks_of(node)
         if any(v.uses() or v.is_graph_output() or v.metadata_props for v in node.outputs):
             _refine(node)
             changed |= _decide(graph, op, node) or _fold(graph, op, node) or _rewrite(graph, op, node)
@@ -199,10 +200,20 @@ def _fold(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
 
 def _rewrite(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
     rule = RULES.get((node.domain, node.op_type))
-    new = rule(op, node) if rule is not None else None
+    new = rule(op, node) if rule is not None and not (op.marks and _reads_another_stage(node)) else None
     if new is None:
         return False
     return replace(graph, op, node.outputs[0], new)
+
+
+def _reads_another_stage(node: ir.Node) -> bool:
+    """Whether an operand, or an operand of that, is made on another stage of a pipeline: one node cannot be on both."""
+    for value in node.inputs:
+        for source in (p, *sources(p)) if value is not None and (p := value.producer()) is not None else ():
+            stage = source.metadata_props.get(STAGE)
+            if stage is not None and stage != node.metadata_props.get(STAGE):
+                return True
+    return False
 
 
 def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
