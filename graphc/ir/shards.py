@@ -71,6 +71,14 @@ def cut_initializer(value: ir.Value, group: str, axis: int, blocks: int, ranks: 
     value.shape = ir.Shape(first.shape)
 
 
+def cut_alike(copy: ir.Value, source: ir.Value) -> None:
+    """Note that ``copy``, whose initial value is that of ``source`` in another type, is divided as ``source`` is."""
+    text, whole = source.metadata_props.get(CUT), source.meta.get(WHOLE)
+    if text is not None and whole is not None:
+        copy.metadata_props[CUT] = text
+        copy.meta[WHOLE] = ir.Tensor(np.asarray(whole.numpy()).astype(array_of(copy).dtype), name=copy.name)
+
+
 def cut_of(value: ir.Value) -> Cut | None:
     """How an initializer is divided; None: it is whole."""
     text = value.metadata_props.get(CUT)

@@ -24,6 +24,7 @@ from graphc.ir.declare import operand, put
 from graphc.ir.facts import array_of
 from graphc.ir.names import BUCKET, GRADIENT_OF
 from graphc.ir.ops.updates import LOW
+from graphc.ir.shards import cut_alike
 from graphc.ir.state import add_initializer
 from graphc.ir.updates import next_value_of, source_of, state_of, trains
 from graphc.pipeline import Context, graph_pass
@@ -96,6 +97,7 @@ def _keep_copy(op: Builder, update: ir.Node, dtype: ir.DataType, casts: list[lis
     parameter = state_of(update)
     name = f"{parameter.name}::{SUFFIX[dtype]}"
     copy = add_initializer(op.graph, name, array_of(parameter).astype(dtype.numpy()))
+    cut_alike(copy, parameter)
     for chain in (c for c in casts if c[-1].outputs[0].dtype == dtype):
         _read_copy(op, copy, chain)
     bucket = update.attributes.get_string(BUCKET, "")
