@@ -19,6 +19,9 @@ from graphc.pipeline import PASSES, PassCall
 STRATEGIES = ("mirrored", "zero", "central_storage", "parameter_server", "local_sgd", "adasum")
 """Strategies; each except the first is also the name of the pass that rewrites the mirrored graph."""
 
+WITH_STAGES = ("mirrored", "zero", "zero:stage=1", "zero:stage=2")
+"""Strategies that work with a pipeline."""
+
 DETERMINISM = ("run", "any-world")
 """``run``: equal runs give equal bits (always true on the host); ``any-world``: also for any number of workers."""
 
@@ -158,8 +161,7 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
             raise UsageError("shard= divides weights over the tensor axis, and the mesh has none; give mesh=Mesh(tensor=2)")
         return
     given = {
-        f"the axis pipe={mesh.pipe}": mesh.pipe > 1,
-        f"strategy={options.strategy!r}": options.strategy not in ("mirrored", "zero", "zero:stage=1"),
+        f"strategy={options.strategy!r}": options.strategy not in (*WITH_STAGES, "zero:stage=3"),
         f"compress={options.compress!r}": _has_residuals(options),
         f"recompute={options.recompute!r}": options.recompute not in (None, "none"),
     }
@@ -220,7 +222,10 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
                 f"place={options.place} and accumulate={options.accumulate} exclude each other; leave accumulate out"
             )
     excluded = {
-        "strategy": (options.strategy if options.strategy != "mirrored" else None, "the state is divided by stages"),
+        "strategy": (
+            options.strategy if options.strategy not in WITH_STAGES else None,
+            "parameters are divided by stages; zero:stage=1 and zero:stage=2 divide the rest among the replicas",
+        ),
         "sync_batchnorm": (options.sync_batchnorm or None, "statistics are those of each micro-batch"),
         "compress": (options.compress if _has_residuals(options) else None, "a stage keeps no residuals"),
         "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),

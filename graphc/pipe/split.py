@@ -56,6 +56,10 @@ class Edge:
             return f"{self.source}→{self.target}"
         return f"{self.source.kind} rank {self.sender}→{self.receiver} #{self.number}"
 
+    def shown(self, micro: int) -> str:
+        """Its name for one micro-batch, in errors and flight logs."""
+        return f"{self.tag} micro-batch {micro}"
+
 
 @dataclass(frozen=True, slots=True)
 class Pipe:

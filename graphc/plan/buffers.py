@@ -103,7 +103,7 @@ def _place_group(group: UpdateGroup, places: dict[ir.Value, Slice], buffers: dic
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A range of the arena for the flat array of one collective; its members have one lifetime.
+    """A range of a buffer, mostly of the arena, for the flat array of one collective; its members have one lifetime.
 
     Attributes:
         members: value as it is written → byte offset in the range.
@@ -115,6 +115,22 @@ class _Block:
     members: dict[ir.Value, int]
     readers: list[tuple[ir.Value, ir.Value]]
     following: list[Transfer] = field(default_factory=list)
+
+    def values(self) -> list[ir.Value]:
+        """All values in the range."""
+        return [*self.members, *(out for _, out in self.readers)]
+
+    def settle(self, range_: tuple[str, int], places: dict[ir.Value, Slice]) -> None:
+        """Place the values in a range of the size of the array: buffer and offset."""
+        buffer, start = self.transfer.buffer, self.transfer.offset = range_
+        for after in self.following:
+            after.buffer, after.offset = range_
+            if after.within:
+                after.take_own(after.elements)
+        for value, offset in self.members.items():
+            places[value] = Slice(buffer, start + offset, shape_of(value), _dtype(value))
+        for source, out in self.readers:
+            places[out] = replace(places[source], shape=shape_of(out))
 
 
 class _Blocks:
@@ -322,7 +338,11 @@ def _place_activations(
                 continue
             block = blocks.of.get(value)
             if block is not None:
-                _place_block(block, arena, places, last_use, kept, len(steps))
+                values = block.values()
+                nbytes = block.transfer.nbytes
+                dies = len(steps) if not kept.isdisjoint(values) else max(last_use[v] for v in values if v in last_use)
+                found = crossing.take(step, values, nbytes)
+                block.settle(found if found is not None else (ARENA, arena.take(nbytes, dies)), places)
             elif step.kind not in ("update", "start", "wait"):
                 result = value in kept or step.kind == "check"
                 apart = None if result else crossing.place(step, value)
@@ -356,35 +376,20 @@ class _Crossing:
 
     def place(self, step: PlanStep, value: ir.Value) -> Slice | None:
         """The place of a value that ``step`` makes; None: only steps of its task read it."""
-        if step.task is None or self._tasks.get(value, set()) <= {step.task}:
+        place = Slice(ARENA, 0, shape_of(value), _dtype(value))
+        found = self.take(step, [value], place.nbytes)
+        return None if found is None else replace(place, buffer=found[0], offset=found[1])
+
+    def take(self, step: PlanStep, values: Sequence[ir.Value], nbytes: int) -> tuple[str, int] | None:
+        """Buffer and offset of a range for ``values``, the first of which ``step`` makes; None: only steps of its task read
+        them.
+        """
+        if step.task is None or all(self._tasks.get(value, set()) <= {step.task} for value in values):
             return None
         if step.task.kind == "P":
-            name = f"{RECEIVED}{step.name}/{step.outputs.index(value)}"  # the same in the plans for all shapes
+            name = f"{RECEIVED}{step.name}/{step.outputs.index(values[0])}"  # the same in the plans for all shapes
         else:
             name = SUMS if step.kind == "accumulate" else f"{STASH}{step.task.stage}"
-        place = Slice(name, 0, shape_of(value), _dtype(value))
-        place.offset = self._arenas.setdefault(name, Arena()).take(place.nbytes, -1)
+        offset = self._arenas.setdefault(name, Arena()).take(nbytes, -1)
         self.buffers[name] = self._arenas[name].size
-        return place
-
-
-def _place_block(
-    block: _Block,
-    arena: Arena,
-    places: dict[ir.Value, Slice],
-    last_use: Mapping[ir.Value, int],
-    kept: set[ir.Value],
-    end: int,
-) -> None:
-    shared = [*block.members, *(out for _, out in block.readers)]
-    dies = end if not kept.isdisjoint(shared) else max(last_use[v] for v in shared if v in last_use)
-    transfer = block.transfer
-    transfer.buffer, transfer.offset = ARENA, arena.take(transfer.nbytes, dies)
-    for after in block.following:
-        after.buffer, after.offset = ARENA, transfer.offset
-        if after.within:
-            after.take_own(after.elements)
-    for value, offset in block.members.items():
-        places[value] = Slice(ARENA, transfer.offset + offset, shape_of(value), _dtype(value))
-    for source, out in block.readers:
-        places[out] = replace(places[source], shape=shape_of(out))
+        return name, offset

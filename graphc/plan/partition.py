@@ -53,7 +53,8 @@ class Plan:
         homes: state, next value or reduced gradient → its group and the index of the flat input that it is.
         stop: the flag by which the check step skips the updates; None: the check stops the step itself.
         edges: in a pipeline, the transfers between all its ranks.
-        collectives: one text line per collective in order, equal on all ranks.
+        collectives: one text line per collective in order. Those between replicas are equal on all of them, and for all
+            batches; of others, which ranks with the same samples run, the shapes are left out.
     """
 
     model: ir.Model
@@ -75,7 +76,8 @@ class Plan:
 
     @property
     def collectives(self) -> list[str]:
-        return [event.text for event in collective_events(self.steps) if event.begins]
+        begun = [event for event in collective_events(self.steps) if event.begins]
+        return [f"{e.tag} over {e.group}" if {"pipe", "tensor"} & {*e.group.split("+")} else e.text for e in begun]
 
     def text(self) -> str:
         """Print one line a step, with sizes, in the order of execution on this rank."""

@@ -21,10 +21,14 @@ from graphc.runtime.sparse_allreduce import SparseSum
 
 
 class Transfers:
-    """Binds the start and the wait steps of a plan."""
+    """Binds the start and the wait steps of a plan.
 
-    def __init__(self, places: BufferMap, groups: Groups | None) -> None:
-        self._places, self._groups = places, groups
+    Args:
+        shown: the name of a collective in errors and flight logs, for its tag.
+    """
+
+    def __init__(self, places: BufferMap, groups: Groups | None, shown: Callable[[str], str] = str) -> None:
+        self._places, self._groups, self._shown = places, groups, shown
         self._handles: dict[str, Any] = {}
         self._prepared: dict[str, Any] = {}
         self._sparse: dict[str, SparseSum] = {}
@@ -77,10 +81,11 @@ class Transfers:
         tag, overlap = transfer.tag, self._overlaps(step, index)
         if transfer.kind == "allreduce":
             lengths = transfer.lengths if transfer.reduce == "adasum" else None
-            handle = comm.prepare(flat, transfer.reduce, tag, lengths=lengths, overlap=overlap)
+            handle = comm.prepare(flat, transfer.reduce, self._shown(tag), lengths=lengths, overlap=overlap)
         else:
             reduce, kind = transfer.reduce or "sum", transfer.kind
-            handle = comm.prepare(flat, reduce, tag, kind=kind, parts=transfer.parts, root=transfer.root, overlap=overlap)
+            shown, root = self._shown(tag), transfer.root
+            handle = comm.prepare(flat, reduce, shown, kind=kind, parts=transfer.parts, root=root, overlap=overlap)
         self._prepared[tag] = handle
         if handle.queued and self._known_ahead(transfer, index):
             self._ahead.add(tag)

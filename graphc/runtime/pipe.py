@@ -32,6 +32,7 @@ from graphc.pipe.tables import Action, Table
 from graphc.pipe.tasks import Task
 from graphc.plan.buffers import STASH
 from graphc.plan.partition import Plan
+from graphc.plan.pipe_events import micro_tag, sends_of
 from graphc.plan.steps import PlanStep
 from graphc.runtime.accumulators import MicroBatchCursor
 from graphc.runtime.bind import StepBinder
@@ -103,14 +104,16 @@ class StagePlan:
         self.turn = MicroBatchCursor()
         self._updates = Updates(self.places, backend, None)
         self._transfers = Transfers(self.places, links.groups)
-        self._check = Check(self.places, backend, links.groups.of("data"), links.groups.world) if check else None
+        world = links.groups.world
+        self._check = Check(self.places, backend, world, world) if check else None
         self._wrap = wrap
         self._slots: dict[tuple[int, int], _SlotMap] = {}
-        self._bound: dict[tuple[Task, int], list[Run]] = {}
+        self._bound: dict[tuple[Task, int], list[tuple[PlanStep, Run | None]]] = {}
         self._once: dict[Task, list[Run]] = {}
         self.inputs, self.outputs = self.places.inputs, self.places.outputs
         self.index_ranges = index_ranges(plan.model.graph)
         self.steps: dict[Task, list[PlanStep]] = {}
+        self._index = {id(step): k for k, step in enumerate(plan.steps)}
         for step in plan.steps:
             if step.task is not None:
                 self.steps.setdefault(step.task, []).append(step)
@@ -131,18 +134,24 @@ class StagePlan:
             found = self._slots[stage, number] = _SlotMap(self.places, stage, inputs)
         return found
 
-    def runs(self, task: Task, number: int) -> list[Run]:
-        """The closures of a task that runs for every micro-batch, for one slot."""
+    def runs(self, task: Task, number: int, micro: int) -> list[Run]:
+        """The closures of a task for micro-batch ``micro`` in slot ``number``."""
+        places = self.slot(task.stage, number)
         found = self._bound.get((task, number))
         if found is None:
-            places = self.slot(task.stage, number)
             binder = StepBinder(places, self.backend, self._updates, self.turn, None)
             found = self._bound[task, number] = [
-                run
+                (step, self._wrapped(step, binder.bind(step)) if step.transfer is None else None)
                 for step in self.steps.get(task, ())
-                if step.kind not in ("send", "recv") and (run := self._wrapped(step, binder.bind(step))) is not None
+                if step.kind not in ("send", "recv")
             ]
-        return found
+        transfers = Transfers(places, self.links.groups, functools.partial(micro_tag, task, micro))
+        runs = [run if step.transfer is None else self._wrapped(step, self._transfer(transfers, step)) for step, run in found]
+        return [run for run in runs if run is not None]
+
+    def _transfer(self, transfers: Transfers, step: PlanStep) -> Run:
+        run = transfers.bind(step, self._index[id(step)])
+        return run.run if isinstance(run, HostSync) else run
 
     def once(self, task: Task, move: Callable[[PlanStep], Run]) -> list[Run]:
         """The closures of what runs once a step; ``move`` binds its transfers."""
@@ -154,7 +163,7 @@ class StagePlan:
             if step.kind in ("send", "recv"):
                 run: Run | None = move(step)
             elif step.transfer is not None:
-                run = self._transfers.bind(step, self.plan.steps.index(step))
+                run = self._transfer(self._transfers, step)
             else:
                 run = binder.bind(step)
             if isinstance(run, HostSync):
@@ -235,9 +244,9 @@ class PipeStep:
         self._free: dict[tuple[str, int], list[_Box]] = {}
         self._posted: dict[tuple[str, int], tuple[_Box, Handle]] = {}
         self._local: dict[tuple[str, int], _Box] = {}
-        self._order = {sender: list(self._sends_of(sender)) for sender in range(len(table)) if sender != self._rank}
+        others = [sender for sender in range(len(table)) if sender != self._rank]
+        self._order = {sender: list(sends_of(table, self._edges, sender, self._rank)) for sender in others}
         self._next = dict.fromkeys(self._order, 0)
-        self.where = ""
         runs: list[Run] = []
         begin: list[tuple[int, Run]] = []
         rest = first.once(Task("P"), functools.partial(self._bind_once, first, begin))
@@ -257,16 +266,7 @@ class PipeStep:
         for run in self._runs:
             run()
 
-    # Order of transfers -----------------------------------------------------------------------------------------------
-
-    def _sends_of(self, sender: int) -> Iterator[tuple[Edge, int]]:
-        """What ``sender`` sends to this rank in its row, with the micro-batch, in order."""
-        for action in self._table[sender]:
-            if action.kind != "U":
-                task = Task(action.kind, action.stage)
-                for edge in self._edges:
-                    if edge.source == task and edge.receiver == self._rank:
-                        yield edge, action.micro
+    # Order of transfers: as in graphc.plan.pipe_events, which the ranks compare before the first step ---------------------
 
     def _needed(self, action: Action) -> list[Edge]:
         """The transfers that an action receives."""
@@ -294,7 +294,7 @@ class PipeStep:
             yield functools.partial(self._bring, places.feeds, micro)
         for edge in self._needed(action):
             yield from self._receive(plan, edge, micro, places)
-        yield from plan.runs(task, slot)
+        yield from plan.runs(task, slot, micro)
         kept = plan.kept(task)
         if kept:
             yield functools.partial(self._keep, micro, kept, plan)
@@ -324,7 +324,7 @@ class PipeStep:
                 free = self._free.setdefault((other.tag, id(plan)), [])
                 box = free.pop() if free else _box(plan, plan.values(other, sends=False))
                 channel = self._links.channel(other.sender, self._rank)
-                handle = channel.prepare(box.flat, tag=_shown(other, micro), kind="recv")
+                handle = channel.prepare(box.flat, tag=other.shown(micro), kind="recv")
                 self._posted[other.tag, micro] = box, handle
                 yield functools.partial(channel.begin, handle)
 
@@ -353,7 +353,7 @@ class PipeStep:
             yield plan.backend.memory.bind_copy(part, places.array(value))
         if edge.receiver != self._rank:
             channel = self._links.channel(self._rank, edge.receiver)
-            handle = channel.prepare(box.flat, tag=_shown(edge, micro), kind="send")
+            handle = channel.prepare(box.flat, tag=edge.shown(micro), kind="send")
             yield functools.partial(self._begin_send, channel, handle, id(box))
 
     def _begin_send(self, channel: Communicator, handle: Handle, box: int) -> None:
@@ -417,8 +417,3 @@ class PipeStep:
 def _in_edge_order(begin: Sequence[tuple[int, Run]]) -> list[Run]:
     """The begins of receives in the order of the edges, in which a channel's sender sends."""
     return [run for _, run in sorted(begin, key=lambda pair: pair[0])]
-
-
-def _shown(edge: Edge, micro: int) -> str:
-    """A transfer in errors and flight logs."""
-    return f"{edge.tag} micro-batch {micro}"

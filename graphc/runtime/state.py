@@ -200,9 +200,8 @@ class State:
     def placed(self, value: ir.Value) -> Array:
         """The state that a graph calls ``value``: this rank's part where the graph has the shape of that, else all of it."""
         name = value.name or ""
-        if name in self.parts and self.arrays[name].shape == static_dims(value):
-            return self.arrays[name]
-        return self.array(name)
+        part = self.arrays.get(name) if name in self.parts else None
+        return part if part is not None and part.shape == static_dims(value) else self.array(name)
 
     def fetch(self, name: str) -> Array:
         """State ``name`` in host memory: the array itself where it is there, else a copy; sharded state must be gathered."""

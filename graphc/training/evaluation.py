@@ -34,6 +34,6 @@ def evaluate(trainer: Trainer, batches: Batches) -> dict[str, float]:
                 sums[name] += float(value)
     total = np.array([sums[name] for name in names], dtype=np.float64)
     if trainer.size > 1 and not trainer.servers:  # a collective would wait for a lost worker
-        comm = trainer.groups.of(REPLICAS) if trainer.groups.mesh.tensor > 1 else trainer.comm
-        comm.allreduce(total, "sum")
+        groups = trainer.groups  # ranks along the tensor axis have the same sums, one stage has those of its pipeline
+        groups.of(f"{REPLICAS}+pipe").allreduce(total, "sum")
     return averages(dict(zip(names, total.tolist(), strict=True)))

@@ -10,16 +10,17 @@ import onnx_ir as ir
 
 from graphc.compiler import Program, collection_paused
 from graphc.device import Array
-from graphc.distributed.consistency import agree
-from graphc.errors import NonFiniteError, UsageError, WorldError
-from graphc.ir.facts import array_of, dtype_of, shape_of
-from graphc.ir.names import BY_RANK, SCHEDULE
-from graphc.ir.ops.accumulation import accumulation_steps
-from graphc.mesh import REPLICAS, Mesh
-from graphc.pipe.split import Edge, Pipe
+from graphc.errors import InternalError, NonFiniteError, UsageError, WorldError
+from graphc.ir.facts import array_of
+from graphc.ir.names import BY_RANK
+from graphc.mesh import Mesh
+from graphc.pipe.split import Pipe
 from graphc.pipe.state import StateShare, state_of_rank
-from graphc.pipe.tables import Action, PipeSchedule, Table
+from graphc.pipe.tables import Action, Table
+from graphc.plan.group_places import CollectiveEvent
 from graphc.plan.partition import Plan, make_plan
+from graphc.plan.pipe_events import pipe_events
+from graphc.report.pipe_memory import table_of
 from graphc.runtime import checkpoint
 from graphc.runtime.pipe import PipeLinks, PipeStep, StagePlan
 from graphc.runtime.state import State
@@ -39,11 +40,13 @@ class StagePlans(PlanCache):
         pipe: the rank's place.
         share: the state that it holds.
         links: how it reaches the others.
+        table: the schedule.
     """
 
     pipe: Pipe
     share: StateShare
     links: PipeLinks
+    table: Table
 
     def _make_state(self) -> State:
         """Find the rank's place in the pipeline, and make the state that belongs there."""
@@ -53,8 +56,9 @@ class StagePlans(PlanCache):
         self.pipe = Pipe.of(program.model, rank, mesh.pipe)
         self.share = state_of_rank(program.model, self.pipe)
         self.links = PipeLinks(rank, self._groups)
+        self.table = table_of(program.model)
         place = mesh.coordinate("data", self._comm.rank)
-        return State(self.share.model, place, mesh.data, self._backend.memory)
+        return State(self.share.model, place, mesh.data, self._backend.memory, self._groups)
 
     @collection_paused()
     def _bind(self, feeds: Mapping[str, Array], model: ir.Model) -> Any:
@@ -62,21 +66,17 @@ class StagePlans(PlanCache):
         trains = model is self._program.model
         owners = None if trains else self.share.stages
         plan = make_plan(model, shapes, self._backend, rank=rank, mesh=mesh, pipe=self.pipe, owners=owners)
+        elsewhere = [g.name for g in plan.groups if not {g.buffer(k) for k in g.states()} <= self.state.flat.keys()]
+        if elsewhere:
+            raise InternalError(f"rank {rank} would update {', '.join(elsewhere)}, whose state is on another stage")
         if trains:
             self._compare_collectives(plan)
         self._groups.open_channels(("pipe", e.sender, e.receiver) for e in plan.edges if e.sender != e.receiver)
         return StagePlan(plan, self.state, self._backend, self.links, check=self.check and trains, wrap=self.wrap)
 
-    def _compare_collectives(self, plan: Plan) -> None:
-        """Check that the ranks agree on every transfer, which has both its ends then, and on the collectives of each group."""
-        if self._collectives is None:
-            agree(self._comm, [_line(edge) for edge in plan.edges], "transfer between stages")
-        super()._compare_collectives(plan)
-
-
-def _line(edge: Edge) -> str:
-    values = ", ".join(f"{dtype_of(v).name}{list(shape_of(v))}" for v in edge.values)
-    return f"{edge.tag} from {edge.sender} to {edge.receiver}: {values}"
+    def _events(self, plan: Plan) -> list[CollectiveEvent]:
+        """The collectives of the rank's row of the schedule, and its transfers, each of which has both its ends then."""
+        return pipe_events(plan, self.pipe, self.table)
 
 
 class Pipeline(Replica):
@@ -88,7 +88,8 @@ class Pipeline(Replica):
         self._evaluations: dict[tuple[Any, ...], PipeStep] = {}
         self._micro: Sequence[MicroBatch] = ()  # of the step that runs
         self._kept: list[dict[str, Array]] = []  # the model's own outputs, by micro-batch
-        self._updated = State(trainer.program.model).updated
+        whole = State(trainer.program.model)
+        self._updated, self._divided = whole.updated, whole.parts
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:
@@ -105,20 +106,13 @@ class Pipeline(Replica):
         assert isinstance(plans, StagePlans)
         return plans
 
-    def _table(self) -> Table:
-        program, pipe = self.trainer.program, self._plans.pipe
-        if pipe.placed:
-            return [[Action("U", rank)] for rank in range(pipe.ranks)]
-        schedule = PipeSchedule.parse(program.model.metadata_props[SCHEDULE])
-        return schedule.table(pipe.ranks, accumulation_steps(program.model.graph))
-
     def _run(self, parts: Sequence[tuple[Any, MicroBatch]]) -> None:
         key = tuple(id(plan) for plan, _ in parts)
         self._micro = [part for _, part in parts]
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = PipeStep(
-                [plan for plan, _ in parts], self._table(), self._prepare_micro, self._keep, placed=self._plans.pipe.placed
+                [plan for plan, _ in parts], self._plans.table, self._prepare_micro, self._keep, placed=self._plans.pipe.placed
             )
         self._kept = [{} for _ in parts]
         found.run([part.feeds for part in self._micro])
@@ -169,17 +163,22 @@ class Pipeline(Replica):
     def spread(self, values: Mapping[str, Array] | None) -> None:
         """Give every rank its part of the state of rank 0."""
         trainer, state, comm = self.trainer, self.trainer.state, self.trainer.comm
-        for name, value in sorted(trainer.program.model.graph.initializers.items()):
+        for name in sorted(trainer.program.model.graph.initializers):
             if name in BY_RANK:
                 continue
-            array = np.array(array_of(value))
+            array = self._initial(name)
             if comm.rank == 0 and values is not None and name in values:
                 array[...] = values[name]
-            elif comm.rank == 0 and name in state.names and values is None:
-                array[...] = state.fetch(name)
+            elif comm.rank == 0 and name in state.scalars and values is None:
+                array[...] = state.scalars.read(name)
             comm.broadcast(array.reshape(-1), 0)
             if name in state.names:
                 state.load({name: array})
+
+    def _initial(self, name: str) -> Array:
+        """The initial value of a state, whole."""
+        found = array_of(self.trainer.program.model.graph.initializers[name])
+        return np.array(self._divided.initial(name, found) if name in self._divided else found)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         checkpoint.check_state_names(arrays, needed=self._updated, known=set(self.trainer.program.model.graph.initializers))
@@ -193,12 +192,13 @@ class Pipeline(Replica):
         mesh: Mesh = self.trainer.groups.mesh
         found: dict[str, Array] = {}
         first = mesh.members("pipe", 0)
+        state.gather(comm, [name for name in names if name in state.names])
         for name in names:
             owner = plans.share.owners.get(name)
             if owner is None and name in state.names:
                 found[name] = state.fetch(name).copy()
                 continue
-            array = np.array(array_of(self.trainer.program.model.graph.initializers[name]))
+            array = self._initial(name)
             root = first[owner or 0]
             if comm.rank == root:
                 array[...] = state.fetch(name)
@@ -211,12 +211,19 @@ class Pipeline(Replica):
 
     def state_sha256(self) -> str:
         digest = checkpoint.state_sha256(self.snapshot())
-        everyone = self.trainer.comm.allgather_object(digest)
-        state = self.trainer.state
-        own = checkpoint.state_sha256({n: state.fetch(n) for n in sorted(state.updated)})
-        replicas = self.trainer.groups.of(REPLICAS).allgather_object(own)
-        if len(set(everyone)) > 1 or len(set(replicas)) > 1:
-            raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d in everyone]}")
+        trainer, state, mesh = self.trainer, self.trainer.state, self.trainer.groups.mesh
+        alike = {name: array for name, array in state.replicated().items() if name in state.updated}
+        parts = {name: state.arrays[name] for name in state.parts.cuts if name not in state.shards}
+        own = [checkpoint.state_sha256(arrays) for arrays in (alike, parts)]
+        hashes: dict[tuple[int, ...], set[str]] = {}  # by the places that should have the same state
+        everyone = trainer.comm.allgather_object((digest, own))
+        for rank, (whole, (replicated, divided)) in enumerate(everyone):
+            stage, shard = mesh.coordinate("pipe", rank), mesh.coordinate("tensor", rank)
+            hashes.setdefault((), set()).add(whole)
+            hashes.setdefault((stage,), set()).add(replicated)
+            hashes.setdefault((stage, shard), set()).add(divided)
+        if any(len(found) > 1 for found in hashes.values()):
+            raise WorldError(f"the replicas have drifted apart: state hashes by rank are {[d[:12] for d, _ in everyone]}")
         return digest
 
     # Evaluation -------------------------------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ class Pipeline(Replica):
                 [Action("F", stage) for stage in range(rank, pipe.stages, pipe.ranks)] for rank in range(pipe.ranks)
             ]
             if pipe.placed:
-                table = self._table()
+                table = plans.table
             self._evaluations[key] = PipeStep([plan], table, lambda number: None, lambda *kept: None, placed=pipe.placed)
         self._evaluations[key].run([arrays])
         return plan.outputs

@@ -14,7 +14,7 @@ from graphc.distributed.collective_proof import prove_collectives
 from graphc.distributed.groups import Groups
 from graphc.errors import DeviceMemoryError, WorldError
 from graphc.ir.ops.losses import label_checks, symbolic_classes
-from graphc.plan.group_places import collective_events
+from graphc.plan.group_places import CollectiveEvent, collective_events
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
@@ -134,10 +134,13 @@ class PlanCache:
             case = Case(model, shapes, self._batched, plan.mesh, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
 
+    def _events(self, plan: Plan) -> list[CollectiveEvent]:
+        """The collectives of a step."""
+        return collective_events(plan.steps)
+
     def _compare_collectives(self, plan: Plan) -> None:
         if self._collectives is None:
-            channels = prove_collectives(self._comm, plan.mesh, collective_events(plan.steps))
-            self._groups.open_channels(channels)
+            self._groups.open_channels(prove_collectives(self._comm, plan.mesh, self._events(plan)))
             self._collectives = plan.collectives
         elif self._collectives != plan.collectives:
             raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")

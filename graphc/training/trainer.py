@@ -127,7 +127,7 @@ class Trainer:
         self.comm = for_memory(self.comm, self.backend.memory, transport=transport)
         self.groups = Groups(self.comm, mesh)
         kept = ["pipe"] if mesh.pipe > 1 and kept_outputs(program.model) else []
-        self.groups.open(collective_groups(program.model.graph) | {"data", REPLICAS, *kept})
+        self.groups.open(collective_groups(program.model.graph) | {"data", REPLICAS, f"{REPLICAS}+pipe", *kept})
         self.data_rank, self.data_size = mesh.coordinate(REPLICAS, self.rank), mesh.replicas
         self.micro_batches = micro_batches(program.model.graph, self.data_size)
         self.outputs = KeptOutputs(program.model, self.micro_batches, self.backend.memory)

@@ -153,7 +153,7 @@ def test_named_shards() -> None:
         (Mesh(tensor=2), {"shard": ["b0_up"]}, r"write auto, or a pattern of parameters and an axis"),
         (Mesh(tensor=2), {"shard": ["nothing=0"]}, "matches no parameter"),
         (Mesh(tensor=2), {"shard": ["b0_up=2"]}, "'b0_up' has 2 axes"),
-        (Mesh(tensor=2), {"strategy": "zero:stage=2"}, "tensor=2 does not work with strategy='zero:stage=2' yet"),
+        (Mesh(tensor=2), {"strategy": "local_sgd"}, "tensor=2 does not work with strategy='local_sgd' yet"),
         (Mesh(tensor=2), {"compress": "topk"}, "tensor=2 does not work with compress='topk' yet"),
         (Mesh(), {"shard": ["b0_up=1"]}, "the mesh has none"),
         (Mesh(tensor=5), {}, "no weight can be divided among 5 ranks"),

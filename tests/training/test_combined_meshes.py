@@ -1,0 +1,222 @@
+"""Data × pipe × tensor: the numbers of one worker, with any strategy that divides the optimizer's state, on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc import Mesh
+from graphc.backend import make_backend
+from graphc.distributed.collective_proof import check_events
+from graphc.distributed.threads import run_threads
+from graphc.errors import NonFiniteError, UsageError, WorldError
+from graphc.pipe.split import Pipe
+from graphc.plan.group_places import CollectiveEvent
+from graphc.plan.partition import make_plan
+from graphc.plan.pipe_events import pipe_events
+from graphc.report.memory import feed_shapes
+from graphc.report.pipe_memory import memory_of_stages, table_of
+from tests.tiers import params
+from tests.training import combined_cases as cases
+from tests.training import pipe_cases
+
+ALL = [
+    ("gpt", "pipe=2,tensor=2", 4, {"schedule": "1f1b"}),
+    ("mlp", "data=2,pipe=2,tensor=2", 2, {"schedule": "zero-bubble", "strategy": "zero"}),
+    ("cnn", "pipe=2,tensor=2", 4, {"schedule": "gpipe"}),
+    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero:stage=2"}),
+    ("gpt", "pipe=2,tensor=4", 4, {"schedule": "zero-bubble"}),
+    ("gpt", "pipe=4,tensor=2", 4, {"schedule": "gpipe"}),
+    ("gpt", "data=2,pipe=2", 2, {"strategy": "zero"}),
+    ("gpt", "data=2,pipe=4", 2, {"strategy": "zero:stage=2", "schedule": "zero-bubble"}),
+    ("gpt", "data=2,tensor=2", 2, {"strategy": "zero:stage=3"}),
+    ("cnn", "data=2,pipe=2,tensor=2", 2, {"schedule": "1f1b", "strategy": "zero"}),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[str], dict[str, Any]]:
+    """Each model on one worker with four micro-batches."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def of(name: str) -> dict[str, Any]:
+        if name not in found:
+            found[name] = cases.train(None, name, "data=1", 4, {})
+        return found[name]
+
+    return of
+
+
+def on_threads(name: str, mesh: str, accumulate: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    size = Mesh.parse(mesh).size
+    return run_threads(size, lambda comm: cases.train(comm, name, mesh, accumulate, options), deadline=120)
+
+
+@pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[2:]))
+def test_every_combination_computes_what_one_worker_does(
+    name: str, mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
+) -> None:
+    """Embeddings tied over stages, the loss over sharded classes, and dropout too: a mask depends on the place in the whole."""
+    wanted, found = alone(name), on_threads(name, mesh, accumulate, options)
+    assert max(cases.pipe_cases.distance(one, wanted) for one in found) < 1e-5
+    assert len({one["hash"] for one in found}) == 1
+    assert all(one["held"] < 0.7 * wanted["held"] for one in found), "every rank holds its shards of its stages only"
+
+
+@pytest.mark.parametrize("cut", ["b0_n2", "b0_h0", "b1_y3"])
+def test_a_cut_between_nodes_that_would_be_fused(cut: str, alone: Callable[[str], dict[str, Any]]) -> None:
+    """A product and its bias on two stages stay two nodes, and their weights on theirs."""
+    found = on_threads("gpt", "pipe=2", 4, {"cut": [cut]})
+    assert max(pipe_cases.distance(one, alone("gpt")) for one in found) < 1e-5
+
+
+def test_optimizer_state_is_divided_among_the_replicas_of_a_stage() -> None:
+    def state_of(strategy: str) -> int:
+        program = cases.compiled("gpt", Mesh(data=2, pipe=2, tensor=2), 2, strategy=strategy)
+        reports = memory_of_stages(program.model, feed_shapes(program.model, 2))
+        return sum(report.optimizer for report in reports)
+
+    assert state_of("zero") == pytest.approx(state_of("mirrored") / 2, rel=0.02)
+
+
+def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    meshes = [
+        ("data=2,pipe=2", 2, {"strategy": "zero"}),
+        ("tensor=2", 4, {}),
+        ("data=1", 4, {}),
+        ("data=2,pipe=2,tensor=2", 2, {"strategy": "zero", "schedule": "gpipe"}),
+    ]
+    before = ""
+    losses = []
+    for k, (mesh, accumulate, options) in enumerate(meshes):
+        save = str(tmp_path / str(k))
+        found = run_threads(
+            Mesh.parse(mesh).size,
+            lambda comm, *given: cases.continue_run(comm, *given),
+            *(mesh, accumulate, k, before, save, options),
+            deadline=120,
+        )
+        assert len({digest for _, digest in found}) == 1
+        losses.append(found[0][0])
+        before = save
+    with graphc.Trainer(cases.compiled("gpt", Mesh(), 4), threads=1) as trainer:
+        wanted = [trainer.step(batch)["loss"] for batch in cases.batches("gpt", 4)]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_a_smaller_last_batch_on_a_tensor_axis() -> None:
+    data = pipe_cases.batches(pipe_cases.mlp(), [8, 6])
+    program = cases.compiled("mlp", Mesh(tensor=2), 4)
+    wanted = pipe_cases.run(cases.compiled("mlp", Mesh(), 4), data)
+    for found in run_threads(2, lambda comm: pipe_cases.run(program, data, comm)):
+        assert pipe_cases.distance(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(data=2, tensor=2)], ids=str)
+def test_low_copies_of_divided_masters(mesh: Mesh) -> None:
+    """bfloat16 copies beside sharded float32 parameters: of an embedding tied over stages, and of shards."""
+    wanted = cases.train(None, "gpt", "data=1", 4, {"precision": "bf16"})
+    found = on_threads("gpt", str(mesh), 2, {"precision": "bf16", "strategy": "zero"})
+    assert max(pipe_cases.distance(one, wanted) for one in found) < 0.02, "rounded in other places"
+
+
+def test_a_nan_stops_all_ranks_before_the_updates() -> None:
+    good, bad = cases.batches("mlp", 2)
+    bad["x"][3] = np.nan
+
+    def work(comm: Any) -> bool:
+        with graphc.Trainer(cases.compiled("mlp", Mesh(pipe=2, tensor=2), 4), comm=comm, threads=1) as trainer:
+            trainer.step(good)
+            before = trainer.state_sha256()
+            with pytest.raises(NonFiniteError, match="gradients of stage 0, 1"):
+                trainer.step(bad)
+            return before == trainer.state_sha256()
+
+    assert all(run_threads(4, work, deadline=60))
+
+
+# The proof before the first step ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events() -> list[list[CollectiveEvent]]:
+    """The events of a step of all ranks of a mesh of three axes."""
+    mesh, backend = Mesh(data=2, pipe=2, tensor=2), make_backend("auto", threads=1)
+    program = cases.compiled("mlp", mesh, 2)
+    shapes, found = feed_shapes(program.model, 2), []
+    for rank in range(mesh.size):
+        pipe = Pipe.of(program.model, mesh.coordinate("pipe", rank), mesh.pipe)
+        plan = make_plan(program.model, shapes, backend, rank=rank, mesh=mesh, pipe=pipe)
+        found.append(pipe_events(plan, pipe, table_of(program.model)))
+    backend.close()
+    check_events(mesh, found)
+    return found
+
+
+def test_the_proof_knows_every_group_and_channel(events: list[list[CollectiveEvent]]) -> None:
+    assert {event.group for event in events[0]} == {"data", "pipe", "tensor"}
+    names = [event.tag for event in events[0] if event.begins]
+    assert any(name.startswith("0F micro-batch 1: tensor/") for name in names)
+    assert "1B→0B micro-batch 1" in names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda e: e.begins and e.tag == "0F→1F micro-batch 1",
+            "rank 2 receives '0F→1F micro-batch 1' .* from rank 0, which never",
+        ),
+        (
+            lambda e: e.group == "tensor" and e.tag.startswith("0F micro-batch 1"),
+            "collectives of group 'tensor': entry .* rank 1",
+        ),
+        (lambda e: e.group == "data" and e.tag == "data/metrics", "collectives of group 'data': entry .* on rank 4"),
+    ],
+)
+def test_the_proof_finds_what_one_rank_leaves_out(
+    change: Callable[[CollectiveEvent], bool], message: str, events: list[list[CollectiveEvent]]
+) -> None:
+    broken = [[event for event in events[0] if not change(event)], *events[1:]]
+    assert len(broken[0]) < len(events[0])
+    with pytest.raises(WorldError, match=message):
+        check_events(Mesh(data=2, pipe=2, tensor=2), broken)
+
+
+def test_the_proof_finds_ranks_that_would_wait_for_each_other(events: list[list[CollectiveEvent]]) -> None:
+    """Each of two ranks waits for what the other sends after its own wait."""
+    mesh = Mesh(data=2, pipe=2, tensor=2)
+    send, wait = (CollectiveEvent("x", begins, "FLOAT[1]", "pipe", 0, 1) for begins in (True, False))
+    back, answer = (replace(event, tag="y", source=1, target=0) for event in (send, wait))
+    lists: list[list[CollectiveEvent]] = [[] for _ in range(mesh.size)]
+    lists[0] = [back, answer, send, wait]
+    lists[2] = [send, wait, back, answer]
+    with pytest.raises(WorldError, match="rank 0 waits in 'y' for rank 2; rank 2 waits in 'x' for rank 0"):
+        check_events(mesh, lists)
+
+
+# Bad requests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (
+            Mesh(pipe=2, tensor=3),
+            {"shard": ["b0_up=1"]},
+            "axis 1 of 'b0_up' has 64 elements; 2, 4, 8, 16, 32, 64 would divide it",
+        ),
+        (Mesh(pipe=2, tensor=3), {"shard": ["b0_qkv=1"]}, "has 4 elements; 2, 4 would divide it"),
+        (Mesh(data=2, pipe=2), {"strategy": "zero:stage=3"}, "pipe=2 and strategy=zero:stage=3 exclude each other"),
+        (Mesh(pipe=2, tensor=2), {"schedule": "interleaved"}, "3 micro-batches cannot go in rounds of 2"),
+    ],
+)
+def test_what_cannot_be_combined_is_said(mesh: Mesh, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cases.compiled("gpt", mesh, 3, **options)
