@@ -130,7 +130,10 @@ def _reshape(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
         classes.join(one[0][0], several[chosen][0], math.prod(d for d in sizes[:chosen] if isinstance(d, int)))
         return
     for axis, _ in one:
-        classes.block(axis, f"{describe(node)} cuts it into {sizes}, none of which {ranks} divides")
+        first = next((d for d in sizes if isinstance(d, int) and d > 1), 1)
+        fitting = ", ".join(str(n) for n in range(2, first + 1) if first % n == 0)
+        would = f"; {fitting} would divide the {first}" if fitting else ""
+        classes.block(axis, f"{describe(node)} cuts it into {sizes}, none of which {ranks} divides{would}")
 
 
 def _softmax(classes: AxisClasses, node: ir.Node, ranks: int) -> None:

@@ -1,0 +1,91 @@
+"""Data × pipe × tensor on real MPI processes: the numbers of one worker, and who is named when one dies in mid-schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.mpi_run import map_ranks, run_mpi
+from tests.training import combined_cases as cases
+from tests.training import pipe_cases
+
+pytestmark = pytest.mark.mpi
+
+Run = tuple[str, str, int, dict[str, Any]]
+
+TWO: list[Run] = [
+    *(("mlp", "pipe=2", 4, {"schedule": schedule}) for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")),
+    *(("cnn", "pipe=2", 4, {"schedule": schedule}) for schedule in ("interleaved", "zero-bubble")),
+    ("mlp", "tensor=2", 4, {}),
+    ("gpt", "tensor=2", 4, {}),
+]
+
+FOUR: list[Run] = [
+    *(("mlp", "pipe=2,tensor=2", 4, {"schedule": schedule}) for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")),
+    ("cnn", "pipe=2,tensor=2", 4, {"schedule": "interleaved"}),
+    ("cnn", "data=2,pipe=2", 2, {"strategy": "zero", "schedule": "gpipe"}),
+    ("gpt", "pipe=2,tensor=2", 4, {"schedule": "zero-bubble"}),
+    ("gpt", "data=2,tensor=2", 2, {"strategy": "zero:stage=2"}),
+]
+
+EIGHT: list[Run] = [
+    ("mlp", "data=2,pipe=2,tensor=2", 2, {"schedule": "gpipe"}),
+    ("cnn", "data=2,pipe=2,tensor=2", 2, {"schedule": "1f1b", "strategy": "zero"}),
+    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero"}),
+    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "zero-bubble"}),
+    ("gpt", "pipe=4,tensor=2", 4, {"schedule": "1f1b"}),
+    ("gpt", "pipe=2,tensor=4", 4, {"schedule": "gpipe"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "runs"),
+    [
+        pytest.param(4, FOUR[1:2], id="4"),
+        pytest.param(2, TWO, id="2-all", marks=pytest.mark.large),
+        pytest.param(4, FOUR, id="4-all", marks=pytest.mark.large),
+        pytest.param(8, EIGHT, id="8-all", marks=pytest.mark.large),
+    ],
+)
+def test_processes_compute_what_one_worker_does(workers: int, runs: list[Run]) -> None:
+    everyone = map_ranks(workers, cases.train_all, runs, timeout=900)
+    alone = {name: cases.train(None, name, "data=1", 4, {}) for name in {name for name, *_ in runs}}
+    for k, run in enumerate(runs):
+        assert max(pipe_cases.distance(found[k], alone[run[0]]) for found in everyone) < 1e-5, run
+        assert len({found[k]["hash"] for found in everyone}) == 1, run
+
+
+DIES = """
+import os
+import graphc
+from tests.training import combined_cases as cases
+from tests.training import pipe_cases
+
+calls, last = 0, ""  # runs of the last segment of the backward pass of stage 1, which is bound last
+
+def wrap(kind, name, run):
+    global last
+    last = name if name.startswith("1B") and kind == "segment" else last
+    def counted():
+        global calls
+        calls += name == last and trainer.rank == 3
+        if calls == 3:
+            os._exit(7)
+        run()
+    return counted
+
+program = cases.compiled("mlp", graphc.Mesh(pipe=2, tensor=2), 4, cut=["h1"])
+with graphc.Trainer(program, threads=1, wrap=wrap) as trainer:
+    for batch in cases.batches("mlp"):
+        trainer.step(batch)
+"""
+
+
+def test_a_worker_that_dies_is_named_with_stage_and_micro_batch() -> None:
+    """Its partner on the tensor axis waits in a collective of the stage, the stage before for its gradient."""
+    done = run_mpi(4, DIES)
+    assert done.code
+    assert "rank 3" in done.err
+    waits = ("1B→0B micro-batch 2", "1B micro-batch 2: tensor/", "1B micro-batch 3: tensor/", "1F micro-batch 3: tensor/")
+    assert any(text in done.err for text in waits), done.text
