@@ -28,7 +28,7 @@ try:
 
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
-    from graphc.backends.onnxruntime import kernels
+    from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool

@@ -44,10 +44,15 @@ def replace_nodes(op: Builder, graph: ir.Graph, parts: Mapping[str, Callable[[Bu
             replace_nodes(op.inside(body), body, parts)
         if node.domain == "" and node.op_type in parts:
             op.before, op.scope = node, node.name or node.op_type
-            for old, new in zip(node.outputs, parts[node.op_type](op, node), strict=False):
-                if new is not None and (old.uses() or old.is_graph_output()):
-                    _replace(graph, op, old, new)
-            graph.remove(node, safe=True)
+            replace_node(op, node, parts[node.op_type](op, node))
+
+
+def replace_node(op: Builder, node: ir.Node, values: Sequence[Any]) -> None:
+    """Replace the outputs of a node by ``values`` and remove it from ``op``'s graph; outputs keep their names."""
+    for old, new in zip(node.outputs, values, strict=False):
+        if new is not None and (old.uses() or old.is_graph_output()):
+            _replace(op.graph, op, old, new)
+    op.graph.remove(node, safe=True)
 
 
 def _is_composite(node: ir.Node) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphc.ir import DOMAIN
 from graphc.ir.facts import dims, input_of
 
 VIEWS = frozenset({"Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"})
@@ -37,9 +38,10 @@ def index_ranges(graph: ir.Graph) -> dict[str, list[IndexRange]]:
     """Graph input → the ranges that its elements must lie in, where sizes are known."""
     found: dict[str, list[IndexRange]] = {}
     for node in graph:
-        if node.domain != "" or node.op_type not in INDEX_OPERANDS:
+        known = {"": INDEX_OPERANDS, DOMAIN: _OWN}.get(node.domain, {}).get(node.op_type)
+        if known is None:
             continue
-        operand, rule = INDEX_OPERANDS[node.op_type]
+        operand, rule = known
         source = behind_views(node.inputs[operand] if operand < len(node.inputs) else None)
         if source is None or not source.is_graph_input() or source.is_initializer():
             continue
@@ -134,3 +136,6 @@ INDEX_OPERANDS: Mapping[str, tuple[int, Rule]] = {
     "Attention": (6, _lengths(lambda node: -2, 1)),
 }
 """Op → its operand of indices or lengths, and the rule for their range."""
+
+_OWN: Mapping[str, tuple[int, Rule]] = {"RecurrentTraining": (3, _lengths(lambda node: 0))}
+"""The same for ``graphc`` ops that take the place of such an op."""

@@ -46,6 +46,9 @@ def operations(node: ir.Node, batch: int) -> int:
     if node.op_type in ("LSTM", "GRU", "RNN") and first is not None and len(node.inputs) > 2:
         weights = elements(second, batch) + elements(node.inputs[2], batch)
         return 2 * weights * math.prod(d if isinstance(d, int) else batch for d in (dims(first) or ())[:2])
+    if node.op_type == "RecurrentTraining" and first is not None:
+        hidden = ((out and dims(out)) or (1,))[-1]
+        return 2 * elements(first, batch) * (hidden if isinstance(hidden, int) else 1)
     if node.op_type in ("Attention", "ScaledDotProductAttention") and second is not None:
         length = (dims(second) or (1, 1))[-2]
         return 4 * elements(first, batch) * (length if isinstance(length, int) else batch)

@@ -4,7 +4,8 @@
     after    x ─► MatMul(W) ─► loss        seed ─► MatMul(xᵀ, ·) ─► W::grad
 
 The backward subgraph is appended to the forward graph (:mod:`graphc.passes.gradients.reverse_mode`). Running the pass again
-on gradients gives gradients of gradients. Where a rule needs a rank that only the feeds tell, it writes a ``LateGradient``.
+on gradients gives gradients of gradients. Recurrent layers first take the form that keeps what their gradient reads
+(:mod:`graphc.ir.ops.recurrent_training`). Where a rule needs a rank that only the feeds tell, it writes a ``LateGradient``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import onnx_ir as ir
 from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
+from graphc.ir.decomposition import replace_node
 from graphc.ir.facts import is_float
-from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value
+from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, find_value, marks_of
+from graphc.ir.ops.recurrent import RECURRENT
+from graphc.ir.ops.recurrent_training import training_form
 from graphc.ir.parameters import select_trainable
 from graphc.passes.gradients.reverse_mode import ancestors, differentiate, resolve_late, zeros
 from graphc.pipeline import Context, graph_pass
@@ -55,6 +59,7 @@ def autodiff(
     for value in (*targets, *sources):
         if value.dtype is not None and not is_float(value):
             raise UsageError(f"cannot differentiate {value.name!r}: its type is {value.dtype.name}, not a float")
+    _keep_gates(graph, targets, sources)
     gradients = differentiate(graph, targets, sources)
     op = Builder(graph, scope="grad")  # shared by all: creating a builder walks the whole graph
     for source in sources:
@@ -64,6 +69,20 @@ def autodiff(
         _name_gradient(op, source, value)
     ctx.note(f"autodiff: gradients of {counted(len(gradients), 'value')}, {counted(len(graph), 'node')}")
     return True
+
+
+def _keep_gates(graph: ir.Graph, targets: Sequence[ir.Value], sources: Sequence[ir.Value]) -> None:
+    """Put RecurrentTraining in place of the recurrent layers on the way to ``targets``, where it computes the same."""
+    layers = [node for node in graph if node.domain == "" and node.op_type in RECURRENT]
+    needed, named = ancestors(list(graph), targets) if layers else set(), {*targets, *sources}
+    op = Builder(graph)
+    for node in layers:
+        if needed.isdisjoint(node.outputs) or not named.isdisjoint(node.outputs):
+            continue
+        op.before, op.scope, op.marks = node, node.name or node.op_type, marks_of(node)
+        replaced = training_form(op, node)
+        if replaced is not None:
+            replace_node(op, node, replaced)
 
 
 @graph_pass("late_gradients", changes="training")

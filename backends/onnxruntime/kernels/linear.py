@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, kernel
+from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library, scratchpad_of
 from graphc.device import Array, Run
@@ -41,7 +42,7 @@ def gemm(k: Binding) -> Run:
     """c = a'·b' + bias"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
     bias = optional(k.inputs, 2)
-    return _product(k, a.T if k.attributes.get("transA") else a, b.T if k.attributes.get("transB") else b, c, bias)
+    return product_of(k.pool, a.T if k.attributes.get("transA") else a, b.T if k.attributes.get("transB") else b, c, bias)
 
 
 def _large_matmul(node: ir.Node) -> bool:
@@ -55,10 +56,13 @@ def _large_matmul(node: ir.Node) -> bool:
 def matmul(k: Binding) -> Run:
     """c = a·b for a matrix b and a stack of rows a"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
-    return _product(k, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]), None)
+    return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
 
 
-def _product(k: Binding, a: Array, b: Array, c: Array, bias: Array | None) -> Run:
+def product_of(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None = None) -> Run:
+    """c = a·b + bias for matrices, a and b possibly views of others: by oneDNN, else by numpy (without bias)."""
     lib = library()
-    assert lib is not None
-    return MatmulPrimitive(lib, a, b, c, bias, threads=k.pool.threads, scratch=scratchpad_of(k.pool)).runner()
+    if lib is None:
+        assert bias is None
+        return lambda: np.matmul(a, b, out=c)  # type: ignore[return-value]
+    return MatmulPrimitive(lib, a, b, c, bias, threads=pool.threads, scratch=scratchpad_of(pool)).runner()

@@ -22,8 +22,8 @@ from graphc.ir.subgraphs import finish_body, new_body
 
 RECURRENT = frozenset({"RNN", "GRU", "LSTM"})
 
-_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-_DEFAULTS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+DEFAULTS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 
 Function = Callable[[Builder, Any], Any]
 
@@ -57,7 +57,7 @@ def _function(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Fun
 
 def _activations(node: ir.Node, directions: int) -> list[list[Function]]:
     """The activations of each direction; those with parameters consume alpha and beta in order."""
-    default = _DEFAULTS[node.op_type] * directions
+    default = DEFAULTS[node.op_type] * directions
     names = [name.lower() for name in node.attributes.get_strings("activations", None) or default]
     unknown = [name for name in names if name not in _ACTIVATIONS]
     if unknown or len(names) != len(default):
@@ -101,10 +101,11 @@ def recurrence(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
     if batch_first:
         x = op.Transpose(x, perm=[1, 0, 2])
     states = [
-        _initial(op, s, x, count, hidden, batch_first) for s in (initial_h, initial_c)[: 2 if node.op_type == "LSTM" else 1]
+        initial_states(op, s, x, count, hidden, batch_first)
+        for s in (initial_h, initial_c)[: 2 if node.op_type == "LSTM" else 1]
     ]
     functions = _activations(node, count)
-    parts = [_by_direction(op, v, count) for v in (w, r, b, peepholes)]
+    parts = [by_direction(op, v, count) for v in (w, r, b, peepholes)]
     made = []
     for k in range(count):
         input_bias, hidden_bias = _biases(op, node, parts[2][k])
@@ -131,7 +132,7 @@ def recurrence(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:
     return tuple(outputs)
 
 
-def _by_direction(op: Builder, value: ir.Value | None, count: int) -> list[Any]:
+def by_direction(op: Builder, value: ir.Value | None, count: int) -> list[Any]:
     """Split a weight by direction, without the direction axis."""
     if value is None:
         return [None] * count
@@ -139,10 +140,10 @@ def _by_direction(op: Builder, value: ir.Value | None, count: int) -> list[Any]:
     return [op.Squeeze(piece, [0]) for piece in pieces]
 
 
-def _initial(op: Builder, value: ir.Value | None, x: Any, count: int, hidden: int, batch_first: bool) -> list[Any]:
+def initial_states(op: Builder, value: ir.Value | None, x: Any, count: int, hidden: int, batch_first: bool) -> list[Any]:
     """The initial state of each direction: (batch, hidden), zero by default."""
     if value is not None:
-        return _by_direction(op, op.Transpose(value, perm=[1, 0, 2]) if batch_first else value, count)
+        return by_direction(op, op.Transpose(value, perm=[1, 0, 2]) if batch_first else value, count)
     batch = (dims(x) or (None,) * 3)[1]
     size = op.const([batch, hidden]) if isinstance(batch, int) else op.Concat(op.Shape(x, start=1, end=2), [hidden], axis=0)
     return [op.Expand(op.scalar(0, x), size)] * count
@@ -167,7 +168,7 @@ def _run(op: Builder, way: _Direction, x: Any, lengths: ir.Value | None, states:
     if way.input_bias is not None:
         projected = op.Add(projected, way.input_bias)
     recurrent = op.Transpose(way.r, perm=[1, 0])
-    scanned, mask = [projected], _mask(op, x, lengths)
+    scanned, mask = [projected], step_mask(op, x, lengths)
     if mask is not None:
         scanned.append(mask)
     inputs = [("state", s.type, ir.Shape(_pick(s, 0, 1))) for s in states]
@@ -196,7 +197,7 @@ def _pick(value: ir.Value, *axes: int) -> list[Any]:
     return [found[axis] if found is not None else None for axis in axes]
 
 
-def _mask(op: Builder, x: Any, lengths: ir.Value | None) -> Any:
+def step_mask(op: Builder, x: Any, lengths: ir.Value | None) -> Any:
     """(time, batch, 1): whether a time step lies inside its sequence."""
     if lengths is None:
         return None

@@ -1,4 +1,4 @@
-"""Models of one node."""
+"""Models of one node, run by its native kernel and by its decomposition."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backend import Binding, Pool, native_kernel
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
+from graphc.ir.declare import declaration_of
 from graphc.ir.ops.attention import written
+from graphc.ir.ops.recurrent_gradient import GRADIENTS
+from graphc.ir.ops.recurrent_training import OUTPUTS
+from graphc.passes.legalize.decompose import decompose_graph
 
 Arrays = Sequence["np.ndarray[Any, Any] | None"]
 """Operands of a node; None: omitted."""
@@ -28,7 +33,63 @@ def single_node(op: str, arrays: Arrays, attributes: Mapping[str, Any], constant
         graph.inputs.append(value)
         values.append(value)
     domain = "graphc" if op.startswith("graphc::") else ""
-    # The only op with one output for each of several operands: those that do not share a tensor.
-    count = len(written(attributes["layout"])) if op.endswith("AttentionGrad") else None
+    count = None
+    if op.endswith("AttentionGrad"):  # one output for each of several operands: those that do not share a tensor
+        count = len(written(attributes["layout"]))
+    elif "cell" in attributes:
+        count = (GRADIENTS if op.endswith("Grad") else OUTPUTS)[attributes["cell"]]
     graph.outputs.extend(builder.emit(op.removeprefix("graphc::"), values, attributes, domain=domain, outputs=count))
     return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def reference(
+    op: str, arrays: Arrays, attributes: Mapping[str, Any], constants: Sequence[int] = ()
+) -> list[np.ndarray[Any, Any]]:
+    """The outputs of the op's decomposition in onnxruntime."""
+    model = single_node(op, arrays, attributes, constants)
+    decompose_graph(model.graph, lambda node: False)
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {f"i{k}": a for k, a in enumerate(arrays) if a is not None and k not in constants}
+    return list(session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()}))
+
+
+def native(
+    op: str,
+    arrays: Arrays,
+    attributes: Mapping[str, Any],
+    pool: Pool,
+    like: Sequence[np.ndarray[Any, Any]],
+    constants: Sequence[int] = (),
+) -> list[np.ndarray[Any, Any]]:
+    """The outputs of the native kernel, run twice into buffers that hold rubbish before."""
+    node = next(n for n in single_node(op, arrays, attributes, constants).graph if n.op_type != "Constant")
+    kernel = native_kernel("onnxruntime", node)
+    assert kernel is not None
+    outputs = [np.full(a.shape, 77, a.dtype) for a in like]
+    declaration = declaration_of(node)
+    values = declaration.attribute_values(node) if declaration else {k: a.value for k, a in node.attributes.items()}
+    run = kernel.bind(Binding(node, arrays, outputs, values, pool, {}))
+    run()
+    first = [a.copy() for a in outputs]
+    run()
+    for a, b in zip(first, outputs, strict=True):
+        assert a.tobytes() == b.tobytes()  # the same in every run
+    return outputs
+
+
+def compare(
+    op: str,
+    arrays: Arrays,
+    attributes: Mapping[str, Any],
+    pool: Pool,
+    constants: Sequence[int] = (),
+    tolerance: float = 2e-6,
+) -> None:
+    wanted = reference(op, arrays, attributes, constants)
+    for got, want in zip(native(op, arrays, attributes, pool, wanted, constants), wanted, strict=True):
+        scale = float(np.abs(np.nan_to_num(want)).max(initial=1e-30))
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * scale)

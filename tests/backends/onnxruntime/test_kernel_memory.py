@@ -50,6 +50,15 @@ STEP = one(3, np.int64)
 """The number of finished steps, which only a trainer writes; it keeps its value."""
 
 
+CELLS = {"lstm": 4, "gru": 3, "gru_reset_after": 3, "tanh": 1, "relu": 1}
+"""The cells of recurrent layers and the number of their gates."""
+
+
+def steps(gates: int) -> list[Array]:
+    """Outputs, gates and weights of three steps of two rows, five wide, in two directions."""
+    return [f(3, 2, 2, 5), f(3, 2, 2 * gates * 5), f(2, gates * 5, 5)]
+
+
 Case = tuple[Sequence[Array | None], Mapping[str, Any], Sequence[int]]
 
 
@@ -110,6 +119,14 @@ CASES: Mapping[str, Sequence[Case]] = {
     "graphc::SharedNormalizationSums": [c(f(3, 5, 7), f(3, 5, 7), f(5), f(5))],
     "graphc::SharedNormalizationGrad": [
         c(f(3, 5, 7), f(3, 5, 7), f(5), f(5), f(5), one(9.0, np.float64), *np.ones((2, 5)), one(1.0))
+    ],
+    "graphc::RecurrentTraining": [
+        c(f(3, 2, 2 * gates * 5), f(2, gates * 5, 5), None, np.array([3, 1], np.int32), cell=cell, direction="bidirectional")
+        for cell, gates in CELLS.items()
+    ],
+    "graphc::RecurrentTrainingGrad": [
+        c(*steps(gates), None if gates == 1 else f(3, 2, 10), np.array([3, 1], np.int32), cell=cell, direction="bidirectional")
+        for cell, gates in CELLS.items()
     ],
     "graphc::SumOfSquares": [c(f(3, 5), f(7))],
     "graphc::RoundTo": [c(f(3, 5), f(7), to=10), c(f(3, 5), to=16)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import convolution, nonfinite_count, onednn  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
-from tests.backends.onnxruntime.node_cases import Arrays, single_node  # noqa: E402
+from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
 
 rng = np.random.default_rng(7)
 
@@ -44,57 +44,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     made = ThreadPool(request.param)
     yield made
     made.close()
-
-
-def reference(
-    op: str, arrays: Arrays, attributes: Mapping[str, Any], constants: Sequence[int] = ()
-) -> list[np.ndarray[Any, Any]]:
-    """The outputs of the op's decomposition in onnxruntime."""
-    model = single_node(op, arrays, attributes, constants)
-    decompose_graph(model.graph, lambda node: False)
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {f"i{k}": a for k, a in enumerate(arrays) if a is not None and k not in constants}
-    return list(session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()}))
-
-
-def native(
-    op: str,
-    arrays: Arrays,
-    attributes: Mapping[str, Any],
-    pool: ThreadPool,
-    like: Sequence[np.ndarray[Any, Any]],
-    constants: Sequence[int] = (),
-) -> list[np.ndarray[Any, Any]]:
-    """The outputs of the native kernel, run twice into buffers that hold rubbish before."""
-    node = next(n for n in single_node(op, arrays, attributes, constants).graph if n.op_type != "Constant")
-    kernel = native_kernel("onnxruntime", node)
-    assert kernel is not None
-    outputs = [np.full(a.shape, 77, a.dtype) for a in like]
-    declaration = declaration_of(node)
-    values = declaration.attribute_values(node) if declaration else {k: a.value for k, a in node.attributes.items()}
-    run = kernel.bind(Binding(node, arrays, outputs, values, pool, {}))
-    run()
-    first = [a.copy() for a in outputs]
-    run()
-    for a, b in zip(first, outputs, strict=True):
-        assert a.tobytes() == b.tobytes()  # the same in every run
-    return outputs
-
-
-def compare(
-    op: str,
-    arrays: Arrays,
-    attributes: Mapping[str, Any],
-    pool: ThreadPool,
-    constants: Sequence[int] = (),
-    tolerance: float = 2e-6,
-) -> None:
-    wanted = reference(op, arrays, attributes, constants)
-    for got, want in zip(native(op, arrays, attributes, pool, wanted, constants), wanted, strict=True):
-        scale = float(np.abs(np.nan_to_num(want)).max(initial=1e-30))
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * scale)
 
 
 def shape_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

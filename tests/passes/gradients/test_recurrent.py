@@ -13,6 +13,7 @@ from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_nodes
 from graphc.ir.ops.recurrent import RECURRENT, recurrence
+from graphc.ir.ops.recurrent_training import training_form
 from graphc.ir.verify import verify_model
 from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, Run, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
@@ -41,8 +42,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("GRU", {"linear_before_reset": 1, "direction": "bidirectional"}),
     ("GRU", {"linear_before_reset": 1, "bias": False}),
     ("GRU", {"activations": ["HardSigmoid", "LeakyRelu"], "activation_alpha": [0.3, 0.2], "activation_beta": [0.4]}),
-    ("RNN", {"activations": ["Relu"]}),
     ("RNN", {"activations": ["Tanh", "Softplus"], "direction": "bidirectional"}),
+    ("RNN", {"activations": ["Relu"]}),
     ("RNN", {"activations": ["ThresholdedRelu"], "activation_alpha": [0.1]}),
 ]
 BATCH_FIRST: list[tuple[str, dict[str, Any]]] = [
@@ -125,6 +126,48 @@ def test_gradients_agree_with_differences(case: tuple[str, dict[str, Any]], symb
     found = check_gradient(model, feeds, compile_with=as_scan)
     assert set(found) == set(feeds), "every float input has a gradient"
     verify_model(model)
+
+
+PLAIN = [
+    case
+    for case in CASES
+    if not set(case[1]) & {"clip", "peepholes", "input_forget"} and case[1].get("activations", ["Relu"]) == ["Relu"]
+]
+"""Layers with a training form."""
+
+
+@pytest.mark.parametrize("symbolic", [0, pytest.param(1, marks=pytest.mark.full)], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_a_layer_that_keeps_its_gates_computes_the_same(case: tuple[str, dict[str, Any]], symbolic: int) -> None:
+    model, feeds = layer(case[0], symbolic=symbolic, **case[1])
+    expected = as_scan(model)(feeds)
+    replace_nodes(Builder(model.graph), model.graph, dict.fromkeys(RECURRENT, kept))
+    for name, array in reference(model)(feeds).items():
+        np.testing.assert_allclose(array, expected[name], atol=1e-12, err_msg=name)
+    assert set(check_gradient(model, feeds)) == set(feeds), "every float input has a gradient"
+    verify_model(model)
+
+
+def kept(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
+    made = training_form(op, node)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in PLAIN], ids=label)
+def test_other_layers_stay(case: tuple[str, dict[str, Any]]) -> None:
+    model, _ = layer(case[0], **case[1])
+    node = next(n for n in model.graph if n.op_type == case[0])
+    assert training_form(Builder(model.graph), node) is None
+
+
+def test_gradient_of_a_gradient_of_a_layer_that_keeps_its_gates() -> None:
+    model, feeds = layer("LSTM", direction="bidirectional", lengths=[4, 2, 1])
+    graph = model.graph
+    replace_nodes(Builder(graph), graph, dict.fromkeys(RECURRENT, kept))
+    x = graph.inputs[0]
+    graph.outputs[:] = [differentiate(graph, list(graph.outputs), [x])[x]]
+    check_gradient(model, feeds, ["x", "r"], tolerance=2e-6)
 
 
 @pytest.mark.parametrize("case", [CASES[k] for k in (2, 5, 8, 17, 21)], ids=label)

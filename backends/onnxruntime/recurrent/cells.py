@@ -1,0 +1,143 @@
+"""One step of a cell for one row of the batch, forward and backward, in vector registers.
+
+Rows hold the gates one behind another, in ONNX's order. The formulas are those of :mod:`graphc.ir.ops.recurrent_training`.
+"""
+
+from __future__ import annotations
+
+from graphc.backends.onnxruntime.recurrent.vectors import Vector, row_function
+
+
+def _lstm(v: Vector) -> None:
+    projected, product, gates, c, cells, h, y = range(7)
+    i, o, f = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in range(3))
+    new = v.tanh(v.add(v.load(projected, 3), v.load(product, 3)))
+    cell = v.fma(f, v.load(c), v.mul(i, new))
+    out = v.mul(o, v.tanh(cell))
+    for k, gate in enumerate((i, o, f, new)):
+        v.store(gate, gates, k)
+    for value, rows in ((cell, (c, cells)), (out, (h, y))):
+        for row in rows:
+            v.store(value, row)
+
+
+def _gru_gates(v: Vector) -> None:
+    projected, product, gates, h, kept = range(5)
+    update, reset = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in range(2))
+    v.store(update, gates, 0)
+    v.store(reset, gates, 1)
+    v.store(v.mul(reset, v.load(h)), kept)
+
+
+def _gru(v: Vector) -> None:
+    projected, product, gates, h, y = range(5)
+    new, update = v.tanh(v.add(v.load(projected, 2), v.load(product))), v.load(gates, 0)
+    out = v.fma(update, v.sub(v.load(h), new), new)
+    v.store(new, gates, 2)
+    v.store(out, h)
+    v.store(out, y)
+
+
+def _gru_reset_after(v: Vector) -> None:
+    projected, product, gates, h, y, kept, bias = range(7)
+    update, reset = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in range(2))
+    inner = v.add(v.load(product, 2), v.load(bias))
+    new = v.tanh(v.fma(reset, inner, v.load(projected, 2)))
+    out = v.fma(update, v.sub(v.load(h), new), new)
+    for k, gate in enumerate((update, reset, new)):
+        v.store(gate, gates, k)
+    v.store(inner, kept)
+    v.store(out, h)
+    v.store(out, y)
+
+
+def _tanh(v: Vector) -> None:
+    projected, product, gates, h, y = range(5)
+    out = v.tanh(v.add(v.load(projected), v.load(product)))
+    for row in (gates, h, y):
+        v.store(out, row)
+
+
+def _relu(v: Vector) -> None:
+    projected, product, gates, h, y = range(5)
+    total = v.add(v.load(projected), v.load(product))
+    out = v.where_positive(total, total)
+    for row in (gates, h, y):
+        v.store(out, row)
+
+
+lstm, gru_gates, gru, gru_reset_after = (
+    row_function(7, _lstm),
+    row_function(5, _gru_gates),
+    row_function(5, _gru),
+    row_function(7, _gru_reset_after),
+)
+tanh, relu = row_function(5, _tanh), row_function(5, _relu)
+
+
+def _add(v: Vector) -> None:
+    total, other = range(2)
+    v.store(v.add(v.load(total), v.load(other)), total)
+
+
+def _lstm_back(v: Vector) -> None:
+    gates, cell, c, dy, dh, dc, da = range(7)
+    i, o, f, new = (v.load(gates, k) for k in range(4))
+    slope, t = v.add(v.load(dh), v.load(dy)), v.tanh(v.load(cell))
+    dcell = v.fma(v.mul(slope, o), v.bend(t), v.load(dc))
+    v.store(v.mul(v.mul(dcell, new), v.slope(i)), da, 0)
+    v.store(v.mul(v.mul(slope, t), v.slope(o)), da, 1)
+    v.store(v.mul(v.mul(dcell, v.load(c)), v.slope(f)), da, 2)
+    v.store(v.mul(v.mul(dcell, i), v.bend(new)), da, 3)
+    v.store(v.mul(dcell, f), dc)
+    v.store(v.number(0.0), dh)
+
+
+def _gru_new_back(v: Vector) -> None:
+    gates, h, dy, dh, da = range(5)
+    update, new = v.load(gates, 0), v.load(gates, 2)
+    slope = v.add(v.load(dh), v.load(dy))
+    v.store(v.mul(v.mul(slope, v.sub(v.load(h), new)), v.slope(update)), da, 0)
+    v.store(v.mul(v.mul(slope, v.rest(update)), v.bend(new)), da, 2)
+    v.store(v.mul(slope, update), dh)
+
+
+def _gru_reset_back(v: Vector) -> None:
+    gates, h, dkept, dh, da = range(5)
+    reset, slope = v.load(gates, 1), v.load(dkept)
+    v.store(v.mul(v.mul(slope, v.load(h)), v.slope(reset)), da, 1)
+    v.store(v.fma(slope, reset, v.load(dh)), dh)
+
+
+def _gru_reset_after_back(v: Vector) -> None:
+    gates, kept, h, dy, dh, da, dproduct = range(7)
+    update, reset, new = (v.load(gates, k) for k in range(3))
+    slope = v.add(v.load(dh), v.load(dy))
+    dnew = v.mul(v.mul(slope, v.rest(update)), v.bend(new))
+    of_gates = v.mul(v.mul(slope, v.sub(v.load(h), new)), v.slope(update)), v.mul(v.mul(dnew, v.load(kept)), v.slope(reset))
+    for k, value in enumerate((*of_gates, dnew)):
+        v.store(value, da, k)
+    for k, value in enumerate((*of_gates, v.mul(dnew, reset))):
+        v.store(value, dproduct, k)
+    v.store(v.mul(slope, update), dh)
+
+
+def _tanh_back(v: Vector) -> None:
+    gates, dy, dh, da = range(4)
+    v.store(v.mul(v.add(v.load(dh), v.load(dy)), v.bend(v.load(gates))), da)
+    v.store(v.number(0.0), dh)
+
+
+def _relu_back(v: Vector) -> None:
+    gates, dy, dh, da = range(4)
+    v.store(v.where_positive(v.load(gates), v.add(v.load(dh), v.load(dy))), da)
+    v.store(v.number(0.0), dh)
+
+
+add, lstm_back, gru_reset_after_back = (
+    row_function(2, _add),
+    row_function(7, _lstm_back),
+    row_function(7, _gru_reset_after_back),
+)
+gru_new_back, gru_reset_back = row_function(5, _gru_new_back), row_function(5, _gru_reset_back)
+tanh_back, relu_back = row_function(4, _tanh_back), row_function(4, _relu_back)

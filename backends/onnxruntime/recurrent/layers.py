@@ -1,0 +1,189 @@
+"""RecurrentTraining and its gradient: packs the weights, runs the loop over time, and multiplies what all steps left.
+
+oneDNN's training primitives are not used: in version 3.2 an LSTM of 64 × 32 × 256 takes as long in them as in PyTorch 2.13, its
+workspace is four times as large, threads wait for each other after every step, and its gradient always includes that of x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Binding, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.linear import product_of
+from graphc.backends.onnxruntime.recurrent import loops
+from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, panels_of
+from graphc.backends.onnxruntime.recurrent.vectors import PANEL
+from graphc.device import Array, Run
+from graphc.ir.facts import static_dims
+from graphc.ir.ops import recurrent_training as op
+
+_CELLS = {
+    op.LSTM: loops.LSTM,
+    op.GRU: loops.GRU,
+    op.GRU_RESET_AFTER: loops.GRU_RESET_AFTER,
+    op.TANH: loops.TANH,
+    op.RELU: loops.RELU,
+}
+_FEWEST = 4
+"""Rows of the batch that a thread of its own is worth."""
+
+
+def _is_native(node: ir.Node) -> bool:
+    """Whether every operand has a known shape without an empty dimension."""
+    return all((shape := static_dims(v)) is not None and 0 not in shape for v in node.inputs if v is not None)
+
+
+class _Layer:
+    """What both kernels share: sizes, shares of the threads, packed weights and scratch memory."""
+
+    def __init__(self, k: Binding, r: Array, batch: int, *, transposed: bool) -> None:
+        self.pool, self.cell = k.pool, _CELLS[k.attributes["cell"]]
+        self.count, self.wide, self.hidden = r.shape
+        direction = k.attributes["direction"]
+        self.backward = np.array([direction == "reverse", True][: self.count])
+        self.parts = max(1, min(-(-k.pool.threads // self.count), batch // _FEWEST))
+        self.rows = -(-batch // self.parts)
+        # a GRU that resets before the product has two products a step, of its first two gates and of the third
+        cut = 2 * self.hidden if self.cell == loops.GRU else self.wide
+        self.weights = [r[:, :cut], r[:, cut:]] if self.cell == loops.GRU else [r]
+        self.transposed = transposed
+        self.packed = [self._panels(w) for w in self.weights]
+        padded = max(p.shape[1] for p in self.packed) * PANEL
+        self.work = np.zeros((self.count * self.parts, self.rows + 1, padded), dtype=np.float32)
+
+    def _panels(self, w: Array) -> Array:
+        columns, depth = (w.shape[1], w.shape[2]) if self.transposed else (w.shape[2], w.shape[1])
+        return np.zeros((self.count, panels_of(columns), depth, PANEL), dtype=np.float32)
+
+    @property
+    def panels(self) -> tuple[Array, Array]:
+        return self.packed[0], self.packed[-1]
+
+    def packing(self) -> Run:
+        """Copies the weights, which change with every step, to their panels."""
+        function = pack_transposed if self.transposed else pack
+        pairs = list(zip(self.weights, self.packed, strict=True))
+        pool = self.pool
+
+        def run() -> None:
+            for w, packed in pairs:
+                pool.run(function, (w, packed), packed.shape[0] * packed.shape[1], 4)
+
+        return run
+
+
+def _state(array: Array | None, like: Array) -> Array:
+    return np.zeros_like(like) if array is None else array
+
+
+_NOTHING = np.zeros((1, 0, 1, 1), dtype=np.float32)
+_NO_LENGTHS = np.zeros(0, dtype=np.int32)
+
+
+@kernel("onnxruntime", "graphc::RecurrentTraining", when=_is_native, inplace={2: 0})
+def recurrent_training(k: Binding) -> Run:
+    """(hₜ, cₜ) = cell(projectedₜ + hₜ₋₁·Rᵀ, cₜ₋₁)"""
+    (projected, r), (y,) = given(k.inputs, 2), given(k.outputs, 1)
+    bias, lengths, h, c = (optional(k.inputs, i) for i in range(2, 6))
+    count, wide, hidden = r.shape
+    time, batch, _ = projected.shape
+    layer = _Layer(k, r, batch, transposed=True)
+    states = np.zeros((count, batch, hidden), dtype=np.float32)
+    kept_shape = (time, batch, count, hidden)
+
+    def made(index: int, shape: tuple[int, ...]) -> Array:
+        found = optional(k.outputs, index)
+        return np.empty(shape, dtype=np.float32) if found is None else found.reshape(shape)
+
+    last_h, gates = made(1, states.shape), made(2, (time, batch, count, wide))
+    last_c = made(4, states.shape) if layer.cell == loops.LSTM else states
+    kept = _NOTHING if layer.cell in (loops.TANH, loops.RELU) else made(3, kept_shape)
+    arguments = (
+        layer.cell,
+        layer.backward,
+        layer.parts,
+        projected.reshape(gates.shape),
+        _NO_LENGTHS if lengths is None else lengths,
+        *layer.panels,
+        np.zeros((count, hidden), dtype=np.float32) if bias is None else bias,
+        layer.work,
+        gates,
+        kept,
+        last_h,
+        last_c,
+        y,
+    )
+    begin = [(last_h, h), (last_c, c)] if layer.cell == loops.LSTM else [(last_h, h)]
+    return _running(layer, loops.forward, arguments, begin)
+
+
+def _running(layer: _Layer, loop: Any, arguments: tuple[Any, ...], begin: list[tuple[Array, Array | None]]) -> Run:
+    """Packs the weights, sets states to where they begin, runs the loop."""
+    pool, shares, packing = layer.pool, layer.count * layer.parts, layer.packing()
+
+    def run() -> None:
+        packing()
+        for state, source in begin:
+            state[...] = 0.0 if source is None else source
+        pool.run(loop, arguments, shares)
+
+    return run
+
+
+@kernel("onnxruntime", "graphc::RecurrentTrainingGrad", when=_is_native)
+def recurrent_training_grad(k: Binding) -> Run:
+    """∂aₜ from ∂hₜ, ∂hₜ₋₁ = ∂aₜ·R;  then ∂R = Σ ∂aₜᵀ·hₜ₋₁"""
+    (y, gates, r), (dprojected, dr, dh) = given(k.inputs, 3), given(k.outputs, 3)
+    kept, lengths, h, c, dy, dy_h, dy_c = (optional(k.inputs, i) for i in range(3, 10))
+    time, count, batch, hidden = y.shape
+    wide = r.shape[1]
+    layer, shape = _Layer(k, r, batch, transposed=False), (time, batch, count, wide)
+    earlier = np.empty((count, time, batch, hidden), dtype=np.float32)
+    extra = optional(k.outputs, 3)
+    dc = dh if layer.cell != loops.LSTM else np.empty_like(dh) if extra is None else extra
+    da = dprojected.reshape(shape)
+    dproduct = np.empty(shape, dtype=np.float32) if layer.cell == loops.GRU_RESET_AFTER else da
+    arguments = (
+        layer.cell,
+        layer.backward,
+        layer.parts,
+        y,
+        gates.reshape(shape),
+        _NOTHING if kept is None else kept.reshape(time, batch, count, hidden),
+        _NO_LENGTHS if lengths is None else lengths,
+        _state(h, dh),
+        _state(c, dh),
+        _NOTHING if dy is None else dy,
+        *layer.panels,
+        layer.work,
+        da,
+        dproduct,
+        earlier,
+        dh,
+        dc,
+    )
+    begin = [(dh, dy_h), (dc, dy_c)] if layer.cell == loops.LSTM else [(dh, dy_h)]
+    loop = _running(layer, loops.backpropagate, arguments, begin)
+    slopes = dproduct.reshape(time * batch, count, wide)
+    products = []
+    for d in range(count):
+        states = earlier[d].reshape(time * batch, hidden)
+        pieces = [(slice(None), states)]
+        if layer.cell == loops.GRU and kept is not None:
+            resets = kept.reshape(time * batch, count, hidden)[:, d]
+            pieces = [(slice(2 * hidden), states), (slice(2 * hidden, None), resets)]
+        products += [product_of(k.pool, slopes[:, d, rows].T, b, dr[d, rows]) for rows, b in pieces]
+    of_bias = extra if layer.cell == loops.GRU_RESET_AFTER else None
+
+    def run() -> None:
+        loop()
+        for multiply in products:
+            multiply()
+        if of_bias is not None:
+            np.add.reduce(slopes[:, :, 2 * hidden :], axis=0, out=of_bias)
+
+    return run

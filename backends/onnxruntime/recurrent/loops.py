@@ -1,0 +1,174 @@
+"""Loops over time: each thread runs rows of the batch in one direction from the first step to the last, alone.
+
+Rows do not depend on each other, so that threads never wait for one another, and a row has the same bits with any number of
+them. ``start`` and ``stop`` count shares: direction · parts + part of the batch.
+"""
+
+from __future__ import annotations
+
+from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.recurrent import cells as row
+from graphc.backends.onnxruntime.recurrent.products import product
+from graphc.backends.onnxruntime.recurrent.vectors import PANEL
+
+LSTM, GRU, GRU_RESET_AFTER, TANH, RELU = range(5)
+"""The cells as compiled code knows them."""
+
+
+@jit
+def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias, work, gates, kept, h, c, y, start, stop):
+    """Run the steps of some shares.
+
+    projected, gates: time × batch × directions × gates·hidden. kept: time × batch × directions × hidden (an RNN: empty).
+    lengths: batch, or empty. packed: the panels of rᵀ, for a GRU those of its first two gates; packed_new: of the third.
+    bias: directions × hidden. work: shares × rows × padded gates. h, c: directions × batch × hidden, from the initial states to
+    the final ones (c of an LSTM). y: time × directions × batch × hidden.
+    """
+    time, batch, count, wide = projected.shape
+    n = h.shape[2]
+    line, to_kept, ld = 4 * wide, 4 * n, 4 * work.shape[2]
+    of_x, of_gates, of_kept, of_y = projected.ctypes.data, gates.ctypes.data, kept.ctypes.data, y.ctypes.data
+    of_h, of_c, of_bias = h.ctypes.data, c.ctypes.data, bias.ctypes.data
+    panels, new_panels = packed.shape[1], packed_new.shape[1]
+    size, size_new = panels * n * PANEL * 4, new_panels * n * PANEL * 4
+    of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
+    for share in range(start, stop):
+        d = share // parts
+        first, last = batch * (share % parts) // parts, batch * (share % parts + 1) // parts
+        of_work = work.ctypes.data + share * work.shape[1] * ld
+        state = of_h + (d * batch + first) * to_kept
+        for step in range(time):
+            t = time - 1 - step if backward[d] else step
+            product(state, to_kept, of_r + d * size, panels, n, of_work, ld, last - first)
+            for b in range(first, last):
+                at = (t * batch + b) * count + d
+                x, g, k = of_x + at * line, of_gates + at * line, of_kept + at * to_kept
+                p, out = of_work + (b - first) * ld, of_y + ((t * count + d) * batch + b) * to_kept
+                before = of_h + (d * batch + b) * to_kept
+                if lengths.size > 0 and t >= lengths[b]:
+                    for j in range(n):
+                        y[t, d, b, j] = 0.0
+                    for j in range(wide):
+                        gates[t, b, d, j] = 0.0
+                    for j in range(n if kept.size > 0 else 0):
+                        kept[t, b, d, j] = 0.0
+                elif cell == LSTM:
+                    row.lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
+                elif cell == GRU:
+                    row.gru_gates(n, (x, p, g, before, k))
+                elif cell == GRU_RESET_AFTER:
+                    row.gru_reset_after(n, (x, p, g, before, out, k, of_bias + d * to_kept))
+                elif cell == TANH:
+                    row.tanh(n, (x, p, g, before, out))
+                else:
+                    row.relu(n, (x, p, g, before, out))
+            if cell == GRU:
+                place = of_kept + ((t * batch + first) * count + d) * to_kept
+                product(place, count * to_kept, of_new + d * size_new, new_panels, n, of_work, ld, last - first)
+                for b in range(first, last):
+                    if lengths.size == 0 or t < lengths[b]:
+                        at = (t * batch + b) * count + d
+                        x, g, p = of_x + at * line, of_gates + at * line, of_work + (b - first) * ld
+                        out = of_y + ((t * count + d) * batch + b) * to_kept
+                        row.gru(n, (x, p, g, of_h + (d * batch + b) * to_kept, out))
+
+
+@jit
+def backpropagate(
+    cell,
+    backward,
+    parts,
+    y,
+    gates,
+    kept,
+    lengths,
+    h,
+    c,
+    dy,
+    packed,
+    packed_new,
+    work,
+    da,
+    dproduct,
+    earlier,
+    dh,
+    dc,
+    start,
+    stop,
+):
+    """Run the steps of some shares in reverse.
+
+    Shapes as in :func:`forward`, and: h, c: the initial states. dy: as y, or empty. packed: the panels of r, for a GRU those of
+    its first two gates. da: the gradient of projected, as gates; dproduct: of h·Rᵀ, as gates, where a GRU resets it.
+    earlier: directions × time × batch × hidden, the state that each step started from. dh, dc: directions × batch × hidden,
+    from the gradients of the final states to those of the initial ones.
+    """
+    time, batch, count, wide = gates.shape
+    n = h.shape[2]
+    line, to_kept, ld = 4 * wide, 4 * n, 4 * work.shape[2]
+    of_gates, of_kept, of_dy, of_da = gates.ctypes.data, kept.ctypes.data, dy.ctypes.data, da.ctypes.data
+    of_dh, of_dc, of_earlier = dh.ctypes.data, dc.ctypes.data, earlier.ctypes.data
+    of_dproduct = dproduct.ctypes.data
+    panels, new_panels = packed.shape[1], packed_new.shape[1]
+    rows, new_rows = packed.shape[2], packed_new.shape[2]
+    of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
+    slopes = of_dproduct if cell == GRU_RESET_AFTER else of_da
+    for share in range(start, stop):
+        d = share // parts
+        first, last = batch * (share % parts) // parts, batch * (share % parts + 1) // parts
+        of_work = work.ctypes.data + share * work.shape[1] * ld
+        zeros = of_work + work.shape[1] * ld - ld  # the last row
+        for j in range(n):
+            work[share, work.shape[1] - 1, j] = 0.0
+        for step in range(time):
+            t = step if backward[d] else time - 1 - step
+            source = t + 1 if backward[d] else t - 1
+            for b in range(first, last):
+                at = (t * batch + b) * count + d
+                g, a, k = of_gates + at * line, of_da + at * line, of_kept + at * to_kept
+                slope = of_dy + ((t * count + d) * batch + b) * to_kept if dy.size > 0 else zeros
+                dhb, dcb = of_dh + (d * batch + b) * to_kept, of_dc + (d * batch + b) * to_kept
+                if lengths.size > 0 and t >= lengths[b]:
+                    for j in range(wide):
+                        da[t, b, d, j] = 0.0
+                    if cell == GRU_RESET_AFTER:
+                        for j in range(wide):
+                            dproduct[t, b, d, j] = 0.0
+                    for j in range(n):
+                        earlier[d, t, b, j] = 0.0
+                    continue
+                begins = source < 0 or source >= time or (backward[d] and lengths.size > 0 and source >= lengths[b])
+                if begins:
+                    for j in range(n):
+                        earlier[d, t, b, j] = h[d, b, j]
+                else:
+                    for j in range(n):
+                        earlier[d, t, b, j] = y[source, d, b, j]
+                e = of_earlier + ((d * time + t) * batch + b) * to_kept
+                if cell == LSTM:
+                    held = of_kept + ((source * batch + b) * count + d) * to_kept
+                    if begins:
+                        held = c.ctypes.data + (d * batch + b) * to_kept
+                    row.lstm_back(n, (g, k, held, slope, dhb, dcb, a))
+                elif cell == GRU:
+                    row.gru_new_back(n, (g, e, slope, dhb, a))
+                elif cell == GRU_RESET_AFTER:
+                    row.gru_reset_after_back(n, (g, k, e, slope, dhb, a, of_dproduct + at * line))
+                elif cell == TANH:
+                    row.tanh_back(n, (g, slope, dhb, a))
+                else:
+                    row.relu_back(n, (g, slope, dhb, a))
+            place = ((t * batch + first) * count + d) * line
+            if cell == GRU:
+                matrix, new = of_new + d * new_panels * new_rows * PANEL * 4, place + 2 * to_kept
+                product(of_da + new, count * line, matrix, new_panels, new_rows, of_work, ld, last - first)
+                for b in range(first, last):
+                    if lengths.size == 0 or t < lengths[b]:
+                        at = ((t * batch + b) * count + d) * line
+                        e = of_earlier + ((d * time + t) * batch + b) * to_kept
+                        p, dhb = of_work + (b - first) * ld, of_dh + (d * batch + b) * to_kept
+                        row.gru_reset_back(n, (of_gates + at, e, p, dhb, of_da + at))
+            product(slopes + place, count * line, of_r + d * panels * rows * PANEL * 4, panels, rows, of_work, ld, last - first)
+            for b in range(first, last):
+                if lengths.size == 0 or t < lengths[b]:
+                    row.add(n, (of_dh + (d * batch + b) * to_kept, of_work + (b - first) * ld))

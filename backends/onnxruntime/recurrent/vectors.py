@@ -1,0 +1,201 @@
+"""Loops over vector registers for compiled kernels: a function of rows, and small matrix products.
+
+LLVM does not vectorise a loop over many arrays, since it would have to compare all their addresses. :func:`row_function` writes
+the vectors itself, as functions that Numba puts into the calling code. Operands are addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir as ll
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+"""float32 numbers in a vector; two registers where these hold four."""
+PANEL = 2 * LANES
+"""Columns of a matrix that one tile of a product computes."""
+TILE = 6
+"""Most rows of a tile: 12 sums stay in registers, as many multiplications as hide their latency."""
+
+_I64, _I32, _F32, _POINTER = ll.IntType(64), ll.IntType(32), ll.FloatType(), ll.PointerType()
+_ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits
+
+
+class Vector:
+    """Emits instructions on vectors of ``lanes`` floats at position ``at`` of rows of ``n`` elements."""
+
+    def __init__(self, builder: ll.IRBuilder, rows: Sequence[Any], n: Any, at: Any, lanes: int) -> None:
+        self._build, self._rows, self._n, self._at, self._lanes = builder, rows, n, at, lanes
+        self._type = ll.VectorType(_F32, lanes) if lanes > 1 else _F32
+        self._whole = ll.VectorType(_I32, lanes) if lanes > 1 else _I32
+
+    def load(self, row: int, part: int = 0) -> Any:
+        """Elements of row ``row``, which holds parts of n elements each."""
+        return self._build.load(self._place(row, part), typ=self._type, align=4)
+
+    def store(self, value: Any, row: int, part: int = 0) -> None:
+        self._build.store(value, self._place(row, part), align=4)
+
+    def _place(self, row: int, part: int) -> Any:
+        build = self._build
+        index = build.add(build.mul(self._n, _I64(part)), self._at)
+        return build.inttoptr(build.add(self._rows[row], build.shl(index, _I64(2))), _POINTER)
+
+    def number(self, value: float) -> Any:
+        return ll.Constant(self._type, [ll.Constant(_F32, value)] * self._lanes if self._lanes > 1 else value)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return self._build.fadd(a, b)
+
+    def sub(self, a: Any, b: Any) -> Any:
+        return self._build.fsub(a, b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        return self._build.fmul(a, b)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a · b + c, rounded once."""
+        return _call(self._build, "fma", self._type, a, b, c)
+
+    def rest(self, a: Any) -> Any:
+        """1 - a"""
+        return self.sub(self.number(1.0), a)
+
+    def slope(self, s: Any) -> Any:
+        """s · (1 - s), the derivative of a sigmoid"""
+        return self.mul(s, self.rest(s))
+
+    def bend(self, t: Any) -> Any:
+        """1 - t², the derivative of a tanh"""
+        return self.fma(self._build.fneg(t), t, self.number(1.0))
+
+    def where_positive(self, a: Any, value: Any) -> Any:
+        """``value`` where a > 0 or a is NaN, else 0"""
+        return self._build.select(self._build.fcmp_unordered(">", a, self.number(0.0)), value, self.number(0.0))
+
+    def exp(self, x: Any) -> Any:
+        """eˣ for x within ±87, e^±87 beyond (Cephes' expf, S. Moshier); NaN stays NaN."""
+        build = self._build
+        for sign, bound in ((">", 87.0), ("<", -87.0)):
+            x = build.select(build.fcmp_ordered(sign, x, self.number(bound)), self.number(bound), x)
+        shifted = self.fma(x, self.number(1.4426950408889634), self.number(_ROUNDING))
+        n = self.sub(shifted, self.number(_ROUNDING))
+        r = self.fma(n, self.number(-0.693359375), x)
+        r = self.fma(n, self.number(2.12194440e-4), r)
+        p = self._polynomial(r, 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+        p = self.add(self.fma(p, self.mul(r, r), r), self.number(1.0))
+        power = build.add(build.shl(build.bitcast(shifted, self._whole), self._integer(23)), self._integer(127 << 23))
+        return self.mul(p, build.bitcast(power, self._type))
+
+    def _integer(self, value: int) -> Any:
+        return ll.Constant(self._whole, [ll.Constant(_I32, value)] * self._lanes if self._lanes > 1 else value)
+
+    def _polynomial(self, x: Any, *coefficients: float) -> Any:
+        total = self.number(coefficients[0])
+        for coefficient in coefficients[1:]:
+            total = self.fma(total, x, self.number(coefficient))
+        return total
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + e⁻ˣ)"""
+        return self._build.fdiv(self.number(1.0), self.add(self.number(1.0), self.exp(self._build.fneg(x))))
+
+    def tanh(self, x: Any) -> Any:
+        """Cephes' tanhf: a polynomial below 0.625, else 1 - 2 / (e²ˣ + 1)."""
+        build = self._build
+        size = _call(build, "fabs", self._type, x)
+        e = self.exp(self.add(size, size))
+        far = self.sub(self.number(1.0), build.fdiv(self.number(2.0), self.add(e, self.number(1.0))))
+        far = _call(build, "copysign", self._type, far, x)
+        z = self.mul(x, x)
+        p = self._polynomial(z, -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+        near = self.fma(self.mul(p, z), x, x)
+        return build.select(build.fcmp_ordered("<", size, self.number(0.625)), near, far)
+
+
+def _call(build: ll.IRBuilder, name: str, kind: Any, *operands: Any) -> Any:
+    suffix = f"v{kind.count}f32" if isinstance(kind, ll.VectorType) else "f32"
+    function = ll.FunctionType(kind, [kind] * len(operands))
+    symbol = f"llvm.{name}.{suffix}"
+    return build.call(cgutils.get_or_insert_function(build.module, function, symbol), operands)
+
+
+def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
+    """A function ``f(n, (address, …))`` of ``rows`` rows for compiled code: ``body`` for each vector of n elements."""
+
+    @intrinsic
+    def run(typing_context, n, addresses):
+        if not isinstance(addresses, types.UniTuple) or addresses.count != rows:
+            return None
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            length = context.cast(builder, arguments[0], signature.args[0], types.int64)
+            places = cgutils.unpack_tuple(builder, arguments[1], rows)
+            whole = builder.mul(builder.sdiv(length, _I64(LANES)), _I64(LANES))
+            for first, last, lanes in ((_I64(0), whole, LANES), (whole, length, 1)):
+                with cgutils.for_range_slice(builder, first, last, _I64(lanes), _I64) as (at, _):
+                    body(Vector(builder, places, length, at, lanes))
+            return context.get_dummy_value()
+
+        return types.void(n, addresses), emit
+
+    return run
+
+
+def tile_function(rows: int) -> Any:
+    """A function ``f(a, lda, b, depth, c, ldc)`` for compiled code: ``rows`` rows of c = a·b, one panel of b and c.
+
+    ``b`` is depth × PANEL, contiguous; ``lda`` and ``ldc`` are the bytes from one row to the next.
+    """
+
+    @intrinsic
+    def run(typing_context, a, lda, b, depth, c, ldc):
+        kind = ll.VectorType(_F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            a, lda, b, depth, c, ldc = (context.cast(builder, v, t, types.int64) for v, t in given)
+            offsets = [builder.mul(lda, _I64(r)) for r in range(rows)]
+            before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            k = builder.phi(_I64)
+            k.add_incoming(_I64(0), before)
+            sums = [[builder.phi(kind) for _ in range(2)] for _ in range(rows)]
+            zero = ll.Constant(kind, [ll.Constant(_F32, 0.0)] * LANES)
+            start = builder.add(b, builder.mul(k, _I64(4 * PANEL)))
+            taken = [
+                builder.load(builder.inttoptr(builder.add(start, _I64(4 * LANES * v)), _POINTER), typ=kind, align=4)
+                for v in range(2)
+            ]
+            column = builder.add(a, builder.shl(k, _I64(2)))
+            made = []
+            for r in range(rows):
+                value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), _POINTER), typ=_F32, align=4)
+                lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, _I32(0))
+                same = builder.shuffle_vector(
+                    lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(_I32, LANES), None)
+                )
+                made.append([_call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(2)])
+            following = builder.add(k, _I64(1))
+            end = builder.block
+            k.add_incoming(following, end)
+            for r in range(rows):
+                for v in range(2):
+                    sums[r][v].add_incoming(zero, before)
+                    sums[r][v].add_incoming(made[r][v], end)
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+            builder.position_at_end(after)
+            for r in range(rows):
+                row = builder.add(c, builder.mul(ldc, _I64(r)))
+                for v in range(2):
+                    builder.store(made[r][v], builder.inttoptr(builder.add(row, _I64(4 * LANES * v)), _POINTER), align=4)
+            return context.get_dummy_value()
+
+        return types.void(a, lda, b, depth, c, ldc), emit
+
+    return run

@@ -1,0 +1,222 @@
+"""A recurrent layer that keeps its gates for its gradient.
+
+    y, y_h, gates, cells?, y_c? = graphc.RecurrentTraining(projected, r, hidden_bias?, lengths?, h?, c?; cell, direction)
+    dprojected, dr, dh, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?; …)
+
+``projected`` is x·Wᵀ + b for all steps and directions, so that the products with W are ordinary matrix products
+(:func:`training_form`). Other loops, with clipping, peepholes or rare activations, train through a Scan
+(:mod:`graphc.ir.ops.recurrent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
+from graphc.ir.facts import dims, input_of, static_dims
+from graphc.ir.ops.recurrent import DEFAULTS, GATES, by_direction, initial_states, step_mask
+from graphc.ir.subgraphs import finish_body, new_body
+
+LSTM, GRU, GRU_RESET_AFTER, TANH, RELU = "lstm", "gru", "gru_reset_after", "tanh", "relu"
+"""Cells: a GRU resets the state before the product with R, or the product (``linear_before_reset``); the last two are RNNs."""
+
+OUTPUTS = {LSTM: 5, GRU: 4, GRU_RESET_AFTER: 4, TANH: 3, RELU: 3}
+
+_CELLS = {
+    (4, ("sigmoid", "tanh", "tanh"), False): LSTM,
+    (3, ("sigmoid", "tanh"), False): GRU,
+    (3, ("sigmoid", "tanh"), True): GRU_RESET_AFTER,
+    (1, ("tanh",), False): TANH,
+    (1, ("relu",), False): RELU,
+}
+"""Number of gates, activations and ``linear_before_reset`` of each cell."""
+
+_PEEPHOLES = 7
+
+
+def _cell_of(node: ir.Node) -> str | None:
+    """The cell of an RNN, GRU or LSTM node; None when only a Scan computes it."""
+    attributes, count = node.attributes, 2 if node.attributes.get_string("direction", "") == "bidirectional" else 1
+    names = [a.lower() for a in attributes.get_strings("activations", None) or DEFAULTS[node.op_type] * count]
+    each = len(names) // count
+    special = [attributes.get_int(name, 0) for name in ("input_forget", "layout")]
+    clip = attributes.get_float("clip", 0.0)
+    if names != names[:each] * count or any(special) or clip != 0:
+        return None
+    if len(node.inputs) > _PEEPHOLES and node.inputs[_PEEPHOLES] is not None:
+        return None
+    return _CELLS.get((GATES[node.op_type], tuple(names[:each]), bool(attributes.get_int("linear_before_reset", 0))))
+
+
+def training_form(op: Builder, node: ir.Node) -> tuple[ir.Value, ...] | None:
+    """Emit the outputs of an RNN, GRU or LSTM node, Y, Y_h and, for an LSTM, Y_c, by way of RecurrentTraining.
+
+    None when the node clips, has peepholes, other than the default activations (or Relu), or weights of unknown shape.
+    """
+    cell, (x, w, r) = _cell_of(node), (input_of(node, k) for k in range(3))
+    shapes = static_dims(w), static_dims(r)
+    if cell is None or shapes[0] is None or shapes[1] is None:
+        return None
+    (count, rows, width), hidden = shapes[0], shapes[1][-1]
+    b, lengths, h, c = [*node.inputs, *[None] * 4][3:7]
+    bias, hidden_bias = _biases(op, b, cell, hidden)
+    product = [op.Reshape(x, [-1, width]), op.Reshape(w, [count * rows, width])]
+    product += [op.Reshape(bias, [count * rows])] if bias is not None else []
+    projected = op.Reshape(op.Gemm(*product, transB=1), op.lengths((x, 0), (x, 1), count * rows))
+    attributes = {"cell": cell, "direction": node.attributes.get_string("direction", "forward")}
+    operands = [projected, r, hidden_bias, lengths, h, c if cell == LSTM else None]
+    made = op.emit("RecurrentTraining", operands, attributes, domain="graphc", outputs=OUTPUTS[cell])
+    return (made[0], made[1], made[4]) if cell == LSTM else (made[0], made[1])
+
+
+def _biases(op: Builder, bias: ir.Value | None, cell: str, hidden: int) -> tuple[Any, Any]:
+    """The bias of every projected gate, and what a GRU adds to h·Rᵀ of the new state before it resets it."""
+    if bias is None:
+        return None, None
+    of_input, of_hidden = op.Split(bias, axis=1, num_outputs=2, _outputs=2)
+    if cell != GRU_RESET_AFTER:
+        return op.Add(of_input, of_hidden), None
+    of_gates, of_new = op.Split(of_hidden, op.const([2 * hidden, hidden]), axis=1, _outputs=2)
+    return op.Add(of_input, op.Concat(of_gates, op.zeros_like(of_new), axis=1)), of_new
+
+
+def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    projected, r = inputs[:2]
+    assert projected is not None
+    assert r is not None
+    dtype, shape = spec_of(projected)
+    time, batch, _ = dims(projected) or (None,) * 3
+    count, _, hidden = dims(r) or (None,) * 3
+    state: Spec = dtype, ir.Shape([count, batch, hidden])
+    wide = count * hidden if isinstance(count, int) and isinstance(hidden, int) else None
+    y: Spec = dtype, ir.Shape([time, count, batch, hidden])
+    return [y, state, (dtype, shape), (dtype, ir.Shape([time, batch, wide])), state][: OUTPUTS[attributes["cell"]]]
+
+
+@declare(
+    "RecurrentTraining",
+    inputs="projected r hidden_bias? lengths? h? c?",
+    outputs="y y_h gates cells? y_c?",
+    infer=_infer,
+    attributes={"cell": REQUIRED, "direction": "forward"},
+)
+def recurrent_training(
+    op: Builder,
+    projected: ir.Value,
+    r: ir.Value,
+    hidden_bias: ir.Value | None = None,
+    lengths: ir.Value | None = None,
+    h: ir.Value | None = None,
+    c: ir.Value | None = None,
+    *,
+    cell: str,
+    direction: str,
+) -> tuple[ir.Value, ...]:
+    """Run a recurrent layer and keep what its gradient reads.
+
+    ``projected``: time × batch × directions·gates·hidden, gates in ONNX's order (LSTM i, o, f, new; GRU z, r, new).
+    ``r``: directions × gates·hidden × hidden. ``hidden_bias``: directions × hidden, of a GRU that resets the product.
+    ``lengths``: batch, int32; ``h`` and ``c``: directions × batch × hidden, zero by default.
+    ``y``: time × directions × batch × hidden; ``y_h`` and, of an LSTM, ``y_c``: the final states.
+    ``gates``: the gates after their activation, shaped as ``projected``. ``cells``: time × batch × directions·hidden: an
+    LSTM's cell states, a GRU's r∘h, or its h·Rᵀ + b of the new state before the reset. Behind the end of a sequence, ``y``,
+    ``gates`` and ``cells`` are zero.
+    """
+    count, _, hidden = static_dims(r) or (1, 0, 0)
+    steps = split(op, projected, count)
+    mask = step_mask(op, projected, lengths)
+    weights, biases = (by_direction(op, v, count) for v in (r, hidden_bias))
+    starts = [initial_states(op, v, projected, count, hidden, False) for v in ([h, c] if cell == LSTM else [h])]
+    found = []
+    for k in range(count):
+        operands = op.Transpose(weights[k], perm=[1, 0]), biases[k], hidden
+        scanned = [steps[k], *([] if mask is None else [mask])]
+        states = [s[k] for s in starts]
+        graph, inner, values = loop_body(op, states, scanned)
+        before, now = values[: len(states)], values[len(states)]
+        after, saved = _FORWARD[cell](inner, now, before, *operands)
+        seen = [after[0], *saved]
+        if mask is not None:
+            seen = [inner.Where(values[-1], v, inner.scalar(0, v)) for v in seen]
+            after = [inner.Where(values[-1], new, old) for new, old in zip(after, before, strict=True)]
+        finish_body(inner, [*after, *seen])
+        found.append(scan(op, graph, states, scanned, len(seen), backward=is_backward(direction, k)))
+    states_, y, *saved_ = zip(*([f[: len(starts)], *f[len(starts) :]] for f in found), strict=True)
+    finals = [stack(op, [s[k] for s in states_], 0) for k in range(len(starts))]
+    return (stack(op, y, 1), finals[0], *(joined(op, v) for v in saved_), *finals[1:])
+
+
+def is_backward(direction: str, k: int) -> bool:
+    return direction == "reverse" or k == 1
+
+
+def split(op: Builder, value: Any, count: int) -> list[Any]:
+    return list(op.Split(value, axis=-1, num_outputs=count, _outputs=count)) if count > 1 else [value]
+
+
+def joined(op: Builder, parts: Sequence[Any]) -> Any:
+    return op.Concat(*parts, axis=-1) if len(parts) > 1 else parts[0]
+
+
+def stack(op: Builder, parts: Sequence[Any], axis: int) -> Any:
+    wide = [op.Unsqueeze(v, [axis]) for v in parts]
+    return op.Concat(*wide, axis=axis) if len(wide) > 1 else wide[0]
+
+
+def loop_body(op: Builder, states: Sequence[Any], scanned: Sequence[Any]) -> tuple[ir.Graph, Builder, list[Any]]:
+    inputs = [("state", s.type, s.shape) for s in states]
+    inputs += [("step", v.type, ir.Shape((dims(v) or (None,) * 3)[1:])) for v in scanned]
+    return new_body(op, inputs, name=f"{op.scope}/step")
+
+
+def scan(op: Builder, body: ir.Graph, states: Sequence[Any], scanned: Sequence[Any], seen: int, *, backward: bool) -> Any:
+    turn = {"scan_input_directions": [1] * len(scanned), "scan_output_directions": [1] * seen} if backward else {}
+    attributes = {"body": body, "num_scan_inputs": len(scanned), **turn}
+    return op.emit("Scan", [*states, *scanned], attributes, outputs=len(states) + seen)
+
+
+def _lstm(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+    h, c = before
+    i, o, f, new = op.Split(op.Add(x, op.MatMul(h, r)), axis=-1, num_outputs=4, _outputs=4)
+    i, o, f, new = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(new)
+    cell = op.Add(op.Mul(f, c), op.Mul(i, new))
+    return [op.Mul(o, op.Tanh(cell)), cell], [op.Concat(i, o, f, new, axis=-1), cell]
+
+
+def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+    (h,), sizes = before, op.const([2 * hidden, hidden])
+    (of_gates, of_new), (r_gates, r_new) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, r))
+    update, reset = op.Split(op.Sigmoid(op.Add(of_gates, op.MatMul(h, r_gates))), axis=-1, num_outputs=2, _outputs=2)
+    kept = op.Mul(reset, h)
+    new = op.Tanh(op.Add(of_new, op.MatMul(kept, r_new)))
+    return [_mixed(op, update, new, h)], [op.Concat(update, reset, new, axis=-1), kept]
+
+
+def _gru_reset_after(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+    (h,), sizes = before, op.const([2 * hidden, hidden])
+    (of_gates, of_new), (gates, kept) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, op.MatMul(h, r)))
+    kept = kept if bias is None else op.Add(kept, bias)
+    update, reset = op.Split(op.Sigmoid(op.Add(of_gates, gates)), axis=-1, num_outputs=2, _outputs=2)
+    new = op.Tanh(op.Add(of_new, op.Mul(reset, kept)))
+    return [_mixed(op, update, new, h)], [op.Concat(update, reset, new, axis=-1), kept]
+
+
+def _mixed(op: Builder, update: Any, new: Any, h: Any) -> Any:
+    return op.Add(op.Mul(op.Sub(1.0, update), new), op.Mul(update, h))
+
+
+def _tanh(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+    h = op.Tanh(op.Add(x, op.MatMul(before[0], r)))
+    return [h], [h]
+
+
+def _relu(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+    h = op.Relu(op.Add(x, op.MatMul(before[0], r)))
+    return [h], [h]
+
+
+_FORWARD = {LSTM: _lstm, GRU: _gru, GRU_RESET_AFTER: _gru_reset_after, TANH: _tanh, RELU: _relu}
