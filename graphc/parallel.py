@@ -161,13 +161,20 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
             raise UsageError("shard= divides weights over the tensor axis, and the mesh has none; give mesh=Mesh(tensor=2)")
         return
     given = {
-        f"strategy={options.strategy!r}": options.strategy not in (*WITH_STAGES, "zero:stage=3"),
+        f"strategy={options.strategy!r}": _among_replicas(options) not in (*WITH_STAGES, "zero:stage=3"),
         f"compress={options.compress!r}": _has_residuals(options),
         f"recompute={options.recompute!r}": options.recompute not in (None, "none"),
     }
     for text, there in given.items():
         if there:
             raise UsageError(f"the mesh axis tensor={mesh.tensor} does not work with {text} yet; leave one of the two out")
+
+
+def _among_replicas(options: CompileOptions) -> str:
+    """The strategy, whatever the number of replicas that divide the state."""
+    name, _, rest = options.strategy.partition(":")
+    kept = [part for part in rest.split(",") if part and not part.strip().startswith("shard_size")]
+    return ":".join([name, *([",".join(kept)] if kept else [])])
 
 
 def master_steps(options: CompileOptions) -> list[PassCall]:
@@ -223,10 +230,9 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
             )
     excluded = {
         "strategy": (
-            options.strategy if options.strategy not in WITH_STAGES else None,
+            options.strategy if _among_replicas(options) not in WITH_STAGES else None,
             "parameters are divided by stages; zero:stage=1 and zero:stage=2 divide the rest among the replicas",
         ),
-        "sync_batchnorm": (options.sync_batchnorm or None, "statistics are those of each micro-batch"),
         "compress": (options.compress if _has_residuals(options) else None, "a stage keeps no residuals"),
         "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),
     }

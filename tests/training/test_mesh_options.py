@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,23 @@ def test_the_norm_counts_every_element_once(mesh: Mesh) -> None:
     assert all(result["grad_norm"] > 0.1 for result in one["results"])  # the bound matters
 
 
-def test_the_norm_with_divided_state_and_placed_nodes() -> None:
-    follows(Mesh(data=2, tensor=2), {"clip_norm": 0.1}, strategy="zero:stage=1")
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (Mesh(data=2, tensor=2), "zero:stage=1"),
+        (Mesh(data=2, tensor=2), "zero:stage=3"),
+        (Mesh(data=2, pipe=2), "zero:stage=2"),
+        (Mesh(data=4, pipe=2), "zero:stage=1,shard_size=4"),  # two nodes of two replicas with two stages
+        (Mesh(node=2, data=2, pipe=2), "mirrored"),
+    ],
+    ids=str,
+)
+def test_the_norm_where_replicas_divide_the_state(mesh: Mesh, strategy: str) -> None:
+    follows(mesh, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True, strategy=strategy)
+
+
+def test_the_norm_over_stages_of_shards_and_placed_nodes() -> None:
+    follows(WHOLE, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True)
     follows(STAGES, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True, place=["*=0", "m2=1", "logits=1"])
 
 
@@ -106,6 +122,23 @@ def test_all_ranks_have_one_loss_scale(mesh: Mesh) -> None:
     assert 0 < one["counters"][1] < 4  # some steps overflowed, and some did not
     everything = {"precision": "fp16:loss_scale=8192", "nonfinite": "skip", "clip_norm": 0.1}
     follows(mesh, everything, bad=True, tolerance=0 if same else 2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_replicas_of_a_stage_share_batch_statistics(schedule: str) -> None:
+    """Those of one micro-batch: with one a step, those of one worker; else those of replicas with as many micro-batches."""
+    model = pipe_cases.residual_cnn()
+    data = pipe_cases.batches(model, [8, 8])
+
+    def train(mesh: Mesh, accumulate: int, **options: Any) -> list[dict[str, Any]]:
+        program = pipe_cases.compiled(model, mesh, accumulate, sync_batchnorm=True, **options)
+        return run_threads(mesh.size, lambda comm: pipe_cases.run(program, data, comm))
+
+    for accumulate, reference in ((1, Mesh()), (2, Mesh(data=2))):
+        (wanted, *_) = train(reference, accumulate)
+        found = train(Mesh(data=2, pipe=2), accumulate, schedule=schedule)
+        assert len({one["hash"] for one in found}) == 1
+        assert max(pipe_cases.distance(one, wanted) for one in found) < 1e-5
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(data=2, tensor=2)], ids=str)
@@ -166,18 +199,45 @@ def processes(comm: Any) -> list[dict[str, Any]]:
     return [run(comm, clipped(mesh), batches(bad=True)) for mesh in (STAGES, SHARDS)]
 
 
-REFUSED = [
-    (STAGES, {"compress": "topk:ratio=0.1"}, "pipe=2 and compress=topk:ratio=0.1 exclude each other"),
-    (STAGES, {"compress": "powersgd:rank=1"}, "pipe=2 and compress=powersgd:rank=1 exclude each other"),
-    (STAGES, {"deterministic": "any-world"}, "pipe=2 and deterministic=any-world exclude each other"),
-    *((STAGES, {"strategy": s}, f"pipe=2 and strategy={s}") for s in ("adasum", "local_sgd", "central_storage")),
-    (SHARDS, {"compress": "topk"}, "tensor=2 does not work with compress='topk' yet"),
-    (SHARDS, {"compress": "powersgd"}, "tensor=2 does not work with compress='powersgd' yet"),
-    *((SHARDS, {"strategy": s}, f"tensor=2 does not work with strategy='{s}'") for s in ("adasum", "local_sgd")),
+WHOLE = Mesh(pipe=2, tensor=2)
+NODES = Mesh(node=2, data=2)
+MESHES = (STAGES, SHARDS, WHOLE, NODES)
+PIPE, TENSOR, NODE = "mesh axis pipe=2 and ", "mesh axis tensor=2 does not work with ", "mesh axis node=2 and "
+
+COMBINES: list[tuple[dict[str, Any], tuple[str, str, str, str]]] = [
+    ({"clip_norm": 1.0, "clip_value": 0.1}, ("", "", "", "")),
+    ({"nonfinite": "skip"}, ("", "", "", "")),
+    ({"precision": "bf16"}, ("", "", "", "")),
+    ({"precision": "fp16"}, ("", "", "", "")),
+    ({"sync_batchnorm": True}, ("", "", "", "")),
+    ({"accumulate": 4}, ("", "", "", "")),
+    ({"compress": "bf16"}, ("", "", "", "")),
+    ({"compress": "topk"}, (PIPE, TENSOR, TENSOR, NODE)),
+    ({"compress": "powersgd"}, (PIPE, TENSOR, TENSOR, NODE)),
+    ({"deterministic": "any-world"}, (PIPE, "", PIPE, NODE)),
+    ({"recompute": "all"}, ("", TENSOR, TENSOR, "")),
+    ({"strategy": "zero:stage=1"}, ("", "", "", "")),
+    ({"strategy": "zero:stage=2,shard_size=4"}, ("", "", "", "has nodes of 2 workers, and per_node=4")),
+    ({"strategy": "zero:stage=3"}, (PIPE, "", PIPE, "")),
+    ({"strategy": "zero:stage=1,offload=true"}, (PIPE, TENSOR, TENSOR, "")),
+    ({"allreduce": "hierarchical"}, ("", "", "", "")),
+    ({"strategy": "local_sgd"}, (PIPE, TENSOR, TENSOR, "")),
+    ({"strategy": "adasum"}, (PIPE, TENSOR, TENSOR, "")),
+    ({"strategy": "central_storage"}, (PIPE, TENSOR, TENSOR, NODE)),
+    ({"strategy": "parameter_server"}, (PIPE, TENSOR, TENSOR, NODE)),
 ]
+"""Options → the error on each of MESHES, which begins with the axis and names the option; empty: they work together."""
 
 
-@pytest.mark.parametrize(("mesh", "options", "message"), REFUSED, ids=lambda case: str(case).replace(" ", ""))
-def test_what_does_not_combine_is_named(mesh: Mesh, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        small.compiled(mesh=mesh, accumulate=1, **options)
+@pytest.mark.parametrize(("options", "errors"), COMBINES, ids=str)
+def test_what_combines_and_what_is_refused_by_name(options: dict[str, Any], errors: tuple[str, ...]) -> None:
+    """Where an option works with an axis, other tests train with both."""
+    ((name, value), *_) = options.items()
+    for mesh, error in zip(MESHES, errors, strict=True):
+        if not error:
+            small.compiled(mesh=mesh, **options)
+            continue
+        with pytest.raises(UsageError) as raised:
+            small.compiled(mesh=mesh, **options)
+        assert error in str(raised.value), mesh
+        assert error.startswith("has nodes") or re.search(f"{name}='?{re.escape(str(value))}", str(raised.value)), mesh
