@@ -17,7 +17,8 @@ from graphc import frontends, parallel, stages
 from graphc.backend import check_backend
 from graphc.device import Array
 from graphc.errors import UnsupportedOpError, UsageError, counted, nearest
-from graphc.frontends import device_annotations
+from graphc.frontends.annotations import shards as shard_annotations
+from graphc.frontends.annotations import stages as stage_annotations
 from graphc.ir import DOMAIN
 from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.declare import is_update
@@ -275,10 +276,15 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
         steps = training_pipeline(kept.loss, kept.optimizer, kept, kept.mesh)
     working = original.clone()
     if kept.mesh is not None and kept.mesh.pipe > 1 and not kept.cut and not kept.place:
-        placed = device_annotations.read(original, working)
+        placed = stage_annotations.read(original, working)
         if placed:
             kept = replace(kept, place=placed)
             steps = training_pipeline(kept.loss, kept.optimizer, kept, kept.mesh) if arguments.passes is None else steps
+    if kept.mesh is not None and kept.mesh.tensor > 1 and not kept.shard and arguments.passes is None:
+        asked = shard_annotations.read_shards(original, kept.mesh)
+        if asked:
+            kept = replace(kept, shard=asked)
+            steps = training_pipeline(kept.loss, kept.optimizer, kept, kept.mesh)
     ctx = Context()
     dump = Path(arguments.dump_dir) if arguments.dump_dir is not None else None
     bind_inputs(working, constants_of(arguments.inputs), axes_of(arguments.batch_axis), scales_of(arguments.scale))

@@ -32,7 +32,9 @@ def command(
     mesh: Annotated[str | None, Option("Axes over the workers, in place of -n: data=2,pipe=2.", "AXES")] = None,
     standard: Annotated[bool, Option("Only standard ONNX ops, for any runtime; one worker.")] = False,
     training_info: Annotated[bool, Option("As --standard, in ONNX's TrainingInfoProto beside the inference model.")] = False,
-    annotate: Annotated[bool, Option("Write pipeline stages as ONNX's own device annotations (IR 11) too.")] = False,
+    annotate: Annotated[
+        bool, Option("Write pipeline stages, or shards, as ONNX's own device annotations (IR 11) too.")
+    ] = False,
     passes: Annotated[str | None, Option("Instead of the default pipeline.", "PIPELINE")] = None,
     dump_dir: options.DumpDir = None,
     time_passes: Annotated[bool, Option("Time and nodes of each pass, on standard error.")] = False,
@@ -43,7 +45,8 @@ def command(
     from graphc.cli.terminal.summary import print_training_graph, training_graph
     from graphc.cli.training.places import check_place
     from graphc.errors import UsageError
-    from graphc.frontends import device_annotations, training_export
+    from graphc.frontends import training_export
+    from graphc.frontends.annotations import shards
     from graphc.mesh import Mesh
 
     check_place("--output", out, {"the model": model})
@@ -66,7 +69,7 @@ def command(
         **vars(compilation),
     )
     if annotate:
-        device_annotations.annotate(program.model)
+        shards.annotate(program.model)
     found = training_graph(program.model)
     standard_nodes = None
     if training_info:

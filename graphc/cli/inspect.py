@@ -90,7 +90,8 @@ def _show_memory(model: ir.Model, batch: int, backend: str, mesh: str, form: For
     if inference:
         model = model.clone()
         run(model, [PassCall("legalize"), PassCall("simplify")])
-    axes = Mesh.parse(mesh)
+    compiled = mesh_of(model)
+    axes = compiled if compiled.tensor > 1 and not has_stages(model) else Mesh.parse(mesh)
     workers = axes.size
     graphs = {"": model}
     if has_recomputation(model):

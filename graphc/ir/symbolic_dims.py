@@ -49,9 +49,9 @@ def product(sizes: Sequence[Dim]) -> Dim:
     for size in sizes:
         if size is None:
             return None
-        factors = _factors(size)
-        number *= factors[0]
-        names += factors[1]
+        count, symbols = factors(size)
+        number *= count
+        names += symbols
         if len(names) > _LIMIT or abs(number) >= 2**63:
             return None  # no tensor has such a size
     return _text(number, names)
@@ -61,7 +61,7 @@ def quotient(a: Dim, b: Dim) -> Dim:
     """a / b if exact, else None."""
     if a is None or b is None or b == 0:
         return None
-    (number, names), (divisor, others) = _factors(a), _factors(b)
+    (number, names), (divisor, others) = factors(a), factors(b)
     left = list(names)
     for name in others:
         if name not in left:
@@ -74,11 +74,12 @@ def substituted(size: Dim, name: str, number: int) -> Dim:
     """``size`` with ``number`` for every factor ``name``: ``8*batch`` with 2 for ``batch`` is 16."""
     if not isinstance(size, str):
         return size
-    known, names = _factors(size)
+    known, names = factors(size)
     return _text(known * number ** names.count(name), [n for n in names if n != name])
 
 
-def _factors(size: int | str) -> tuple[int, list[str]]:
+def factors(size: int | str) -> tuple[int, list[str]]:
+    """The number and the symbols whose product a size is: ``4*batch`` is 4 and ``batch``; a sum is one symbol."""
     if isinstance(size, int):
         return size, []
     if len(size) > _LONGEST:

@@ -15,13 +15,16 @@ import onnx_ir as ir
 from graphc.backend import BACKENDS, PLANNERS, Planner, host_backend, make_backend, name_of
 from graphc.device import Array
 from graphc.distributed.communicator import CommunicatorOptions, Handle
+from graphc.distributed.groups import Groups
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.errors import UsageError
 from graphc.ir import DOMAIN
 from graphc.ir.declare import Role, is_update, required_declaration
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import dims, is_parameter, known_nbytes, state_updates
+from graphc.ir.ops.collectives import collective_groups
 from graphc.ir.ops.random import RANDOM_OPS
+from graphc.ir.shards import cuts_of
 from graphc.ir.updates import role_of, state_of, trains
 from graphc.mesh import Mesh
 from graphc.pipeline import PASSES, Context
@@ -148,11 +151,15 @@ def predicted(
     mesh = Mesh(data=world_size) if mesh is None else mesh
     model = adapted(model, planner)
     guarded = any(is_update(node) for node in model.graph)
-    plan = make_plan(model, shapes, planner, mesh=mesh, rank=rank, guarded=guarded)
+    plan = make_plan(model, shapes, planner, rank=rank, guarded=guarded, mesh=mesh)
     known = memory_of_plan(plan, DeviceSide)
-    state = State(model, mesh.coordinate("data", rank), mesh.data, planner.memory)
-    comm = Unconnected(rank, mesh.size) if mesh.size > 1 else None
-    Executor(plan, state, planner, comm, host=host_backend(threads=1) if state.offloaded else None)
+    comm = Unconnected(rank, mesh.size)
+    groups = Groups(comm, mesh)
+    groups.open({"data", *collective_groups(model.graph)})
+    state = State(model, mesh.coordinate("data", rank), mesh.data, planner.memory, groups)
+    host = host_backend(threads=1) if state.offloaded else None
+    peers = (comm, groups) if mesh.size > 1 else (None, None)
+    Executor(plan, state, planner, peers[0], groups=peers[1], host=host)
     device = planner.memory
     workspace = sum(device.workspaces.values())
     return replace(
@@ -207,12 +214,16 @@ def memory_of_plan(plan: Plan, result: type[MemoryReport] = MemoryReport) -> Mem
 
 
 def _copies_for_evaluation(plan: Plan, *, on_device: bool) -> int:
-    """Bytes of the parameters that are sharded in a float32 graph."""
+    """Bytes of the parameters that are sharded or divided in a float32 graph."""
+    cuts = cuts_of(plan.model.graph) if plan.mesh.tensor > 1 else {}
     offloaded, found = offloaded_buffers(plan.groups) if on_device else frozenset(), 0
     for group in plan.groups:
         main = group.declaration.main
-        if trains(group.nodes[0]) and (main in group.scattered or group.buffer(main) in offloaded):
-            found += sum(known_nbytes(state_of(node)) for node in group.nodes)
+        scattered = main in group.scattered or group.buffer(main) in offloaded
+        for state in (state_of(node) for node in group.nodes if trains(group.nodes[0])):
+            cut = cuts.get(state.name or "")
+            if scattered or cut is not None:
+                found += known_nbytes(state) * (cut.ranks if cut is not None else 1)
     return found
 
 

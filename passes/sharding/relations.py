@@ -6,7 +6,6 @@ op normalises or selects. Axes over which a product or sum runs are joined, too:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -15,16 +14,44 @@ import onnx_ir as ir
 from graphc.ir.facts import Dim, constant, describe, dims, input_of
 from graphc.ir.subgraphs import captured
 from graphc.passes.sharding.axis_classes import AxisClasses
+from graphc.passes.sharding.channels import (
+    relate_channel_norm,
+    relate_convolution,
+    relate_moments,
+    relate_pad,
+    relate_pooling,
+    relate_resize,
+    relate_tile,
+)
 from graphc.passes.sharding.class_losses import class_axis, obstacle
+from graphc.passes.sharding.ratio import Ratio
+from graphc.passes.sharding.reshapes import relate_reshape
 
-Relation: TypeAlias = Callable[[AxisClasses, ir.Node, int], None]
-"""Called with the classes, the node and the number of ranks."""
+Relation: TypeAlias = Callable[[AxisClasses, ir.Node], None]
+"""Called with the classes and the node."""
 
 ELEMENTWISE = frozenset(
     (
-        *("Abs", "Add", "And", "Cast", "CastLike", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp", "Expand", "Gelu"),
+        *("Abs", "Add", "And", "Atan", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp"),
+        *("Expand", "Floor", "Gelu", "Round", "Sinh", "Cosh", "Sum", "Tan", "ThresholdedRelu"),
         *("Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less"),
-        *("LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "Reciprocal", "Relu"),
+        *(
+            "LessOrEqual",
+            "Log",
+            "Max",
+            "Mean",
+            "Min",
+            "Mish",
+            "Mod",
+            "Mul",
+            "Neg",
+            "Not",
+            "Or",
+            "PRelu",
+            "Pow",
+            "Reciprocal",
+            "Relu",
+        ),
         *("Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Tanh", "Where", "Xor"),
     )
 )
@@ -33,8 +60,10 @@ WHOLE = frozenset({"Constant", "ConstantOfShape", "Shape", "Size", "graphc::Drop
 
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 
+CHANNEL_NORMS = ("InstanceNormalization", "GroupNormalization", "BatchNormalization", "graphc::BatchNormalizationTraining")
 
-def relate(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+
+def relate(classes: AxisClasses, node: ir.Node) -> None:
     """Apply the rule of the node's op."""
     key = node.op_type if node.domain == "" else f"{node.domain}::{node.op_type}"
     if key in WHOLE:
@@ -44,7 +73,7 @@ def relate(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
     if rule is None or any(dims(value) is None for value in values):
         keep_whole(classes, values, f"{describe(node)} has no rule for shards")
         return
-    rule(classes, node, ranks)
+    rule(classes, node)
 
 
 def keep_whole(classes: AxisClasses, values: Sequence[ir.Value], reason: str) -> None:
@@ -70,14 +99,14 @@ def _align(classes: AxisClasses, value: ir.Value, result: ir.Value, skip: int = 
                 classes.block(one, f"the sizes of {value.name!r} and {result.name!r} are not known to be equal")
 
 
-def _elementwise(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _elementwise(classes: AxisClasses, node: ir.Node) -> None:
     operands = node.inputs[:1] if node.op_type in ("Expand", "Clip", "CastLike") else node.inputs
     for value in operands:
         if value is not None:
             _align(classes, value, node.outputs[0])
 
 
-def _matmul(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _matmul(classes: AxisClasses, node: ir.Node) -> None:
     (a, b), out = node.inputs[:2], node.outputs[0]
     assert a is not None
     assert b is not None
@@ -92,7 +121,7 @@ def _matmul(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
         _align(classes, value, out, skip=2)
 
 
-def _gemm(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _gemm(classes: AxisClasses, node: ir.Node) -> None:
     a, b, out = input_of(node), input_of(node, 1), node.outputs[0]
     left, right = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
     classes.join((a, 1 - left), (b, right))
@@ -102,48 +131,21 @@ def _gemm(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
         _align(classes, node.inputs[2], out)
 
 
-def _transpose(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _transpose(classes: AxisClasses, node: ir.Node) -> None:
     x, out = input_of(node), node.outputs[0]
     order = node.attributes.get_ints("perm") or list(reversed(range(len(_dims(x)))))
     for target, axis in enumerate(order):
         classes.join((x, axis), (out, target))
 
 
-def _reshape(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
-    """Equal axes at both ends stay; of those between, one axis that becomes several, or the other way round."""
-    x, out = input_of(node), node.outputs[0]
-    mine, its = list(enumerate(_dims(x))), list(enumerate(_dims(out)))
-    while mine and its and mine[0][1] == its[0][1] is not None:
-        classes.join((x, mine.pop(0)[0]), (out, its.pop(0)[0]))
-    while mine and its and mine[-1][1] == its[-1][1] is not None:
-        classes.join((x, mine.pop()[0]), (out, its.pop()[0]))
-    mine, its = ([(axis, d) for axis, d in rest if d != 1] for rest in (mine, its))
-    rest = [((x, axis), d) for axis, d in mine], [((out, axis), d) for axis, d in its]
-    (one, several) = rest if len(rest[0]) == 1 else rest[::-1]
-    sizes = [d for _, d in several]
-    chosen = next((k for k, d in enumerate(sizes) if isinstance(d, int) and d % ranks == 0), None)
-    alike = len(one) == 1 and chosen is not None and all(isinstance(d, int) for d in sizes)
-    for k, (axis, _) in enumerate(several):
-        if not alike or k != chosen:
-            classes.block(axis, f"{describe(node)} makes it part of another axis")
-    if alike and chosen is not None:
-        classes.join(one[0][0], several[chosen][0], math.prod(d for d in sizes[:chosen] if isinstance(d, int)))
-        return
-    for axis, _ in one:
-        first = next((d for d in sizes if isinstance(d, int) and d > 1), 1)
-        fitting = ", ".join(str(n) for n in range(2, first + 1) if first % n == 0)
-        would = f"; {fitting} would divide the {first}" if fitting else ""
-        classes.block(axis, f"{describe(node)} cuts it into {sizes}, none of which {ranks} divides{would}")
-
-
-def _softmax(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _softmax(classes: AxisClasses, node: ir.Node) -> None:
     x, out = input_of(node), node.outputs[0]
     _align(classes, x, out)
     axis = node.attributes.get_int("axis", -1) % len(_dims(x))
     classes.block((x, axis), f"{describe(node)} normalises over it")
 
 
-def _layer_norm(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _layer_norm(classes: AxisClasses, node: ir.Node) -> None:
     x, out = input_of(node), node.outputs[0]
     _align(classes, x, out)
     first = node.attributes.get_int("axis", -1) % len(_dims(x))
@@ -165,7 +167,7 @@ def reduced_axes(node: ir.Node) -> list[int] | None:
     return None if known is None else [int(axis) % rank for axis in known.reshape(-1)] or list(range(rank))
 
 
-def _reduce(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _reduce(classes: AxisClasses, node: ir.Node) -> None:
     x, out = input_of(node), node.outputs[0]
     axes = reduced_axes(node)
     if axes is None:
@@ -181,7 +183,7 @@ def _reduce(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
         target += axis not in axes or bool(keep)
 
 
-def _split(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _split(classes: AxisClasses, node: ir.Node) -> None:
     x = input_of(node)
     cut = node.attributes.get_int("axis", 0) % len(_dims(x))
     sizes = [_dims(out)[cut] for out in node.outputs]
@@ -190,25 +192,29 @@ def _split(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
             if axis != cut:
                 classes.join((x, axis), (out, axis))
             elif len(set(sizes)) == 1 and isinstance(sizes[0], int):
-                classes.join((x, axis), (out, axis), len(sizes))
+                classes.join((x, axis), (out, axis), Ratio.of(len(sizes)))
             else:
                 classes.block((x, axis), f"{describe(node)} cuts it into unequal parts")
                 classes.block((out, axis), f"{describe(node)} makes it a part of another axis")
 
 
-def _concat(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
-    out = node.outputs[0]
+def _concat(classes: AxisClasses, node: ir.Node) -> None:
+    """Equal parts are blocks of the result."""
+    out, values = node.outputs[0], [v for v in node.inputs if v is not None]
     joined = node.attributes["axis"].as_int() % len(_dims(out))
-    for value in (v for v in node.inputs if v is not None):
+    sizes = [_dims(value)[joined] for value in values]
+    for value in values:
         for axis in range(len(_dims(out))):
-            if axis == joined:
-                classes.block((value, axis), f"{describe(node)} joins it with others")
-            else:
+            if axis != joined:
                 classes.join((value, axis), (out, axis))
-    classes.block((out, joined), f"{describe(node)} joins it from others")
+            elif len(set(sizes)) == 1 and isinstance(sizes[0], int):
+                classes.join((out, axis), (value, axis), Ratio.of(len(values)))
+            else:
+                classes.block((value, axis), f"{describe(node)} joins it with others")
+                classes.block((out, axis), f"{describe(node)} joins it from others")
 
 
-def _gather(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def _gather(classes: AxisClasses, node: ir.Node) -> None:
     """Rows of a table of embeddings may be sharded: each rank looks up those that it has, and the sum is the result."""
     data, indices, out = input_of(node), input_of(node, 1), node.outputs[0]
     axis, taken = node.attributes.get_int("axis", 0) % len(_dims(data)), len(_dims(indices))
@@ -227,17 +233,75 @@ def is_table(node: ir.Node) -> bool:
     return node.op_type == "Gather" and input_of(node).is_initializer() and node.attributes.get_int("axis", 0) == 0
 
 
-def _slice(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def sliced(node: ir.Node) -> dict[int, tuple[int, int] | None]:
+    """The axes that a Slice cuts → start and stop; None where they or the size are not known, or the step is not 1."""
+    x = input_of(node)
+    starts, stops, listed, steps = (
+        constant(node.inputs[k]) if len(node.inputs) > k and node.inputs[k] is not None else None for k in (1, 2, 3, 4)
+    )
+    axes = list(range(len(_dims(x)))) if listed is None else [int(axis) % len(_dims(x)) for axis in listed.reshape(-1)]
+    if listed is None and starts is not None:
+        axes = axes[: starts.size]
+    found: dict[int, tuple[int, int] | None] = {}
+    for k, axis in enumerate(axes):
+        size = _dims(x)[axis]
+        unit = len(node.inputs) < 5 or (steps is not None and int(steps.reshape(-1)[k]) == 1)
+        known = starts is not None and stops is not None and (listed is not None or len(node.inputs) < 4)
+        if not (unit and known and isinstance(size, int)) or starts is None or stops is None:
+            found[axis] = None
+            continue
+        start, stop, _ = slice(int(starts.reshape(-1)[k]), int(stops.reshape(-1)[k])).indices(size)
+        found[axis] = start, max(start, stop)
+    return found
+
+
+def _slice(classes: AxisClasses, node: ir.Node) -> None:
+    """One of several equal parts is a block of the operand; a slice of everything, as exporters write one, is none."""
     x, out = input_of(node), node.outputs[0]
-    axes = constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
-    cut = set(range(len(_dims(x)))) if axes is None else {int(axis) % len(_dims(x)) for axis in axes.reshape(-1)}
-    for axis in range(len(_dims(x))):
-        classes.join((x, axis), (out, axis))
-        if axis in cut:
+    cut = sliced(node)
+    for axis, size in enumerate(_dims(x)):
+        place = cut.get(axis)
+        if axis not in cut or place == (0, size):
+            classes.join((x, axis), (out, axis))
+            continue
+        part = 0 if place is None else place[1] - place[0]
+        if part > 1 and place is not None and isinstance(size, int) and size % part == 0 == place[0] % part:
+            classes.join((x, axis), (out, axis), Ratio.of(size // part))
+        else:
             classes.block((x, axis), f"{describe(node)} takes a part of it")
+            classes.block((out, axis), f"{describe(node)} makes it a part of another axis")
 
 
-def _over_classes(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
+def equation_of(node: ir.Node) -> tuple[list[str], str] | None:
+    """The labels of the operands and of the result of an Einsum; None where it has other than plain labels."""
+    left, arrow, right = node.attributes["equation"].as_string().replace(" ", "").partition("->")
+    terms = left.split(",")
+    plain = arrow and all(term.isalpha() and len(set(term)) == len(term) for term in (*terms, *filter(None, [right])))
+    return (terms, right) if plain else None
+
+
+def _einsum(classes: AxisClasses, node: ir.Node) -> None:
+    values, equation = [v for v in node.inputs if v is not None], equation_of(node)
+    if equation is None or any(len(t) != len(_dims(v)) for t, v in zip(equation[0], values, strict=True)):
+        keep_whole(classes, [*values, node.outputs[0]], f"{describe(node)} has an equation without a rule for shards")
+        return
+    terms, result = equation
+    places: dict[str, tuple[ir.Value, int]] = {}
+    for term, value in zip([*terms, result], [*values, node.outputs[0]], strict=True):
+        for axis, label in enumerate(term):
+            first = places.setdefault(label, (value, axis))
+            classes.join(first, (value, axis))
+            if _dims(first[0])[first[1]] != _dims(value)[axis]:
+                classes.block(first, f"{describe(node)} repeats it")
+
+
+def _all_reduce(classes: AxisClasses, node: ir.Node) -> None:
+    for value, out in zip(node.inputs, node.outputs, strict=True):
+        assert value is not None
+        _align(classes, value, out)
+
+
+def _over_classes(classes: AxisClasses, node: ir.Node) -> None:
     """The classes may be sharded; all other axes are those of labels."""
     scores, own = input_of(node), class_axis(node)
     for axis in range(len(_dims(scores))):
@@ -248,7 +312,7 @@ def _over_classes(classes: AxisClasses, node: ir.Node, ranks: int) -> None:
 
 RELATIONS: dict[str, Relation] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(RESHAPES, relate_reshape),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceSumSquare", "ReduceL2"), _reduce),
     "MatMul": _matmul,
@@ -262,4 +326,14 @@ RELATIONS: dict[str, Relation] = {
     "Concat": _concat,
     "Gather": _gather,
     "Slice": _slice,
+    "Einsum": _einsum,
+    "Pad": relate_pad,
+    "Tile": relate_tile,
+    "Resize": relate_resize,
+    "graphc::RunningAverage": _elementwise,
+    "graphc::AllReduce": _all_reduce,
+    **dict.fromkeys(("Conv", "ConvTranspose"), relate_convolution),
+    **dict.fromkeys(CHANNEL_NORMS, relate_channel_norm),
+    **dict.fromkeys(("graphc::BatchMoments", "graphc::BatchStatistics", "graphc::SharedNormalization"), relate_moments),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), relate_pooling),
 }

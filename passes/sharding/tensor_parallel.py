@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError, counted
 from graphc.ir.facts import is_parameter, known_nbytes
+from graphc.passes.optimize.simplify import simplify_graph
 from graphc.passes.sharding.choice import AUTO, choose
 from graphc.passes.sharding.rewrite import Rewriter
 from graphc.pipeline import Context, graph_pass
@@ -40,6 +41,7 @@ def tensor_parallel(
     if ranks == 1:
         return False
     graph, wanted = model.graph, [shard] if isinstance(shard, str) else list(shard or [AUTO])
+    simplify_graph(graph)  # sizes and axes that exporters compute become constants
     shards = choose(graph, ranks, wanted)
     parameters = [value for value in graph.initializers.values() if value in shards and is_parameter(value)]
     if not parameters:

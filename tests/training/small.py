@@ -95,3 +95,14 @@ class Torch:
 def largest_difference(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
     """Over the parameters, relative to the largest element of each."""
     return max(float(np.abs(a[n] - b[n]).max() / np.abs(b[n]).max()) for n in SHAPES)
+
+
+def allocated(trainer: graphc.Trainer) -> int:
+    """Bytes of all arrays that a trainer with one plan holds for training."""
+    (executor,) = trainer.plans.training.values()
+    state = sum(array.nbytes for array in trainer.state.flat.values())
+    fixed = set(trainer.program.model.graph.initializers) - trainer.state.updated
+    fixed -= {low for lows in trainer.state.copies.values() for low in lows}
+    single = sum(trainer.state.arrays[name].nbytes for name in fixed)
+    buffers = sum(b.nbytes for name, b in executor.places.buffers.items() if name not in trainer.state.flat)
+    return state + single + buffers + sum(a.nbytes for a in executor.inputs.values())

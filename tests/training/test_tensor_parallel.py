@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import onnxruntime
 import pytest
 
 import graphc
+from graphc import frontends
+from graphc.cli import main
 from graphc.distributed.threads import run_threads
 from graphc.errors import FeedError, NonFiniteError, UsageError
 from graphc.ir.shards import cuts_of
 from graphc.mesh import Mesh
+from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small
-from tests.training.tensor_cases import batch, compiled, gpt, train
+from tests.training.tensor_cases import batch, compiled, gpt, share, train
 
 NEAR = 1e-5
 
@@ -184,3 +188,35 @@ def test_a_bad_step_stops_all_ranks() -> None:
 def test_the_graph_of_one_worker_is_not_changed() -> None:
     assert "tensor_parallel" not in compiled(Mesh(data=2)).pipeline
     assert graphc.compile(gpt(), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)).mesh is None
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
+def test_the_memory_that_is_reported_is_allocated(mesh: Mesh) -> None:
+    """On every rank: parameters, gradients and states of this rank's shards, and what passes between segments."""
+    program = compiled(mesh, optimizer="adam:lr=0.01")
+
+    def work(comm: Any) -> tuple[int, int]:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            trainer.step(share(trainer, batch(0)))
+            return small.allocated(trainer), sum(trainer.state.arrays[name].nbytes for name in trainer.trained_values())
+
+    whole = memory_of(compiled(Mesh(), optimizer="adam:lr=0.01").model, shapes(4))
+    for rank, (total, parameters) in enumerate(run_threads(mesh.size, work)):
+        shown = memory_of(program.model, shapes(4 // mesh.data), mesh=mesh, rank=rank)
+        assert shown.total == total
+        assert parameters <= shown.parameters == shown.gradients <= parameters + 64 < 0.65 * whole.parameters  # whole vectors
+        assert shown.optimizer == 2 * shown.parameters
+        assert shown.evaluation > 1.8 * 0.9 * parameters
+
+
+def shapes(count: int) -> dict[str, list[int]]:
+    return {name: list(array.shape) for name, array in batch(0, count).items()}
+
+
+def test_inspect_shows_the_memory_of_a_rank_of_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, path = compiled(Mesh(data=2, tensor=2), optimizer="adam:lr=0.01"), str(tmp_path / "t.onnx")
+    frontends.save(program.model, path)
+    assert main(["inspect", path, "--memory", "--batch-size", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workers"] == 4
+    assert found["total"] == memory_of(program.model, shapes(2), mesh=Mesh(data=2, tensor=2)).total

@@ -265,17 +265,6 @@ def test_float32_masters_are_divided_too(precision: str, strategy: str, tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def allocated(trainer: graphc.Trainer) -> int:
-    """Bytes of all arrays that a trainer with one plan holds for training."""
-    (executor,) = trainer.plans.training.values()
-    state = sum(array.nbytes for array in trainer.state.flat.values())
-    fixed = set(trainer.program.model.graph.initializers) - trainer.state.updated
-    fixed -= {low for lows in trainer.state.copies.values() for low in lows}
-    single = sum(trainer.state.arrays[name].nbytes for name in fixed)
-    buffers = sum(b.nbytes for name, b in executor.places.buffers.items() if name not in trainer.state.flat)
-    return state + single + buffers + sum(a.nbytes for a in executor.inputs.values())
-
-
 @pytest.mark.parametrize(
     ("strategy", "formula"),
     [
@@ -296,7 +285,7 @@ def test_bytes_per_rank_follow_the_formulas(
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
             mine = share(8, comm.rank, comm.size)
             trainer.step({"input": x[mine], "label": y[mine]})
-            return allocated(trainer)
+            return small.allocated(trainer)
 
     psi = sum(int(np.prod(v.shape.numpy())) for v in program.original.graph.initializers.values())
     for workers in (2, 4):
