@@ -110,9 +110,7 @@ def _relate_group(classes: AxisClasses, node: ir.Node, number: int, group: list[
     sizes = [size for size, _, _ in group]
     for value, place in ((x, 1), (out, 2)):
         for axis in {(value, factor[place]) for factor in group} - chosen:
-            reason = (
-                "makes it part of another axis" if fitting else f"cuts it into {sizes}, none of which {classes.ranks} divides"
-            )
+            reason = "makes it part of another axis" if fitting else _undivided(sizes, classes.ranks)
             classes.block(axis, f"{describe(node)} {reason}")
 
 
