@@ -10,7 +10,7 @@ Adding a kernel is one decorated function in one file of a backend:
         dy, x = k.inputs                        # numpy arrays over planned buffers, fixed for the life of the plan
         (dx,) = k.outputs                       # written in full by every run
         pool = k.pool
-        return lambda: pool.run(_loop, (dy, x, dx), total=x.shape[0])
+        return pool.bind(_loop, (dy, x, dx), total=x.shape[0])
 
 The function is called once per node when a plan is bound, does all look-ups and allocations there, and returns a closure
 without arguments that is called once per step.
@@ -39,12 +39,16 @@ class Pool(Protocol):
 
     threads: int
 
-    def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
-        """Call ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)`` and wait.
+    def bind(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> Run:
+        """Bind ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)``; the result runs it and waits.
 
-        ``function`` must release the GIL (``numba.njit(nogil=True)``). Ranges hold at least ``grain`` items; the same
-        ``total`` is always cut the same way, so results do not depend on timing.
+        ``function`` must release the GIL (``numba.njit(nogil=True)``). ``arguments`` are arrays, whose addresses are taken now,
+        and numbers. Ranges hold at least ``grain`` items; the same ``total`` is always cut the same way, so results do not
+        depend on timing.
         """
+
+    def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
+        """Bind ``function`` and run it once."""
 
 
 @dataclass(frozen=True, slots=True)

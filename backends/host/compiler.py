@@ -38,7 +38,7 @@ class HostKernel:
     """A compiled kernel.
 
     Attributes:
-        function: ``f(address of the array of addresses, first unit, last unit)``.
+        function: ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
         units: their number.
         elements: of a unit, for the smallest share worth a thread.
     """
@@ -163,6 +163,7 @@ class Compiler:
         self._machine = make()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
         self._functions: dict[str, Callable[[int, int, int], None]] = {}
+        self._addresses: dict[str, int] = {}
         self._version = f"{self.processor}{features}{llvm.llvm_version_info}{_own_text()}"
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
@@ -175,18 +176,35 @@ class Compiler:
         name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._functions:
-                path = cache_folder() / "host" / f"{name}.o"
-                code = _read(path)
-                if code is None:
-                    code = self._machine_code(module_of(source, loops, name))
-                    _write(path, code)
-                self._functions[name] = self._loaded(code, name)
+                address = self._address(name, lambda name: str(module_of(source, loops, name)))
+                self._functions[name] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
         return HostKernel(self._functions[name], units, elements)
 
-    def _machine_code(self, module: ll.Module) -> bytes:
+    def address_of(self, key: str, module: Callable[[str], str]) -> int:
+        """The address of a function of machine code, from the cache where that holds it.
+
+        Args:
+            key: tells the text from every other.
+            module: name of the function → text of an LLVM module that defines it.
+        """
+        name = "c" + hashlib.sha256(f"{key}{module('f')}{self._version}".encode()).hexdigest()[:24]
+        with self._lock:
+            if name not in self._addresses:
+                self._addresses[name] = self._address(name, module)
+            return self._addresses[name]
+
+    def _address(self, name: str, module: Callable[[str], str]) -> int:
+        path = cache_folder() / "host" / f"{name}.o"
+        code = _read(path)
+        if code is None:
+            code = self._machine_code(module(name))
+            _write(path, code)
+        return self._loaded(code, name)
+
+    def _machine_code(self, module: str) -> bytes:
         """The object file of a module."""
-        parsed = llvm.parse_assembly(str(module))
+        parsed = llvm.parse_assembly(module)
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = True
         builder = llvm.create_pass_builder(self._machine, options)
@@ -196,11 +214,10 @@ class Compiler:
         passes.run(parsed, builder)
         return bytes(self._machine.emit_object(parsed))
 
-    def _loaded(self, code: bytes, name: str) -> Callable[[int, int, int], None]:
+    def _loaded(self, code: bytes, name: str) -> int:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        address = self._engine.get_function_address(name)
-        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+        return int(self._engine.get_function_address(name))
 
 
 def _own_text() -> str:

@@ -250,7 +250,7 @@ def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
         alone = functools.partial(function, place, 0, compiled.units)
         return _holding(alone, addresses, arrays)
     grain = max(1, GRAIN // max(1, compiled.elements))
-    return _holding(functools.partial(pool.run, function, (place,), compiled.units, grain), addresses, arrays)
+    return _holding(pool.bind(function, (place,), compiled.units, grain), addresses, arrays)
 
 
 def _holding(run: Run, *held: object) -> Run:

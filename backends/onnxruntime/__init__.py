@@ -9,7 +9,7 @@ import functools
 import hashlib
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,9 @@ FUSED = frozenset(
 )
 """Ops with a native kernel that a fused segment computes together with their neighbours."""
 
+COUNTS = 256
+"""Arrays whose checks for NaN and infinity stay bound."""
+
 UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
 
@@ -69,6 +72,7 @@ class OnnxRuntimeBackend(Backend):
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
         self._fuse = fuse
+        self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
     def prefers_native(self, node: ir.Node) -> bool:
@@ -159,10 +163,20 @@ class OnnxRuntimeBackend(Backend):
 
     def all_finite(self, array: Array) -> bool:
         if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:
-            return int(kernels.nonfinite_count(array, self.pool)) == 0
+            return self._nonfinite(array)() == 0
         return bool(np.isfinite(array).all())
 
+    def _nonfinite(self, array: Array) -> Callable[[], int]:
+        """The bound count of an array's NaN and infinities; it holds the array, whose address therefore names it."""
+        key = (array.ctypes.data, array.size, array.dtype.str)
+        if key not in self._counts:
+            if len(self._counts) >= COUNTS:
+                self._counts.clear()
+            self._counts[key] = kernels.bind_nonfinite_count(array, self.pool)
+        return self._counts[key]
+
     def close(self) -> None:
+        self._counts.clear()
         self.pool.close()
 
 

@@ -1,17 +1,27 @@
-"""A thread pool for native kernels, one per worker; handing work over takes about ten microseconds.
+"""The threads of a worker: one team that oneDNN's primitives and all native kernels share.
 
-Numba's own ``parallel=True`` is not used: one of its threading layers cannot be called from several threads, and the other
-keeps a second set of spinning threads besides those of onnxruntime.
+Compiled functions run as regions of the OpenMP runtime that oneDNN loaded, so no second pool competes for the cores, and
+a thread that has just finished a convolution takes its part of the next kernel without having slept. Without oneDNN, and for
+functions of Python, the pool starts threads of its own. Numba's ``parallel=True`` would be another pool.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
+
+from graphc.backends.onnxruntime.kernels.onednn import library
+from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner
+from graphc.device import Run
+
+_CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +66,7 @@ class _Worker:
 
 
 class ThreadPool:
-    """``threads`` threads, the calling one included, that run nogil functions over fixed ranges.
+    """``threads`` threads, the calling one included, that run functions over fixed ranges.
 
     Not reentrant: one caller at a time. Every worker (rank) that runs as a thread owns a pool.
     """
@@ -65,19 +75,41 @@ class ThreadPool:
         if threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {threads}")
         self.threads = threads
-        self._workers = [_Worker(f"graphc-kernel-{k}") for k in range(1, threads)]
+        self._workers: list[_Worker] = []
         self._closer = weakref.finalize(self, _stop, self._workers)
 
-    def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
-        """Call ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)`` and wait.
+    def bind(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> Run:
+        """Bind ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)``.
 
-        The caller takes the first range itself; fewer than ``2 · grain`` items never leave it. Errors of any range are
-        raised here, after all ranges have ended.
+        What Numba compiled, and ctypes functions ``f(address, start, stop)``, run natively: a call of the result is one call
+        of machine code. Fewer than ``2 · grain`` items stay in the calling thread.
+
+        Args:
+            function: releases the GIL; the types of ``arguments`` are those of every run.
+            arguments: arrays, whose addresses are taken now, and numbers.
         """
         ranges = partition(total, grain, self.threads)
+        bound = _bound(function, arguments)
+        if bound is None:
+            return partial(self._spread, function, arguments, ranges)
+        team = library()
         if len(ranges) == 1:
-            function(*arguments, 0, total)
-            return
+            return _checked(partial(_CODE(bound.code), bound.words, 0, total), bound)
+        if team is None or team.region is None:
+            return _checked(partial(self._spread, _CODE(bound.code), (bound.words,), ranges), bound)
+        # A region always has all threads of the team: OpenMP ends those that a smaller one leaves out.
+        call = np.array([bound.code, bound.words, total, len(ranges), self.threads, *team.region], dtype=np.int64)
+        return _checked(partial(team_runner(), call.ctypes.data), bound, call)
+
+    def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
+        """Bind a function and run it once (see :meth:`bind`)."""
+        self.bind(function, arguments, total, grain)()
+
+    def _spread(self, function: Callable[..., None], arguments: tuple[Any, ...], ranges: Sequence[tuple[int, int]]) -> None:
+        """Call a function in threads of this pool's own; errors are raised here, after all ranges have ended."""
+        ranges = ranges if self.threads > 1 else [(ranges[0][0], ranges[-1][1])]
+        while len(self._workers) < len(ranges) - 1:
+            self._workers.append(_Worker(f"graphc-kernel-{len(self._workers) + 1}"))
         used = self._workers[: len(ranges) - 1]
         for worker, bounds in zip(used, ranges[1:], strict=True):
             worker.function, worker.arguments = function, (*arguments, *bounds)
@@ -98,8 +130,28 @@ class ThreadPool:
     def close(self) -> None:
         """End the threads; the pool then runs everything in the calling thread."""
         self._closer()
-        self._workers = []
         self.threads = 1
+
+
+def _bound(function: Callable[..., None], arguments: tuple[Any, ...]) -> Bound | None:
+    """The machine code of a function with its arguments; None: it is not compiled."""
+    if isinstance(function, ctypes._CFuncPtr):  # type: ignore[attr-defined]
+        return bind_code(ctypes.cast(function, ctypes.c_void_p).value or 0, *arguments)
+    if hasattr(function, "overloads"):
+        return bind_numba(function, arguments)
+    return None
+
+
+def _checked(go: Run, bound: Bound, *held: object) -> Run:
+    """``go``, then the check whether compiled code failed; holds the memory behind the addresses."""
+    failed = bound.failed
+
+    def run(held: object = (bound, held)) -> None:
+        go()
+        if failed[0]:
+            bound.check()
+
+    return run
 
 
 def _stop(workers: list[_Worker]) -> None:

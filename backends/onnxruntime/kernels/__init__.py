@@ -19,15 +19,15 @@ from graphc.backends.onnxruntime.kernels import (
     transforms,
     updates,
 )
-from graphc.backends.onnxruntime.kernels.updates import nonfinite_count
+from graphc.backends.onnxruntime.kernels.updates import bind_nonfinite_count
 
 __all__ = [
     "activations",
     "attention",
+    "bind_nonfinite_count",
     "convolution",
     "linear",
     "losses",
-    "nonfinite_count",
     "normalization",
     "pooling",
     "random",

@@ -27,7 +27,7 @@ def relu_grad(k: Binding) -> Run:
     """dx = dy where y > 0, else 0"""
     (dy, y), (dx,) = given(k.inputs, 2), given(k.outputs, 1)
     arguments, pool, size = (dy.reshape(-1), y.reshape(-1), dx.reshape(-1)), k.pool, dy.size
-    return lambda: pool.run(_relu_grad, arguments, size, GRAIN)
+    return pool.bind(_relu_grad, arguments, size, GRAIN)
 
 
 @exact
@@ -45,7 +45,7 @@ def gelu(k: Binding) -> Run:
     arguments, pool, size = (x.reshape(-1), y.reshape(-1)), k.pool, x.size
     approximate = k.attributes.get("approximate", "none")
     loop = _gelu_tanh if approximate in ("tanh", b"tanh") else _gelu
-    return lambda: pool.run(loop, arguments, size, GRAIN // 4)
+    return pool.bind(loop, arguments, size, GRAIN // 4)
 
 
 @jit
@@ -81,7 +81,7 @@ def gelu_grad(k: Binding) -> Run:
     (dy, x), (dx,) = given(k.inputs, 2), given(k.outputs, 1)
     arguments, pool, size = (dy.reshape(-1), x.reshape(-1), dx.reshape(-1)), k.pool, dy.size
     loop = _gelu_grad_tanh if k.attributes["approximate"] == "tanh" else _gelu_grad
-    return lambda: pool.run(loop, arguments, size, GRAIN // 4)
+    return pool.bind(loop, arguments, size, GRAIN // 4)
 
 
 @jit
@@ -133,7 +133,7 @@ def softmax(k: Binding) -> Run:
     width = x.shape[-1]
     arguments = (x.reshape(-1, width), y.reshape(-1, width))
     pool, rows, grain = k.pool, x.size // max(width, 1), max(1, GRAIN // 4 // max(width, 1))
-    return lambda: pool.run(_softmax, arguments, rows, grain)
+    return pool.bind(_softmax, arguments, rows, grain)
 
 
 @jit
@@ -158,7 +158,7 @@ def softmax_grad(k: Binding) -> Run:
     width = dy.shape[-1]
     arguments = tuple(a.reshape(-1, width) for a in (dy, y, dx))
     pool, rows, grain = k.pool, dy.size // max(width, 1), max(1, GRAIN // max(width, 1))
-    return lambda: pool.run(_softmax_grad, arguments, rows, grain)
+    return pool.bind(_softmax_grad, arguments, rows, grain)
 
 
 @jit

@@ -116,7 +116,7 @@ def scaled_dot_product_attention(k: Binding) -> Run:
     scratch = np.empty((parts, rows, keys), dtype=np.float32)
     arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
-    return lambda: pool.run(_forward, arguments, parts)
+    return pool.bind(_forward, arguments, parts)
 
 
 @jit
@@ -213,7 +213,7 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
     scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
     arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
-    return lambda: pool.run(_backward, arguments, parts)
+    return pool.bind(_backward, arguments, parts)
 
 
 @jit

@@ -15,7 +15,7 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.ops.convolution import Window
 
 
@@ -115,13 +115,7 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
         sums,
     )
     flat_sums, flat = sums.reshape(parts, -1), dw.reshape(-1)
-    pool = k.pool
-
-    def run() -> None:
-        pool.run(_accumulate, arguments, parts)
-        pool.run(_add_parts, (flat_sums, flat), flat.size, 16384)
-
-    return run
+    return in_order([k.pool.bind(_accumulate, arguments, parts), k.pool.bind(_add_parts, (flat_sums, flat), flat.size, 16384)])
 
 
 @jit

@@ -59,10 +59,10 @@ def softmax_cross_entropy(k: Binding) -> Run:
     sums = np.zeros((parts, 2), dtype=np.float64)
     labels = _label_arguments(k, scores, label, optional(k.inputs, 2))
     arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
-    pool = k.pool
+    sweep = k.pool.bind(_softmax_cross_entropy, arguments, parts)
 
     def run() -> None:
-        pool.run(_softmax_cross_entropy, arguments, parts)
+        sweep()
         total[...], weight[...] = sums.sum(axis=0)
 
     return run
@@ -110,12 +110,14 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     mean_weight: Array = np.ones(1, dtype=np.float32)
     labels = _label_arguments(k, scores, label, weights)
     arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
-    pool, grain = k.pool, max(1, 8192 // max(1, classes))
+    grain = max(1, 8192 // max(1, classes))
+    sweep = k.pool.bind(_softmax_cross_entropy_grad, arguments, positions, grain)
+    if weights is None:
+        return sweep
 
     def run() -> None:
-        if weights is not None:
-            mean_weight[0] = weights.mean(dtype=np.float64)
-        pool.run(_softmax_cross_entropy_grad, arguments, positions, grain)
+        mean_weight[0] = weights.mean(dtype=np.float64)
+        sweep()
 
     return run
 

@@ -32,7 +32,7 @@ def batch_normalization_training(k: Binding) -> Run:
     epsilon = np.float32(k.attributes["epsilon"])
     arguments = (by_channel(x), scale, bias, epsilon, by_channel(y), mean, var, inv_std)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
-    return lambda: pool.run(_batch_normalization, arguments, channels, grain)
+    return pool.bind(_batch_normalization, arguments, channels, grain)
 
 
 @jit
@@ -69,7 +69,7 @@ def batch_normalization_training_grad(k: Binding) -> Run:
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
     arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, by_channel(dx), dscale, dbias)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
-    return lambda: pool.run(_batch_normalization_grad, arguments, channels, grain)
+    return pool.bind(_batch_normalization_grad, arguments, channels, grain)
 
 
 @jit
@@ -132,7 +132,7 @@ def layer_normalization(k: Binding) -> Run:
         np.float32(k.attributes.get("epsilon", 1e-5)),
     )
     pool, grain = k.pool, max(1, 8192 // size)
-    return lambda: pool.run(_layer_normalization, arguments, rows, grain)
+    return pool.bind(_layer_normalization, arguments, rows, grain)
 
 
 @jit
@@ -172,10 +172,11 @@ def layer_normalization_grad(k: Binding) -> Run:
         dx.reshape(rows, size),
         sums,
     )
-    pool, flat_scale, flat_bias = k.pool, dscale.reshape(-1), dbias.reshape(-1)
+    flat_scale, flat_bias = dscale.reshape(-1), dbias.reshape(-1)
+    sweep = k.pool.bind(_layer_normalization_grad, arguments, parts)
 
     def run() -> None:
-        pool.run(_layer_normalization_grad, arguments, parts)
+        sweep()
         np.sum(sums[:, 0], axis=0, out=flat_scale)
         np.sum(sums[:, 1], axis=0, out=flat_bias)
 
@@ -220,7 +221,7 @@ def lrn_grad(k: Binding) -> Run:
     coefficients = np.array([a["alpha"] / a["size"], a["beta"], a["bias"]], dtype=np.float32)
     arguments = (by_channel(dy), by_channel(x), by_channel(y), coefficients, int(a["size"]), scratch, by_channel(dx))
     pool = k.pool
-    return lambda: pool.run(_lrn_grad, arguments, parts)
+    return pool.bind(_lrn_grad, arguments, parts)
 
 
 @jit

@@ -83,10 +83,20 @@ class OneDNN:
         self.engine = self.create("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
         # executions on the CPU are synchronous and a stream holds no state, so one serves all threads
         self.stream = self.create("dnnl_stream_create", self.engine, _IN_ORDER)
+        self.region = self._region_functions()
         # By default primitives work in memory of the thread that made them: running or destroying one on another thread is a
         # use after free there. So the caller gives the memory.
         self.attributes = self.create("dnnl_primitive_attr_create")
         self._lib.dnnl_primitive_attr_set_scratchpad_mode(self.attributes, _OF_THE_CALLER)
+
+    def _region_functions(self) -> tuple[int, int, int] | None:
+        """Addresses of OpenMP's functions: run a region, number of the calling thread in it, number of its threads."""
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        try:
+            found = [ctypes.cast(getattr(self._lib, name), ctypes.c_void_p).value for name in names]
+        except AttributeError:
+            return None
+        return (found[0] or 0, found[1] or 0, found[2] or 0)
 
     def create(self, function: str, *arguments: Any) -> Handle:
         """Call a C function that writes a new object to its first argument."""

@@ -66,7 +66,7 @@ def max_pool_grad(k: Binding) -> Run:
     found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
     arguments = (_planes(dy), _planes(x), _planes(y), *begin, found, _planes(dx))
     pool, loop = k.pool, _max_pool_grad(taps, strides, dilations)
-    return lambda: pool.run(loop, arguments, parts)
+    return pool.bind(loop, arguments, parts)
 
 
 @exact
@@ -159,7 +159,7 @@ def average_pool_grad(k: Binding) -> Run:
     arguments = (_planes(dy), *geometry, window.strides[-1], *shares, _planes(dx))
     pool, planes = k.pool, dx.shape[0] * dx.shape[1]
     grain = max(1, 16384 // max(1, int(np.prod(dx.shape[2:]))))
-    return lambda: pool.run(_average_pool_grad, arguments, planes, grain)
+    return pool.bind(_average_pool_grad, arguments, planes, grain)
 
 
 def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -> Array:

@@ -26,14 +26,14 @@ def dropout_mask(k: Binding) -> Run:
     words: Array = np.zeros(6, dtype=np.uint64)  # seed and tag (the key), step low and high, first element, threshold
     words[1], words[5] = tag_word, dropout_threshold(ratio)
     arguments = (words, np.float32(dropout_scale(ratio)), mask.reshape(-1))
-    pool, blocks = k.pool, mask.size // 4 + 2
+    sweep = k.pool.bind(_dropout_mask, arguments, mask.size // 4 + 2, GRAIN)
 
     def run() -> None:
         bits, moment = int(seed.item()) & (1 << 64) - 1, int(step.item()) & (1 << 64) - 1
         words[0] = (bits ^ bits >> 32) & 0xFFFFFFFF
         words[2], words[3] = moment & 0xFFFFFFFF, moment >> 32
         words[4] = int(sample_offset.item()) * per_sample & (1 << 64) - 1
-        pool.run(_dropout_mask, arguments, blocks, GRAIN)
+        sweep()
 
     return run
 

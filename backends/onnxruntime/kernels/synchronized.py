@@ -20,11 +20,11 @@ def batch_moments(k: Binding) -> Run:
     (x, live), (count, total, squares) = given(k.inputs, 2), given(k.outputs, 3)
     elements = x.size / max(1, x.shape[1])
     arguments = (by_channel(x), live.reshape(1), total, squares)
-    pool, channels, grain = k.pool, x.shape[1], grain_of(x)
+    sweep = k.pool.bind(_moments, arguments, x.shape[1], grain_of(x))
 
     def run() -> None:
         count[...] = elements if live > 0 else 0.0
-        pool.run(_moments, arguments, channels, grain)
+        sweep()
 
     return run
 
@@ -68,7 +68,7 @@ def shared_normalization(k: Binding) -> Run:
     (x, scale, bias, mean, inv_std), (y,) = given(k.inputs, 5), given(k.outputs, 1)
     arguments = (by_channel(x), scale, bias, mean, inv_std, by_channel(y))
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
-    return lambda: pool.run(_normalize, arguments, channels, grain)
+    return pool.bind(_normalize, arguments, channels, grain)
 
 
 @jit
@@ -86,7 +86,7 @@ def shared_normalization_sums(k: Binding) -> Run:
     (dy, x, mean, inv_std), outputs = given(k.inputs, 4), given(k.outputs, 4)
     arguments = (by_channel(dy), by_channel(x), mean, inv_std, *outputs)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
-    return lambda: pool.run(_normalize_sums, arguments, channels, grain)
+    return pool.bind(_normalize_sums, arguments, channels, grain)
 
 
 @jit
@@ -109,11 +109,11 @@ def _normalize_sums(dy, x, mean, inv_std, dscale, dbias, product, slope, start, 
 def shared_normalization_grad(k: Binding) -> Run:
     (dy, x, scale, mean, inv_std, count, product, slope, live), (dx,) = given(k.inputs, 9), given(k.outputs, 1)
     arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, count.reshape(1), product, slope, by_channel(dx))
-    pool, channels, grain = k.pool, x.shape[1], grain_of(x)
+    sweep = k.pool.bind(_normalize_grad, arguments, x.shape[1], grain_of(x))
 
     def run() -> None:
         if live > 0:
-            pool.run(_normalize_grad, arguments, channels, grain)
+            sweep()
         else:
             dx.fill(0)
 

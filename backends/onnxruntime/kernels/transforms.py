@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
-from graphc.device import ALIGNMENT, Array, Run
+from graphc.device import ALIGNMENT, Array, Run, in_order
 from graphc.ir.declare import OPS
 from graphc.ir.ops.transforms import DEPENDENT
 
@@ -24,12 +24,12 @@ of different size must clip by the same factor.
 @kernel("onnxruntime", "graphc::SumOfSquares", dtypes=(ir.DataType.FLOAT, ir.DataType.DOUBLE))
 def sum_of_squares(k: Binding) -> Run:
     (total,) = given(k.outputs, 1)
-    pool = k.pool
     work = [(flat, np.zeros(-(-flat.size // BLOCK))) for flat in contiguous(given(k.inputs, len(k.inputs)))]
+    sweeps = [k.pool.bind(_sums_of_squares, (flat, sums), sums.size) for flat, sums in work]
 
     def run() -> None:
-        for flat, sums in work:
-            pool.run(_sums_of_squares, (flat, sums), sums.size)
+        for sweep in sweeps:
+            sweep()
         total[...] = sum(float(sums.sum()) for _, sums in work)
 
     return run
@@ -69,7 +69,7 @@ def narrow_copy(k: Binding) -> Run:
     (_, wide), (copy,), pool = given(k.inputs, 2), given(k.outputs, 1), k.pool
     loop = _to_float16 if copy.dtype == np.float16 else _to_bfloat16
     source, target = wide.reshape(-1).view(np.uint32), copy.reshape(-1).view(np.uint16)
-    return lambda: pool.run(loop, (source, target), source.size, BLOCK)
+    return pool.bind(loop, (source, target), source.size, BLOCK)
 
 
 def _convert(k: Binding, loop: Callable[..., None], read: type[np.generic], write: type[np.generic]) -> Run:
@@ -79,13 +79,7 @@ def _convert(k: Binding, loop: Callable[..., None], read: type[np.generic], writ
     if [a.size for a in contiguous(sources)] == [a.size for a in contiguous(targets)]:
         sources, targets = contiguous(sources), contiguous(targets)
     pairs = [(a.reshape(-1).view(read), b.reshape(-1).view(write)) for a, b in zip(sources, targets, strict=True)]
-    pool = k.pool
-
-    def run() -> None:
-        for source, target in pairs:
-            pool.run(loop, (source, target), source.size, BLOCK)
-
-    return run
+    return in_order([k.pool.bind(loop, (source, target), source.size, BLOCK) for source, target in pairs])
 
 
 @exact

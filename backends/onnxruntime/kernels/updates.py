@@ -17,7 +17,7 @@ from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.transforms import widening
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.declare import OPS
 
 GRAIN = 16384
@@ -76,20 +76,22 @@ def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: 
     """A run: compute the coefficients, then sweep. The last coefficient limits the elements of the gradient."""
     coefficients = np.zeros(10, dtype=np.float32)
     coefficients[9] = k.attributes.get("clip_value") or math.inf
-    arguments, size, pool, skipped = (*arrays, coefficients), arrays[0].size, k.pool, _skipped(k)
-    pieces = _widened(arrays) if arrays[1].dtype.itemsize == 2 else None
+    skipped, bind = _skipped(k), k.pool.bind
+    if arrays[1].dtype.itemsize == 2:
+        sweeps: list[Run] = []
+        for widen, low, wide, piece in _widened(arrays):
+            sweeps.append(bind(widen, (low, wide), low.size, GRAIN))
+            sweeps.append(bind(loop, (*piece, coefficients), low.size, GRAIN))
+        sweep = in_order(sweeps)
+    else:
+        sweep = bind(loop, (*arrays, coefficients), arrays[0].size, GRAIN)
 
     def run() -> None:
         settle()
         if skipped():
             return
         write(coefficients)
-        if pieces is None:
-            pool.run(loop, arguments, size, GRAIN)
-            return
-        for widen, low, wide, piece in pieces:
-            pool.run(widen, (low, wide), low.size, GRAIN)
-            pool.run(loop, (*piece, coefficients), low.size, GRAIN)
+        sweep()
 
     return run
 
@@ -295,10 +297,10 @@ def increment(k: Binding) -> Run:
 @kernel("onnxruntime", "graphc::AnyNonFinite", dtypes=(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 def any_non_finite(k: Binding) -> Run:
     (skip,) = given(k.outputs, 1)
-    arrays, pool = given(k.inputs, len(k.inputs)), k.pool
+    counts = [bind_nonfinite_count(array, k.pool) for array in given(k.inputs, len(k.inputs))]
 
     def run() -> None:
-        skip[...] = any(nonfinite_count(array, pool) for array in arrays)
+        skip[...] = any(count() for count in counts)
 
     return run
 
@@ -306,22 +308,20 @@ def any_non_finite(k: Binding) -> Run:
 _EXPONENT = np.int32(0x7F800000)
 
 
-def nonfinite_count(array: Array, pool: Pool | None = None) -> int:
-    """Count the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array.
-
-    Args:
-        pool: threads that share the work; without it the calling thread does it alone.
-    """
+def bind_nonfinite_count(array: Array, pool: Pool) -> Callable[[], int]:
+    """A function that counts the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array."""
     if array.dtype.itemsize == 2:
-        low = array.reshape(-1).view(np.int16)
-        return int(_count_nonfinite(low, np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)))
-    bits = array.reshape(-1).view(np.int32)
-    parts = min(pool.threads, bits.size // GRAIN) if pool is not None else 1
-    if pool is None or parts <= 1:
-        return int(_count_nonfinite(bits, _EXPONENT))
-    counts = np.zeros(parts, dtype=np.int64)
-    pool.run(_count_nonfinite_parts, (bits, counts), parts)
-    return int(counts.sum())
+        bits, exponent = array.reshape(-1).view(np.int16), np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)
+    else:
+        bits, exponent = array.reshape(-1).view(np.int32), _EXPONENT
+    counts = np.zeros(max(1, min(pool.threads, bits.size // GRAIN)), dtype=np.int64)
+    count = pool.bind(_count_nonfinite_parts, (bits, np.array([exponent]), counts), counts.size)
+
+    def run() -> int:
+        count()
+        return int(counts.sum())
+
+    return run
 
 
 @exact
@@ -333,7 +333,7 @@ def _count_nonfinite(bits, exponent):
 
 
 @exact
-def _count_nonfinite_parts(bits, counts, start, stop):
+def _count_nonfinite_parts(bits, exponent, counts, start, stop):
     parts = counts.size
     for part in range(start, stop):
-        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts], _EXPONENT)
+        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts], exponent[0])

@@ -1,0 +1,101 @@
+"""The team of threads: which functions run natively, in which threads, and how they fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+
+from graphc.backends.onnxruntime import pool as pools
+from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, Scratchpad, library
+from graphc.errors import InternalError
+
+
+@pytest.fixture(params=["team", "own threads"])
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[pools.ThreadPool]:
+    if request.param == "own threads":
+        monkeypatch.setattr(pools, "library", lambda: None)
+    made = pools.ThreadPool(3)
+    yield made
+    made.close()
+
+
+@numba.njit(nogil=True)
+def _mixed(
+    matrix: np.ndarray[Any, Any],
+    scale: float,
+    wide: float,
+    count: int,
+    pair: tuple[int, int],
+    negate: bool,
+    result: np.ndarray[Any, Any],
+    start: int,
+    stop: int,
+) -> None:
+    for i in range(start, stop):
+        total = 0.0
+        for j in range(matrix.shape[1]):
+            total += matrix[i, j] * scale
+        result[i] = (total + wide + count + pair[0] - pair[1]) * (-1.0 if negate else 1.0)
+
+
+def test_arguments_of_every_kind_reach_machine_code(pool: pools.ThreadPool) -> None:
+    matrix = np.arange(70.0, dtype=np.float32).reshape(10, 7).T  # rows are not contiguous
+    result = np.zeros(7)
+    run = pool.bind(_mixed, (matrix, np.float32(0.5), 0.25, 3, (10, 4), True, result), 7)
+    for _ in range(3):
+        result[:] = 0
+        run()
+        np.testing.assert_allclose(result, -(matrix.sum(1) * 0.5 + 0.25 + 3 + 6), rtol=1e-6)
+    matrix[...] = 0  # addresses are bound, values are not
+    run()
+    assert result.tolist() == [-9.25] * 7
+
+
+@numba.njit(nogil=True)
+def _fails(values: np.ndarray[Any, Any], start: int, stop: int) -> None:
+    for i in range(start, stop):
+        if values[i] < 0:
+            raise ValueError("negative")
+
+
+def test_failures_of_compiled_code_are_raised_once(pool: pools.ThreadPool) -> None:
+    values = np.ones(9)
+    run = pool.bind(_fails, (values,), values.size)
+    run()
+    values[8] = -1
+    with pytest.raises(InternalError, match="native kernel failed"):
+        run()
+    values[8] = 1
+    run()
+
+
+@numba.njit(nogil=True)
+def _touch(values: np.ndarray[Any, Any], start: int, stop: int) -> None:
+    for i in range(start, stop):
+        values[i] += 1
+
+
+@pytest.mark.skipif(library() is None or not os.path.isdir("/proc/self/task"), reason="needs oneDNN and Linux")
+def test_kernels_run_in_the_threads_of_onednn() -> None:
+    lib = library()
+    assert lib is not None
+    a = np.ones((64, 64), dtype=np.float32)
+    c, scratch = np.zeros((64, 64), dtype=np.float32), Scratchpad()
+    product = MatmulPrimitive(lib, a, a, c, None, threads=2, scratch=scratch).runner()
+    own, values = pools.ThreadPool(2), np.zeros(1000)
+    product()
+    before = set(os.listdir("/proc/self/task"))
+    run = own.bind(_touch, (values,), values.size)
+    for _ in range(5):
+        run()
+        product()
+    assert set(os.listdir("/proc/self/task")) == before
+    assert (values == 5).all()
+    assert (c == 64).all()
