@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from graphc.bench.specs import TIMED
-from graphc.errors import GraphcError
+from graphc.distributed.world import available_cores
+from graphc.errors import GraphcError, UsageError
 
 Report = Callable[[str], None]
 
@@ -47,8 +48,7 @@ def run_suite(
     rows: list[BenchRow] = []
     with tempfile.TemporaryDirectory(prefix="graphc-bench-") as folder:
         for model in models:
-            path = str(Path(folder) / f"{model}.onnx")
-            _python("-c", "import sys; from graphc.bench.models import export; export(*sys.argv[1:])", model, path)
+            path = _exported(model, folder)
             rows += _one_worker(model, path, rounds, seconds, say)
             if workers:
                 rows.append(_two_workers(model, path, rounds, seconds, say))
@@ -58,6 +58,61 @@ def run_suite(
     if zoo:
         rows += _zoo_compile(say)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """Step times of one worker with some threads; an efficiency is the time of one thread ÷ (threads · time)."""
+
+    model: str
+    threads: int
+    ours_ms: float
+    ours_efficiency: float
+    peer_ms: float
+    peer_efficiency: float
+
+
+def run_scaling(models: Sequence[str], threads: Sequence[int], *, rounds: int, seconds: float, say: Report) -> list[ScalingRow]:
+    """Measure step times of one worker by its number of threads, beside PyTorch's.
+
+    Args:
+        threads: numbers of threads, one of them 1; all are measured in turn in every round.
+        rounds: number of times all are measured; the median round counts.
+
+    Raises:
+        UsageError: a number below 1, no 1 among them, or more threads than cores.
+    """
+    cores = available_cores()
+    if min(threads) < 1:
+        raise UsageError(f"--threads {min(threads)}: a worker has at least 1 thread")
+    if 1 not in threads:
+        raise UsageError("--threads needs 1 among its numbers: efficiency is relative to one thread")
+    if max(threads) > cores:
+        raise UsageError(f"{max(threads)} threads on {cores} usable cores would measure how they wait; ask for {cores} at most")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="graphc-bench-") as folder:
+        for model in models:
+            path = _exported(model, folder)
+            found: dict[tuple[str, int], list[float]] = {}
+            for _ in range(rounds):
+                for count in threads:
+                    common = ["--threads", str(count), "--seconds", str(seconds)]
+                    found.setdefault(("graphc", count), []).append(_measure("graphc", model, "--file", path, *common)["ms"])
+                    found.setdefault(("torch", count), []).append(_measure("torch", model, *common)["ms"])
+            ms = {key: statistics.median(times) for key, times in found.items()}
+            for count in threads:
+                ours, peer = ms["graphc", count], ms["torch", count]
+                efficiency = ms["graphc", 1] / (count * ours), ms["torch", 1] / (count * peer)
+                rows.append(ScalingRow(model, count, ours, efficiency[0], peer, efficiency[1]))
+                say(f"{model}, {count} threads: {ours:.2f} ms, efficiency {efficiency[0]:.2f}; PyTorch's {efficiency[1]:.2f}")
+    return rows
+
+
+def _exported(model: str, folder: str) -> str:
+    """The ONNX file of a benchmark model."""
+    path = str(Path(folder) / f"{model}.onnx")
+    _python("-c", "import sys; from graphc.bench.models import export; export(*sys.argv[1:])", model, path)
+    return path
 
 
 def _one_worker(model: str, path: str, rounds: int, seconds: float, say: Report) -> list[BenchRow]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +13,13 @@ from graphc.cli.terminal import options, output
 from graphc.cli.terminal.output import Format
 from graphc.options import Option
 
+if TYPE_CHECKING:
+    from graphc.bench.run import ScalingRow
+
 EXAMPLES = (
     "graphc bench",
     "graphc bench mlp --rounds 1",
+    "graphc bench lenet --threads 1,2",
 )
 
 
@@ -30,6 +35,9 @@ def command(
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="Seconds of one measurement.")] = 3.0,
     workers: Annotated[bool, typer.Option(help="Also measure two workers, against DistributedDataParallel and MPI.")] = True,
     zoo: Annotated[bool, typer.Option(help="Also measure how long the zoo models take to compile.")] = True,
+    threads: Annotated[
+        str | None, Option("Measure steps of one worker with these numbers of threads, and how well they are used.", "LIST")
+    ] = None,
     predict: Annotated[
         bool, Option("Predict step times on a GPU, without measuring, for jobs of 'make gpu-bench' or training graphs.")
     ] = False,
@@ -50,13 +58,19 @@ def command(
         _start(models, form)
         return
     from graphc.bench.gpu_specs import write_json
-    from graphc.bench.run import run_suite
+    from graphc.bench.run import run_scaling, run_suite
     from graphc.bench.specs import TIMED
     from graphc.errors import UsageError, nearest
 
     for model in models or ():
         if model not in TIMED:
             raise UsageError(f"there is no benchmark model {model!r}{nearest(model, TIMED)}; there are {', '.join(TIMED)}")
+    if threads is not None:
+        scaling = run_scaling(models or TIMED, _counts(threads), rounds=rounds, seconds=seconds, say=output.note)
+        if destination is not None:
+            write_json(destination, [asdict(row) for row in scaling])
+        _show_scaling(scaling, form)
+        return
     rows = run_suite(models or TIMED, workers=workers, zoo=zoo, rounds=rounds, seconds=seconds, say=output.note)
     if destination is not None:
         write_json(destination, [asdict(row) for row in rows])
@@ -133,3 +147,33 @@ def _predict(models: list[str] | None, batch: int, gpu: str, form: Format) -> No
                 for c in p.centres()
             ],
         )
+
+
+def _counts(text: str) -> list[int]:
+    """The numbers in ``1,2,4``, ascending."""
+    from graphc.errors import UsageError
+
+    try:
+        return sorted({int(item) for item in text.split(",")})
+    except ValueError:
+        raise UsageError(f"--threads {text}: give numbers with commas between them, as in 1,2,4") from None
+
+
+def _show_scaling(rows: Sequence[ScalingRow], form: Format) -> None:
+    if form is Format.json:
+        output.document([asdict(row) for row in rows])
+        return
+    output.table(
+        ("model", "threads", "graphc ms", "efficiency", "PyTorch ms", "efficiency"),
+        [
+            (
+                row.model,
+                str(row.threads),
+                f"{row.ours_ms:.2f}",
+                f"{row.ours_efficiency:.2f}",
+                f"{row.peer_ms:.2f}",
+                f"{row.peer_efficiency:.2f}",
+            )
+            for row in rows
+        ],
+    )
