@@ -116,7 +116,7 @@ _COMPILING = threading.RLock()
 def bind_numba(function: Any, arguments: Sequence[Any]) -> Bound | None:
     """Bind the first arguments of a function that Numba compiles; None: an argument's type has no words here."""
     arguments = [int(a) if isinstance(a, (bool, np.bool_)) else a for a in arguments]
-    kinds = tuple(numba.typeof(a) for a in arguments)
+    kinds = tuple(numba.typeof(a) for a in arguments)  # type: ignore[no-untyped-call]
     if not all(_has_words(kind) for kind in kinds):
         return None
     with _COMPILING:

@@ -305,17 +305,14 @@ def any_non_finite(k: Binding) -> Run:
     return run
 
 
-_EXPONENT = np.int32(0x7F800000)
-
-
 def bind_nonfinite_count(array: Array, pool: Pool) -> Callable[[], int]:
     """A function that counts the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array."""
     if array.dtype.itemsize == 2:
-        bits, exponent = array.reshape(-1).view(np.int16), np.int16(0x7C00 if array.dtype == np.float16 else 0x7F80)
+        bits, exponent = array.reshape(-1).view(np.int16), 0x7C00 if array.dtype == np.float16 else 0x7F80
     else:
-        bits, exponent = array.reshape(-1).view(np.int32), _EXPONENT
+        bits, exponent = array.reshape(-1).view(np.int32), 0x7F800000
     counts = np.zeros(max(1, min(pool.threads, bits.size // GRAIN)), dtype=np.int64)
-    count = pool.bind(_count_nonfinite_parts, (bits, np.array([exponent]), counts), counts.size)
+    count = pool.bind(_count_nonfinite_parts, (bits, np.array([exponent], bits.dtype), counts), counts.size)
 
     def run() -> int:
         count()
