@@ -17,7 +17,7 @@ from graphc.backends.onnxruntime.kernels.linear import product_of
 from graphc.backends.onnxruntime.recurrent import loops
 from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, panels_of
 from graphc.backends.onnxruntime.recurrent.vectors import PANEL
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops import recurrent_training as op
 
@@ -67,13 +67,7 @@ class _Layer:
         """Copies the weights, which change with every step, to their panels."""
         function = pack_transposed if self.transposed else pack
         pairs = list(zip(self.weights, self.packed, strict=True))
-        pool = self.pool
-
-        def run() -> None:
-            for w, packed in pairs:
-                pool.run(function, (w, packed), packed.shape[0] * packed.shape[1], 4)
-
-        return run
+        return in_order([self.pool.bind(function, (w, packed), packed.shape[0] * packed.shape[1], 4) for w, packed in pairs])
 
 
 def _state(array: Array | None, like: Array) -> Array:
@@ -123,13 +117,13 @@ def recurrent_training(k: Binding) -> Run:
 
 def _running(layer: _Layer, loop: Any, arguments: tuple[Any, ...], begin: list[tuple[Array, Array | None]]) -> Run:
     """Packs the weights, sets states to where they begin, runs the loop."""
-    pool, shares, packing = layer.pool, layer.count * layer.parts, layer.packing()
+    packing, sweep = layer.packing(), layer.pool.bind(loop, arguments, layer.count * layer.parts)
 
     def run() -> None:
         packing()
         for state, source in begin:
             state[...] = 0.0 if source is None else source
-        pool.run(loop, arguments, shares)
+        sweep()
 
     return run
 
