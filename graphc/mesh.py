@@ -145,8 +145,21 @@ class Mesh:
         if self.size != workers:
             raise UsageError(
                 f"the mesh {self} needs {counted(self.size, 'worker')}, and the world has {workers}; "
-                f"start {self.size} with 'graphc launch -n {self.size}' or change the mesh to data={workers}"
+                f"start {self.size} with 'graphc launch -n {self.size}' or change the mesh to {self._fitting(workers)}"
             )
+
+    def _fitting(self, workers: int) -> str:
+        """What a mesh like this one for ``workers`` may be: its layers with more or fewer replicas, or sizes of one axis."""
+        replicas, rest = divmod(workers, self.pipe * self.tensor)
+        if replicas and not rest:
+            return str(replace(self, node=1, data=replicas))
+        for name in ("tensor", "pipe"):
+            others = self.pipe * self.tensor // self.axes[name]
+            if self.axes[name] > 1 and workers % others == 0:
+                each = workers // others
+                sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
+                return f"one with {name}={sizes}, which divide the workers beside the other axes"
+        return f"data={workers}"
 
     def refuse(self, *axes: str) -> None:
         """Raise UsageError if one of ``axes``, which the caller does not support, is larger than 1."""

@@ -114,3 +114,7 @@ def test_mesh_and_world_disagree() -> None:
     Mesh(data=2).check(2)
     with pytest.raises(UsageError, match=r"needs 4 workers.*the world has 2.*launch -n 4"):
         Mesh(data=4).check(2)
+    with pytest.raises(UsageError, match="change the mesh to data=3,pipe=2"):
+        Mesh(data=2, pipe=2).check(6)
+    with pytest.raises(UsageError, match="one with tensor=1, 3, which divide the workers"):
+        Mesh(data=2, pipe=2, tensor=2).check(6)

@@ -31,6 +31,8 @@ from tests.training import pipe_cases
 ALL = [
     ("gpt", "pipe=2,tensor=2", 4, {"schedule": "1f1b"}),
     ("mlp", "data=2,pipe=2,tensor=2", 2, {"schedule": "zero-bubble", "strategy": "zero"}),
+    ("mlp", "pipe=2,tensor=2", 1, {"place": ["m0=0", "a2=1"]}),
+    ("mlp", "node=2,pipe=2,tensor=2", 2, {}),
     ("cnn", "pipe=2,tensor=2", 4, {"schedule": "gpipe"}),
     ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero:stage=2"}),
     ("gpt", "pipe=2,tensor=4", 4, {"schedule": "zero-bubble"}),
@@ -60,7 +62,7 @@ def on_threads(name: str, mesh: str, accumulate: int, options: dict[str, Any]) -
     return run_threads(Mesh.parse(mesh).size, lambda comm: pipe_cases.run(program, data, comm), deadline=120)
 
 
-@pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[2:]))
+@pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[3:]))
 def test_every_combination_computes_what_one_worker_does(
     name: str, mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -69,6 +71,13 @@ def test_every_combination_computes_what_one_worker_does(
     assert max(pipe_cases.distance(one, wanted) for one in found) < 1e-5
     assert len({one["hash"] for one in found}) == 1
     assert all(one["held"] < 0.7 * wanted["held"] for one in found), "every rank holds its shards of its stages only"
+
+
+def test_one_norm_clips_all_stages_and_shards() -> None:
+    options, data = {"clip_norm": 0.1}, cases.batches("mlp")
+    wanted = pipe_cases.run(cases.compiled("mlp", Mesh(), 4, **options), data)
+    for found in on_threads("mlp", "data=2,pipe=2,tensor=2", 2, {**options, "strategy": "zero"}):
+        assert pipe_cases.distance(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("cut", params(["b0_h0", "b0_n2", "b1_y3"], large=["b0_n2", "b1_y3"]))

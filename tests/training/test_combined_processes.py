@@ -39,17 +39,19 @@ EIGHT: list[Run] = [
 ]
 
 
+def in_pieces(workers: int, runs: list[Run], each: int = 2) -> list[Any]:
+    """``each`` runs a launch."""
+    pieces = [runs[k : k + each] for k in range(0, len(runs), each)]
+    return [pytest.param(workers, piece, marks=pytest.mark.large, id=f"{workers}-{k}") for k, piece in enumerate(pieces)]
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("workers", "runs"),
-    [
-        pytest.param(4, FOUR[1:2], id="4"),
-        pytest.param(2, TWO, id="2-all", marks=pytest.mark.large),
-        pytest.param(4, FOUR, id="4-all", marks=pytest.mark.large),
-        pytest.param(8, EIGHT, id="8-all", marks=pytest.mark.large),
-    ],
+    [pytest.param(4, FOUR[1:2], id="4"), *in_pieces(2, TWO, 4), *in_pieces(4, FOUR), *in_pieces(8, EIGHT, 1)],
 )
 def test_processes_compute_what_one_worker_does(workers: int, runs: list[Run]) -> None:
-    everyone = map_ranks(workers, cases.train_all, runs, timeout=900)
+    everyone = map_ranks(workers, cases.train_all, runs, timeout=850)
     alone = {name: cases.train(None, name, "data=1", 4, {}) for name in {name for name, *_ in runs}}
     for k, run in enumerate(runs):
         assert max(pipe_cases.distance(found[k], alone[run[0]]) for found in everyone) < 1e-5, run
