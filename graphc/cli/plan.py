@@ -51,7 +51,7 @@ def command(
     from graphc.errors import UsageError
     from graphc.planner.costs import on_gpu, on_this_machine
     from graphc.planner.network import Network
-    from graphc.planner.search import as_row, best, steps
+    from graphc.planner.search import as_row, best, refused, steps
     from graphc.report.trace import Lanes, write_events
 
     if bool(simulate) != (trace is not None):
@@ -70,7 +70,7 @@ def command(
         costs = on_gpu(make, gpu)
     else:
         pipes = tuple(p for p in (2, 4, 8) if devices % p == 0)
-        costs = on_this_machine(make, "auto", pipes)
+        costs = on_this_machine(make, "auto", pipes, tuple(t for t in (2, 4) if devices % t == 0))
     found = best(costs, links, devices, limit, batch_size)
     chosen = {"model": model, "loss": loss, "optimizer": optimizer, **({"precision": precision} if precision else {})}
     if gpu is not None:
@@ -81,7 +81,7 @@ def command(
     if trace is not None:
         write_events(Path(trace), [Lanes(lane.computing, lane.communicating) for _, lane in steps(found[0], simulate)])
     if form is Format.json:
-        output.document({"machine": costs.machine, "plans": [as_row(p) for p in found[:SHOWN]]})
+        output.document({"machine": costs.machine, "plans": [as_row(p) for p in found[:SHOWN]], "refused": refused(costs)})
         return
     output.table(
         ("mesh", "strategy", "schedule", "micro-batches", "recompute", "step ms", "bubble", "exposed ms", "memory"),
@@ -89,7 +89,7 @@ def command(
             (
                 str(p.choice.mesh),
                 p.choice.strategy,
-                "1f1b" if p.choice.mesh.pipe > 1 else "-",
+                p.choice.schedule if p.choice.mesh.pipe > 1 else "-",
                 f"{p.choice.micro_batches} of {p.choice.samples}",
                 "all" if p.choice.recompute else "-",
                 f"{p.seconds * 1e3:.2f}",
@@ -101,6 +101,8 @@ def command(
         ],
         title=f"{devices} devices, each as {costs.machine}; batch {batch_size}",
     )
+    for reason in refused(costs):
+        output.say(f"Not proposed: {reason}")
 
 
 def _bytes(text: str) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from graphc.compiler import Program
 from graphc.ir.facts import nbytes_of
 from graphc.ir.names import STAGE_SHARES
 from graphc.mesh import Mesh
+from graphc.pipe.tables import PipeSchedule
+from graphc.plan.group_places import group_of
+from graphc.plan.partition import make_plan
 from graphc.report.memory import MemoryReport, feed_shapes, memory_of
 from graphc.report.pipe_memory import memory_of_stages
 from graphc.report.step_time import PREDICTIONS
@@ -50,7 +53,8 @@ class StageCosts:
     Attributes:
         share: its part of the time of a micro-batch.
         parameters, gradients, optimizer: bytes; ``optimizer`` counts masters too.
-        rest: other bytes over the samples of a micro-batch, as many micro-batches as 1F1B has in flight.
+        rest: other bytes over the samples of a micro-batch, with ``held`` micro-batches in flight.
+        stash: bytes of each micro-batch in flight, in ``rest`` too.
     """
 
     share: float
@@ -58,6 +62,39 @@ class StageCosts:
     gradients: int
     optimizer: int
     rest: Line
+    stash: Line = Line(0.0, 0.0)
+    held: int = 0
+
+    def scaled(self, part: StageCosts, whole: StageCosts) -> StageCosts:
+        """The costs if each is divided as ``part`` is of ``whole``; ``share`` stays, as the part of a divided whole."""
+
+        def by(one: float, all_: float) -> float:
+            return one / all_ if all_ else 1.0
+
+        rest = by(part.rest.each, whole.rest.each)
+        return replace(
+            self,
+            parameters=round(self.parameters * by(part.parameters, whole.parameters)),
+            gradients=round(self.gradients * by(part.gradients, whole.gradients)),
+            optimizer=round(self.optimizer * by(part.optimizer, whole.optimizer)),
+            rest=Line(self.rest.fixed, self.rest.each * rest),
+            stash=Line(self.stash.fixed, self.stash.each * rest),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCosts:
+    """One rank of a tensor axis.
+
+    Attributes:
+        stage: its memory; ``share`` is its part of the time of the whole model.
+        messages: AllReduces over the axis for each micro-batch.
+        exchanged: their bytes over the samples of a micro-batch.
+    """
+
+    stage: StageCosts
+    messages: int
+    exchanged: Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +109,7 @@ class ModelCosts:
         recomputed: the same if all activations are computed again; None: not possible.
         pipes: ranks of a pipeline → the costs of each; only where pipelines run.
         largest: bytes of the largest parameter.
+        tensors: ranks of a tensor axis → the costs of each.
     """
 
     machine: str
@@ -81,6 +119,7 @@ class ModelCosts:
     recomputed: StageCosts | None
     pipes: Mapping[int, tuple[StageCosts, ...]]
     largest: int
+    tensors: Mapping[int, TensorCosts] = field(default_factory=dict)
 
 
 def on_gpu(make: Compile, gpu: str) -> ModelCosts:
@@ -101,11 +140,12 @@ def on_gpu(make: Compile, gpu: str) -> ModelCosts:
     )
 
 
-def on_this_machine(make: Compile, backend: str, pipes: tuple[int, ...]) -> ModelCosts:
+def on_this_machine(make: Compile, backend: str, pipes: tuple[int, ...], tensors: tuple[int, ...] = ()) -> ModelCosts:
     """Measure steps on this machine's processor, with one thread for each worker; memory comes from plans.
 
     Args:
         pipes: numbers of ranks of a pipeline to consider; those that the model cannot be cut into are left out.
+        tensors: numbers of ranks of a tensor axis, likewise.
     """
     from graphc.errors import UsageError
 
@@ -118,11 +158,41 @@ def on_this_machine(make: Compile, backend: str, pipes: tuple[int, ...]) -> Mode
         except UsageError:
             continue
         shares = [float(share) for share in model.metadata_props[STAGE_SHARES].split(",")]
-        reports = [memory_of_stages(model, feed_shapes(model, batch), backend=backend) for batch in POINTS]
-        found[ranks] = tuple(_stage(s, low, high) for s, low, high in zip(shares, *reports, strict=True))
+        found[ranks] = tuple(_of_pipe(model, ranks, shares, backend))
     again = make(backend=backend, recompute="all")
     alone, recomputed = _alone(program.model, backend), _alone(again.model, backend)
-    return ModelCosts("this machine", micro, 0.0, alone, recomputed, found, _largest(program.model))
+    divided = {}
+    for ranks in tensors:
+        try:
+            divided[ranks] = _of_tensor(make(backend=backend, mesh=Mesh(tensor=ranks)).model, ranks, backend, alone)
+        except UsageError:
+            continue
+    return ModelCosts("this machine", micro, 0.0, alone, recomputed, found, _largest(program.model), divided)
+
+
+def _of_pipe(model: ir.Model, ranks: int, shares: Sequence[float], backend: str) -> Iterator[StageCosts]:
+    """What each rank needs with 1F1B, and for each micro-batch in flight: more of them are in flight with GPipe."""
+    shapes = [feed_shapes(model, batch) for batch in POINTS]
+    few = [memory_of_stages(model, one, backend=backend) for one in shapes]
+    table = PipeSchedule("gpipe").table(ranks, 2 * ranks)
+    many = [memory_of_stages(model, one, backend=backend, table=table) for one in shapes]
+    for rank, share in enumerate(shares):
+        held = ranks - rank
+        stash = [(b[rank].total - a[rank].total) / (2 * ranks - held) for a, b in zip(few, many, strict=True)]
+        yield replace(_stage(share, few[0][rank], few[1][rank]), stash=Line.through(*stash), held=held)
+
+
+def _of_tensor(model: ir.Model, ranks: int, backend: str, alone: StageCosts) -> TensorCosts:
+    """Memory of a plan for one rank. Its work shrinks as its weights do: most of it is products with them."""
+    mesh, nbytes, messages = Mesh(tensor=ranks), list[int](), 0
+    for batch in POINTS:
+        plan = make_plan(model, feed_shapes(model, batch), mesh=mesh)
+        sums = [node for node in plan.model.graph if node.op_type == "AllReduceStart" and group_of(node) == "tensor"]
+        nbytes.append(sum(nbytes_of(value) for node in sums for value in node.outputs))
+        messages = len(sums)
+    reports = [memory_of(model, feed_shapes(model, batch), backend=backend, mesh=mesh) for batch in POINTS]
+    stage = _stage(reports[0].parameters / max(1, alone.parameters), *reports)
+    return TensorCosts(stage, messages, Line.through(*nbytes))
 
 
 def _measured(program: Program, batch: int) -> float:

@@ -6,13 +6,17 @@ error says the smallest number of devices on which one does.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphc import parallel
 from graphc.errors import UsageError, counted
 from graphc.mesh import Mesh
-from graphc.pipe.clock import play
+from graphc.options import CompileOptions
+from graphc.pipe.clock import in_flight, play
 from graphc.pipe.tables import Action, PipeSchedule
 from graphc.planner.costs import ModelCosts, StageCosts
 from graphc.planner.network import Network
@@ -32,6 +36,7 @@ class Division:
         zero: stage of ZeRO; 0: ``mirrored``.
         micro_batches: of each worker and step.
         samples: of a micro-batch.
+        schedule: of a pipeline.
     """
 
     mesh: Mesh
@@ -39,6 +44,7 @@ class Division:
     micro_batches: int
     samples: int
     recompute: bool = False
+    schedule: str = "1f1b"
 
     @property
     def strategy(self) -> str:
@@ -54,7 +60,7 @@ class Division:
             "strategy": self.strategy,
         }
         if self.mesh.pipe > 1:
-            found["schedule"] = "1f1b"
+            found["schedule"] = self.schedule
         if self.mesh.node > 1 and not self.zero:
             found["allreduce"] = "hierarchical"
         if self.recompute:
@@ -114,22 +120,51 @@ def best(costs: ModelCosts, network: Network, devices: int, memory: float, batch
 
 
 def _choices(costs: ModelCosts, node: int, devices: int, batch: int) -> Iterator[Division]:
-    for pipe in (1, *costs.pipes):
-        data, rest = divmod(devices, pipe)
+    for pipe, tensor in itertools.product((1, *costs.pipes), (1, *costs.tensors)):
+        data, rest = divmod(devices, pipe * tensor)
         if rest or batch % data:
             continue
         share = batch // data
         counts = [m for m in range(1, min(share, MOST_MICRO_BATCHES * pipe) + 1) if share % m == 0 and m >= (pipe > 1) * pipe]
-        flat = Mesh(data=data, pipe=pipe)
-        nodes = _with_nodes(flat, node)
+        flat = Mesh(data=data, pipe=pipe, tensor=tensor)
+        nodes = _with_nodes(flat, node) if tensor == 1 else None
+        inside = (flat, nodes) if pipe == 1 else (flat,)
+        divided = [(nodes or flat, 0), *((mesh, zero) for mesh in inside if mesh is not None for zero in (1, 2, 3))]
         for count in counts:
-            if pipe > 1:
-                yield Division(nodes or flat, 0, count, share // count)
-                continue
-            divided = [(nodes or flat, 0), *((mesh, zero) for mesh in (flat, nodes) if mesh is not None for zero in (1, 2, 3))]
             for mesh, zero in divided if data > 1 else divided[:1]:
                 for recompute in (False, True) if costs.recomputed is not None else (False,):
-                    yield Division(mesh, zero, count, share // count, recompute)
+                    if refusal(pipe, tensor, zero, recompute):
+                        continue
+                    for schedule in SCHEDULES if pipe > 1 else SCHEDULES[:1]:
+                        yield Division(mesh, zero, count, share // count, recompute, schedule)
+
+
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+"""Schedules that are considered: those with one stage a rank."""
+
+
+@functools.cache
+def refusal(pipe: int, tensor: int, zero: int, recompute: bool) -> str:
+    """Why graphc does not run such a combination; empty where it does."""
+    options = CompileOptions(strategy=f"zero:stage={zero}" if zero else "mirrored", recompute="all" if recompute else None)
+    mesh = Mesh(data=2, pipe=pipe, tensor=tensor)
+    try:
+        parallel.check_tensor(options, mesh)
+        parallel.check_mesh(options, mesh)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def refused(costs: ModelCosts) -> list[str]:
+    """Why combinations of what is considered are left out, each reason once."""
+    found: dict[str, None] = {}
+    for pipe, tensor in itertools.product((1, *costs.pipes), (1, *costs.tensors)):
+        for zero, recompute in itertools.product(range(4), (False, True)):
+            reason = refusal(pipe, tensor, zero, recompute)
+            if reason and not (zero and recompute):
+                found[reason] = None
+    return list(found)
 
 
 def _with_nodes(mesh: Mesh, node: int) -> Mesh | None:
@@ -140,19 +175,39 @@ def _with_nodes(mesh: Mesh, node: int) -> Mesh | None:
 
 
 def _stages(costs: ModelCosts, choice: Division) -> tuple[StageCosts, ...]:
+    """The costs of the ranks of a pipeline, or of the only one; those of the tensor axis are scaled as the whole model is."""
     if choice.mesh.pipe > 1:
-        return costs.pipes[choice.mesh.pipe]
-    return (costs.recomputed,) if choice.recompute and costs.recomputed is not None else (costs.alone,)
+        found = costs.pipes[choice.mesh.pipe]
+    else:
+        found = (costs.recomputed,) if choice.recompute and costs.recomputed is not None else (costs.alone,)
+    if choice.mesh.tensor == 1:
+        return found
+    divided = costs.tensors[choice.mesh.tensor].stage
+    return tuple(stage.scaled(divided, costs.alone) for stage in found)
+
+
+@functools.cache
+def _in_flight(schedule: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches whose activations each rank holds at once."""
+    table = PipeSchedule(schedule).table(ranks, micro_batches)
+    return tuple(in_flight(row, rank) for rank, row in enumerate(table))
 
 
 def memory_of_choice(costs: ModelCosts, choice: Division) -> float:
     """Bytes of the rank that needs most; of ZeRO's third stage, two gathered buckets besides."""
-    found = 0.0
-    for stage in _stages(costs, choice):
+    found, pipe = 0.0, choice.mesh.pipe
+    flights = _in_flight(choice.schedule, pipe, choice.micro_batches) if pipe > 1 else (0,)
+    kept = 1.0
+    if choice.recompute and costs.recomputed is not None and costs.alone.rest.each:
+        kept = min(1.0, costs.recomputed.rest.each / costs.alone.rest.each)
+    for stage, flight in zip(_stages(costs, choice), flights, strict=True):
         terms = ((stage.parameters, 3), (stage.gradients, 2), (stage.optimizer, 1))
         state = sum(nbytes / (choice.mesh.data if choice.zero >= least else 1) for nbytes, least in terms)
         gathered = 2 * max(BUCKET, costs.largest) if choice.zero == 3 else 0.0
-        found = max(found, state + min(gathered, stage.parameters) + stage.rest.at(choice.samples))
+        rest = stage.rest.at(choice.samples)
+        if pipe > 1:
+            rest += (flight * kept - stage.held) * stage.stash.at(choice.samples)
+        found = max(found, state + min(gathered, stage.parameters) + rest)
     return found
 
 
@@ -161,7 +216,7 @@ def _too_small(costs: ModelCosts, node: int, choices: list[Division], devices: i
     start = (
         f"the model does not fit {counted(devices, 'device')} of {memory / 1e9:g} GB: the least is {least / 1e9:.3g} GB on each"
     )
-    for more in range(devices + 1, batch * max(costs.pipes, default=1) + 1):
+    for more in range(devices + 1, batch * max(costs.pipes, default=1) * max(costs.tensors, default=1) + 1):
         if any(memory_of_choice(costs, choice) <= memory for choice in _choices(costs, node, more, batch)):
             return f"{start}; the smallest number of devices that can train it is {more}"
     return f"{start}, and with --batch-size {batch} no number of devices is enough; take a larger batch size or more memory"
@@ -170,23 +225,31 @@ def _too_small(costs: ModelCosts, node: int, choices: list[Division], devices: i
 def predict(costs: ModelCosts, network: Network, choice: Division) -> Predicted:
     """Play one step of ``choice``."""
     stages = _stages(costs, choice)
-    ranks, data = choice.mesh.pipe, choice.mesh.data
-    micro = costs.micro.at(choice.samples)
+    ranks, data, tensor = choice.mesh.pipe, choice.mesh.data, choice.mesh.tensor
+    stride = ranks * tensor
+    micro, exchanged = costs.micro.at(choice.samples), 0.0
+    if tensor > 1:
+        divided = costs.tensors[tensor]
+        each = divided.exchanged.at(choice.samples) / max(1, divided.messages)
+        exchanged = divided.messages * network.allreduce(each, tensor)
+        micro = micro * divided.stage.share + exchanged
     forward, backward = micro * (1 - BACKWARD), micro * BACKWARD
     if choice.recompute:
         backward += forward
-    gather = [network.one_way(stage.parameters, data, ranks) if choice.zero == 3 else 0.0 for stage in stages]
+    gather = [network.one_way(stage.parameters, data, stride) if choice.zero == 3 else 0.0 for stage in stages]
 
     def cost(action: Action) -> float:
         share = stages[action.stage].share
-        return {"F": forward, "B": backward, "W": 0.0, "U": 0.0}[action.kind] * share
+        return {"F": forward, "B": backward - later, "W": later, "U": 0.0}[action.kind] * share
 
-    played = play(PipeSchedule("1f1b").table(ranks, choice.micro_batches), cost)
+    schedule = PipeSchedule(choice.schedule)
+    later = micro * BACKWARD / 2 if schedule.splits_weights else 0.0
+    played = play(schedule.table(ranks, choice.micro_batches), cost)
     lanes, ends, exposed = [], [], 0.0
     for rank, stage in enumerate(stages):
         computing, communicating = list[Span](), list[Span]()
         late = 0.0
-        for action in (a for a in played.table[rank] if a.kind in "FB"):
+        for action in (a for a in played.table[rank] if a.kind in "FBW"):
             start = played.start[action] + late
             stop = played.end[action] + late
             computing.append(Span("segment", str(action), start, stop))
@@ -205,11 +268,12 @@ def predict(costs: ModelCosts, network: Network, choice: Division) -> Predicted:
         computing.append(Span("update", "updates", end, end + update))
         done = end + update
         if choice.zero in (1, 2):
-            after = done + network.one_way(stage.parameters, data, ranks)
+            after = done + network.one_way(stage.parameters, data, stride)
             communicating.append(Span("collective", "AllGather parameters", done, after, stage.parameters))
             computing.append(Span("wait", "AllGather parameters", done, after))
             done = after
-        exposed = max(exposed, sum(s.stop - s.start for s in computing if s.kind == "wait"))
+        waited = sum(s.stop - s.start for s in computing if s.kind == "wait")
+        exposed = max(exposed, waited + choice.micro_batches * exchanged * stage.share)
         ends.append(done)
         lanes.append(Lane(computing, communicating))
     return Predicted(choice, max(ends), played.idle(), exposed, memory_of_choice(costs, choice), lanes)
@@ -225,9 +289,9 @@ def _reduced(
     count = max(1, round(stage.gradients / BUCKET))
     nbytes, free = stage.gradients / count, begun
     if choice.zero:
-        each = network.one_way(nbytes, mesh.data, mesh.pipe) + network.across(nbytes / mesh.data, mesh.node)
+        each = network.one_way(nbytes, mesh.data, mesh.pipe * mesh.tensor) + network.across(nbytes / mesh.data, mesh.node)
     else:
-        each = network.allreduce(nbytes, mesh.replicas, mesh.pipe)
+        each = network.allreduce(nbytes, mesh.replicas, mesh.pipe * mesh.tensor)
     name = "ReduceScatter" if choice.zero else "AllReduce"
     for k in range(count):
         start = max(free, begun + (last - begun) * (k + 1) / count)

@@ -54,8 +54,13 @@ def stage_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], capabiliti
     return found
 
 
-def memory_of_stages(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto") -> list[MemoryReport]:
+def memory_of_stages(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", table: Table | None = None
+) -> list[MemoryReport]:
     """Report the memory of each rank along the pipe axis, for feeds of one micro-batch.
+
+    Args:
+        table: the schedule, with the stages of the graph's; None: the graph's own.
 
     Raises:
         UsageError: a backend whose memory is a device's.
@@ -64,7 +69,7 @@ def memory_of_stages(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, ba
     try:
         if not engine.memory.on_host:
             raise UsageError(f"pipelines run on host backends so far, not on {engine.name!r}")
-        table = table_of(model)
+        table = table_of(model) if table is None else table
         plans = stage_plans(adapted(model, engine), shapes, engine)
         return [_memory(plan, place, table) for place, plan in enumerate(plans)]
     finally:

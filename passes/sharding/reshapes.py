@@ -109,7 +109,7 @@ def _relate_group(classes: AxisClasses, node: ir.Node, number: int, group: list[
         chosen = {(x, i), (out, j)}
     sizes = [size for size, _, _ in group]
     for value, place in ((x, 1), (out, 2)):
-        for axis in {(value, factor[place]) for factor in group} - chosen:
+        for axis in {(value, i if place == 1 else j) for _, i, j in group} - chosen:
             reason = "makes it part of another axis" if fitting else _undivided(sizes, classes.ranks)
             classes.block(axis, f"{describe(node)} {reason}")
 

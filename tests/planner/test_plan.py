@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
+import graphc
 from graphc.cli import main
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
-from graphc.planner.costs import Line, ModelCosts, StageCosts
+from graphc.planner.costs import Line, ModelCosts, StageCosts, TensorCosts
 from graphc.planner.network import Curve, Link, Network
-from graphc.planner.search import Division, best, memory_of_choice, predict, steps
+from graphc.planner.search import Division, best, memory_of_choice, predict, refused, steps
 
 NETWORK = Network(8, Link(Curve.line(450e9, 0.0)), Link(Curve.line(50e9, 0.0)))
 WHOLE = StageCosts(1.0, 2_000_000_000, 4_000_000_000, 12_000_000_000, Line(0.0, 1e9))
@@ -50,7 +52,9 @@ def test_the_file_of_a_plan_trains_and_its_timeline_is_that_of_the_prediction(
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert {"mirrored", "zero:stage=1"} <= {p["options"]["strategy"] for p in plans}
     assert any("pipe=2" in p["options"]["mesh"] for p in plans)
-    assert [p["step_ms"] for p in plans] == sorted(p["step_ms"] for p in plans)
+    assert any("tensor=2" in p["options"]["mesh"] for p in plans)
+    times = [round(p["step_ms"], 6) for p in plans]
+    assert times == sorted(times)
     events = json.loads(timeline.read_text())["traceEvents"]
     played = [e["dur"] for e in events if e.get("cat") == "step"]
     assert len(played) == 2 * 3
@@ -92,9 +96,8 @@ def test_replicas_that_fill_nodes_are_proposed_with_nodes(tmp_path: Path, capsys
     job = ["--loss", "softmax_cross_entropy", "--optimizer", "adam", "-o", str(tmp_path / "plan.json")]
     assert main(["plan", str(tmp_path / "m.onnx"), *words, *job, "--json"]) == 0
     plans = [p["options"] for p in json.loads(capsys.readouterr().out)["plans"]]
-    for options in (
-        next(p for p in plans if "node=2" in p["mesh"] and p["strategy"] == s) for s in ("mirrored", "zero:stage=2")
-    ):
+    assert any("node=2" in p["mesh"] or "tensor" in p["mesh"] for p in plans)
+    for options in (Division(Mesh(data=2, node=2), zero, 1, 2).options() for zero in (0, 2)):
         config = json.loads((tmp_path / "plan.json").read_text()) | options
         config.pop("schedule", None)
         (tmp_path / "own.json").write_text(json.dumps(config))
@@ -111,6 +114,48 @@ def test_too_little_memory_says_the_smallest_number_of_devices() -> None:
         best(data_only, NETWORK, 2, 1e9, 64)
     with pytest.raises(UsageError, match="cannot be shared by 3 devices"):
         best(data_only, NETWORK, 3, 80e9, 64)
+
+
+def test_schedules_zero_and_the_tensor_axis_are_candidates(tmp_path: Path) -> None:
+    """Everything that is proposed compiles, and what graphc refuses is named."""
+    divided = replace(WHOLE, share=0.5, parameters=10**9, gradients=2 * 10**9, optimizer=6 * 10**9, rest=Line(0.0, 6e8))
+    halves = tuple(replace(HALF, stash=Line(0.0, 2e8), held=2 - k) for k in range(2))
+    costs = replace(COSTS, pipes={2: halves}, recomputed=WHOLE, tensors={2: TensorCosts(divided, 4, Line(0.0, 45e6))})
+    found = best(costs, NETWORK, 8, 80e9, 16)
+    kinds = {(p.choice.mesh, p.choice.zero, p.choice.schedule, p.choice.recompute) for p in found}
+    mixed = Mesh(data=2, pipe=2, tensor=2)
+    assert {(mixed, zero, name, False) for zero in (0, 1, 2) for name in ("1f1b", "gpipe", "zero-bubble")} <= kinds
+    assert (Mesh(data=4, pipe=2), 1, "gpipe", True) in kinds
+    assert not [mesh for mesh, zero, _, _ in kinds if mesh.pipe > 1 and zero == 3]
+    assert any("zero:stage=3" in reason for reason in refused(costs))
+    source = model(tmp_path)
+    for mesh, zero, schedule, recompute in sorted(kinds, key=str):
+        stages = {"schedule": schedule} if mesh.pipe > 1 else {}
+        more = {"strategy": f"zero:stage={zero}" if zero else "mirrored", "recompute": "all" if recompute else None}
+        loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=0.1)
+        graphc.compile(source, loss=loss, optimizer=optimizer, mesh=mesh, accumulate=2, **more, **stages)
+
+
+def test_schedules_hold_as_many_micro_batches_as_they_promise() -> None:
+    """1F1B as many as there are ranks, GPipe all of them; zero-bubble idles less."""
+    halves = tuple(replace(HALF, stash=Line(0.0, 2e8), held=2 - k) for k in range(2))
+    costs = replace(COSTS, pipes={2: halves})
+    one, all_ = (memory_of_choice(costs, Division(Mesh(pipe=2), 0, 8, 1, schedule=name)) for name in ("1f1b", "gpipe"))
+    assert all_ - one == pytest.approx((8 - 1) * 2e8), "the last rank holds one micro-batch with 1F1B"
+    bubbles = [
+        predict(costs, NETWORK, Division(Mesh(pipe=2), 0, 4, 1, schedule=name)).bubble for name in ("zero-bubble", "1f1b")
+    ]
+    assert bubbles[0] < bubbles[1] == pytest.approx(1 / 5)
+
+
+def test_a_tensor_axis_pays_for_its_messages() -> None:
+    """Half of the work, and 4 AllReduces that nothing hides for each micro-batch."""
+    divided = TensorCosts(replace(WHOLE, share=0.5), 4, Line(0.0, 45e7))
+    costs = replace(COSTS, tensors={2: divided})
+    found = predict(costs, NETWORK, Division(Mesh(tensor=2), 0, 2, 4))
+    messages = 4 * NETWORK.allreduce(4 * 45e7 / 4, 2)
+    assert found.seconds == pytest.approx(2 * (0.4 / 2 + messages))
+    assert found.exposed == pytest.approx(2 * messages)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
