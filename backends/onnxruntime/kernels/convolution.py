@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
+from graphc.backends.onnxruntime.kernels import depthwise
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
@@ -45,6 +46,8 @@ def conv_grad_input(k: Binding) -> Run:
 def conv_grad_weight(k: Binding) -> Run:
     """dw from x and dy."""
     (x, dy), (dw,) = given(k.inputs, 2), given(k.outputs, 1)
+    if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), library() is not None):
+        return depthwise.weight_gradient(k.pool, x, dw, dy, Window.of(k.attributes, x.shape[2:], dw.shape[2:]))
     return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
 

@@ -5,7 +5,7 @@ Rows hold the gates one behind another, in ONNX's order. The formulas are those 
 
 from __future__ import annotations
 
-from graphc.backends.onnxruntime.recurrent.vectors import Vector, row_function
+from graphc.backends.onnxruntime.vectors.functions import Vector, row_function
 
 
 def _lstm(v: Vector) -> None:

@@ -16,7 +16,7 @@ from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.linear import product_of
 from graphc.backends.onnxruntime.recurrent import loops
 from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, panels_of
-from graphc.backends.onnxruntime.recurrent.vectors import PANEL
+from graphc.backends.onnxruntime.vectors.functions import PANEL
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops import recurrent_training as op

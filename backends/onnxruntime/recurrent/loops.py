@@ -9,7 +9,7 @@ from __future__ import annotations
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.recurrent import cells as row
 from graphc.backends.onnxruntime.recurrent.products import product
-from graphc.backends.onnxruntime.recurrent.vectors import PANEL
+from graphc.backends.onnxruntime.vectors.functions import PANEL
 
 LSTM, GRU, GRU_RESET_AFTER, TANH, RELU = range(5)
 """The cells as compiled code knows them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.recurrent.vectors import PANEL, tile_function
+from graphc.backends.onnxruntime.vectors.functions import PANEL, tile_function
 
 tile1, tile2, tile3, tile4, tile5, tile6 = (tile_function(rows) for rows in range(1, 7))
 

@@ -95,7 +95,10 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "Conv": [c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW), c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0])],
     "graphc::ConvGradInput": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW)],
-    "graphc::ConvGradWeight": [c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW)],
+    "graphc::ConvGradWeight": [
+        c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
+        c(f(2, 2, 9, 7), f(2, 4, 4, 3), i(4, 1, 5, 3), constants=(2,), group=2, strides=[2, 3], pads=[2, 1, 1, 2]),
+    ],
     "Gemm": [c(f(65, 130), f(130, 129), f(129)), c(f(130, 65), f(129, 130), transA=1, transB=1)],
     "MatMul": [c(f(3, 65, 130), f(130, 129))],
     "graphc::SoftmaxCrossEntropy": _losses((), f),

@@ -199,3 +199,46 @@ def tile_function(rows: int) -> Any:
         return types.void(a, lda, b, depth, c, ldc), emit
 
     return run
+
+
+def taps_function(taps: int) -> Any:
+    """A function ``f(x, x_row, offsets, dy, dy_row, rows, blocks, sums)`` for compiled code: for each of ``taps`` offsets, adds
+    Σ x[offset + position] · dy[position] to a vector of ``sums``.
+
+    Positions are ``rows`` rows of ``blocks`` vectors; ``x_row`` and ``dy_row`` are the bytes from one row to the next, and
+    ``offsets`` the address of the taps' offsets in bytes.
+    """
+
+    @intrinsic
+    def run(typing_context, x, x_row, offsets, dy, dy_row, rows, blocks, sums):
+        kind = ll.VectorType(_F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, offsets, dy, dy_row, rows, blocks, sums = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def vector(address: Any) -> Any:
+                return builder.load(builder.inttoptr(address, _POINTER), typ=kind, align=4)
+
+            slots = [cgutils.alloca_once(builder, kind) for _ in range(taps)]
+            places = []
+            for j, slot in enumerate(slots):
+                builder.store(ll.Constant(kind, [ll.Constant(_F32, 0.0)] * LANES), slot)
+                places.append(builder.load(builder.inttoptr(builder.add(offsets, _I64(8 * j)), _POINTER), typ=_I64))
+            with cgutils.for_range_slice(builder, _I64(0), rows, _I64(1), _I64) as (r, _):
+                of_x, of_dy = builder.add(x, builder.mul(r, x_row)), builder.add(dy, builder.mul(r, dy_row))
+                with cgutils.for_range_slice(builder, _I64(0), blocks, _I64(1), _I64) as (q, _):
+                    at = builder.mul(q, _I64(4 * LANES))
+                    slope, start = vector(builder.add(of_dy, at)), builder.add(of_x, at)
+                    for place, slot in zip(places, slots, strict=True):
+                        total = builder.load(slot, typ=kind)
+                        builder.store(_call(builder, "fma", kind, vector(builder.add(start, place)), slope, total), slot)
+            for j, slot in enumerate(slots):
+                address = builder.add(sums, _I64(4 * LANES * j))
+                total = builder.fadd(vector(address), builder.load(slot, typ=kind))
+                builder.store(total, builder.inttoptr(address, _POINTER), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, offsets, dy, dy_row, rows, blocks, sums), emit
+
+    return run

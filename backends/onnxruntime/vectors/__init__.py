@@ -1,0 +1,1 @@
+"""Vector instructions for compiled kernels that LLVM would not vectorise."""
