@@ -18,7 +18,7 @@ from graphc.pipe.tables import PipeSchedule
 from graphc.plan.group_places import group_of
 from graphc.plan.partition import make_plan
 from graphc.report.memory import MemoryReport, feed_shapes, memory_of
-from graphc.report.pipe_memory import memory_of_stages
+from graphc.report.pipe_memory import memory_of_tables, table_of
 from graphc.report.step_time import PREDICTIONS
 from graphc.training.trainer import Trainer
 
@@ -172,10 +172,9 @@ def on_this_machine(make: Compile, backend: str, pipes: tuple[int, ...], tensors
 
 def _of_pipe(model: ir.Model, ranks: int, shares: Sequence[float], backend: str) -> Iterator[StageCosts]:
     """What each rank needs with 1F1B, and for each micro-batch in flight: more of them are in flight with GPipe."""
-    shapes = [feed_shapes(model, batch) for batch in POINTS]
-    few = [memory_of_stages(model, one, backend=backend) for one in shapes]
-    table = PipeSchedule("gpipe").table(ranks, 2 * ranks)
-    many = [memory_of_stages(model, one, backend=backend, table=table) for one in shapes]
+    tables = table_of(model), PipeSchedule("gpipe").table(ranks, 2 * ranks)
+    reports = [memory_of_tables(model, feed_shapes(model, batch), tables, backend=backend) for batch in POINTS]
+    few, many = ([report[k] for report in reports] for k in range(2))
     for rank, share in enumerate(shares):
         held = ranks - rank
         stash = [(b[rank].total - a[rank].total) / (2 * ranks - held) for a, b in zip(few, many, strict=True)]

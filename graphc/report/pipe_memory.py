@@ -54,24 +54,25 @@ def stage_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], capabiliti
     return found
 
 
-def memory_of_stages(
-    model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto", table: Table | None = None
-) -> list[MemoryReport]:
+def memory_of_stages(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto") -> list[MemoryReport]:
     """Report the memory of each rank along the pipe axis, for feeds of one micro-batch.
-
-    Args:
-        table: the schedule, with the stages of the graph's; None: the graph's own.
 
     Raises:
         UsageError: a backend whose memory is a device's.
     """
+    return memory_of_tables(model, shapes, [table_of(model)], backend=backend)[0]
+
+
+def memory_of_tables(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], tables: Sequence[Table], *, backend: str = "auto"
+) -> list[list[MemoryReport]]:
+    """The same for each of several schedules with the stages of the graph's; raises as :func:`memory_of_stages`."""
     engine = make_backend(backend, threads=1)
     try:
         if not engine.memory.on_host:
             raise UsageError(f"pipelines run on host backends so far, not on {engine.name!r}")
-        table = table_of(model) if table is None else table
         plans = stage_plans(adapted(model, engine), shapes, engine)
-        return [_memory(plan, place, table) for place, plan in enumerate(plans)]
+        return [[_memory(plan, place, table) for place, plan in enumerate(plans)] for table in tables]
     finally:
         engine.close()
 
