@@ -80,6 +80,7 @@ class Emitter:
         match statement:
             case lang.Declare(kind, name, None, count):
                 size = self.vector if count == "VECTOR" else int(count or 1)
+                kind = "unsigned char" if count and kind == "bool" else kind
                 self._scopes[-1][name] = (self._room(KINDS[kind][0], name, size if count else None), kind)
             case lang.Declare(kind, name, value, None) if value is not None:
                 self.define(name, self.to(kind, self.expression(value)), kind)
@@ -137,7 +138,7 @@ class Emitter:
         at = self.to("INDEX", self.expression(target.at))
         if target.array in self._arrays:
             pointer, kind = self._arrays[target.array]
-            return self.builder.gep(pointer, [at], inbounds=True, source_etype=KINDS[_memory(kind)][0]), kind
+            return self.builder.gep(pointer, [at], inbounds=True, source_etype=KINDS[kind][0]), kind
         pointer, kind = self._variable(target.array)
         zero = ll.Constant(I64, 0)
         return self.builder.gep(pointer, [zero, at], inbounds=True), kind
@@ -153,7 +154,7 @@ class Emitter:
                 return self._name(text)
             case lang.Index():
                 place, kind = self._place(node)
-                return Typed(self.builder.load(place, typ=KINDS[_memory(kind)][0]), kind)
+                return Typed(self.builder.load(place, typ=KINDS[kind][0]), kind)
             case lang.Unary(sign, value):
                 return self._unary(sign, self.expression(value))
             case lang.Binary(sign, left, right):
@@ -307,11 +308,6 @@ class Emitter:
             return Typed(build.call(made, [a.value, b.value]), a.kind)
         compare = build.icmp_signed if a.signed else build.icmp_unsigned
         return Typed(build.select(compare(">" if largest else "<", a.value, b.value), a.value, b.value), a.kind)
-
-
-def _memory(kind: str) -> str:
-    """The C type in memory: a bool takes a byte."""
-    return "unsigned char" if kind == "bool" else kind
 
 
 def _reads(node: lang.Expression) -> bool:

@@ -242,11 +242,26 @@ def _exp2(f: _Float, x: Any) -> Any:
     return f.call("expf", f.mul(x, 0.6931471805599453))
 
 
+def _normal(f: _Float, x: Any) -> tuple[Any, Any]:
+    """Φ(x) and exp(-x²/2), which both need one exponential (Abramowitz and Stegun, 7.1.26; error of Φ below 1e-7)."""
+    build = f.build
+    e = f.call("expf", f.mul(f.mul(x, x), -0.5))
+    t = build.fdiv(f.number(1.0), f.fma(f.abs(x), 0.3275911 * 0.7071067811865476, 1.0))
+    series = f.polynomial(t, 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    tail = f.mul(f.mul(f.mul(t, 0.5), series), e)
+    above = build.fcmp_ordered(">=", x, f.number(0.0))
+    return build.select(above, build.fsub(f.number(1.0), tail), tail), e
+
+
+def _gelu(f: _Float, x: Any) -> Any:
+    """x·Φ(x)"""
+    return f.mul(x, _normal(f, x)[0])
+
+
 def _gelu_slope(f: _Float, x: Any) -> Any:
     """Φ(x) + x·φ(x)"""
-    phi = f.fma(f.call("erff", f.mul(x, 0.707106781)), 0.5, 0.5)
-    density = f.mul(f.call("expf", f.mul(f.mul(x, x), -0.5)), 0.398942280)
-    return f.fma(x, density, phi)
+    cumulative, e = _normal(f, x)
+    return f.fma(f.mul(x, e), 0.398942280, cumulative)
 
 
 def _gelu_tanh_slope(f: _Float, x: Any) -> Any:
@@ -265,6 +280,7 @@ _SERIES: dict[str, Callable[[_Float, Any], Any]] = {
     "tanhf": _tanh,
     "log1pf": _log1p,
     "exp2f": _exp2,
+    "geluf": _gelu,
     "gelu_slopef": _gelu_slope,
     "gelu_tanh_slopef": _gelu_tanh_slope,
 }

@@ -108,6 +108,14 @@ def test_sums_along_either_axis_reach_every_element(rows: int, columns: int, axi
     np.testing.assert_allclose(found, (x.astype(np.float64) ** 2).sum(axis), rtol=1e-5)
 
 
+def test_a_mask_over_rows_side_by_side_is_added_up_along_distant_columns(backend: Backend) -> None:
+    model = text("b = Greater(x, k) c = Not(b) s = Where(c, x, k) y = ReduceSum<keepdims = 0>(s, a)", "70,80", "80")
+    for name, value in (("k", np.float32(0.5)), ("a", np.array([0]))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    x = np.random.default_rng(0).standard_normal((70, 80)).astype(np.float32)
+    np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.minimum(x, 0.5).sum(0), rtol=1e-5, atol=1e-5)
+
+
 def test_a_scalar_constant_stays_a_scalar_for_the_nodes_that_are_left(backend: Backend) -> None:
     model = text("s = Gather<axis = 1>(x, k) y = Exp(s)", "3,4", "3")
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "k"))
