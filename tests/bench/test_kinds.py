@@ -1,4 +1,7 @@
-"""The kinds of models of the benchmark train as PyTorch trains them."""
+"""The kinds of models of the benchmark train as PyTorch trains them in float64.
+
+BatchNormalization over few samples amplifies the rounding of PyTorch's own float32 steps beyond the tolerance.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,16 @@ def test_a_kind_follows_pytorch_step_by_step(name: str, fuse: str) -> None:
         module,
         example_inputs=inputs,
         loss=graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if len(kind.labels) == 3 else {})),
-        optimizer=graphc.optim.SGD(lr=0.01),
+        optimizer=graphc.optim.SGD(lr=1e-3),
         backend=f"onnxruntime:fuse={fuse}",
     )
     names = [value.name for value in program.model.graph.inputs if value.name != "label"]
     feeds = dict(zip(names, (x.numpy() for x in inputs), strict=True)) | {"label": label.numpy()}
     with graphc.Trainer(program, threads=2) as trainer:
         found = [trainer.step(feeds)["loss"] for _ in range(4)]
-    optimizer, expected = torch.optim.SGD(module.parameters(), lr=0.01), []
-    module.train()
+    module.double().train()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    optimizer, expected = torch.optim.SGD(module.parameters(), lr=1e-3), []
     for _ in range(4):
         optimizer.zero_grad()
         logits = module(*inputs)
