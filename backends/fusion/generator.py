@@ -20,8 +20,8 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.indexing import Variable, flatten, unflatten
 from graphc.backends.fusion.kernel_source import Access, Form, KernelSource, KernelSpec, NotFusibleError
-from graphc.backends.fusion.lowering import Scope, Values
-from graphc.backends.fusion.op_kernels import reduction_of
+from graphc.backends.fusion.lowering import HALVES, Scope, Values
+from graphc.backends.fusion.op_kernels import op_kernel, reduction_of
 from graphc.backends.fusion.packed_masks import BITS, packs
 from graphc.ir.facts import dtype_of, input_of, producer_of, shape_of, size_of
 
@@ -53,9 +53,13 @@ class Generator(Values):
             body += self._reduce(level)
         stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
         whole = [s for s in stores if self.spec.axes and size_of(s[0]) != self.spec.rows]
+        single = [s for s in stores if s not in whole]
+        picked = [s for s in single if self._picks(s[0])] if whole else []
+        if picked:  # what the loop below writes may lie in the place of what these read
+            body += [*self._row_stores(picked), "SYNC;" if self.form.strided else "SYNC_LANES;"]
         if whole:
-            body += self._loop([], lambda: [self._store(value, name) for value, name in whole], [])
-        return self._source([*body, *self._row_stores([s for s in stores if s not in whole])], stores)
+            body += self._whole_stores(whole)
+        return self._source([*body, *self._row_stores([s for s in single if s not in picked])], stores)
 
     def divides(self) -> bool:
         """Whether :meth:`halves` applies: one level of reductions, and no full-shape result depends on them."""
@@ -101,6 +105,24 @@ class Generator(Values):
         return groups[-1][-1], size
 
     # Structure --------------------------------------------------------------------------------------------------------
+
+    def _whole_stores(self, stores: Stores) -> list[str]:
+        """The loop that stores values of the whole shape."""
+        self._rounds = all(dtype_of(value) in HALVES for value, _ in stores)
+        try:
+            return self._loop([], lambda: [self._store(value, name) for value, name in stores], [])
+        finally:
+            self._rounds = False
+
+    def _picks(self, value: ir.Value) -> bool:
+        """Whether this kernel reads elements for ``value`` at indices that it finds in memory."""
+        producer = value.producer()
+        if producer is None or producer in self.spec.reductions:
+            return False
+        own = value in self.spec.stores
+        if not own and self._in_memory(value):
+            return False
+        return op_kernel(producer).picks or any(v is not None and self._picks(v) for v in producer.inputs)
 
     def _row_stores(self, stores: Stores) -> list[str]:
         if not self.spec.axes:

@@ -10,7 +10,7 @@ after everything the value depends on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -43,6 +43,9 @@ LOOK_BACK = 12
 
 SPREAD = 6
 """Operations from which a value is written to memory rather than repeated for each element."""
+
+SHARE = 32
+"""Elements of a value for each that is picked from it, from which those are picked while a kernel has the value."""
 
 
 @dataclass(slots=True)
@@ -85,8 +88,9 @@ class _Grouper(Launches):
     def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool]) -> None:
         super().__init__(graph)
         self._busy = busy
-        self.nodes = [n for n in graph if not is_constant(n)]
-        self.opaque = {n for n in self.nodes if opaque(n) or not fusible(n, self._reads)}
+        nodes = [n for n in graph if not is_constant(n)]
+        self.opaque = {n for n in nodes if opaque(n) or not fusible(n, self._reads)}
+        self.nodes = _labels_first(nodes, self.opaque)
         self._choose_memory()
 
     def run(self) -> Grouping:
@@ -127,7 +131,7 @@ class _Grouper(Launches):
             if node not in self.opaque:
                 for out in node.outputs:
                     kept = op_kernel(node).reduction is not None or self._is_shared(node, out) or self._is_spread(out)
-                    if kept and out not in self.aliases:
+                    if (kept or self._is_picked(node, out)) and out not in self.aliases:
                         self.memory.add(out)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
@@ -147,6 +151,20 @@ class _Grouper(Launches):
             return False
         made = [shape_of(out) for user, _ in value.uses() if user not in self.opaque for out in user.outputs[:1]]
         return any(math.prod(s) > max(SMALL, 8 * math.prod(shape)) for s in made)
+
+    def _is_picked(self, node: ir.Node, out: ir.Value) -> bool:
+        """Whether the node picks a few elements from what follows from reductions of a large value: a label's log-probability.
+
+        The kernel that reduces can pick them too, after which it may overwrite what it has read.
+        """
+        if not op_kernel(node).picks or constant(node.inputs[1]) is not None or not _is_summed(out):
+            return False
+        source = node.inputs[0]
+        if source is None or source in self.memory or size_of(source) < max(SMALL, SHARE * size_of(out)):
+            return False
+        leaves, _ = self.made_of(source)
+        made_by = [leaf.producer() for leaf in leaves]
+        return any(n is not None and n not in self.opaque and op_kernel(n).reduction is not None for n in made_by)
 
     def _is_cheap(self, value: ir.Value) -> bool:
         """Whether each reader should recompute the value: its operands take no more memory than the value itself."""
@@ -195,6 +213,38 @@ class _Grouper(Launches):
             return None
         both.reads = reads
         return both
+
+
+def _labels_first(nodes: Sequence[ir.Node], opaque: Container[ir.Node]) -> list[ir.Node]:
+    """The nodes in an order in which scalars and indices that follow from small inputs alone come first.
+
+    A label picks the element of its row, and the number of labels that count scales the gradient: known first, one kernel
+    computes the loss and writes the gradient.
+    """
+    small: set[ir.Node] = set()
+    for node in nodes:
+        values = [v for v in (*node.inputs, *results(node)) if v is not None]
+        made = [v.producer() for v in node.inputs if v is not None]
+        known = all(n is None or is_constant(n) or n in small for n in made)
+        if known and node not in opaque and all(size_of(v) <= SMALL for v in values):
+            small.add(node)
+    first: set[ir.Node] = set()
+    for node in reversed(nodes):
+        uses = [(user, index) for v in node.outputs for user, index in v.uses()]
+        wanted = any(user in first or (index == 1 and op_kernel(user).picks) for user, index in uses)
+        if node in small and (wanted or any(size_of(v) == 1 for v in results(node))):
+            first.add(node)
+    return [*(n for n in nodes if n in first), *(n for n in nodes if n not in first)]
+
+
+def _is_summed(value: ir.Value) -> bool:
+    """Whether a sum adds up what follows from the value element by element."""
+    for user, _ in value.uses():
+        if op_kernel(user).reduction is not None:
+            return True
+        if any(size_of(out) == size_of(value) and _is_summed(out) for out in results(user)):
+            return True
+    return False
 
 
 def _walked(value: ir.Value) -> tuple[int, ...]:

@@ -66,7 +66,10 @@ class Form:
         along: what ``vector`` counts: ``columns`` or ``rows``.
         variable: the loop variable of these elements; None if ``vector`` is 1.
         strided: whether neighbouring threads take neighbouring rows, and threads further apart share the columns of a row.
-        held: (value, offset) of loads that stay in registers for all loops over the columns.
+        held: (value, offset) of loads that stay with their thread for all loops over the columns.
+        lanes: threads that share a row; 0: as its length asks.
+        in_shared, in_registers: held vectors of each thread in shared memory, and the next ones, in registers; what it had
+            last is read again, from the cache. 0 and 0: all are in registers.
     """
 
     vector: int = 1
@@ -74,6 +77,9 @@ class Form:
     variable: Variable | None = None
     strided: bool = False
     held: frozenset[tuple[ir.Value, Linear]] = frozenset()
+    lanes: int = 0
+    in_shared: int = 0
+    in_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

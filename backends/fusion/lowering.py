@@ -75,6 +75,7 @@ class Values:
         self._exact: dict[str, str] = {}  # names of rounded bfloat values → the stored bits
         self._varying: set[str] = set()
         self._loop_number = 0
+        self._rounds = False  # whether the loop under way only stores values of 16 bits
         self._here: dict[tuple[ir.Value | None, int], Linear] = {}
 
     def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
@@ -221,13 +222,24 @@ class Values:
         kind, key = f"Pack<{expressions.STORAGE[dtype_of(value)]}, VECTOR>", (value, offset)
         load = f"load_pack<VECTOR>({array} + {self._text(offset, base=True)})"
         if held:
-            if key not in self._held:
-                self._held[key] = self._name("h")
-                self._row.heads.append(f"{kind} {self._held[key]}[HOLD];")
-                scope.heads.append(f"{self._held[key]}[k] = {load};")
-            return f"{self._held[key]}[k]"
+            return self._held_pack(scope, value, key, kind, load)
         name = self._name("q")
         scope.heads.append(f"const {kind} {name} = {load if guard is None else f'{guard} ? {load} : {kind}()'};")
+        return name
+
+    def _held_pack(self, scope: Scope, value: ir.Value, key: tuple[ir.Value, Linear], kind: str, load: str) -> str:
+        """The vector that the thread keeps from the first loop that loads it."""
+        first, both = key not in self._held, bool(self.form.in_shared)
+        held = self._held.setdefault(key, self._name("h") if first else "")
+        if first:
+            storage = expressions.STORAGE[dtype_of(value)]
+            self._row.heads.append(f"HOLD_BOTH({storage}, {held})" if both else f"{kind} {held}[HOLD];")
+        if not both:
+            scope.heads += [f"{held}[k] = {load};"] if first else []
+            return f"{held}[k]"
+        name = self._name("q")
+        scope.heads.append(f"const {kind} {name} = {load if first else f'HELD_PACK({held}, k, {load})'};")
+        scope.heads += [f"HOLD_PACK({held}, k, {name});"] if first else []
         return name
 
     def _total(self, node: ir.Node, index: Map) -> str:
@@ -344,11 +356,14 @@ class Values:
             for operand in node.inputs
         ]
         text = kernel.expression(operands, node, dtype_of(node.inputs[kernel.typed_by]))
-        return f"FAST_EXP{text.removeprefix('expf')}" if text.startswith("expf(") and self._rounds_results() else text
+        fast = text.startswith("expf(") and self._rounds_results(self._scope_of(index, guard))
+        return f"FAST_EXP{text.removeprefix('expf')}" if fast else text
 
-    def _rounds_results(self) -> bool:
-        """Whether all that the kernel computes is rounded to 16 bits, so that a few last bits of a float32 do not matter."""
-        return not self.spec.reductions and all(dtype_of(value) in HALVES for value in self.spec.stores)
+    def _rounds_results(self, scope: Scope) -> bool:
+        """Whether all that follows in a scope is rounded to 16 bits, so that a few last bits of a float32 do not matter."""
+        if self.spec.reductions:
+            return self._rounds and scope is not self._row
+        return all(dtype_of(value) in HALVES for value in self.spec.stores)
 
     def class_of(self, at: Map, index: str, size: int, guard: str | None) -> str:
         """The name of the class ``index`` among ``size`` classes, as an integer of the kernel's index width."""

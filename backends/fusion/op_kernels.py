@@ -77,6 +77,7 @@ class OpKernel:
         same_memory: the result shares the operand's memory under another shape.
         same_elements: the result holds every element of the operand once.
         neighbours: each element reads several operand elements, so the operands are written to memory, not computed repeatedly.
+        picks: the elements of operand 0 that the result holds are found by indices, operand 1.
         work: operations per element, by which grouping weighs recomputing a value against reading it.
         instructions: C function that only this op calls → its instructions, for predictions.
         epilogue: its form in a matrix product.
@@ -93,6 +94,7 @@ class OpKernel:
     same_memory: bool = False
     same_elements: bool = False
     neighbours: bool = False
+    picks: bool = False
     work: int = 1
     instructions: Mapping[str, int] = field(default_factory=dict)
     epilogue: Epilogue | None = None
@@ -167,7 +169,7 @@ OP_KERNELS: dict[str, OpKernel] = {
     "ReduceLogSum": OpKernel(reduction=Reduction(r.zero, "Sum", last=r.logarithm)),
     # Elements that read more than the operands at the same index
     "Cast": OpKernel(element=rules.cast), "CastLike": OpKernel(element=rules.cast), "BitCast": OpKernel(element=rules.bit_cast),
-    "Gather": OpKernel(element=rules.gather), "GatherElements": OpKernel(element=rules.gather_elements),
+    "Gather": OpKernel(element=rules.gather), "GatherElements": OpKernel(element=rules.gather_elements, picks=True),
     "GatherND": OpKernel(element=rules.gather_nd), "ScatterElements": OpKernel(element=rules.scatter_elements),
     "OneHot": OpKernel(element=rules.one_hot), "Trilu": OpKernel(element=rules.triangle),
     "EyeLike": OpKernel(element=rules.diagonal), "graphc::DropoutMask": OpKernel(element=rules.dropout_mask, work=16),

@@ -155,7 +155,20 @@ static DEVICE inline double gelu_tanh_slope(double x) {
 }
 """
 
-FUNCTIONS = {"philox_word": PHILOX, "gelu_": GELU, "same_bits": BITS, "whole_power": POWER}
+HELD = r"""
+// What a thread keeps of its row: first in shared memory, where no other thread looks at it, then in registers. What it has
+// loaded last is still in the cache.
+#define HOLD_BOTH(T, h) alignas(16) SHARED T h##_shared[IN_SHARED * THREADS * VECTOR]; Pack<T, VECTOR> h[IN_REGISTERS];
+#define HELD_IN_REGISTERS(h, k) h[k < IN_SHARED || k >= IN_SHARED + IN_REGISTERS ? 0 : k - IN_SHARED]
+#define HOLD_PACK(h, k, pack) \
+  if (k < IN_SHARED) store_pack<VECTOR>(h##_shared + (k * THREADS + THREAD) * VECTOR, pack); \
+  else if (k < IN_SHARED + IN_REGISTERS) HELD_IN_REGISTERS(h, k) = pack
+#define HELD_PACK(h, k, load) \
+  (k < IN_SHARED ? load_changing<VECTOR>(h##_shared + (k * THREADS + THREAD) * VECTOR) \
+   : k < IN_SHARED + IN_REGISTERS ? HELD_IN_REGISTERS(h, k) : load)
+"""
+
+FUNCTIONS = {"HOLD_BOTH": HELD, "philox_word": PHILOX, "gelu_": GELU, "same_bits": BITS, "whole_power": POWER}
 SMALL_NAMES = ("e4m3fn", "e5m2", "e2m1", "e8m0")
 
 

@@ -138,6 +138,7 @@ def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) 
         "STRIDED": int(form.strided),
         "BATCH": batch(source),
         "RESIDENT": shape.resident or resident(source),
+        **({"IN_SHARED": form.in_shared, "IN_REGISTERS": form.in_registers} if form.in_shared else {}),
         "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,
     }
     head = "".join(f"#define {key} {value}\n" for key, value in constants.items())

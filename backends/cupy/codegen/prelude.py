@@ -15,7 +15,11 @@ constexpr int AT_ONCE = BATCH;  // a pragma takes constants, and not every prepr
 #else
 constexpr int AT_ONCE = 1;
 #endif
-constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;  // 64: forms.UNROLLED
+#ifdef IN_SHARED
+constexpr int UNROLLED = HOLD;
+#else
+constexpr int UNROLLED = HOLD && HOLD * VECTOR <= 64 ? HOLD : 2;  // 64: vectorize.UNROLLED
+#endif
 typedef unsigned short half_bits;
 typedef struct { unsigned short bits; } bfloat_bits;
 static DEVICE inline float bfloat_load(bfloat_bits x) { return bits_to_float((unsigned int)x.bits << 16); }
@@ -199,6 +203,12 @@ template <class OP, class T> static __device__ inline void reduce_across(T (&val
 #endif
 #define SHARED __shared__
 #define SYNC __syncthreads()
+// Of the threads that share a row; all of a block's rows take the same number of steps where a row has more than a warp.
+#define SYNC_LANES sync_lanes<LANES>()
+template <int WIDTH> static __device__ inline void sync_lanes() {
+  if (WIDTH > 32) __syncthreads();
+  else if (WIDTH > 1) __syncwarp(WIDTH < 32 ? ((1u << (WIDTH % 32)) - 1) << (threadIdx.x % 32 / WIDTH * WIDTH) : 0xffffffffu);
+}
 """
 )
 
@@ -244,5 +254,6 @@ template <int N, class T> static inline void store_pack(T* place, const Pack<T, 
 #define KERNEL extern "C" void
 #define SHARED static
 #define SYNC
+#define SYNC_LANES
 """
 )

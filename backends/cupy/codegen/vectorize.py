@@ -29,6 +29,13 @@ HELD = 64
 FULL = 40
 """The same in a block of 1024 threads, where each thread has 64 registers in all."""
 
+PAIR, PAIR_REGISTERS, PAIR_SHARED = 512, 16, 40 << 10
+"""Threads of a block whose row is long, and registers of each thread and bytes of shared memory that keep a part of the row.
+
+Two such blocks fit a multiprocessor: one loads or stores while the other computes, which a block of 1024 threads cannot. With
+20 registers for the row NVRTC spills others.
+"""
+
 UNROLLED = 64
 """Most elements per thread for which a loop is unrolled (:mod:`.prelude`); unrolled loops can hold elements in registers."""
 
@@ -48,8 +55,14 @@ def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> 
     plain = Form(vector, along, variable)
     repeated = [key for key, loops in generator.uses.items() if len(loops) > 1 and constant(key[0]) is None]
     lanes = rows_of(spec, vector, held=True).lanes if wide else 1
+    each = sum(-(-vector * stored_bytes(value.dtype) // 4) for value, _ in repeated if value.dtype)
+    if wide and lanes > PAIR and each:
+        chunks = -(-spec.columns // (PAIR * vector))
+        in_shared, in_registers = min(chunks, PAIR_SHARED // (4 * PAIR * each)), PAIR_REGISTERS // each
+        if chunks * vector <= 2 * UNROLLED and in_shared and in_registers:
+            return Form(vector, along, variable, False, frozenset(repeated), PAIR, in_shared, in_registers)
     chunks = -(-spec.columns // (lanes * vector))
-    registers = chunks * sum(-(-vector * stored_bytes(value.dtype) // 4) for value, _ in repeated if value.dtype)
+    registers = chunks * each
     most = FULL if lanes == 1024 else HELD
     if not repeated or registers > (most if wide else 1 << 12) or (wide and chunks * vector > UNROLLED):
         return plain
@@ -126,6 +139,8 @@ def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1) -> Shape:
         return elements(spec.rows, form.vector)
     if form.strided:
         return strided_rows(spec.rows, spec.columns, form.vector, splits)
+    if form.lanes:
+        return Shape(form.lanes, form.lanes, 1, splits, spec.rows * splits, resident=2)
     return rows_of(spec, form.vector, splits, held=bool(form.held))
 
 

@@ -5,8 +5,8 @@
 
 A kernel may write over an operand when each thread reads an element before it writes the one in its place, and no thread reads
 another's: both places are the same function of the loop variables, and in a row that several threads share, both are
-accessed by column. Such a kernel makes no aliasing promise about these two arrays (no ``__restrict__``, no loads through the
-read-only cache).
+accessed by column. What a row picks, such as its label's logit, is read before, and its threads meet in between. Such a
+kernel makes no aliasing promise about these two arrays (no ``__restrict__``, no loads through the read-only cache).
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
         return False  # threads beyond the last strided row repeat its work
     read = [access for access in source.traffic if access.value is operand]
     written = [access for access in source.traffic if access.value is result]
+    if "SYNC" in source.body:  # then what a row picked before the loop that writes has been read by all of its threads
+        read = [access for access in read if access.inner or any(access.loop >= w.loop for w in written)]
     places = {access.offset for access in (*read, *written)}
     elements = source.form.along == "rows" and not source.form.strided
     return bool(read and written) and len(places) == 1 and all(elements or access.inner for access in (*read, *written))
