@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen.launch_shape import render
 from graphc.backends.cupy.segment.program import Call, KernelCall, reads, writes
+from graphc.backends.fusion.indexing import Linear, Variable
 from graphc.ir.facts import dtype_of, size_of
 
 PLAIN, CHANGING = "load_pack", "load_changing"
@@ -68,11 +69,24 @@ def _same_places(call: KernelCall, operand: ir.Value, result: ir.Value) -> bool:
         return False  # threads beyond the last strided row repeat its work
     read = [access for access in source.traffic if access.value is operand]
     written = [access for access in source.traffic if access.value is result]
-    if "SYNC" in source.body:  # then what a row picked before the loop that writes has been read by all of its threads
-        read = [access for access in read if access.inner or any(access.loop >= w.loop for w in written)]
+    if "SYNC" in source.body:  # then what a row picked of its own before the loop that writes, its threads have all read
+        read = [a for a in read if a.inner or any(a.loop >= w.loop or not _in_row_of(a.offset, w.offset) for w in written)]
     places = {access.offset for access in (*read, *written)}
     elements = source.form.along == "rows" and not source.form.strided
     return bool(read and written) and len(places) == 1 and all(elements or access.inner for access in (*read, *written))
+
+
+def _in_row_of(picked: Linear, written: Linear) -> bool:
+    """Whether an element that is read once a row lies among those that the loop over the columns of that row writes."""
+    columns, picks = set(written.terms) - set(picked.terms), set(picked.terms) - set(written.terms)
+    if len(columns) != 1 or picked.constant != written.constant:
+        return False
+    [(column, step)] = columns
+    return (
+        isinstance(column, Variable)
+        and all(isinstance(index, Variable) and index.size <= column.size and each == step for index, each in picks)
+        and len(picks) <= 1
+    )
 
 
 def _changing(call: KernelCall, operand: ir.Value, result: ir.Value, device: bool) -> KernelCall:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import graphc
-from graphc.bench.kinds.models import KINDS, Kind
+from graphc.bench.kinds.models import KINDS, ModelKind
 from graphc.bench.profile import StepTimer
 
 SIDES = {"fused": "onnxruntime:fuse=true", "apart": "onnxruntime:fuse=false"}
@@ -48,7 +48,7 @@ def main() -> None:
         gc.collect()
 
 
-def _measured(kind: Kind, arguments: argparse.Namespace) -> dict[str, float]:
+def _measured(kind: ModelKind, arguments: argparse.Namespace) -> dict[str, float]:
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
     torch.manual_seed(0)
     module, inputs = kind.module(), kind.inputs()

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModelKind:
     """A model with its feeds.
 
     Attributes:
@@ -274,46 +274,48 @@ def _vit(layers: int, width: int, side: int) -> Encoder:
     return Encoder(nn.Conv2d(3, width, 4, 4), layers, width, width // 32, (side // 4) ** 2, True, 0.0)
 
 
-KINDS: dict[str, dict[str, Kind]] = {
+KINDS: dict[str, dict[str, ModelKind]] = {
     "dlrm": {
-        "full": Kind(lambda: Dlrm(8, 10000, 64), _ratings(256, 8, 10000), 2, (256,)),
-        "small": Kind(lambda: Dlrm(5, 2000, 32), _ratings(96, 5, 2000), 2, (96,)),
+        "full": ModelKind(lambda: Dlrm(8, 10000, 64), _ratings(256, 8, 10000), 2, (256,)),
+        "small": ModelKind(lambda: Dlrm(5, 2000, 32), _ratings(96, 5, 2000), 2, (96,)),
     },
     "resnet18": {
-        "full": Kind(lambda: ResNet18(64), _images(16, 3, 32, 32), 10, (16,)),
-        "small": Kind(lambda: ResNet18(24), _images(8, 3, 28, 28), 10, (8,)),
+        "full": ModelKind(lambda: ResNet18(64), _images(16, 3, 32, 32), 10, (16,)),
+        "small": ModelKind(lambda: ResNet18(24), _images(8, 3, 28, 28), 10, (8,)),
     },
     "wavenet": {
-        "full": Kind(lambda: WaveNet(12, 32), _images(8, 1, 1024), 10, (8,)),
-        "small": Kind(lambda: WaveNet(8, 24), _images(4, 1, 700), 10, (4,)),
+        "full": ModelKind(lambda: WaveNet(12, 32), _images(8, 1, 1024), 10, (8,)),
+        "small": ModelKind(lambda: WaveNet(8, 24), _images(4, 1, 700), 10, (4,)),
     },
     "mobilenet": {
-        "full": Kind(lambda: MobileNetV2(((24, 2, 2), (32, 3, 2), (64, 3, 2), (96, 2, 1))), _images(16, 3, 96, 96), 10, (16,)),
-        "small": Kind(lambda: MobileNetV2(((16, 1, 1), (24, 2, 2), (48, 2, 2))), _images(6, 3, 72, 72), 10, (6,)),
+        "full": ModelKind(
+            lambda: MobileNetV2(((24, 2, 2), (32, 3, 2), (64, 3, 2), (96, 2, 1))), _images(16, 3, 96, 96), 10, (16,)
+        ),
+        "small": ModelKind(lambda: MobileNetV2(((16, 1, 1), (24, 2, 2), (48, 2, 2))), _images(6, 3, 72, 72), 10, (6,)),
     },
     "gpt": {
-        "full": Kind(lambda: Gpt(4, 256, 8, 8000, 128), _ids(8000, 8, 128), 8000, (8, 128)),
-        "small": Kind(lambda: Gpt(3, 144, 6, 3000, 96), _ids(3000, 4, 96), 3000, (4, 96)),
+        "full": ModelKind(lambda: Gpt(4, 256, 8, 8000, 128), _ids(8000, 8, 128), 8000, (8, 128)),
+        "small": ModelKind(lambda: Gpt(3, 144, 6, 3000, 96), _ids(3000, 4, 96), 3000, (4, 96)),
     },
     "vit": {
-        "full": Kind(lambda: _vit(6, 192, 32), _images(16, 3, 32, 32), 10, (16,)),
-        "small": Kind(lambda: _vit(4, 128, 28), _images(8, 3, 28, 28), 10, (8,)),
+        "full": ModelKind(lambda: _vit(6, 192, 32), _images(16, 3, 32, 32), 10, (16,)),
+        "small": ModelKind(lambda: _vit(4, 128, 28), _images(8, 3, 28, 28), 10, (8,)),
     },
     "bert": {
-        "full": Kind(lambda: _bert(4, 256, 128), _ids(2000, 8, 128), 10, (8,)),
-        "small": Kind(lambda: _bert(3, 160, 72), _ids(2000, 6, 72), 10, (6,)),
+        "full": ModelKind(lambda: _bert(4, 256, 128), _ids(2000, 8, 128), 10, (8,)),
+        "small": ModelKind(lambda: _bert(3, 160, 72), _ids(2000, 6, 72), 10, (6,)),
     },
     "unet": {
-        "full": Kind(lambda: UNet(32), _images(4, 3, 64, 64), 4, (4, 64, 64)),
-        "small": Kind(lambda: UNet(24), _images(2, 3, 48, 48), 4, (2, 48, 48)),
+        "full": ModelKind(lambda: UNet(32), _images(4, 3, 64, 64), 4, (4, 64, 64)),
+        "small": ModelKind(lambda: UNet(24), _images(2, 3, 48, 48), 4, (2, 48, 48)),
     },
     "convnext": {
-        "full": Kind(lambda: ConvNeXt((48, 96, 192), (2, 2, 4)), _images(16, 3, 64, 64), 10, (16,)),
-        "small": Kind(lambda: ConvNeXt((40, 80), (2, 3)), _images(8, 3, 48, 48), 10, (8,)),
+        "full": ModelKind(lambda: ConvNeXt((48, 96, 192), (2, 2, 4)), _images(16, 3, 64, 64), 10, (16,)),
+        "small": ModelKind(lambda: ConvNeXt((40, 80), (2, 3)), _images(8, 3, 48, 48), 10, (8,)),
     },
     "lstm": {
-        "full": Kind(lambda: Lstm(2, 64, 256), _images(32, 64, 64), 10, (32,)),
-        "small": Kind(lambda: Lstm(2, 48, 160), _images(16, 40, 48), 10, (16,)),
+        "full": ModelKind(lambda: Lstm(2, 64, 256), _images(32, 64, 64), 10, (32,)),
+        "small": ModelKind(lambda: Lstm(2, 48, 160), _images(16, 40, 48), 10, (16,)),
     },
 }
-"""Kind → size → model."""
+"""ModelKind → size → model."""
