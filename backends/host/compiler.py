@@ -248,7 +248,15 @@ def _write(path: Path, code: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-@functools.cache
+_STARTING = threading.Lock()
+
+
 def compiler() -> Compiler:
-    """The compiler of this process."""
+    """The compiler of this process; one only, since its machine code is freed with it, and workers may be threads."""
+    with _STARTING:
+        return _compiler()
+
+
+@functools.cache
+def _compiler() -> Compiler:
     return Compiler()
