@@ -40,6 +40,7 @@ NUMBERS = ("Add", "Cast", "CastLike", "Concat", "ConstantOfShape", "Div", "Gathe
 MATCHED = {
     "AllReduce": "the state and the rule of synchronized normalisation know the collective",
     "AnyNonFinite": "the NaN check looks for it",
+    "AnyNonFiniteOr": "the NaN check of a device calls it",
     "Mean": "it is two ops, of the standard and of graphc",
     "QuantizeLinear": "reverse mode passes gradients straight through it",
     "Recompute": "plan and memory report show what it repeats",

@@ -3,7 +3,8 @@
     before   check(dW)            Adam(W, dW, …)              the check raises, and no update runs
     after    stop = check(dW)     Adam(W, dW, …, skip=stop)   the updates run and change nothing; the host reads ``stop`` later
 
-So a step with a NaN changes nothing, and the host waits for the device only once, for the results.
+So a step with a NaN changes nothing, and the host waits for the device only once, for the results. The flag stays set until
+the host clears it: steps that were queued before the host knew of the NaN change nothing either.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from graphc.ir.declare import operand, place_of, put
 
 STOP = "graphc.stop"
-"""Name of the flag, a rank-0 bool that the check step writes."""
+"""Name of the flag, a rank-0 bool that the check step writes, and of its memory, which all plans of a trainer share."""
 
 
 def guard(updates: Iterable[ir.Node]) -> ir.Value | None:

@@ -10,6 +10,7 @@ from graphc.errors import ModelError
 from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.plan.buffers import ARENA, RESULTS, STASH, SUMS
 from graphc.plan.partition import Plan
+from graphc.plan.skip_flag import STOP
 from graphc.plan.steps import Slice, UpdateGroup
 from graphc.runtime.input_staging import Feeds
 from graphc.runtime.state import State
@@ -37,11 +38,19 @@ class BufferMap:
                 continue  # one for each micro-batch in flight
             self.buffers[name] = memory.zeros(nbytes) if name in OWN else state.buffer(name, nbytes)
         self.reusable_buffers = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.reusable_buffers]
-        self.feeds = Feeds(memory, {v.name or "": _spec(v) for v in plan.model.graph.inputs})
+        specs = {v.name or "": _spec(v) for v in plan.model.graph.inputs}
+        self.feeds = Feeds(memory, specs, turns=1 if plan.stop is None else 2)
         self.inputs = self.feeds.inputs
         self._views: dict[ir.Value, Array] = {v: self.inputs[v.name or ""] for v in plan.model.graph.inputs}
+        if plan.stop is not None:
+            self._views[plan.stop] = self.stop
         self._lent: dict[ir.Value, tuple[Array, Array]] = {}
         self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
+
+    @property
+    def stop(self) -> Array:
+        """The flag of a NaN or an infinity, on a device, which stays set until the host clears it."""
+        return self.state.buffer(STOP, 1).view(np.bool_).reshape(())
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """Zeroed memory that nothing else uses."""

@@ -2,7 +2,10 @@
 
 Everything is looked up, allocated and checked when the plan is bound; a step is a walk over a list of closures. On a device
 these only queue work, and consecutive closures that do not need the host are recorded as one (:meth:`Backend.record`); the
-host waits once, for the results.
+host waits once, for the results. A step may be queued before those of the last one are read:
+
+    device   … step k ── results k ── step k + 1 ── results k + 1 …
+    host       queue k + 1 │ read k │ queue k + 2 │ read k + 1
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Backend
-from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
+from graphc.device import Array, Choice, Event, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.groups import Groups
 from graphc.errors import DeviceError, ExecutionError
@@ -47,6 +51,36 @@ class _Bound:
     once: bool = False
 
 
+PENDING = 0xFF
+"""In place of the flag in results that have not arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class Results:
+    """The results of a queued step on their way to the host.
+
+    They are copied behind the step and not recorded with it, because a recorded copy has one target only.
+
+    Attributes:
+        outputs: where they arrive, by name: in pinned memory.
+        copies: queue the copies; that of the flag is the last.
+        stops: whether the step, which has run, met a NaN or an infinity that must stop the run.
+        flag: where the flag of the NaN arrives; None: the plan has none.
+        event: passes when all have arrived; None: the host waits for everything that is queued.
+    """
+
+    outputs: dict[str, Array]
+    copies: list[Run]
+    stops: Callable[[], bool] | None
+    flag: Array | None
+    event: Event | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the flag, and so all results before it, is here."""
+        return self.flag is not None and int(self.flag[0]) != PENDING
+
+
 class Executor:
     """A bound plan.
 
@@ -64,6 +98,8 @@ class Executor:
     Attributes:
         inputs: the arrays that feeds are copied to, by name.
         outputs: what the last step gave, in the host's memory.
+        runs_ahead: whether a step may be queued before the results of the last one are read: a flag on the device stops it if
+            there was a NaN, and the host takes no part in a step.
         index_ranges: graph input → the ranges that its elements must lie in, for those that are read as indices.
     """
 
@@ -89,6 +125,7 @@ class Executor:
             groups.open({"data", *(s.transfer.group for s in plan.steps if s.transfer is not None)})
         self._transfers = Transfers(places, groups)
         self._check = Check(places, backend, comm) if check else None
+        self._clear = backend.memory.bind_fill(places.stop, 0) if plan.stop is not None else None
         binder = StepBinder(places, backend, Updates(places, backend, host), self._turn, self._check)
         self.index_ranges = index_ranges(plan.model.graph)
         self.inputs = places.inputs
@@ -106,14 +143,18 @@ class Executor:
         first = (self._transfers.bind_count(), self._bind_scale(), places.bind_lent())
         begin = [_Bound(run, "the beginning") for run in first if run is not None]
         backend.settle()
-        copies: list[_Bound] = []
-        self._finish: Run | None = None
+        self._results: list[Results] = []
+        self._place = 0
         if not self._on_host:
-            results, self._finish = self._bind_results()
-            copies = [_Bound(run, "the results") for run in results]
+            self._results.append(self._bind_results())
+            self.outputs = self._results[0].outputs
         updates = {step.name for step in plan.steps if step.kind == "update"}
-        self.runs, self._names = self._joined([*begin, *bound, *copies], wrap)
+        self.runs, self._names = self._joined([*begin, *bound], wrap)
         self._first_update = next((k for k, name in enumerate(self._names) if name in updates), None)
+        steps, apart = [*begin, *bound], _begun_elsewhere([*begin, *bound])
+        self.runs_ahead = (
+            not self._on_host and wrap is None and plan.stop is not None and all(_queues(one, apart) for one in steps)
+        )
         self._within, self._names_within = self._joined([*begin, *(one for one in bound if not one.once)], wrap)
 
     def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, meanwhile: Run | None = None) -> None:
@@ -129,18 +170,28 @@ class Executor:
             ExecutionError: a node failed; the message names it, and the feeds behind it.
             DeviceError: of the device; ``during`` says what was queued.
         """
+        results = self.queue(feeds, index=index, last=last)
+        if results is not None:
+            if meanwhile is not None:
+                meanwhile()
+            self.finish(results)
+
+    def queue(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, ahead: bool = False) -> Results | None:
+        """Do what :meth:`run` does, but on a device do not wait for the results.
+
+        Args:
+            ahead: another step may be queued before :meth:`finish` is called.
+
+        Returns:
+            On a device the results after the last micro-batch, for :meth:`finish`.
+        """
         runs = iter(self.runs if last else self._within)
-        waiting = False
         try:
             self.places.feeds.bring(feeds)
             self._turn.index, self._turn.last = index, last
             for run in runs:
                 run()
-            if last and self._finish is not None:
-                if meanwhile is not None:
-                    meanwhile()
-                waiting = True
-                self._finish()
+            return self._fetch(ahead) if last and not self._on_host else None
         except ExecutionError as error:
             ran = len(self._names if last else self._names_within) - operator.length_hint(runs)
             updated = last and self._first_update is not None and ran > self._first_update + 1
@@ -149,9 +200,58 @@ class Executor:
             found = self._of_device(error)
             if found is None:
                 raise
-            names = self._names if last else self._names_within
-            found.during = f"while it waited for {_span(names)}" if waiting else _queueing(names, operator.length_hint(runs))
+            found.during = _queueing(self._names if last else self._names_within, operator.length_hint(runs))
             raise found from (error if found is not error else error.__cause__)
+
+    def _fetch(self, ahead: bool) -> Results:
+        """Queue the copies of the results to the host, by turns to one of two places if another step may follow."""
+        self._place = 1 - self._place if ahead else 0
+        if self._place == len(self._results):
+            self._results.append(self._bind_results())
+        results = self._results[self._place]
+        if results.flag is not None:
+            results.flag[0] = PENDING
+        for copy in results.copies:
+            copy()
+        results.event = self._backend.memory.mark() if ahead else None
+        return results
+
+    def finish(self, results: Results, *, behind: bool = False) -> DeviceError | None:
+        """Wait for a queued step; its results are in :attr:`outputs` then.
+
+        Args:
+            behind: whether something is queued behind it.
+
+        Returns:
+            An error of what is queued behind it: the results have arrived.
+
+        Raises:
+            NonFiniteStepError: a NaN or an infinity; neither the step nor what is queued behind it has changed anything.
+            DeviceError: of the device; ``during`` says what was queued.
+        """
+        places, later = self.places, None
+        try:
+            if behind and results.event is not None:
+                results.event.wait()
+            else:
+                self._backend.memory.synchronize()
+            places.state.scalars.stale = True
+            if self._comm is not None:
+                self._comm.check()
+        except (DeviceError, RuntimeError) as error:
+            found = self._of_device(error)
+            if found is None:
+                raise
+            found.during = f"while it waited for {_span([*self._names, 'the results'])}"
+            if not behind or not results.arrived:
+                raise found from (error if found is not error else error.__cause__)
+            later = found
+        self.outputs = results.outputs
+        if results.stops is not None and results.stops():
+            if self._clear is not None:
+                self._clear()
+            raise NonFiniteStepError
+        return later
 
     def _of_device(self, error: DeviceError | RuntimeError) -> DeviceError | None:
         """``error`` as a :class:`DeviceError`; None: it does not come from the device."""
@@ -184,9 +284,9 @@ class Executor:
         record = self._backend.record
         return Variants(row, record) if any(isinstance(run, Choice) for run in row) else record(row)
 
-    def _bind_results(self) -> tuple[list[Run], Run]:
-        """Copies of the step's results to the host, and the closure that waits for them."""
-        memory, places, comm = self._backend.memory, self.places, self._comm
+    def _bind_results(self) -> Results:
+        """Copies of the step's results to memory of their own on the host."""
+        memory, places = self._backend.memory, self.places
         copies: list[Run] = []
 
         def mirror(array: Array) -> Array:
@@ -202,29 +302,14 @@ class Executor:
                 return mirror(places.array(value))
             return together[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
 
-        self.outputs = {value.name or "": held(value) for value in self.plan.model.graph.outputs}
-        stop = self._bind_stop(held, mirror)
-        scalars = places.state.scalars
-
-        def wait() -> None:
-            memory.synchronize()
-            scalars.stale = True
-            if comm is not None:
-                comm.check()
-            if stop is not None and stop():
-                raise NonFiniteStepError
-
-        return copies, wait
-
-    def _bind_stop(self, held: Callable[[ir.Value], Array], mirror: Callable[[Array], Array]) -> Callable[[], bool] | None:
-        """Whether the finished step met a NaN or an infinity that must stop the run."""
-        if self.plan.stop is not None and self._check is not None:
-            flag = held(self.plan.stop)
-            return lambda: bool(flag)
+        outputs = {value.name or "": held(value) for value in self.plan.model.graph.outputs}
+        if self.plan.stop is not None:
+            flag = mirror(places.stop.reshape((1,)).view(np.uint8))
+            return Results(outputs, copies, lambda: bool(flag[0]), flag)
         if self._check is None or self._check.scaled is None:
-            return None
+            return Results(outputs, copies, None, None)
         overflow, least = mirror(self._check.scaled[0]), self._check.scaled[2]
-        return lambda: bool(overflow) and self._scale <= least
+        return Results(outputs, copies, lambda: bool(overflow) and self._scale <= least, None)
 
     def _bind_scale(self) -> Run | None:
         """A closure that records the loss scale before a step changes it; None: nothing needs it."""

@@ -5,14 +5,16 @@
 
     array on the device ─► (staging, where a step still runs ─►) input of the plan
 
-Pinned memory is filled again when its transfer has ended, and a transfer waits until the step before has taken the staged
-feeds. So the caller may reuse its arrays as soon as they are staged, and the inputs stay unchanged until the last node of a
-step has read them.
+Pinned memory is filled again when its transfer has ended, and a transfer waits until a step has taken what was staged before.
+So the caller may reuse its arrays as soon as they are staged, and the inputs stay unchanged until the last node of a step has
+read them. Two staging buffers take turns where a step may be queued before the result of the last one is known: the feeds of
+that one are still there if it has to be replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,12 +30,15 @@ class Feeds:
     Args:
         memory: where they lie.
         specs: shape and type of every input.
+        turns: staging buffers on a device, which take turns.
 
     Attributes:
         inputs: the arrays that the plan reads, by name.
     """
 
-    def __init__(self, memory: Memory, specs: Mapping[str, tuple[tuple[int, ...], np.dtype[np.generic]]]) -> None:
+    def __init__(
+        self, memory: Memory, specs: Mapping[str, tuple[tuple[int, ...], np.dtype[np.generic]]], *, turns: int = 1
+    ) -> None:
         self._memory = memory
         sizes = {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in specs.items()}
         step = max(ALIGNMENT, 256)
@@ -53,35 +58,48 @@ class Feeds:
         self.inputs = views(whole)
         self._staged: Mapping[str, Array] | None = None
         self._sent: list[Event] = []
-        self._taken: Event | None = None
+        self._copied: Event | None = None
         if memory.on_host:
             return
-        self._staging, self._pinned = memory.zeros(total), memory.pinned(total)
-        self._here, self._there = views(self._pinned), views(self._staging)
-        self._take = memory.bind_copy(whole, self._staging)
-        self._takes: dict[str, Run] = {}
-        self._taken = memory.mark()  # the zeros are queued; a transfer outside the queue must not overtake them
+        self._pinned = memory.pinned(total)
+        self._here = views(self._pinned)
+        buffers = [memory.zeros(total) for _ in range(turns)]
+        start = memory.mark()  # the zeros are queued; a transfer outside the queue must not overtake them
+        self._turns = [_Staging(one, views(one), memory.bind_copy(whole, one), start) for one in buffers]
+        self._turn = 0
 
-    def stage(self, feeds: Mapping[str, Array]) -> None:
-        """Stage feeds for a later :meth:`bring`; their arrays may be changed afterwards."""
+    def stage(self, feeds: Mapping[str, Array]) -> int:
+        """Stage feeds for a later :meth:`bring`, and return the staging buffer that holds them.
+
+        Host arrays may be changed afterwards, arrays on the device after :meth:`wait_copied`.
+        """
         if self._memory.on_host:
-            return
+            return 0
+        self._turn = (self._turn + 1) % len(self._turns)
         self._send(feeds)
-        for name in feeds.keys() - set(_on_host(feeds)):
-            self._memory.copy(self._there[name], feeds[name])
+        rest = feeds.keys() - set(_on_host(feeds))
+        for name in rest:
+            self._memory.copy(self._turns[self._turn].views[name], feeds[name])
+        self._copied = self._memory.mark() if rest else None
         self._staged = feeds
+        return self._turn
+
+    def wait_copied(self) -> None:
+        """Wait until what was staged from arrays on the device has been copied."""
+        if self._copied is not None:
+            self._copied.wait()
 
     def _send(self, feeds: Mapping[str, Array]) -> None:
         """Start the transfer of host arrays, as a single one where all feeds are host arrays."""
         for event in self._sent:
             event.wait()
-        names = _on_host(feeds)
+        names, staging = _on_host(feeds), self._turns[self._turn]
         for name in names:
             np.copyto(self._here[name], feeds[name])
         if len(names) == len(feeds):
-            self._sent = [self._memory.send(self._staging, self._pinned, self._taken)]
+            self._sent = [self._memory.send(staging.whole, self._pinned, staging.taken)]
         else:
-            self._sent = [self._memory.send(self._there[name], self._here[name], self._taken) for name in names]
+            self._sent = [self._memory.send(staging.views[name], self._here[name], staging.taken) for name in names]
 
     def bring(self, feeds: Mapping[str, Array]) -> None:
         """Queue the copy of ``feeds`` to the inputs; they are staged first unless they were already."""
@@ -100,17 +118,39 @@ class Feeds:
             self._memory.after(event)
         self._take_over(staged)
 
+    def bring_again(self, turn: int) -> None:
+        """Queue the copy of feeds that were staged before, in buffer ``turn``, to the inputs."""
+        self._turns[turn].take()
+
     def _take_over(self, names: Sequence[str]) -> None:
         """Queue the copies of what is staged to the inputs."""
+        staging = self._turns[self._turn]
         if len(names) == len(self.inputs):
-            self._take()
+            staging.take()
         else:
             for name in names:
-                if name not in self._takes:
-                    self._takes[name] = self._memory.bind_copy(self.inputs[name], self._there[name])
-                self._takes[name]()
+                if name not in staging.takes:
+                    staging.takes[name] = self._memory.bind_copy(self.inputs[name], staging.views[name])
+                staging.takes[name]()
         if names:
-            self._taken = self._memory.mark()
+            staging.taken = self._memory.mark()
+
+
+@dataclass(slots=True, eq=False)
+class _Staging:
+    """A staging buffer.
+
+    Attributes:
+        whole, views: the buffer, and each input in it.
+        take: queues the copy of all inputs; ``takes``: of single ones.
+        taken: when they were last taken.
+    """
+
+    whole: Array
+    views: Mapping[str, Array]
+    take: Run
+    taken: Event
+    takes: dict[str, Run] = field(default_factory=dict)
 
 
 def _on_host(feeds: Mapping[str, Array]) -> list[str]:

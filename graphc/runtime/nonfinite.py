@@ -1,7 +1,7 @@
 """Checks loss and gradients before the updates: a step with a NaN or an infinity changes nothing.
 
 On the host the check raises. On a device it sets the flag that skips the updates (:mod:`graphc.plan.skip_flag`), and the
-executor raises when it has fetched the results; where the updates take no flag, the check waits for the device.
+executor clears it and raises when it has fetched the results; where the updates take no flag, the check waits for the device.
 """
 
 from __future__ import annotations
@@ -96,19 +96,11 @@ class Check:
         return check_together
 
     def _bind_on_device(self, watched: list[Array], comm: Communicator | None) -> Run:
-        places, backend = self._places, self._backend
-        stop = places.plan.stop
-        flag = places.array(stop) if stop is not None else places.new((), np.dtype(np.bool_))
-        dtypes = list(dict.fromkeys(array.dtype for array in watched))
-        found = [flag] if len(dtypes) == 1 else [places.new((), np.dtype(np.bool_)) for _ in dtypes]
+        places, backend, flag = self._places, self._backend, self._places.stop
         runs = [
-            bind_op(backend, "AnyNonFinite", {}, [array for array in watched if array.dtype == dtype], [one])
-            for dtype, one in zip(dtypes, found, strict=True)
+            bind_op(backend, "AnyNonFiniteOr", {}, [flag, *(array for array in watched if array.dtype == dtype)], [flag])
+            for dtype in dict.fromkeys(array.dtype for array in watched)
         ]
-        before = found[0]
-        for other in found[1:]:
-            runs.append(bind_op(backend, "Or", {}, [before, other], [flag], domain=""))
-            before = flag
         if comm is not None:
             number = places.new((1,), np.dtype(np.float32))
             runs.append(bind_op(backend, "Cast", {"to": 1}, [flag.reshape((1,))], [number], domain=""))
@@ -116,12 +108,14 @@ class Check:
             meet = in_order([functools.partial(comm.begin, handle), functools.partial(comm.wait, handle)])
             runs.append(meet if handle.queued else HostSync(meet))
             runs.append(bind_op(backend, "Cast", {"to": 9}, [number], [flag.reshape((1,))], domain=""))
-        if stop is None:
-            runs.append(HostSync(lambda: self._raise_if(flag)))
+        if places.plan.stop is None:
+            clear = places.memory.bind_fill(flag, 0)
+            runs.append(HostSync(lambda: self._raise_if(flag, clear)))
         return in_order(runs)
 
-    def _raise_if(self, flag: Array) -> None:
+    def _raise_if(self, flag: Array, clear: Run) -> None:
         if self._places.memory.fetch(flag):
+            clear()
             raise NonFiniteStepError
 
     def _scaled(self) -> tuple[Array, Array, float] | None:

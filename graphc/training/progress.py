@@ -8,6 +8,23 @@ from typing import Any
 Callback = Callable[[dict[str, Any]], None]
 
 
+class Log:
+    """A callback of :meth:`graphc.Trainer.fit` that reads its events and asks nothing of the trainer.
+
+    On a GPU the next step is queued before ``step`` events reach it, so that the GPU does not wait; any other callback finds
+    the trainer in the state after the step of its event.
+
+    Args:
+        callback: called with every event.
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self._callback(event)
+
+
 class EpochProgress:
     """Sums up the steps of an epoch and calls the callbacks; the events are those of :meth:`graphc.Trainer.fit`.
 
@@ -25,6 +42,11 @@ class EpochProgress:
         self.callbacks, self._log_every = callbacks, log_every
         self._sums: dict[str, float] = {}
         self._samples = 0
+
+    @property
+    def stops(self) -> int:
+        """Steps between two after which a callback may look at the trainer; 0: none does."""
+        return self._log_every if any(not isinstance(callback, Log) for callback in self.callbacks) else 0
 
     def step(self, number: int, metrics: Mapping[str, float], samples: int) -> None:
         """Count step ``number`` over ``samples`` samples."""

@@ -178,10 +178,10 @@ class Trainer:
     def learning_rate(self, value: float) -> None:
         self.strategy.set_learning_rate(checked_rate(value))
 
-    def follow_schedule(self) -> None:
-        """Set the next step's learning rate from the schedule, if there is one."""
+    def follow_schedule(self, step: int | None = None) -> None:
+        """Set the learning rate of ``step``, by default the next, from the schedule, if there is one."""
         if self._schedule is not None:
-            self.learning_rate = self._schedule(self.steps_done)
+            self.learning_rate = self._schedule(self.steps_done if step is None else step)
 
     @property
     def skipped_steps(self) -> int:
@@ -216,7 +216,8 @@ class Trainer:
         """Warn once if the loss of the step that just ended has grown a thousandfold over the first steps."""
         loss = metrics.get("loss", 0.0)
         if self.loss_watch.see(loss) and self.rank == 0:
-            self.loss_watch.warn(self.steps_done, loss, self.learning_rate)
+            rate = self.learning_rate if self._schedule is None else self._schedule(self.steps_done - 1)
+            self.loss_watch.warn(self.steps_done, loss, rate)
 
     def fit(
         self, batches: Batches, *, epochs: int = 1, callbacks: Sequence[Callback] = (), log_every: int = 0
@@ -233,7 +234,8 @@ class Trainer:
             callbacks: called with event dictionaries: ``{"event": "step", …}`` every ``log_every`` steps,
                 ``{"event": "skipped", …}`` for a step that was skipped, and ``{"event": "epoch", "epoch": e, "loss": …}``
                 with sample-weighted means at the end of each epoch. With parameter servers rank 0 alone calls them, also
-                with ``{"event": "lost", "worker": w, "step": s}``.
+                with ``{"event": "lost", "worker": w, "step": s}``. A callback that only reads its events is best wrapped in
+                :class:`graphc.training.progress.Log`: on a GPU no step waits for it.
 
         Returns:
             The last epoch's means, the same on every rank.

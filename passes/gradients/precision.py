@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 
-zero_gradient("graphc::AnyNonFinite", origin=__name__)
+zero_gradient("graphc::AnyNonFinite", "graphc::AnyNonFiniteOr", origin=__name__)
 
 
 @gradient("graphc::ScaleLoss")

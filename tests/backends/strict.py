@@ -201,6 +201,8 @@ class StrictMemory:
         return event
 
     def _run_until(self, last: Callable[[], None]) -> None:
+        if self.lost is not None:
+            raise self.lost
         while self._queue and last in self._queue:
             run = self._queue.popleft()
             if run == last:

@@ -6,7 +6,10 @@ cannot run on a real GPU.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,38 @@ def test_an_error_of_nccl_names_collective_step_and_rank(tmp_path: Path) -> None
     done = run_mpi(2, TRAINING, *arguments, timeout=120, env=ALONE)
     assert done.code != 0, done.text
     assert re.search(r"NCCL failed in 'allreduce data/\w+' \(step 3\) on rank 1: .*network error", done.err), done.text
+
+
+AHEAD = """
+import os, sys
+import graphc
+from graphc.training.progress import Log
+from tests.training import small
+program = small.compiled("sgd:lr=0.1,momentum=0.9", backend="cupy")
+feeds = [dict(zip(("input", "label"), small.batch(16, step))) for step in range(7)]
+def log(event):
+    print("read", event["step"], event["loss"], flush=True)
+    if event["step"] == 3:  # step 4, the one of number 3, is queued
+        os.environ["HOSTCUDA_FAULT"] = sys.argv[1]
+with graphc.Trainer(program) as trainer:
+    trainer.fit(feeds, callbacks=[Log(log)], log_every=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "eager", "step", "during"),
+    [
+        pytest.param("214@kernel:2", "", 3, "waited for", id="in the step that is queued"),
+        pytest.param("214@kernel:2", "1", 4, "(queued|took)", id="in the one after it, which runs at once"),
+        pytest.param("46@call:3", "1", 4, "(queued|took)", id="while the one after it is queued"),
+    ],
+)
+def test_the_error_of_a_step_that_was_queued_early_names_it(fault: str, eager: str, step: int, during: str) -> None:
+    """All steps before it are told."""
+    env = {**os.environ, **({"HOSTCUDA_EAGER": eager} if eager else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD, fault], capture_output=True, text=True, timeout=300, check=False, env=env
+    )
+    assert done.returncode != 0
+    assert re.search(rf"rank 0 lost its GPU in step {step} while it {during}", done.stderr), done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == [str(k + 1) for k in range(step)]

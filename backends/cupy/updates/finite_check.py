@@ -1,6 +1,7 @@
 """Checks all gradients for NaN and infinity, and sums their squares, in one pass each.
 
     AnyNonFinite(dW₁, …, dW₁₄₈), SumOfSquares(dW₁, …, dW₁₄₈)      two launches each, for any number of gradients
+    AnyNonFiniteOr(flag, dW₁, …, dW₁₄₈) in place of the flag      one launch
 
 Sums are taken in float64: each block stores a partial sum, and one block adds up the partial sums in a fixed order.
 """
@@ -20,7 +21,7 @@ from graphc.backends.cupy.libraries.registry import FLOATS, library
 from graphc.backends.cupy.updates.multi_tensor import ELEMENTS, TableRow, bind_table, block_shape, blocks_of
 from graphc.backends.fusion import expressions
 from graphc.device import Array, Run, in_order
-from graphc.ir.facts import dtype_of
+from graphc.ir.facts import dtype_of, required
 
 AT_ONCE = 16
 """Bytes that a thread reads at once."""
@@ -31,13 +32,31 @@ def _one_type(node: ir.Node) -> bool:
     return len({v.dtype for v in node.inputs if v is not None}) == 1
 
 
+def _one_type_of_floats(node: ir.Node) -> bool:
+    """Whether all operands but the first have one element type, of floating-point numbers."""
+    kinds = {v.dtype for v in node.inputs[1:] if v is not None}
+    return len(kinds) == 1 and kinds <= set(FLOATS)
+
+
 @library("graphc::AnyNonFinite", dtypes=FLOATS, when=_one_type, launches_kernels=True)
 def any_non_finite(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
     """Clear the flag; every block that finds a NaN or an infinity sets it."""
     clear = "KERNEL $name(unsigned char* out) { if (THREAD == 0) out[0] = 0; }"
+    return _bind_flag(device, node.inputs[0], inputs, outputs[0], before=clear)
+
+
+@library("graphc::AnyNonFiniteOr", dtypes=[ir.DataType.BOOL], when=_one_type_of_floats, launches_kernels=True)
+def any_non_finite_or(device: Device, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array]) -> Run:
+    """Every block that finds a NaN or an infinity sets the flag; nothing clears it."""
+    before, flag = required(inputs[0]), outputs[0]
+    scan = _bind_flag(device, node.inputs[1], inputs[1:], flag)
+    return scan if address(before) == address(flag) else in_order([device.bind_copy(flag, before), scan])
+
+
+def _bind_flag(device: Device, first: ir.Value | None, inputs: Sequence[Array | None], flag: Array, *, before: str = "") -> Run:
     return _bind(
-        device, node, inputs, outputs[0],
-        before=clear, start="bool found = false;", each="found |= !(v - v == 0);", end="if (found) out[0] = 1;",
+        device, first, inputs, flag,
+        before=before, start="bool found = false;", each="found |= !(v - v == 0);", end="if (found) out[0] = 1;",
         result="unsigned char",
     )  # fmt: skip
 
@@ -48,7 +67,7 @@ def sum_of_squares(device: Device, node: ir.Node, inputs: Sequence[Array | None]
     count = blocks_of(_rows(inputs))
     parts: Any = device.zeros(8 * max(1, count)).view(np.float64)
     run = _bind(
-        device, node, inputs, parts,
+        device, node.inputs[0], inputs, parts,
         start="double sum = 0;", each="sum += (double)v * (double)v;", result="double",
         end="sum = reduce_lanes<THREADS, Sum>(sum);\nif (THREAD == 0) out[BLOCK] = sum;",
     )  # fmt: skip
@@ -63,7 +82,7 @@ if (THREAD == 0) out[0] = sum;
 
 def _bind(
     device: Device,
-    node: ir.Node,
+    first: ir.Value | None,
     inputs: Sequence[Array | None],
     out: Array,
     *,
@@ -73,8 +92,12 @@ def _bind(
     result: str,
     before: str = "",
 ) -> Run:
-    """Bind a kernel that runs ``start``, then ``each`` for every element v of all inputs, then ``end``, per block."""
-    dtype = dtype_of(node.inputs[0])
+    """Bind a kernel that runs ``start``, then ``each`` for every element v of all inputs, then ``end``, per block.
+
+    Args:
+        first: of the inputs, which all have its type.
+    """
+    dtype = dtype_of(first)
     rows = _rows(inputs)
     width = AT_ONCE // int(dtype.itemsize)
     if any(address(array) % AT_ONCE for row in rows for array in row.arrays):

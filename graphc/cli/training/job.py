@@ -43,6 +43,7 @@ from graphc.parallel import servers
 from graphc.pipeline import PassCall, warnings_in
 from graphc.report.trace import Summary, Trace
 from graphc.training.microbatch import micro_batches
+from graphc.training.progress import Log
 from graphc.training.trainer import Trainer
 
 
@@ -381,7 +382,7 @@ def _train(
                 start = now
                 last_good.end_epoch(event["epoch"])
 
-    trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[report], log_every=1)
+    trainer.fit(batches, epochs=job.epochs - batches.position[0], callbacks=[Log(report)], log_every=1)
 
 
 def to_json(job: Job) -> str:

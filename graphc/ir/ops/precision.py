@@ -33,6 +33,12 @@ def any_non_finite(op: Builder, *x: ir.Value) -> ir.Value:
     return op.IsNaN(op.Sum(*sums))  # type: ignore[no-any-return]
 
 
+@declare("AnyNonFiniteOr", inputs="before *x", outputs="skip", infer=_flag)
+def any_non_finite_or(op: Builder, before: ir.Value, *x: ir.Value) -> ir.Value:
+    """``before``, or whether any element of any x is NaN or infinite: a flag that stays set."""
+    return op.Or(before, op.graphc.AnyNonFinite(*x))  # type: ignore[no-any-return]
+
+
 @declare("Tally", inputs="count flag", outputs="next_count", infer=same_as(0), next_value={0: 0}, roles={0: Role.COUNTER})
 def tally(op: Builder, count: ir.Value, flag: ir.Value) -> ir.Value:
     """count' = count + 1 in a step whose flag is true"""

@@ -303,6 +303,27 @@ def test_gradients_are_measured_in_two_launches(dtype: Any) -> None:
             assert device.launches == 2 + 4 * 2
 
 
+@needs_compiler
+def test_a_flag_of_nans_stays_set_until_it_is_cleared() -> None:
+    arrays = [np.ones(n, np.float32) for n in (5, 40000)]
+    for device in (Counting(), EmulatedDevice(3)):
+        held, flag, copy = [device.put(a) for a in arrays], put(device, False, np.bool_), put(device, True, np.bool_)
+        scan = bind_op(CupyBackend(device=device), "AnyNonFiniteOr", {}, [flag, *held], [flag])
+        elsewhere = bind_op(CupyBackend(device=device), "AnyNonFiniteOr", {}, [flag, *held], [copy])
+        found = []
+        for value in (1, np.nan, 1):
+            device.copy(held[1], np.full(40000, value, np.float32))
+            scan()
+            elsewhere()
+            found.append((bool(device.fetch(flag)), bool(device.fetch(copy))))
+        assert found == [(False, False), (True, True), (True, True)]
+        device.bind_fill(flag, 0)()
+        scan()
+        assert not device.fetch(flag)
+        if isinstance(device, Counting):
+            assert device.launches == 4 + 3
+
+
 @pytest.mark.gpu
 def test_updates_and_measures_on_the_gpu_are_those_of_the_host() -> None:
     from graphc.backends.cupy.device.cuda_device import CudaDevice
