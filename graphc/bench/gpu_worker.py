@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -23,6 +25,8 @@ from graphc.options import key_values
 from graphc.report.step_time import TIMERS
 
 Step = Callable[[], Any]
+Steps = Callable[[int], Any]
+"""Runs so many steps."""
 Answers = dict[str, Callable[[], dict[str, Any]]]
 MODES = ("eager", "compile", "compile+graphs")
 SIDES = ("graphc", "torch", "losses-graphc", "losses-torch")
@@ -67,27 +71,24 @@ def say(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
-def serve(found: dict[str, Any], steps: dict[str, Step], wait: Step, seconds: float, answers: Answers | None = None) -> None:
+def serve(found: dict[str, Any], steps: dict[str, Steps], wait: Step, seconds: float, answers: Answers | None = None) -> None:
     """Report the set-up, then answer every line of standard input; by default with the step's milliseconds in every mode."""
     say(found)
     for line in sys.stdin:
         answer = (answers or {}).get(line.strip())
-        say(answer() if answer else {name: milliseconds(step, wait, seconds) for name, step in steps.items()})
+        say(answer() if answer else {name: milliseconds(run, wait, seconds) for name, run in steps.items()})
 
 
-def milliseconds(step: Step, wait: Step, seconds: float) -> float:
+def milliseconds(run: Steps, wait: Step, seconds: float) -> float:
     """Mean milliseconds of a step over as many steps as fit into ``seconds``; the clock stops when all have run."""
-    for _ in range(2):
-        step()
+    run(2)
     wait()
     start = time.perf_counter()
-    for _ in range(3):
-        step()
+    run(3)
     wait()
     count = max(5, min(2000, int(seconds / ((time.perf_counter() - start) / 3))))
     start = time.perf_counter()
-    for _ in range(count):
-        step()
+    run(count)
     wait()
     return (time.perf_counter() - start) / count * 1e3
 
@@ -108,10 +109,11 @@ def _program(job: BenchJob, path: str, backend: str, precision: str) -> Any:
     return graphc.compile(path, backend=backend, **options)
 
 
-def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Step], Answers]:
+def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple[dict[str, Any], dict[str, Steps], Answers]:
     """Make a trainer and run its first steps: one tunes kernels, the next is captured as a CUDA graph.
 
-    Feeds are on the device, as PyTorch's are.
+    Feeds are on the device, as PyTorch's are. Measured steps are those of ``fit``, which queues a step before it reads the
+    results of the last one; PyTorch's do not wait for theirs either.
     """
     marks = [time.perf_counter()]
 
@@ -134,6 +136,10 @@ def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple
     shares["step"] = passed()
     for _ in range(3):
         trainer.step(feeds)
+
+    def run(count: int) -> None:
+        trainer.fit(itertools.repeat(feeds, count))
+
     after = free_bytes()
     runs = [run for executor in trainer.plans.training.values() for run in executor.runs]
     found = {
@@ -144,7 +150,7 @@ def graphc_side(job: BenchJob, path: str, backend: str, precision: str) -> tuple
         "calls": len(runs),
         "not_captured": [text for run in runs if (text := getattr(run, "refusal", None))],
     }
-    return found, {"graphc": lambda: trainer.step(feeds)}, {"kernels": lambda: {"kernels": kernels(trainer, feeds)}}
+    return found, {"graphc": run}, {"kernels": lambda: {"kernels": kernels(trainer, feeds)}}
 
 
 def kernels(trainer: Any, feeds: dict[str, Any]) -> list[Row]:
@@ -248,7 +254,7 @@ def _torch_device(precision: str) -> str:
 
 def torch_side(
     name: str, job: BenchJob, precision: str, modes: Sequence[str] = MODES
-) -> tuple[dict[str, Any], dict[str, Step], Step]:
+) -> tuple[dict[str, Any], dict[str, Steps], Step]:
     """Compile and warm up every mode, each with its own copy of the module."""
     import torch
 
@@ -257,7 +263,7 @@ def torch_side(
     cuda = torch.cuda if device == "cuda" else None
     wait: Step = torch.cuda.synchronize if cuda else lambda: None
     found: dict[str, Any] = {"version": torch.__version__, "first_step_s": {}, "peak_bytes": {}, "failed": {}}
-    steps: dict[str, Step] = {}
+    steps: dict[str, Steps] = {}
     for mode in modes:
         if cuda:
             cuda.reset_peak_memory_stats()
@@ -273,8 +279,13 @@ def torch_side(
             found["failed"][mode] = f"{type(error).__name__}: {str(error)[-300:]}"
             continue
         found["peak_bytes"][mode] = cuda.max_memory_allocated() - before if cuda else None
-        steps[mode] = step
+        steps[mode] = functools.partial(_repeat, step)
     return found, steps, wait
+
+
+def _repeat(step: Step, count: int) -> None:
+    for _ in range(count):
+        step()
 
 
 def torch_losses(name: str, job: BenchJob, precision: str, steps: int) -> list[float]:

@@ -17,6 +17,7 @@ from graphc.backends.cupy.device.planning_device import PlannedDevice
 from graphc.backends.cupy.libraries.gemm import PRODUCT, product_of
 from graphc.backends.cupy.predict import library_cost
 from graphc.backends.cupy.predict.hardware import (
+    BETWEEN,
     DEFAULT,
     FINISH,
     GPUS,
@@ -61,7 +62,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]], gpu: str = DEF
     device = PlannedDevice()
     backend = CupyBackend(device=device)
     plan = make_plan(adapted(model, backend), shapes, backend)
-    costs: list[Cost] = [costs_on.step()]
+    costs: list[Cost] = []
     scratch = 0
     for step in plan.steps:
         if step.kind == "segment":
@@ -72,6 +73,7 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]], gpu: str = DEF
             values = [v for v in (*step.inputs, *step.outputs) if v is not None]
             costs.append(costs_on.estimate("kernels of nodes", step.name, library_cost.other(values)))
     costs += _updates(plan, device, costs_on)
+    costs.insert(0, costs_on.step(costs, sum(nbytes(v) for v in plan.model.graph.inputs)))
     return Prediction(costs_on.gpu.name, costs, scratch)
 
 
@@ -114,9 +116,18 @@ class CostModel:
         """The cost of one launch that updates ``rows`` buffers."""
         return self.estimate("updates", f"{name} x{rows}", library_cost.copied(moved))
 
-    def step(self) -> Cost:
-        """What a step costs beside its calls: the GPU waits for Python."""
-        return self._both("host", "feeds, launch and results", lambda machine: machine.of(STEP))
+    def step(self, calls: Sequence[Cost], feeds: int) -> Cost:
+        """What a step of ``fit`` costs beside its ``calls``, with ``feeds`` bytes of feeds.
+
+        The next step is queued by then. Only where the calls take less time than Python needs does the GPU wait for it.
+        """
+        fast, slow = sum(cost.low for cost in calls), sum(cost.high for cost in calls)
+
+        def seconds(machine: Machine) -> float:
+            between = machine.of(BETWEEN) + 2 * feeds / machine.memory
+            return max(between, machine.of(STEP) - (fast if machine.fast else slow))
+
+        return self._both("host", "feeds, launch and results", seconds, 2 * feeds)
 
     def estimate(self, centre: str, name: str, estimate: library_cost.Estimate) -> Cost:
         """The cost of a call by its estimate."""

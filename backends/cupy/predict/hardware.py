@@ -116,8 +116,10 @@ MIN_LAUNCH = Figure(2.0e-6, 3.5e-6, "assumed: seconds of the shortest kernel ins
 LAUNCH = Figure(0.8e-6, 1.5e-6, "assumed: seconds to start and drain a longer one")
 FINISH = Figure(2.5e-6, 5.5e-6, "assumed: seconds of the shortest kernel that adds up partial totals")
 
-STEP = Figure(60e-6, 150e-6, "assumed: seconds in which the GPU waits for Python; an empty step took 92 µs on a CPU")
-"""The feeds, the launch of the graph, and the wait for the results, which ends every step."""
+STEP = Figure(60e-6, 150e-6, "assumed: seconds of Python a step; an empty step took 92 µs on a CPU")
+"""The feeds, the launch of the graph, and reading the results. A step that is queued early hides it behind the one before."""
+
+BETWEEN = Figure(6e-6, 15e-6, "assumed: seconds between two graphs: copies of results and feeds, and the launch")
 
 STEPS_OF_TILE = Figure(30.0, 90.0, "assumed: what starting and storing a tile takes, in elements of the summed dimension")
 EPILOGUE = Figure(1.02, 1.30, "assumed: time of a product with an activation in its epilogue ÷ without, at k = 768")

@@ -16,6 +16,7 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.bench.gpu_specs import JOBS
 from graphc.bench.predicted import predicted
 from graphc.errors import UsageError
+from graphc.report.step_time import Cost
 from tests.backends.cupy.predict.cost_cases import CROSS_ENTROPY, HEAD, NORMALISED, passes
 
 
@@ -49,6 +50,19 @@ def test_a_small_job_is_predicted_and_its_products_are_counted_exactly() -> None
     parameters = sum(a * b + b for a, b in itertools.pairwise(widths))
     updates = sum(c.nbytes for c in found.costs if c.name.startswith("Momentum") or c.name.startswith("SGD"))
     assert updates == pytest.approx(5 * 4 * parameters, rel=0.01), "parameter, gradient and momentum read, two of them written"
+
+
+def test_python_costs_time_only_where_the_calls_take_less() -> None:
+    """The next step is queued while one runs; between them the GPU copies results and feeds."""
+
+    def calls(seconds: float) -> list[Cost]:
+        return [Cost("products", "p", seconds)]
+
+    feeds = 427 << 20
+    copied = 2 * feeds / 4.27e12
+    long, short = CostModel().step(calls(1e-3), feeds), CostModel().step(calls(20e-6), 0)
+    assert (long.low, long.high) == pytest.approx((6e-6 + copied, 15e-6 + copied))
+    assert (short.low, short.high) == pytest.approx((40e-6, 130e-6)), "60 to 150 µs with the calls"
 
 
 def test_an_unknown_job_is_named_with_the_nearest() -> None:
