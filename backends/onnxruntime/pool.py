@@ -1,7 +1,8 @@
 """The threads of a worker: one team that oneDNN's primitives and all native kernels share.
 
-Compiled functions run as regions of the OpenMP runtime that oneDNN loaded, so that no second pool competes for the cores. Without
-oneDNN, and for functions of Python, the pool starts threads of its own. Numba's ``parallel=True`` would be another pool.
+Compiled functions run as regions of the OpenMP runtime that oneDNN loaded, so that no second pool competes for the cores.
+Without oneDNN, and for functions of Python, the pool starts threads of its own. Numba's ``parallel=True`` would be another
+pool.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def unknown_compression() -> bytes:
         encrypted(),
         unknown_compression(),
     ],
+    ids=range(13),  # an archive holds the time of its writing
 )
 def test_a_damaged_archive_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "data.npz").write_bytes(content)
