@@ -152,7 +152,8 @@ def test_inspect_shows_the_memory_of_each_worker(here: Path, capfd: pytest.Captu
     assert main([*command, "central_storage"]) == 0
     capfd.readouterr()
     central = document(capfd, "inspect", "t.onnx", "--memory", "--batch", "8", "--mesh", "data=4")
-    assert central["rank 0"]["host"] == whole["optimizer"]
+    padding = 2 * 4 * 64  # both moments, on four ranks, to whole cache lines
+    assert central["rank 0"]["host"] == pytest.approx(whole["optimizer"], abs=padding)
     assert central["other ranks"]["optimizer"] == 0
     assert main(["inspect", "t.onnx", "--memory", "--mesh", "data=2"]) == 0
     assert "of it on the host" in capfd.readouterr().out
