@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -67,6 +69,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     if hasattr(item.config, "workerinput") and item.get_closest_marker("gpu") and gpu_is_lost():
         os._exit(70)
     return result
+
+
+@pytest.fixture(autouse=True)
+def parsed_once() -> None:
+    """PyTorch's exporter parses its 500 functions for every model, which takes most of a small model's export; here once."""
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if registration is None or "parsed_once" in vars(registration):
+        return
+    parse = functools.cache(registration.ONNXRegistry.from_torchlib)
+
+    def fresh(*version: int, **named: int) -> Any:
+        registry = copy.copy(parse(*version, **named))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    registration.ONNXRegistry.from_torchlib = staticmethod(fresh)
+    registration.parsed_once = True
 
 
 FINAL = (214, 999, *range(700, 720))

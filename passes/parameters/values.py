@@ -6,6 +6,7 @@ windows, Fourier bases, filter banks, masks, grids, anchors) follows a rule that
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from enum import Enum
@@ -131,9 +132,11 @@ def _follows_recurrence(array: Array, axis: int, tolerance: float) -> bool:
     top = np.abs(array).max()
     moving = moving[np.abs(moving).max(axis=1) > 1e-3 * top]  # sines of multiples of π are rounding errors
     if length < _FEWEST:  # an order of 2 leaves few numbers of a short line unexplained, but those of many lines
-        return (length - 4) * len(moving) >= 2 * _FEWEST and _most(_residual(line, order=2) <= tolerance for line in moving)
+        return (length - 4) * len(moving) >= 2 * _FEWEST and _most(
+            (_residual(line, order=2) <= tolerance for line in moving), len(moving)
+        )
     return len(moving) > 0 and any(
-        _most(all(_residual(_seen(line[part])) <= tolerance for part in cut) for line in moving) for cut in parts
+        _most((all(_residual(_seen(line[part])) <= tolerance for part in cut) for line in moving), len(moving)) for cut in parts
     )
 
 
@@ -143,10 +146,10 @@ def _seen(line: Array) -> Array:
     return line[start : start + _SEEN]
 
 
-def _most(found: Iterable[bool]) -> bool:
-    """Whether three of four are true: tables computed in float32 are inexact where their arguments are large."""
-    results = list(found)
-    return 4 * sum(results) >= 3 * len(results)
+def _most(found: Iterable[bool], count: int) -> bool:
+    """Whether three of four of ``count`` are true: tables computed in float32 are inexact where their arguments are large."""
+    misses = itertools.accumulate(not one for one in found)
+    return all(4 * missed <= count for missed in misses)
 
 
 def _is_basis(array: Array, axis: int, tolerance: float) -> bool:
