@@ -33,7 +33,7 @@ test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 c
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi and not large"
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "mpi and not faults and not large"
 
-test-large: $(STAMP)  ## the zoo models of hundreds of megabytes, and sweeps (4 minutes)
+test-large: $(STAMP)  ## the zoo models of hundreds of megabytes, and sweeps (about 15 minutes)
 	$(BIN)/python -m pytest -m large
 
 quick: $(STAMP)  ## the quick tier of the tests (under 90 s)

@@ -267,7 +267,7 @@ def test_check_and_train_agree_on_models_of_the_onnx_package(part: int, tmp_path
     assert any(o.code == 0 for o in outcomes.values())
 
 
-@pytest.mark.parametrize("name", params(SMALL, full=SMALL))
+@pytest.mark.parametrize("name", params(SMALL, full=SMALL, large=["shufflenet", "inception_v1"]))
 def test_check_and_train_agree_on_light_models(name: str, tmp_path: Path) -> None:
     found = check_and_train(path_of(name), tmp_path, "--initialize", "he")
     assert found.agrees, found.complaint or found.error

@@ -143,7 +143,7 @@ def test_zoo_models_step_alike_in_plain_onnxruntime(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", params(["squeezenet", "shufflenet", "resnet50"], large=["shufflenet", "resnet50"]))
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "resnet50"])
 def test_kernels_step_alike_on_smooth_zoo_models(name: str) -> None:
     """Grouped, strided and residual convolutions, with batch normalisation and without."""
     program = zoo_program(smooth(path_of(name)), 2)
@@ -183,7 +183,7 @@ def test_exported_models_step_alike_in_plain_onnxruntime(name: str, optimizer: s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer-small", "resnet18-small"])
+@pytest.mark.parametrize("name", params(["mlp", "lenet", "transformer-small", "resnet18-small"], large=["transformer-small"]))
 def test_kernels_step_alike_on_smooth_exported_models(name: str, exported: Callable[[str], str]) -> None:
     program = graphc.compile(smooth(exported(name)), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=MOMENTUM)
     x, y = SPECS[name].batch(3)

@@ -85,7 +85,11 @@ def exported_in_double(name: str) -> ir.Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), params(product(MODELS, OPTIMIZERS), large=[("mlp", "adam"), ("resnet18-small", "adam")])
+    ("name", "optimizer"),
+    params(
+        product(MODELS, OPTIMIZERS),
+        large=[("mlp", "adam"), ("transformer-small", "sgd-momentum"), *(("resnet18-small", o) for o in OPTIMIZERS)],
+    ),
 )
 def test_ten_steps_in_float64_are_those_of_pytorch(name: str, optimizer: str) -> None:
     """Losses within 1e-6 and every weight within 1e-6; what is left is the learning rate, which graphc holds in float32."""
@@ -115,14 +119,14 @@ def distances(name: str, optimizer: tuple[Any, Any], path: str, seeds: int = 1) 
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), params(product(FLOAT32_MODELS, OPTIMIZERS), large=[("resnet18-smooth", "sgd-momentum")])
+    ("name", "optimizer"), params(product(FLOAT32_MODELS, OPTIMIZERS), large=[("resnet18-smooth", o) for o in OPTIMIZERS])
 )
 def test_ten_steps_follow_pytorch(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
     (found,) = distances(name, OPTIMIZERS[optimizer], exported(name))
     assert found <= 1e-4
 
 
-@pytest.mark.parametrize("optimizer", [sgd(1e-4), adam(1e-5)], ids=OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param(sgd(1e-4), marks=pytest.mark.large), adam(1e-5)], ids=OPTIMIZERS)
 def test_ten_small_steps_of_a_residual_network_with_relu(optimizer: tuple[Any, Any], exported: Callable[[str], str]) -> None:
     """At a hundredth of the learning rates a single ReLU seldom matters: the median of three seeds."""
     assert np.median(distances("resnet18-small", optimizer, exported("resnet18-small"), 3)) <= 1e-4

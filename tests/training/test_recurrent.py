@@ -17,6 +17,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.state import add_initializer
 from graphc.ir.subgraphs import finish_body, new_body
 from tests.gradient_check import new_model, normal
+from tests.tiers import params
 
 pytestmark = pytest.mark.full
 
@@ -73,7 +74,7 @@ def train(model: Any, backend: str = "onnxruntime") -> tuple[np.ndarray[Any, Any
         ("LSTM", "torchscript", "numpy"),
         ("LSTM", "dynamo", "onnxruntime"),
         ("GRU", "torchscript", "onnxruntime"),
-        ("GRU", "dynamo", "numpy"),
+        pytest.param("GRU", "dynamo", "numpy", marks=pytest.mark.large),
         ("RNN", "torchscript", "onnxruntime"),
     ],
 )
@@ -190,7 +191,7 @@ class Cells(torch.nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+@pytest.mark.parametrize("backend", params(["onnxruntime", "numpy"], large=["numpy"]))
 @pytest.mark.parametrize("module", [Bags, Cells])
 def test_sequences_in_exported_modules(module: type[torch.nn.Module], backend: str) -> None:
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from graphc import frontends
 from graphc.errors import UsageError, nearest
 from graphc.passes.legalize.evaluation_export import EXPORT_LINE
 from graphc.pipeline import Context, PassCall, run, warnings_in
+from tests.tiers import params
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ class Dropping(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("dynamo", params([True, False], large=[False]))
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

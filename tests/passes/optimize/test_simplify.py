@@ -212,6 +212,7 @@ def blocks(count: int) -> ir.Graph:
     return graph
 
 
+@pytest.mark.large
 def test_the_effort_grows_in_proportion() -> None:
     """3,000 nodes take about 0.2 s."""
     graph = blocks(100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from graphc.errors import ModelError  # noqa: E402
 from graphc.frontends import load  # noqa: E402
 from graphc.pipeline import run as run_pipeline  # noqa: E402
 from tests.frontends.zoo import run  # noqa: E402
+from tests.tiers import params  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -156,7 +158,7 @@ def exported(module: nn.Module, inputs: Sequence[Any], *, dynamo: bool) -> onnx.
 
 @pytest.mark.parametrize(
     ("case", "dynamo", "batch"),
-    [(case, dynamo, batch) for case in CASES for dynamo in (True, False) for batch in (4, 1)],
+    params(product(CASES, (True, False), (4, 1)), large=[(case, True, 1) for case in CASES]),
 )
 def test_any_batch_computes_what_pytorch_computes(case: str, dynamo: bool, batch: int) -> None:
     if (case, dynamo) == ("experts", False):

@@ -47,7 +47,7 @@ def differentiate(model: ir.Model) -> None:
     autodiff(model, Context(), of=[model.graph.outputs[0].name or ""])
 
 
-@pytest.mark.full
+@pytest.mark.large
 def test_five_thousand_nodes_take_a_few_times_what_building_them_took() -> None:
     """Three to five times, for about 9,000 further nodes; 0.8 s on one core of the machine of ``docs/benchmarks.md``."""
     model = mesh(5_000)

@@ -148,7 +148,7 @@ FACTORS |= {("transformer", "cheap"): 1.5, ("transformer", "all"): 3.2}
 """By what the arena shrinks at least. It holds what passes from step to step; the Gelu of the mlp is a step of its own."""
 
 
-@pytest.mark.parametrize(("name", "mode"), params(FACTORS, large=[("transformer", "cheap")]))
+@pytest.mark.parametrize(("name", "mode"), params(FACTORS, large=[("transformer", "cheap"), ("transformer", "all")]))
 def test_the_same_bits_from_less_memory(name: str, mode: str, model: Callable[[str], str]) -> None:
     losses, state, arena = trained(compiled(model(name), None), name)
     again = trained(compiled(model(name), f"{mode},batch={BATCH}"), name)
@@ -166,7 +166,7 @@ def test_the_same_bits_on_the_reference_backend(model: Callable[[str], str]) -> 
         np.testing.assert_array_equal(again[1][key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", params(["bf16", "fp16"], large=["fp16"]))
 def test_the_same_bits_in_mixed_precision(precision: str, model: Callable[[str], str]) -> None:
     plain, again = (trained(compiled(model("mlp"), mode, precision=precision), "mlp") for mode in (None, f"all,batch={BATCH}"))
     assert plain[0] == again[0]

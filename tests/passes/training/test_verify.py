@@ -284,6 +284,7 @@ def layers(count: int) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
+@pytest.mark.large
 def test_the_effort_grows_in_proportion() -> None:
     """2,500 nodes take about 0.05 s."""
     assert growth(layers, verify_model, 313) < 8
