@@ -6,9 +6,8 @@ windows, Fourier bases, filter banks, masks, grids, anchors) follows a rule that
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -96,6 +95,8 @@ def _precision(dtype: ir.DataType) -> float:
 def _values(array: Array) -> int:
     """Number of different elements, counted up to 3."""
     rest, count = array.reshape(-1), 0
+    if len(np.unique(rest[:_SEEN])) > 2:
+        return 3
     while rest.size and count < 3:
         rest = rest[rest != rest[0]]
         count += 1
@@ -132,24 +133,32 @@ def _follows_recurrence(array: Array, axis: int, tolerance: float) -> bool:
     top = np.abs(array).max()
     moving = moving[np.abs(moving).max(axis=1) > 1e-3 * top]  # sines of multiples of π are rounding errors
     if length < _FEWEST:  # an order of 2 leaves few numbers of a short line unexplained, but those of many lines
-        return (length - 4) * len(moving) >= 2 * _FEWEST and _most(
-            (_residual(line, order=2) <= tolerance for line in moving), len(moving)
-        )
+        return (length - 4) * len(moving) >= 2 * _FEWEST and _most(_residuals(moving, order=2) <= tolerance)
+    some = moving[: len(moving) // 4 + 1]  # where none of them does, most do not
     return len(moving) > 0 and any(
-        _most((all(_residual(_seen(line[part])) <= tolerance for part in cut) for line in moving), len(moving)) for cut in parts
+        bool(_follow(some, cut, tolerance).any()) and _most(_follow(moving, cut, tolerance)) for cut in parts
     )
 
 
-def _seen(line: Array) -> Array:
-    """A few elements of a line, from shortly before its first step on."""
-    start = max(0, int(np.argmax(line != line[0])) - _FEWEST)
-    return line[start : start + _SEEN]
+def _follow(lines: Array, cut: Sequence[slice], tolerance: float) -> Array:
+    """Which of the lines obey a recurrence in every part of the cut."""
+    found = np.ones(len(lines), bool)
+    for part in cut:
+        found[found] = _residuals(_seen(lines[found][:, part])) <= tolerance
+    return found
 
 
-def _most(found: Iterable[bool], count: int) -> bool:
-    """Whether three of four of ``count`` are true: tables computed in float32 are inexact where their arguments are large."""
-    misses = itertools.accumulate(not one for one in found)
-    return all(4 * missed <= count for missed in misses)
+def _seen(lines: Array) -> Array:
+    """A few elements of each line, from shortly before its first step on; of lines that step late the last ones."""
+    first = np.argmax(lines != lines[:, :1], axis=1)
+    count = min(_SEEN, lines.shape[1])
+    start = np.clip(first - _FEWEST, 0, lines.shape[1] - count)
+    return np.take_along_axis(lines, start[:, None] + np.arange(count), axis=1)
+
+
+def _most(found: Array) -> bool:
+    """Whether three of four are true: tables computed in float32 are inexact where their arguments are large."""
+    return 4 * int(found.sum()) >= 3 * len(found)
 
 
 def _is_basis(array: Array, axis: int, tolerance: float) -> bool:
@@ -166,16 +175,15 @@ def _is_basis(array: Array, axis: int, tolerance: float) -> bool:
     if 2 * len(long) <= len(lines):
         return False
     mirrored = all(bool((np.abs(line) == np.abs(line[::-1])).all()) for line in long)  # filters of linear phase
-    return mirrored or all(_residual(line, order=6) <= tolerance for line in long)
+    return mirrored or all(_residuals(line[None], order=6)[0] <= tolerance for line in long)
 
 
-def _residual(line: Array, order: int = 3) -> float:
-    """How far a line is from a linear recurrence, relative to its largest element."""
-    top = float(np.abs(line).max())
-    if top == 0.0:
-        return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(line, order + 1)
-    return float(np.linalg.svd(windows, compute_uv=False)[-1]) / math.sqrt(len(windows)) / top
+def _residuals(lines: Array, order: int = 3) -> Array:
+    """How far each line is from a linear recurrence, relative to its largest element."""
+    top = np.abs(lines).max(axis=1)
+    windows = np.lib.stride_tricks.sliding_window_view(lines, order + 1, axis=1)
+    least = np.linalg.svd(windows, compute_uv=False)[:, -1]
+    return np.divide(least, math.sqrt(windows.shape[1]) * top, out=np.zeros(len(lines)), where=top > 0)
 
 
 def _is_filter_bank(array: Array) -> bool:
@@ -195,5 +203,8 @@ def _one_hump(line: Array) -> bool:
 
 def _is_whole(array: Array) -> bool:
     """Whether all elements are multiples of 1/64."""
+    scaled = array.reshape(-1)[:_SEEN] * 64
+    if (scaled != np.round(scaled)).any():
+        return False
     scaled = array * 64
     return bool(np.abs(array).max() < (1 << 20) and (scaled == np.round(scaled)).all())
