@@ -154,6 +154,19 @@ class StandardCapabilities(Capabilities):
 STANDARD: Capabilities = StandardCapabilities()
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentPart:
+    """Nodes of a segment that run together.
+
+    Attributes:
+        runs: ``kernel`` for one generated kernel, or the name of a runtime.
+        nodes: their names; a composite op that is taken apart may be in several parts.
+    """
+
+    runs: str
+    nodes: tuple[str, ...]
+
+
 class Backend(Capabilities, Protocol):
     """Compiles and runs compute segments.
 
@@ -173,6 +186,10 @@ class Backend(Capabilities, Protocol):
             reusable_buffers: flat arrays of bytes. The segment may use the range of an output in one of them as scratch, from
                 the start of a run until it writes that output.
         """
+
+    def segment_parts(self, model: onnx.ModelProto) -> Sequence[SegmentPart]:
+        """What runs the nodes of a segment, in order; empty where one runtime runs it whole."""
+        return ()
 
     def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run ``model`` once, with memory that the backend allocates itself.

@@ -3,12 +3,14 @@
     Add ─► LayerNorm ─► Gather ─► MatMul ─► Gelu     becomes     [Add, normalisation]  (Gather, MatMul)  [Gelu]
 
 Brackets are kernels (:mod:`graphc.backends.fusion.grouping`), the rest keeps its order and runs in as few pieces as possible.
+A kernel takes some 25 ms to compile, once for all processes, so a segment with little arithmetic is left whole.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Pool
+from graphc.backend import Pool, SegmentPart
 from graphc.backends.fusion.graph_queries import operands, results, sweep
 from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
@@ -38,6 +40,9 @@ from graphc.plan.arena import Arena
 GRAIN = 1 << 14
 """Elements worth handing to another thread."""
 
+LEAST = 1 << 13
+"""Elements from which arithmetic pays for a kernel: below, a step saves microseconds."""
+
 ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
 """Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
 
@@ -51,6 +56,7 @@ class KernelPart:
 
     source: KernelSource
     compiled: HostKernel
+    nodes: Sequence[ir.Node]
 
     @property
     def reads(self) -> Sequence[ir.Value]:
@@ -76,16 +82,21 @@ Part = KernelPart | RestPart
 class HostSegment:
     """The parts of a segment in order.
 
+    Args:
+        model: the segment.
+        least: elements that the largest kernel takes at least.
+
     Raises:
-        LanguageError: nothing of it can be compiled.
+        LanguageError: nothing of it can be compiled, or it is too little.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, least: int = 1) -> None:
         self.model = model
+        self.least = least
         self._refused: set[str] = set()
         while True:
             try:
-                self.graph = _prepared(model)
+                self.graph = _prepared(model, least)
                 self._compile()
                 return
             except _RefusedError as error:
@@ -95,6 +106,8 @@ class HostSegment:
         if any(node.op_type in CONTROL and not node.domain for node in self.graph):
             raise LanguageError("control flow")
         grouping = group(self.graph, self._is_left, lambda spec: True)
+        if not any(isinstance(k, FusedKernel) and math.prod(k.shape) >= self.least for k in grouping.launches):
+            raise LanguageError("too little arithmetic")
         self.aliases = grouping.aliases
         self.parts: list[Part] = []
         left: list[ir.Node] = []
@@ -105,8 +118,6 @@ class HostSegment:
             else:
                 left.append(launch.node)
         self._close(left)
-        if not any(isinstance(part, KernelPart) for part in self.parts):
-            raise LanguageError("no kernel")
 
     def _is_left(self, node: ir.Node) -> bool:
         key = key_of(node.domain, node.op_type)
@@ -125,10 +136,11 @@ class HostSegment:
 
         generator = HostGenerator(kernel.spec, in_memory)
         source = generator.kernel()
+        nodes = list(_inside(kernel, in_memory))
         try:
-            return KernelPart(source, compiler().compile(source, generator.loops))
+            return KernelPart(source, compiler().compile(source, generator.loops), nodes)
         except LanguageError:
-            ops = {node.op_type for node in _inside(kernel, in_memory)} - _ALWAYS
+            ops = {node.op_type for node in nodes} - _ALWAYS
             if not ops:
                 raise  # plain arithmetic of a type that no kernel computes
             raise _RefusedError(ops) from None
@@ -146,11 +158,39 @@ class HostSegment:
         self.parts.append(RestPart(list(nodes), list(dict.fromkeys(reads)), writes))
         nodes.clear()
 
+    def described(self, names: Mapping[str, str]) -> Iterator[SegmentPart]:
+        """The parts, each with the segment's nodes that it computes, or of whose composite ops it computes something.
+
+        Args:
+            names: name of a node of the segment → name to print.
+        """
+        places = {node: k for k, node in enumerate(self.graph)}
+        for part in self.parts:
+            own = sorted((node for node in part.nodes if node.op_type != "Constant"), key=lambda node: places[node])
+            found = dict.fromkeys(_origin(node.name or node.op_type, names)[1] for node in own)
+            yield SegmentPart("kernel" if isinstance(part, KernelPart) else "onnxruntime", tuple(found))
+
     # Binding ----------------------------------------------------------------------------------------------------------
 
-    def bind(self, inputs: Arrays, outputs: Arrays, pool: Pool, rest: Rest) -> Run:
-        """Bind to arrays; intermediate results get memory of their own, used again as soon as nobody reads them."""
-        arrays = self._places(inputs, outputs)
+    def bind(
+        self,
+        inputs: Arrays,
+        outputs: Arrays,
+        pool: Pool,
+        rest: Rest,
+        scratch: Callable[[int], Array],
+        names: Mapping[str, str],
+    ) -> Run:
+        """Bind to arrays.
+
+        Args:
+            inputs, outputs: the arrays.
+            pool: threads for kernels.
+            rest: binds what is left.
+            scratch: bytes → memory for the values between parts, used again as soon as nobody reads them.
+            names: name of a node → its name in errors.
+        """
+        arrays = self._places(inputs, outputs, scratch)
 
         def array(value: ir.Value) -> Array:
             base = in_place_of(self.aliases.get(value, value)) if value not in arrays else value
@@ -168,12 +208,15 @@ class HostSegment:
                 runs.append(_bound(part.compiled, [array(v) for v in part.source.operands], pool))
             else:
                 made = in_standard_ops(_model_of(part, self.model))
+                for node in made.graph.node:
+                    own, shown = _origin(node.name, names)
+                    node.name = shown + node.name.removeprefix(own)
                 runs.append(
                     rest(made, {v.name or "": array(v) for v in part.reads}, {v.name or "": array(v) for v in part.writes})
                 )
         return in_order(runs) if len(runs) > 1 else runs[0]
 
-    def _places(self, inputs: Arrays, outputs: Arrays) -> dict[ir.Value, Array]:
+    def _places(self, inputs: Arrays, outputs: Arrays, scratch: Callable[[int], Array]) -> dict[ir.Value, Array]:
         """Arrays of the segment's inputs and outputs, and of the values between parts."""
         found: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in self.graph.inputs if v.name in inputs}
         found |= {v: outputs[v.name or ""] for v in self.graph.outputs}
@@ -188,11 +231,10 @@ class HostSegment:
                 if value not in found:
                     offsets[value] = arena.take(int(size_of(value) * dtype_of(value).itemsize), last.get(value, k))
             arena.free_after(k)
-        memory = np.zeros(arena.size + 64, np.uint8)
-        start = -memory.ctypes.data % 64
+        memory = scratch(arena.size)
         for value, offset in offsets.items():
             nbytes = int(size_of(value) * dtype_of(value).itemsize)
-            place = memory[start + offset : start + offset + nbytes]
+            place = memory[offset : offset + nbytes]
             found[value] = place.view(dtype_of(value).numpy()).reshape(shape_of(value))
         return found
 
@@ -212,13 +254,15 @@ _TYPES = frozenset(
 )
 
 
-def _prepared(model: onnx.ModelProto) -> ir.Graph:
+def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     """The segment's graph with composite ops taken apart where generated kernels compute all of their parts."""
     graph = ir.from_proto(model).graph
     graph.initializers.clear()  # their values stay as constants
     propagate(graph)
     if any(static_dims(v) is None for node in graph for v in results(node)):
         raise LanguageError("shapes that depend on data")
+    if not any(pays(node, least) for node in graph if is_expression(node) or _is_composite(node)):
+        raise LanguageError("too little arithmetic")
     take_apart(graph, lambda node: not _is_composite(node))
     decompose_graph(graph, is_expression)
     propagate(graph)
@@ -241,6 +285,13 @@ def _inside(kernel: FusedKernel, in_memory: Callable[[ir.Value], bool]) -> Itera
             seen.add(node)
             yield node
             pending += [v for v in node.inputs if v is not None and not in_memory(v)]
+
+
+def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """The node among ``names`` that was taken apart into the node called ``name``, and what it is called there."""
+    found = [n for n in names if name == n or name.startswith((f"{n}/", f"{n}."))]
+    own = max(found, key=len, default=name)
+    return own, names.get(own, own)
 
 
 def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
@@ -290,6 +341,12 @@ def in_standard_ops(model: onnx.ModelProto) -> onnx.ModelProto:
     made = ir.from_proto(model)
     decompose_graph(made.graph, lambda node: False)
     return ir.to_proto(made)
+
+
+def pays(node: ir.Node, least: int = LEAST) -> bool:
+    """Whether an operand or a result of the node has ``least`` elements."""
+    values = (v for v in (*node.inputs, *node.outputs) if v is not None and static_dims(v) is not None)
+    return any(size_of(v) >= least for v in values)
 
 
 def holds(node: ir.Node) -> bool:

@@ -5,6 +5,7 @@ Inputs and outputs are bound by pointer into planned buffers, so a run copies no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Backend, Binding, native_kernel
+from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, native_kernel
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError
 from graphc.gradient import key_of
@@ -28,6 +29,7 @@ try:
 
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
+    from graphc.backends.host.shared import Scratch, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
@@ -62,36 +64,51 @@ class OnnxRuntimeBackend(Backend):
     Args:
         threads: threads of this worker, for segments and kernels alike.
         spin: whether onnxruntime's threads busy-wait inside a run; False when workers share cores.
-        fuse: compile arithmetic, norms and reductions to kernels (:mod:`graphc.backends.host`) in place of segments.
+        fuse: compile arithmetic, norms and reductions between products to kernels (:mod:`graphc.backends.host`).
+        fuse_small: compile them where they are too little to pay for the compilation too.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = False) -> None:
+    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False) -> None:
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
         self._fuse = fuse
+        self._scratch = Scratch()
+        self._least = 1 if fuse_small else host.LEAST
         self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
     def prefers_native(self, node: ir.Node) -> bool:
-        if self._fuse and key_of(node.domain, node.op_type) in FUSED:
+        if self._fuse and key_of(node.domain, node.op_type) in FUSED and host.pays(node, self._least):
             return False
         return native_kernel(self.name, node) is not None
 
     def holds(self, node: ir.Node) -> bool:
-        return self._fuse and host.holds(node)
+        return self._fuse and host.holds(node) and host.pays(node, self._least)
 
     def bind_segment(
         self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
         if self._fuse:
             try:
-                return host.HostSegment(model).bind(inputs, outputs, self.pool, self.bind_session)
+                found = shared_segment(model, self._least)
+                given, wanted = (
+                    {found.values[name]: array for name, array in arrays.items() if name in found.values}
+                    for arrays in (inputs, outputs)
+                )
+                return found.segment.bind(given, wanted, self.pool, self.bind_session, self._scratch.take, found.nodes)
             except LanguageError:
                 model = host.in_standard_ops(model)  # nothing in it that a kernel computes
         return self.bind_session(model, inputs, outputs)
+
+    def segment_parts(self, model: onnx.ModelProto) -> Sequence[SegmentPart]:
+        if self._fuse:
+            with contextlib.suppress(LanguageError):
+                found = shared_segment(model, self._least)
+                return tuple(found.segment.described(found.nodes))
+        return ()
 
     def bind_session(self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays) -> Run:
         session = self._session(model)

@@ -14,12 +14,16 @@ from graphc.cli.terminal.output import Format
 from graphc.options import Option, ReadOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     import onnx_ir as ir
 
-    from graphc.backend import Backend, Fallback, Planner
+    from graphc.backend import Backend, Fallback, Planner, SegmentPart
     from graphc.plan.partition import Plan
+    from graphc.plan.steps import PlanStep
+
+    Parts: TypeAlias = Callable[[PlanStep], Sequence[SegmentPart]]
 
 
 EXAMPLES = ("graphc show training.onnx", "graphc show plan training.onnx -n 2 --batch-size 8")
@@ -80,13 +84,13 @@ def plan(
     loaded, guarded = adapted(loaded, engine), not engine.memory.on_host  # as a trainer does
     if server_options(loaded.graph) is not None:
         try:
-            _show_roles(role_plans(loaded, shapes, engine), form)
+            _show_roles(role_plans(loaded, shapes, engine), form, _parts(engine))
         finally:
             engine.close()
         return
     if has_stages(loaded):
         try:
-            _show_stages(loaded, stage_plans(loaded, shapes, engine), form)
+            _show_stages(loaded, stage_plans(loaded, shapes, engine), form, _parts(engine))
         finally:
             engine.close()
         return
@@ -97,17 +101,18 @@ def plan(
         if any(step.transfer is not None and step.transfer.parts for step in found.steps):  # else all ranks have the same plan
             ranks = range(1, size)
             plans[1:] = [make_plan(loaded, shapes, engine, mesh=axes, rank=rank, guarded=guarded) for rank in ranks]
+        if form is Format.text:
+            if size > 1:
+                output.say(grid(plans) + "\n")
+            output.say("\n".join([found.text(_parts(engine)), *_host_lines(host)]))
+            return
+        steps = _steps(found, _parts(engine))
     finally:
         engine.close()
-    if form is Format.text:
-        if size > 1:
-            output.say(grid(plans) + "\n")
-        output.say("\n".join([found.text(), *_host_lines(host)]))
-        return
     collectives = [
         {"tag": f.tag, "start": f.start, "wait": f.wait, "bytes": f.nbytes, "computing": f.computing} for f in flights(found)
     ]
-    document = {"workers": size, "inputs": shapes, "steps": _steps(found), "collectives": collectives, "buffers": found.buffers}
+    document = {"workers": size, "inputs": shapes, "steps": steps, "collectives": collectives, "buffers": found.buffers}
     if host is not None:
         document["host_fallbacks"] = [asdict(fallback) for fallback in host]
     output.document(document)
@@ -121,6 +126,14 @@ def _engine(backend: str) -> Backend:
     check_backend(backend)
     name = name_of(backend)
     return PLANNERS[name]() if name in PLANNERS else make_backend(backend, threads=1)
+
+
+def _parts(engine: Backend) -> Parts:
+    """What runs the nodes of a segment; for a device that may be absent, only what runs on the host is known."""
+    from graphc.backend import PLANNERS
+    from graphc.plan.segment_model import segment_model
+
+    return (lambda step: ()) if engine.name in PLANNERS else (lambda step: engine.segment_parts(segment_model(step)))
 
 
 def _on_host(found: Plan, engine: Backend) -> list[Fallback] | None:
@@ -141,17 +154,19 @@ def _host_lines(found: Sequence[Fallback] | None) -> list[str]:
     return lines or ["      nothing runs on the host"]
 
 
-def _show_roles(plans: Mapping[str, Plan], form: Format) -> None:
+def _show_roles(plans: Mapping[str, Plan], form: Format, parts: Parts) -> None:
     """Print the plan of a worker and of each parameter server."""
     if form is Format.text:
         for role, found in plans.items():
-            _, *lines = found.text().splitlines()
+            _, *lines = found.text(parts).splitlines()
             output.say("\n".join([f"plan of {role}: {len(found.steps)} steps", *lines]))
         return
-    output.document({"roles": {role: {"steps": _steps(found), "buffers": found.buffers} for role, found in plans.items()}})
+    output.document(
+        {"roles": {role: {"steps": _steps(found, parts), "buffers": found.buffers} for role, found in plans.items()}}
+    )
 
 
-def _show_stages(model: ir.Model, plans: Sequence[Plan], form: Format) -> None:
+def _show_stages(model: ir.Model, plans: Sequence[Plan], form: Format, parts: Parts) -> None:
     """Print the schedule of a pipeline, and the plan of each rank along its axis."""
     from graphc.pipe.clock import grid, play
     from graphc.report.pipe_memory import table_of
@@ -160,21 +175,23 @@ def _show_stages(model: ir.Model, plans: Sequence[Plan], form: Format) -> None:
     if form is Format.text:
         output.say(f"{grid(table)}\n{play(table).idle():.1%} idle if all tasks take as long\n")
         for rank, found in enumerate(plans):
-            output.say(f"pipe {rank}: {found.text()}\n")
+            output.say(f"pipe {rank}: {found.text(parts)}\n")
         return
     rows = [[str(action) for action in row] for row in table]
     ranks = [
-        {"schedule": row, "steps": _steps(found), "buffers": found.buffers} for row, found in zip(rows, plans, strict=True)
+        {"schedule": row, "steps": _steps(found, parts), "buffers": found.buffers}
+        for row, found in zip(rows, plans, strict=True)
     ]
     output.document({"ranks": ranks})
 
 
-def _steps(found: Plan) -> list[dict[str, Any]]:
+def _steps(found: Plan, parts: Parts) -> list[dict[str, Any]]:
     return [
         {
             "kind": step.kind,
             "name": step.name,
             "nodes": [node.name for node in step.nodes],
+            "parts": [asdict(part) for part in parts(step)] if step.kind == "segment" else [],
             "bytes": sum(found.places[v].nbytes for v in step.outputs if v in found.places),
         }
         for step in found.steps

@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import STANDARD, Capabilities
+from graphc.backend import STANDARD, Capabilities, SegmentPart
 from graphc.errors import DataDependentShapeError, ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
@@ -79,14 +79,20 @@ class Plan:
         begun = [event for event in collective_events(self.steps) if event.begins]
         return [f"{e.tag} over {e.group}" if {"pipe", "tensor"} & {*e.group.split("+")} else e.text for e in begun]
 
-    def text(self) -> str:
-        """Print one line a step, with sizes, in the order of execution on this rank."""
+    def text(self, parts: Callable[[PlanStep], Sequence[SegmentPart]] | None = None) -> str:
+        """Print one line a step, with sizes, in the order of execution on this rank.
+
+        Args:
+            parts: what runs the nodes of a segment, for lines below it.
+        """
         lines = [f"plan for {counted(self.world_size, 'worker')}: {counted(len(self.steps), 'step')}"]
         for k, step in enumerate(self.steps):
             written = sum(self.places[v].nbytes for v in step.outputs if v in self.places)
             name = f"{step.task}  {step.name}" if step.task is not None else step.name
             detail = f"{len(step.nodes)} nodes" if len(step.nodes) != 1 else step.nodes[0].op_type
             lines.append(f"{k:4d}  {step.kind:<8} {name:<40} {detail:<24} {written / 1e6:9.3f} MB")
+            for part in parts(step) if parts is not None and step.kind == "segment" else ():
+                lines.append(f"      {part.runs:<12} {', '.join(part.nodes)}")
         lines.extend(f"      buffer {name:<40} {size / 1e6:9.3f} MB" for name, size in self.buffers.items())
         return "\n".join(lines)
 

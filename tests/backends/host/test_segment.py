@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import graphc
-from graphc.backend import BACKENDS, Backend
+from graphc.backend import BACKENDS, Backend, make_backend
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import HostSegment, KernelPart
+from graphc.backends.host.shared import Scratch
 from graphc.ir.facts import dtype_of, shape_of
 from tests.backends.fusion.fusion_cases import CASES, legal_case
 from tests.conformance.suite import plain
@@ -53,7 +54,7 @@ def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: An
     given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
     segment = HostSegment(model)
     assert any(isinstance(part, KernelPart) for part in segment.parts)
-    segment.bind(given, outputs, backend.pool, backend.bind_session)()
+    segment.bind(given, outputs, backend.pool, backend.bind_session, Scratch().take, {})()
     return outputs
 
 
@@ -147,7 +148,7 @@ def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
         example_inputs=(ids,),
         loss=graphc.losses.SoftmaxCrossEntropy(),
         optimizer=graphc.optim.SGD(lr=0.1),
-        backend="onnxruntime:fuse=true",
+        backend="onnxruntime:fuse_small=true",
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with graphc.Trainer(program, threads=threads) as trainer:
@@ -185,3 +186,37 @@ def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_da
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     assert process() == first
     assert kept.stat().st_mtime_ns != made, "a damaged file was used"
+
+
+def test_little_arithmetic_is_left_to_onnxruntime_unless_asked_for() -> None:
+    def parts(options: str, size: int) -> list[str]:
+        made = make_backend(f"onnxruntime{options}", threads=1)
+        try:
+            return [part.runs for part in made.segment_parts(text("s = Mul(x, x) y = Sigmoid(s)", str(size)))]
+        finally:
+            made.close()
+
+    assert parts("", 20) == []
+    assert parts("", 10000) == ["kernel"]
+    assert parts(":fuse=false", 10000) == []
+    assert parts(":fuse_small=true", 20) == ["kernel"]
+
+
+LAYERS = [("", ""), ("second/", "other_")]
+"""Prefixes of the nodes and of the values of two equal segments."""
+
+
+@pytest.mark.parametrize(("nodes", "values"), LAYERS)
+def test_equal_segments_share_kernels_and_name_their_own_nodes(nodes: str, values: str, backend: Backend) -> None:
+    model = text("s = Add(x, x) y = Gather(s, i)", "3000,4", "2,4")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2999]), "i"))
+    for node in model.graph.node:
+        node.name = f"{nodes}{node.op_type}"
+        node.input[:] = [f"{values}{name}" for name in node.input]
+        node.output[:] = [f"{values}{name}" for name in node.output]
+    for value in (*model.graph.input, *model.graph.initializer, *model.graph.output):
+        value.name = values + value.name
+    assert [part.nodes for part in backend.segment_parts(model)] == [(f"{nodes}Add",), (f"{nodes}Gather",)]
+    x, y = np.random.default_rng(0).standard_normal((3000, 4)).astype(np.float32), np.zeros((2, 4), np.float32)
+    backend.bind_segment(model, {f"{values}x": x}, {f"{values}y": y})()
+    np.testing.assert_array_equal(y, 2 * x[[1, 2999]])

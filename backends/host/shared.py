@@ -1,0 +1,97 @@
+"""Shares the parts of equal segments: the layers of a model differ in the names of their values only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from graphc.backends.host.language import LanguageError
+from graphc.backends.host.segment import HostSegment
+from graphc.device import ALIGNMENT, Array
+
+KEPT = 64
+"""Segments whose parts are kept for their equals."""
+
+LONGEST = 1 << 20
+"""Bytes of a segment that is kept, constants included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSegment:
+    """The parts of a segment, and the names by which they know its values and nodes.
+
+    Attributes:
+        segment: parts of the first of all equal segments.
+        values: name in this segment → name in the parts.
+        nodes: name in the parts → name in this segment.
+    """
+
+    segment: HostSegment
+    values: Mapping[str, str]
+    nodes: Mapping[str, str]
+
+
+def shared_segment(model: onnx.ModelProto, least: int) -> SharedSegment:
+    """The parts of a segment, which equal segments of this process share.
+
+    Args:
+        model: the segment.
+        least: elements that the largest kernel takes at least.
+
+    Raises:
+        LanguageError: nothing of it can be compiled, or it is too little.
+    """
+    plain, values, nodes = _renamed(model)
+    text = plain.SerializeToString(deterministic=True)
+    return SharedSegment((_kept if len(text) <= LONGEST else _made)(text, least), values, nodes)
+
+
+def _made(text: bytes, least: int) -> HostSegment:
+    return HostSegment(onnx.ModelProto.FromString(text), least)
+
+
+_kept = functools.lru_cache(maxsize=KEPT)(_made)
+
+
+def _renamed(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str], dict[str, str]]:
+    """The model with values and nodes called by their numbers; value → its number, number → node."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    graph, values, nodes = found.graph, {"": ""}, dict[str, str]()
+
+    def number(name: str) -> str:
+        return values.setdefault(name, f"v{len(values)}")
+
+    for held in (*graph.input, *graph.initializer):
+        held.name = number(held.name)
+    for k, node in enumerate(graph.node):
+        if any(a.HasField("g") or a.graphs for a in node.attribute):
+            raise LanguageError("control flow")
+        nodes[f"n{k}"] = node.name
+        node.name = f"n{k}"
+        del node.metadata_props[:]
+        node.doc_string = ""
+        node.input[:] = [number(name) for name in node.input]
+        node.output[:] = [number(name) for name in node.output]
+    for held in graph.output:
+        held.name = number(held.name)
+    return found, values, nodes
+
+
+class Scratch:
+    """Memory for the values between the parts of a segment; the segments of a worker run one after another and share it."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.zeros(0, np.uint8)
+
+    def take(self, nbytes: int) -> Array:
+        """``nbytes`` bytes, aligned; what another segment left lies in them."""
+        if self._memory.size < nbytes:
+            held = np.zeros(nbytes + ALIGNMENT, np.uint8)
+            start = -held.ctypes.data % ALIGNMENT
+            self._memory = held[start : start + nbytes]
+        return self._memory[:nbytes]
