@@ -23,6 +23,7 @@ from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
 from graphc.ir.facts import constant, describe, input_of, inputs_of, is_state, static_dims
+from graphc.ir.names import BUCKET
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import COLLECTIVES, VARIADIC, collective_of
 from graphc.ir.ops.pipe import SEND, is_transfer
@@ -148,7 +149,8 @@ def _privatise(graph: ir.Graph) -> None:
     """Copy every value that will be overwritten in a flat buffer but has other uses.
 
     A collective works in place and a gradient lies in its bucket: an operand that occurs twice, is read elsewhere, or is
-    not the result of a node (an input, a constant) is copied first. State is meant to be overwritten.
+    not the result of a node (an input, a constant) is copied first. State is meant to be overwritten. What a collective
+    between shards of a layer makes is copied for the bucket of another one, unless that takes all of it.
     """
     operands: list[tuple[ir.Node, int]] = []
     reads_only = {"SendStart", "BarrierStart"}
@@ -158,10 +160,14 @@ def _privatise(graph: ir.Graph) -> None:
             operands.extend((node, k) for k in range(len(node.inputs)))
         elif is_update(node) and (source := required_declaration(node).source) is not None:
             operands.append((node, source))
-    op, follower = Builder(graph), _followers(graph)
+    op, follower, taken = Builder(graph), _followers(graph), _taken_together(operands)
     for node, index in operands:
         value = input_of(node, index)
         producer = value.producer()
+        if producer is not None and _is_of_shards(producer) and set(producer.outputs) != taken[node]:
+            op.before, op.scope = follower[value], f"copy/{value.name}"
+            node.replace_input_with(index, op.Identity(value))
+            continue
         if producer is not None and (is_update(producer) or (is_update(node) and _is_wait(producer))):
             continue
         if producer is None and is_state(value) and collective_of(node) in VARIADIC:
@@ -171,6 +177,27 @@ def _privatise(graph: ir.Graph) -> None:
         if fixed or uses > 1 or value.is_graph_output():
             op.before, op.scope = node if fixed else follower[value], f"copy/{value.name}"
             node.replace_input_with(index, op.Identity(value))
+
+
+def _is_of_shards(node: ir.Node) -> bool:
+    """Whether the node waits for a collective whose results lie outside of buckets of gradients."""
+    return _is_wait(node) and (
+        collective_of(node) not in VARIADIC or node.attributes.get_string("adjoint", "partial") == "whole"
+    )
+
+
+def _taken_together(operands: Sequence[tuple[ir.Node, int]]) -> dict[ir.Node, set[ir.Value]]:
+    """Node → the operands in its flat buffer; updates of a bucket have one together.
+
+    A ReduceScatter may keep its results elsewhere, and has none.
+    """
+    together: dict[ir.Node | str, set[ir.Value]] = {}
+    key = {node: node.attributes.get_string(BUCKET, "") or node if is_update(node) else node for node, _ in operands}
+    for node, index in operands:
+        found = together.setdefault(key[node], set())
+        if collective_of(node) != "ReduceScatter":
+            found.add(input_of(node, index))
+    return {node: together[key[node]] for node, _ in operands}
 
 
 def _followers(graph: ir.Graph) -> dict[ir.Value, ir.Node | None]:
@@ -308,6 +335,8 @@ def _take_out_views(
             if static_dims(view) is None:
                 continue  # its shape depends on data, and is known inside a segment only
             producer = source.producer()
+            if view in operands and producer is not None and _is_of_shards(producer):
+                continue  # it has a place of its own
             if view in operands and (producer is None or source in views or len(list(source.uses())) > 1):
                 continue  # the reduction overwrites its bucket: other readers need the source intact
             users = [home.get(user) for user in view.consumers()]

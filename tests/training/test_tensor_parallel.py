@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -64,6 +65,41 @@ def test_an_mlp_equals_one_worker(mesh: Mesh) -> None:
         np.testing.assert_allclose(found, losses, atol=NEAR)
         for name, array in weights.items():
             np.testing.assert_allclose(values[name], array, atol=NEAR)
+
+
+SLOPED = """<ir_version: 10, opset_import: ["": 21]>
+    mlp (float[batch, 4] x) => (float[batch, 3] y)
+    {
+        a = MatMul (x, up)
+        b = PRelu (a, slope)
+        c = MatMul (b, down)
+        y = Add (c, bias)
+    }"""
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
+def test_a_whole_weight_of_divided_features_equals_one_worker(mesh: Mesh) -> None:
+    """One slope for all features: its gradient is a sum over the ranks, and that of ``bias``, in the same bucket, is not."""
+    rng = np.random.default_rng(0)
+    weights = {"up": (4, 8), "slope": (1,), "down": (8, 3), "bias": (3,)}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in weights.items()}
+    x, label = rng.normal(size=(16, 4)).astype(np.float32), rng.integers(0, 3, 16)
+
+    def work(comm: Any, own: Mesh) -> dict[str, Any]:
+        model = onnx.parser.parse_model(SLOPED)
+        model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
+        program = graphc.compile(model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), mesh=own)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            each = 16 // trainer.data_size
+            mine = slice(trainer.data_rank * each, (trainer.data_rank + 1) * each)
+            for _ in range(3):
+                trainer.step({"x": x[mine], "label": label[mine]})
+            return {name: array.copy() for name, array in trainer.trained_values().items()}
+
+    alone = work(None, Mesh())
+    for found in run_threads(mesh.size, lambda comm: work(comm, mesh)):
+        for name, array in alone.items():
+            np.testing.assert_allclose(found[name], array, atol=NEAR, err_msg=name)
 
 
 def test_labels_that_are_ignored_or_wrong_and_the_accuracy() -> None:
