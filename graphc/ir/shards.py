@@ -18,6 +18,9 @@ from graphc.ir.facts import array_of, state_updates
 CUT, WHOLE = "graphc.cut", "graphc.whole"
 """Keys of an initializer: metadata for the cut as text, ``meta`` for the whole initial tensor."""
 
+PARTIAL = "graphc.partial"
+"""Metadata of a parameter that is whole on every rank: the group whose ranks each compute a part of the sum of its gradient."""
+
 Array = np.ndarray[Any, Any]
 
 

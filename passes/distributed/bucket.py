@@ -24,6 +24,7 @@ from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.shards import cuts_of
 from graphc.ir.updates import converts, copies_of, is_reduced, on_its_way, source_of, state_of
+from graphc.passes.precision.update_graph import sink
 from graphc.pipe.tasks import mark_updates
 from graphc.pipeline import Context, graph_pass
 
@@ -120,7 +121,7 @@ def _merge(graph: ir.Graph, op: Builder, reductions: Sequence[ir.Node], name: st
     last = max(reductions, key=lambda n: position[n])
     first_use = min(consumers, key=lambda n: position[n], default=None)
     if first_use is not None and position[first_use] < position[last]:
-        _sink(graph, reductions, position)
+        sink(graph, reductions)
     op.before, op.scope = last, f"allreduce/{name}"
     attributes = {k: reductions[0].attributes[k].value for k in ("group", "reduce") if k in reductions[0].attributes}
     if _nonzero(reductions[0]):
@@ -155,16 +156,3 @@ def _merge_conversions(graph: ir.Graph, op: Builder, nodes: Sequence[ir.Node | N
     for node, result in zip(found, results, strict=True):
         node.outputs[0].replace_all_uses_with(result)
     graph.remove(found, safe=True)
-
-
-def _sink(graph: ir.Graph, reductions: Sequence[ir.Node], position: dict[ir.Node, int]) -> None:
-    """Move everything that depends on ``reductions`` after the last of them, keeping its order."""
-    last = max(reductions, key=lambda n: position[n])
-    sources, dependent = set(reductions), set[ir.Node]()
-    for node in graph:
-        producers = {v.producer() for v in node.inputs if v is not None}
-        if not sources.isdisjoint(producers) or not dependent.isdisjoint(producers):
-            dependent.add(node)
-    moving = [n for n in graph if n in dependent and position[n] < position[last]]
-    graph.remove(moving)
-    graph.insert_after(last, moving)

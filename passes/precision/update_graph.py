@@ -1,4 +1,4 @@
-"""Moves updates to the end, and finds the nodes that compute gradients."""
+"""Moves updates and what depends on a node, and finds the nodes that compute gradients."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def move_to_end(graph: ir.Graph, updates: Sequence[ir.Node]) -> None:
     order = [node for node in graph if node in late]
     graph.remove(order)
     graph.extend(order)
+
+
+def sink(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Move everything that depends on ``nodes`` after the last of them, keeping its order."""
+    position = {node: k for k, node in enumerate(graph)}
+    last = max(nodes, key=lambda n: position[n])
+    sources, dependent = set(nodes), set[ir.Node]()
+    for node in graph:
+        producers = {v.producer() for v in node.inputs if v is not None}
+        if not sources.isdisjoint(producers) or not dependent.isdisjoint(producers):
+            dependent.add(node)
+    moving = [n for n in graph if n in dependent and position[n] < position[last]]
+    graph.remove(moving)
+    graph.insert_after(last, moving)
 
 
 def computed_for_gradients(graph: ir.Graph) -> set[ir.Node]:

@@ -30,12 +30,12 @@ class AxisShard:
     """How a value is divided: axis ``axis``, seen as ``[blocks, ranks, each]``, of which a rank has ``[:, rank, :]``.
 
     Attributes:
-        blocks: None: their number follows from the size of the axis.
+        blocks, each: None for one of the two: it follows from the size of the axis.
     """
 
     axis: int
     blocks: int | None
-    each: int
+    each: int | None
 
 
 class AxisClasses:

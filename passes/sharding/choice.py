@@ -19,7 +19,8 @@ from graphc.passes.sharding.axis_classes import Axis, AxisClasses, AxisShard
 from graphc.passes.sharding.ratio import Ratio
 from graphc.passes.sharding.relations import keep_whole, relate
 
-AUTO = "auto"
+AUTO, SEQUENCE = "auto", "auto:sequence"
+"""Plans that graphc makes: Megatron-LM's, and the same with activations between products divided along the sequence."""
 
 
 def choose(graph: ir.Graph, ranks: int, wanted: Sequence[str]) -> dict[ir.Value, AxisShard]:
@@ -28,12 +29,13 @@ def choose(graph: ir.Graph, ranks: int, wanted: Sequence[str]) -> dict[ir.Value,
     Where an op can be divided in several ways, as a Reshape of batch and heads, the one is taken that divides most.
 
     Args:
-        wanted: ``auto``, or texts ``GLOB=AXIS`` over names of parameters, or of other values where no parameter matches.
+        wanted: ``auto``, ``auto:sequence``, or texts ``GLOB=AXIS`` over names of parameters, or of other values where no
+            parameter matches.
 
     Raises:
         UsageError: a text that names no axis, or one that cannot be sharded.
     """
-    named = None if list(wanted) == [AUTO] else [axis for text in wanted for axis in _named(graph, text)]
+    named = None if list(wanted) in ([AUTO], [SEQUENCE]) else [axis for text in wanted for axis in _named(graph, text)]
     picks: dict[Hashable, int] = {}
     best = _plan(graph, ranks, named, picks)
     for key, count in best.offered.items():
@@ -151,7 +153,9 @@ def _axes(graph: ir.Graph) -> list[Axis]:
 def _named(graph: ir.Graph, text: str) -> list[Axis]:
     glob, equals, number = text.rpartition("=")
     if not equals or not number.lstrip("-").isdecimal():
-        raise UsageError(f"shard={text!r}: write {AUTO}, or a pattern of parameters and an axis, as in 'fc1.weight=1'")
+        raise UsageError(
+            f"shard={text!r}: write {AUTO}, {SEQUENCE}, or a pattern of parameters and an axis, as in 'fc1.weight=1'"
+        )
     known = {name: value for name, value in graph.initializers.items() if is_parameter(value)}
     names = fnmatch.filter(known, glob)
     if not names:  # the result of a node, which takes the parameters with it

@@ -7,6 +7,7 @@ operand divide it. What every rank computes whole and reads in part passes throu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,6 +38,9 @@ class Rewriter:
         shards: the sharded values.
         group, ranks: the axis of the mesh, and how many ranks it has.
     """
+
+    fork = "fork"
+    """What the tags of its Forks end in."""
 
     def __init__(self, graph: ir.Graph, shards: Shards, group: str, ranks: int) -> None:
         self.graph, self.shards, self.group, self.ranks = graph, dict(shards), group, ranks
@@ -174,7 +178,8 @@ class Rewriter:
             before, producer = self.op.before, value.producer()
             if producer is not None:
                 self.op.before = self._after(producer)
-            self.forks[value] = self.op.graphc.Fork(value, tag=f"{self.group}/{value.name}::fork", group=self.group)
+            tag = f"{self.group}/{value.name}::{self.fork}"
+            self.forks[value] = self.op.graphc.Fork(value, tag=tag, group=self.group)
             self.op.before = before
         return self.forks[value]
 
@@ -188,18 +193,43 @@ class Rewriter:
             user.replace_input_with(index, part)
 
     def _own_part(self, value: ir.Value, shard: AxisShard) -> ir.Value:
-        """``value`` seen as [… blocks, ranks, rest …]; the ranks come first, and of them this one's entry is taken."""
-        op, rank, axis = self.op, len(dims(value) or ()), shard.axis
-        blocks, each = -1 if shard.blocks is None else shard.blocks, shard.each
-        whole = op.Shape(value)
-        before, after = op.Slice(whole, [0], [axis], [0]), op.Slice(whole, [axis + 1], [rank], [0])
-        stacked = op.Reshape(value, op.Concat(before, [blocks, self.ranks, each], after, axis=0))
-        order = [axis + 1, *(k for k in range(rank + 2) if k != axis + 1)]
-        own = op.graphc.OwnPart(
-            op.Transpose(stacked, perm=order), tag=f"{self.group}/{value.name}::part", group=self.group, size=self.ranks
-        )
-        size = blocks * each if blocks > 0 else -1
+        """The entry of this rank of ``value`` as a stack of the ranks' parts."""
+        attributes = {"tag": f"{self.group}/{value.name}::part", "group": self.group, "size": self.ranks}
+        return self.part_of_stack("OwnPart", value, shard, attributes)
+
+    def part_of_stack(self, op_type: str, value: ir.Value, shard: AxisShard, attributes: Mapping[str, Any]) -> ir.Value:
+        """``value`` is seen as [… blocks, ranks, rest …]; the ranks come first, and ``op_type`` makes a part of that stack."""
+        op, axis = self.op, shard.axis
+        before, after = self._around(value, axis)
+        inner = _inner_sizes(shard, self.ranks)
+        stacked = op.Reshape(value, op.Concat(before, inner, after, axis=0))
+        place, rank = axis + len(inner) - 2, len(dims(value) or ()) + len(inner) - 1
+        order = [place, *(k for k in range(rank) if k != place)]
+        stacked = stacked if place == 0 else op.Transpose(stacked, perm=order)
+        (own,) = op.emit(op_type, [stacked], attributes, domain=DOMAIN)
+        if len(inner) == 2:  # one block
+            return own
+        size = -1 if shard.blocks is None or shard.each is None else shard.blocks * shard.each
         return op.Reshape(own, op.Concat(before, [size], after, axis=0))  # type: ignore[no-any-return]
+
+    def whole_of_stack(self, value: ir.Value, shard: AxisShard, attributes: Mapping[str, Any]) -> ir.Value:
+        """The whole of the ranks' parts, of which ``value`` is this one's: the opposite of :meth:`part_of_stack`."""
+        op, axis = self.op, shard.axis
+        before, after = self._around(value, axis)
+        inner = _inner_sizes(shard, self.ranks)
+        if len(inner) == 3:
+            value = op.Reshape(value, op.Concat(before, [inner[0], inner[2]], after, axis=0))
+        (stacked,) = op.emit("AllGatherStack", [value], attributes, domain=DOMAIN)
+        place, rank = axis + len(inner) - 2, len(dims(stacked) or ())
+        order = [*range(1, place + 1), 0, *range(place + 1, rank)]
+        stacked = stacked if place == 0 else op.Transpose(stacked, perm=order)
+        size = -1 if shard.blocks is None or shard.each is None else shard.blocks * self.ranks * shard.each
+        return op.Reshape(stacked, op.Concat(before, [size], after, axis=0))  # type: ignore[no-any-return]
+
+    def _around(self, value: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
+        """The sizes of the axes before and behind ``axis``."""
+        whole, rank = self.op.Shape(value), len(dims(value) or ())
+        return self.op.Slice(whole, [0], [axis], [0]), self.op.Slice(whole, [axis + 1], [rank], [0])
 
     # Shapes -------------------------------------------------------------------------------------------------------------
 
@@ -300,6 +330,14 @@ class Rewriter:
         total = self.all_reduce(rows_here, node.name or "Gather")
         replace(self.graph, op, node.outputs[0], total)
         self.graph.remove(node, safe=True)
+
+
+def _inner_sizes(shard: AxisShard, ranks: int) -> list[int]:
+    """A divided axis as blocks, ranks and the rest; without the blocks where there is one."""
+    each = -1 if shard.each is None else shard.each
+    if shard.blocks == 1:
+        return [ranks, each]
+    return [-1 if shard.blocks is None else shard.blocks, ranks, each]
 
 
 def _without_parameters(graph: ir.Graph) -> set[ir.Value]:

@@ -5,24 +5,29 @@
 
 Gradients of parameters that are whole on every rank are equal there, and count once. Of a test for NaN the ranks take the
 maximum. So all ranks clip by one factor, and all skip a step or none does. The pass runs after those that measure gradients.
+Before that, gradients of which each rank has a part of the sum are added up (:mod:`graphc.passes.sharding.partial_gradients`).
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import inputs_of
 from graphc.ir.shards import cuts_of
 from graphc.ir.updates import source_of, state_of, trains
+from graphc.passes.sharding.partial_gradients import sum_partial_gradients
 from graphc.pipeline import Context, graph_pass
 
 
 @graph_pass("tensor_measures", requires=("optimizer", "allreduce"), changes="training")
 def tensor_measures(model: ir.Model, ctx: Context) -> bool:
     """Combine what ranks of the tensor axis measure on their shards of gradients."""
-    graph = model.graph
+    graph, partial = model.graph, sum_partial_gradients(model)
+    if partial:
+        ctx.note(f"tensor_measures: gradients of {counted(partial, 'parameter')} are sums over the ranks")
     cuts = cuts_of(graph)
     group_of = {source_of(n): cut.group for n in graph if trains(n) and (cut := cuts.get(state_of(n).name or "")) is not None}
     op, count = Builder(graph), 0
@@ -35,7 +40,7 @@ def tensor_measures(model: ir.Model, ctx: Context) -> bool:
         _combine(graph, op, node, declaration.combine, group, group_of)
         count += 1
     ctx.note(f"tensor_measures: {count} over all shards")
-    return count > 0
+    return partial + count > 0
 
 
 def _combine(graph: ir.Graph, op: Builder, node: ir.Node, combine: str, group: str, group_of: dict[ir.Value, str]) -> None:

@@ -16,8 +16,9 @@ import onnx_ir as ir
 from graphc.errors import UsageError, counted
 from graphc.ir.facts import is_parameter, known_nbytes
 from graphc.passes.optimize.simplify import simplify_graph
-from graphc.passes.sharding.choice import AUTO, choose
+from graphc.passes.sharding.choice import AUTO, SEQUENCE, choose
 from graphc.passes.sharding.rewrite import Rewriter
+from graphc.passes.sharding.sequence_parallel import SequenceRewriter
 from graphc.pipeline import Context, graph_pass
 
 
@@ -29,8 +30,8 @@ def tensor_parallel(
 
     Args:
         ranks: of the group.
-        shard: ``auto`` (the default): MLPs by columns and rows, attention by heads, embeddings by rows; or texts ``GLOB=AXIS``
-            that name axes of parameters.
+        shard: ``auto`` (the default): MLPs by columns and rows, attention by heads, embeddings by rows; ``auto:sequence``: also
+            what lies between them, along the sequence; or texts ``GLOB=AXIS`` that name axes of parameters.
         group: the mesh axis.
 
     Raises:
@@ -57,4 +58,15 @@ def tensor_parallel(
         f"tensor_parallel: {counted(len(parameters), 'parameter')} with {divided / max(total, 1):.0%} of the bytes divided"
         f" among {ranks} ranks; {counted(rewriter.sums, 'AllReduce')} forward, {len(rewriter.forks)} backward"
     )
+    if wanted == [SEQUENCE]:
+        _divide_sequence(graph, ctx, group, ranks)
     return True
+
+
+def _divide_sequence(graph: ir.Graph, ctx: Context, group: str, ranks: int) -> None:
+    """Divide what lies between the divided products along the sequence."""
+    simplify_graph(graph)  # sizes of parts become constants
+    rewriter = SequenceRewriter(graph, group, ranks)
+    rewriter.run()
+    for line in rewriter.summary():
+        ctx.note(f"tensor_parallel: sequence: {line}")
