@@ -185,7 +185,11 @@ class CompileOptions(ParameterChoice, ReadOptions):
     ] = None
     shard: Annotated[
         Sequence[str] | None,
-        Option("auto (default), or GLOB=AXIS: what the tensor axis of the mesh divides. Repeatable.", "GLOB=AXIS"),
+        Option(
+            "What the tensor axis of the mesh divides: auto (default), auto:sequence (norms and residual sums too, along the"
+            " sequence), or GLOB=AXIS (repeatable).",
+            "GLOB=AXIS",
+        ),
     ] = None
     strategy: Annotated[
         str,

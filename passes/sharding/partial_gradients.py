@@ -19,7 +19,7 @@ from graphc.pipe.tasks import mark_updates
 
 
 def sum_partial_gradients(model: ir.Model) -> int:
-    """Put an AllReduce behind the gradients of parameters marked :data:`PARTIAL`; returns how many there are."""
+    """Put an AllReduce behind the gradients of parameters marked :data:`PARTIAL`; returns how many. The marks are gone then."""
     graph = model.graph
     updates = [node for node in graph if trains(node) and PARTIAL in state_of(node).metadata_props]
     if not updates:
@@ -28,7 +28,7 @@ def sum_partial_gradients(model: ir.Model) -> int:
     together: dict[tuple[str, str, str], dict[ir.Value, None]] = {}
     for node in updates:
         *_, computed = on_its_way(source_of(node))
-        key = state_of(node).metadata_props[PARTIAL], stage_of.get(node, ""), str(computed.dtype)
+        key = state_of(node).metadata_props.pop(PARTIAL), stage_of.get(node, ""), str(computed.dtype)
         together.setdefault(key, {})[computed] = None
     for number, ((group, _, _), gradients) in enumerate(together.items()):
         _sum(graph, list(gradients), group, f"{group}/gradients{number or ''}")

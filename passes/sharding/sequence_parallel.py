@@ -41,15 +41,16 @@ class SequenceRewriter(Rewriter):
 
     def summary(self) -> list[str]:
         """What was divided and what was not, one line each."""
+        sums = counted(len(self.partial) + len(self.forks), "whole value")
         lines = [
-            f"{counted(self.scattered, 'ReduceScatter')} for AllReduces and {counted(self.gathered, 'AllGather')} forward,"
-            f" gradients of {counted(len(self.partial) + len(self.forks), 'whole value')} summed over the parts"
+            f"{counted(self.scattered, 'ReduceScatter')} in the place of AllReduces, {counted(self.gathered, 'AllGather')}"
+            f" forward; gradients of {sums} are sums over the parts"
         ]
         reasons: dict[str, list[str]] = {}
         for value, reason in self.regions.whole.items():
             reasons.setdefault(reason, []).append(value.name or "")
         for reason, names in reasons.items():
-            others = f" and {counted(len(names) - 1, 'more')}" if len(names) > 1 else ""
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"whole on every rank: {names[0]}{others}, for {reason}")
         return lines
 

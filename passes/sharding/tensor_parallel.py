@@ -69,4 +69,4 @@ def _divide_sequence(graph: ir.Graph, ctx: Context, group: str, ranks: int) -> N
     rewriter = SequenceRewriter(graph, group, ranks)
     rewriter.run()
     for line in rewriter.summary():
-        ctx.note(f"tensor_parallel: sequence: {line}")
+        ctx.note(f"tensor_parallel: along the sequence: {line}")

@@ -57,10 +57,10 @@ def _block(k: int, source: str) -> tuple[str, dict[str, tuple[int, ...]], str]:
     return text, {f"{p}{name}": shape for name, shape in shapes.items()}, f"{p}x"
 
 
-def gpt(blocks: int = 2) -> ir.Model:
+def gpt(blocks: int = 2, sequence: int = SEQUENCE) -> ir.Model:
     """logits of the next token, [batch, vocabulary, sequence]."""
     text, shapes, source = "e = Gather (table, tokens) x = Add (e, places)", {"table": (VOCABULARY, WIDTH)}, "x"
-    shapes["places"] = (SEQUENCE, WIDTH)
+    shapes["places"] = (sequence, WIDTH)
     for k in range(blocks):
         one, its, source = _block(k, source)
         text, shapes = text + one, {**shapes, **its}
@@ -73,7 +73,7 @@ def gpt(blocks: int = 2) -> ir.Model:
     shapes |= {"s": (WIDTH,), "o": (WIDTH,)}
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 21]>
-        gpt (int64[N, {SEQUENCE}] tokens) => (float[N, {VOCABULARY}, {SEQUENCE}] logits) {{ {text} }}"""
+        gpt (int64[N, {sequence}] tokens) => (float[N, {VOCABULARY}, {sequence}] logits) {{ {text} }}"""
     )
     rng = np.random.default_rng(0)
     arrays = {name: (0.3 * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
@@ -84,7 +84,7 @@ def gpt(blocks: int = 2) -> ir.Model:
         "cut": np.array([0, 0, HEADS, EACH]),
         "join": np.array([0, 0, WIDTH]),
         "scale": np.float32(EACH**-0.5),
-        "causal": np.triu(np.full((SEQUENCE, SEQUENCE), -1e9, np.float32), 1),
+        "causal": np.triu(np.full((sequence, sequence), -1e9, np.float32), 1),
         "ratio": np.float32(0.1),
     }
     for name, value in constants.items():
