@@ -5,8 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from graphc.backend import make_backend
 from graphc.bench.gpu_specs import JOBS, BenchJob
 from graphc.errors import UsageError, nearest
+from graphc.plan.partition import make_plan
+from graphc.plan.state_rewrites import adapted
+from graphc.report.memory import feed_shapes
+from graphc.report.step_profile import StepProfile, prediction_of
 from graphc.report.step_time import PREDICTIONS, Prediction
 
 
@@ -24,7 +29,6 @@ def predicted(
         UsageError: ``model`` is neither a job nor a training graph, or no such GPU is described.
     """
     from graphc import frontends
-    from graphc.report.memory import feed_shapes
 
     if model not in JOBS and not Path(model).exists():
         raise UsageError(f"there is no job and no file {model!r}{nearest(model, JOBS)}; jobs are {', '.join(JOBS)}")
@@ -40,3 +44,19 @@ def predicted(
         export(model, path, sizes)
         graph = compile(path, backend=backend, **sizes.options()).model
         return PREDICTIONS[backend](graph, feed_shapes(graph, 1) | sizes.shapes(), gpu)
+
+
+def profiled(model: str, *, batch: int, profile: str) -> Prediction:
+    """Predict a file that ``graphc compile`` wrote, with the times of a file that ``graphc plan --profile`` wrote.
+
+    Raises:
+        UsageError: one of the two files is none.
+    """
+    from graphc import frontends
+
+    known, graph = StepProfile.read(profile), frontends.load(model)
+    engine = make_backend(known.backend, threads=1, spin=False)
+    try:
+        return prediction_of(make_plan(adapted(graph, engine), feed_shapes(graph, batch), engine), known)
+    finally:
+        engine.close()

@@ -44,6 +44,9 @@ def command(
     gpu: Annotated[
         str, typer.Option(metavar="NAME", help="GPU that --predict is about: a100, h100, h200, b200, l4 or rtx4090.")
     ] = "h200",
+    profile: Annotated[
+        str | None, Option("With --predict: times of a CPU instead, from a file that 'plan --profile' wrote.", "FILE.json")
+    ] = None,
     start: Annotated[
         bool, Option("Measure the host's work up to the first step of the jobs of 'make gpu-bench', without a GPU.")
     ] = False,
@@ -52,7 +55,7 @@ def command(
 ) -> None:
     """Measure training steps against PyTorch (needs the torch extra) and compile times against their limit."""
     if predict:
-        _predict(models, batch, gpu, form)
+        _predict(models, batch, gpu, profile, form)
         return
     if start:
         _start(models, form)
@@ -115,12 +118,15 @@ def _start(models: list[str] | None, form: Format) -> None:
     )
 
 
-def _predict(models: list[str] | None, batch: int, gpu: str, form: Format) -> None:
+def _predict(models: list[str] | None, batch: int, gpu: str, profile: str | None, form: Format) -> None:
     """Print a table of cost centres for each model."""
     from graphc.bench.gpu_specs import JOBS
-    from graphc.bench.predicted import predicted
+    from graphc.bench.predicted import predicted, profiled
 
-    found = {model: predicted(model, batch=batch, gpu=gpu) for model in models or JOBS}
+    if profile is not None:
+        found = {model: profiled(model, batch=batch, profile=profile) for model in models or ()}
+    else:
+        found = {model: predicted(model, batch=batch, gpu=gpu) for model in models or JOBS}
     if form is Format.json:
         rows = {
             name: {

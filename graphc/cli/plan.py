@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from graphc.cli.terminal import options, output
 from graphc.cli.terminal.output import Format
 from graphc.options import Option
+
+if TYPE_CHECKING:
+    from graphc.planner.search import Predicted
 
 EXAMPLES = (
     "graphc plan gpt2.onnx --loss softmax_cross_entropy:axis=2 --optimizer adamw --precision bf16 \\",
@@ -21,6 +27,9 @@ EXAMPLES = (
 
 SHOWN = 10
 """Rows of the table."""
+
+OTHERS = 3
+"""Rows of the table of choices that are predicted, but do not run."""
 
 
 @options.takes_options
@@ -36,6 +45,13 @@ def command(
         str | None,
         Option("Model times on a100, h100, h200, b200, l4 or rtx4090; default: measure steps on this machine's CPU.", "NAME"),
     ] = None,
+    profile: Annotated[
+        str | None,
+        Option("Times of this machine's CPU, or another's: used if the file is there, else measured and written.", "FILE.json"),
+    ] = None,
+    profile_seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.0, help="Measure that long at most; other steps are modelled from these.")
+    ] = 20.0,
     precision: Annotated[str | None, Option("As for 'train': bf16 or fp16.", "TYPE")] = None,
     destination: Annotated[
         str | None, Option("Write the best plan here, for 'graphc train --config'.", "FILE", flags=("-o", "--output"))
@@ -49,15 +65,21 @@ def command(
     from graphc.atomic_files import whole_file
     from graphc.cli.training.places import check_place
     from graphc.errors import UsageError
-    from graphc.planner.costs import on_gpu, on_this_machine
+    from graphc.planner.costs import on_host
+    from graphc.planner.division import refused
+    from graphc.planner.gpu_costs import on_gpu
     from graphc.planner.network import Network
-    from graphc.planner.search import as_row, best, refused, steps
+    from graphc.planner.search import as_row, best, steps, timeline
+    from graphc.planner.timing import profiled
     from graphc.report.trace import Lanes, write_events
 
     if bool(simulate) != (trace is not None):
         raise UsageError("--simulate N and --trace FILE go together: the first says how many steps the second shows")
-    for option, place in (("--output", destination), ("--trace", trace)):
+    measured = profile if profile is not None and not Path(profile).exists() else None
+    for option, place in (("--output", destination), ("--trace", trace), ("--profile", measured)):
         check_place(option, place, {"the model": model, "the network": network})
+    if profile is not None and gpu is not None:
+        raise UsageError("--profile and --gpu exclude each other: times are those of a profile, or of the GPU's model")
     limit, links = _bytes(memory), Network.read(network)
     links.check(devices)
     loaded = frontends.load(model)
@@ -66,12 +88,16 @@ def command(
     def make(**more: object) -> compiler.Program:
         return compiler.compile(loaded.clone(), **{**given, **more})  # type: ignore[arg-type]
 
-    if gpu is not None:
-        costs = on_gpu(make, gpu)
+    stages, tensors = (tuple(n for n in ns if devices % n == 0) for ns in ((2, 4, 8), (2, 4)))
+    if gpu is not None:  # predicted only, so fewer
+        costs = on_gpu(make, gpu, stages[:2], tensors)
     else:
-        pipes = tuple(p for p in (2, 4, 8) if devices % p == 0)
-        costs = on_this_machine(make, "auto", pipes, tuple(t for t in (2, 4) if devices % t == 0))
-    found = best(costs, links, devices, limit, batch_size)
+        costs = on_host(make, "auto", stages, tensors, profiled(profile, profile_seconds, output.note))
+    predicted = best(costs, links, devices, limit, batch_size)
+    found = [p for p in predicted if p.choice.mesh.pipe == 1 or not costs.pipes_refused]
+    others = [p for p in predicted if p.choice.mesh.pipe > 1 and costs.pipes_refused]
+    if not found:
+        raise UsageError(f"only pipelines fit {devices} devices of {memory}, and {costs.pipes_refused}")
     chosen = {"model": model, "loss": loss, "optimizer": optimizer, **({"precision": precision} if precision else {})}
     if gpu is not None:
         chosen["backend"] = "cupy"
@@ -79,10 +105,29 @@ def command(
         with whole_file(Path(destination)) as file:
             file.write((json.dumps(chosen | found[0].choice.options(), indent=2) + "\n").encode())
     if trace is not None:
-        write_events(Path(trace), [Lanes(lane.computing, lane.communicating) for _, lane in steps(found[0], simulate)])
+        played = timeline(costs, links, found[0].choice)
+        write_events(Path(trace), [Lanes(lane.computing, lane.communicating) for _, lane in steps(found[0], played, simulate)])
     if form is Format.json:
-        output.document({"machine": costs.machine, "plans": [as_row(p) for p in found[:SHOWN]], "refused": refused(costs)})
+        output.document(
+            {
+                "machine": costs.machine,
+                "plans": [as_row(p) for p in found[:SHOWN]],
+                "refused": refused(costs),
+                "predicted_only": [as_row(p) for p in others[:OTHERS]],
+                "not_modelled": list(costs.notes),
+            }
+        )
         return
+    _show(found[:SHOWN], f"{devices} devices, each as {costs.machine}; batch {batch_size}")
+    if others:
+        _show(others[:OTHERS], "Predicted, but not run yet")
+    for note in costs.notes:
+        output.say(f"Not modelled: {note}")
+    for reason in refused(costs):
+        output.say(f"Not proposed: {reason}")
+
+
+def _show(rows: Sequence[Predicted], title: str) -> None:
     output.table(
         ("mesh", "strategy", "schedule", "micro-batches", "recompute", "step ms", "bubble", "exposed ms", "memory"),
         [
@@ -97,12 +142,10 @@ def command(
                 f"{p.exposed * 1e3:.2f}",
                 output.size(round(p.memory)),
             )
-            for p in found[:SHOWN]
+            for p in rows
         ],
-        title=f"{devices} devices, each as {costs.machine}; batch {batch_size}",
+        title=title,
     )
-    for reason in refused(costs):
-        output.say(f"Not proposed: {reason}")
 
 
 def _bytes(text: str) -> float:

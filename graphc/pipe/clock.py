@@ -52,8 +52,16 @@ def unit(action: Action) -> float:
     return 0.0 if action.kind == "U" else 1.0
 
 
-def play(table: Table, cost: Cost = unit) -> Played:
+def free(action: Action) -> float:
+    """Messages that take no time."""
+    return 0.0
+
+
+def play(table: Table, cost: Cost = unit, message: Cost = free) -> Played:
     """Run every rank's row in order, each action as soon as its operands exist.
+
+    Args:
+        message: time from the end of an action until its results are on another rank; the sender goes on meanwhile.
 
     Raises:
         UsageError: a table in which ranks wait for each other forever; the message shows where.
@@ -71,7 +79,8 @@ def play(table: Table, cost: Cost = unit) -> Played:
                 sources = list(needs(action, stages))
                 if any(source not in end for source in sources):
                     break
-                start[action] = max([clock[rank], *(end[source] for source in sources)])
+                came = [end[a] + (message(a) if (a.stage - action.stage) % len(table) else 0.0) for a in sources]
+                start[action] = max([clock[rank], *came])
                 clock[rank] = end[action] = start[action] + cost(action)
                 place[rank] += 1
                 moved = True

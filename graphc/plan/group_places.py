@@ -69,11 +69,15 @@ def join_group(step: PlanStep, mesh: Mesh, rank: int) -> None:
         )
 
 
+PLACES = ("Coordinate", "OwnPart")
+"""Ops that compute with the place of a rank in its group."""
+
+
 def settle_coordinates(graph: ir.Graph, mesh: Mesh, rank: int) -> None:
     """Replace the place of ``rank`` in its groups by constants, and what takes its own part of a stack by a slice."""
     op = Builder(graph)
     for node in list(graph):
-        if node.domain != DOMAIN or node.op_type not in ("Coordinate", "OwnPart"):
+        if node.domain != DOMAIN or node.op_type not in PLACES:
             continue
         place = mesh.coordinate(node.attributes["group"].as_string(), rank)
         op.before, op.scope = node, node.name or node.op_type

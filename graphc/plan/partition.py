@@ -109,6 +109,7 @@ def make_plan(
     mesh: Mesh | None = None,
     pipe: Pipe | None = None,
     owners: Mapping[str, int] | None = None,
+    prepared: ir.Model | None = None,
 ) -> Plan:
     """Plan the steps of one rank.
 
@@ -122,9 +123,12 @@ def make_plan(
         mesh: the axes of the world.
         pipe: the rank's place in a pipeline, of which it runs its stages only.
         owners: of a pipeline in inference: parameter → stage.
+        prepared: the result of :func:`prepare` for these arguments, which the plan takes over; None: it is made.
     """
     mesh = Mesh(data=world_size) if mesh is None else mesh
-    ready = prepare(model, shapes, capabilities, mesh=mesh, rank=rank, regions=True)
+    ready = prepared
+    if ready is None:
+        ready = prepare(model, shapes, capabilities, mesh=mesh, rank=rank, regions=True)
     split = Split(ready.graph, pipe, owners) if pipe is not None else None
     tasks = split.take() if split is not None else {}
     _privatise(ready.graph)

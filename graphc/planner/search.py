@@ -1,79 +1,60 @@
-"""Proposes how to divide a training job over devices: mesh, strategy, schedule, micro-batches, recomputation.
+"""Proposes how to divide a training job over devices.
 
-Every candidate is played on a clock by one cost model. Candidates that do not fit the memory are left out; if none fits, the
-error says the smallest number of devices on which one does.
+Every way to divide it that graphc runs is played on a clock by one cost model. What does not fit the memory is left out; if
+nothing fits, the error says the smallest number of devices on which something does.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphc import parallel
 from graphc.errors import UsageError, counted
-from graphc.mesh import Mesh
-from graphc.options import CompileOptions
-from graphc.pipe.clock import in_flight, play
+from graphc.pipe.clock import Played, in_flight, play
 from graphc.pipe.tables import Action, PipeSchedule
 from graphc.planner.costs import ModelCosts, StageCosts
+from graphc.planner.division import Division, divisions
 from graphc.planner.network import Network
-from graphc.planner.scaling import BACKWARD, BUCKET
+from graphc.planner.scaling import BUCKET
 from graphc.report.trace import Span
 
-MOST_MICRO_BATCHES = 64
-"""The most micro-batches of a step that are considered, for each rank of a pipeline."""
 
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """One way to divide the job.
+@dataclass(slots=True)
+class Lane:
+    """What one rank of a pipeline does in a step; its replicas do the same.
 
     Attributes:
-        mesh: with nodes, ZeRO divides the state inside a node, and gradients are reduced inside the nodes first.
-        zero: stage of ZeRO; 0: ``mirrored``.
-        micro_batches: of each worker and step.
-        samples: of a micro-batch.
-        schedule: of a pipeline.
+        record: whether spans are kept; without them there are only the sums.
+        end: seconds from the beginning of the step to the end of what is there so far.
+        waited: seconds of it in which collectives are waited for.
+        computing, communicating: spans in seconds from the beginning of the step.
     """
 
-    mesh: Mesh
-    zero: int
-    micro_batches: int
-    samples: int
-    recompute: bool = False
-    schedule: str = "1f1b"
+    record: bool
+    end: float = 0.0
+    waited: float = 0.0
+    computing: list[Span] = field(default_factory=list)
+    communicating: list[Span] = field(default_factory=list)
 
-    @property
-    def strategy(self) -> str:
-        return f"zero:stage={self.zero}" if self.zero else "mirrored"
+    def compute(self, kind: str, name: str, seconds: float) -> None:
+        """Add work behind what is there."""
+        if self.record:
+            self.computing.append(Span(kind, name, self.end, self.end + seconds))
+        self.end += seconds
 
-    def options(self) -> dict[str, Any]:
-        """The options of ``graphc train`` that carry it out."""
-        found: dict[str, Any] = {
-            "workers": self.mesh.size,
-            "mesh": str(self.mesh),
-            "batch-size": self.mesh.replicas * self.micro_batches * self.samples,
-            "accumulate": self.micro_batches,
-            "strategy": self.strategy,
-        }
-        if self.mesh.pipe > 1:
-            found["schedule"] = self.schedule
-        if self.mesh.node > 1 and not self.zero:
-            found["allreduce"] = "hierarchical"
-        if self.recompute:
-            found["recompute"] = "all"
-        return found
+    def wait(self, name: str, until: float) -> None:
+        """Wait until a time, if it is not over."""
+        if until > self.end:
+            self.waited += until - self.end
+            self.compute("wait", name, until - self.end)
 
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What one rank of a pipeline does in a step, in seconds from its beginning; its replicas do the same."""
-
-    computing: list[Span]
-    communicating: list[Span]
+    def communicate(self, kind: str, name: str, start: float, seconds: float, nbytes: float) -> float:
+        """Add a transfer beside the work; return its end."""
+        if self.record:
+            self.communicating.append(Span(kind, name, start, start + seconds, round(nbytes)))
+        return start + seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +66,6 @@ class Predicted:
         bubble: share of the time in which ranks of a pipeline wait for each other.
         exposed: seconds of communication that no computation hides, on the rank that has most.
         memory: bytes of the rank that needs most.
-        lanes: one for each rank of the pipe axis.
     """
 
     choice: Division
@@ -93,7 +73,6 @@ class Predicted:
     bubble: float
     exposed: float
     memory: float
-    lanes: list[Lane]
 
 
 def best(costs: ModelCosts, network: Network, devices: int, memory: float, batch: int) -> list[Predicted]:
@@ -107,7 +86,7 @@ def best(costs: ModelCosts, network: Network, devices: int, memory: float, batch
         UsageError: nothing fits, or ``batch`` cannot be divided among the devices.
     """
     network.check(devices)
-    choices = list(_choices(costs, network.node, devices, batch))
+    choices = list(divisions(costs, network.node, devices, batch))
     if not choices:
         raise UsageError(
             f"--batch-size {batch} cannot be shared by {devices} devices evenly; take a multiple of {devices}, or fewer devices"
@@ -115,100 +94,77 @@ def best(costs: ModelCosts, network: Network, devices: int, memory: float, batch
     fitting = [choice for choice in choices if memory_of_choice(costs, choice) <= memory]
     if not fitting:
         raise UsageError(_too_small(costs, network.node, choices, devices, memory, batch))
-    found = [predict(costs, network, choice) for choice in fitting]
+    clock = StepClock(costs, network)
+    found = [predict(costs, network, choice, clock) for choice in fitting]
     return sorted(found, key=lambda p: (round(p.seconds, 9), p.memory))
 
 
-def _choices(costs: ModelCosts, node: int, devices: int, batch: int) -> Iterator[Division]:
-    for pipe, tensor in itertools.product((1, *costs.pipes), (1, *costs.tensors)):
-        data, rest = divmod(devices, pipe * tensor)
-        if rest or batch % data:
-            continue
-        share = batch // data
-        counts = [m for m in range(1, min(share, MOST_MICRO_BATCHES * pipe) + 1) if share % m == 0 and m >= (pipe > 1) * pipe]
-        flat = Mesh(data=data, pipe=pipe, tensor=tensor)
-        nodes = _with_nodes(flat, node) if tensor == 1 else None
-        inside = (flat, nodes) if pipe == 1 else (flat,)
-        divided = [(nodes or flat, 0), *((mesh, zero) for mesh in inside if mesh is not None for zero in (1, 2, 3))]
-        for count in counts:
-            for mesh, zero in divided if data > 1 else divided[:1]:
-                for recompute in (False, True) if costs.recomputed is not None else (False,):
-                    if refusal(pipe, tensor, zero, recompute):
-                        continue
-                    for schedule in SCHEDULES if pipe > 1 else SCHEDULES[:1]:
-                        yield Division(mesh, zero, count, share // count, recompute, schedule)
+def stages_of(costs: ModelCosts, choice: Division) -> tuple[StageCosts, ...]:
+    """The costs of each stage, or of the only rank; those of the tensor axis are scaled as the whole model is."""
+    found = costs.pipes[choice.stages] if choice.mesh.pipe > 1 else (costs.alone,)
+    if choice.mesh.tensor > 1:
+        divided = costs.tensors[choice.mesh.tensor].stage
+        found = tuple(stage.scaled(divided, costs.alone) for stage in found)
+    if choice.recompute and costs.recomputed is not None:
+        found = tuple(_recomputed(stage, costs.recomputed, costs.alone) for stage in found)
+    return found
 
 
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-"""Schedules that are considered: those with one stage a rank."""
+def _recomputed(stage: StageCosts, again: StageCosts, whole: StageCosts) -> StageCosts:
+    """``stage`` if its activations are computed again, as those of the whole model are."""
+    if stage == whole:
+        return again
+    kept = min(1.0, again.rest.each / whole.rest.each) if whole.rest.each else 1.0
+    slower = again.backward.at(1) / whole.backward.at(1) if whole.backward.at(1) else 1.0
+    rest = replace(stage.rest, each=stage.rest.each * kept) if stage.stash.at(1) == 0 else stage.rest
+    return replace(stage, backward=stage.backward.times(slower), stash=stage.stash.times(kept), rest=rest)
 
 
 @functools.cache
-def refusal(pipe: int, tensor: int, zero: int, recompute: bool) -> str:
-    """Why graphc does not run such a combination; empty where it does."""
-    options = CompileOptions(strategy=f"zero:stage={zero}" if zero else "mirrored", recompute="all" if recompute else None)
-    mesh = Mesh(data=2, pipe=pipe, tensor=tensor)
-    try:
-        parallel.check_tensor(options, mesh)
-        parallel.check_mesh(options, mesh)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def refused(costs: ModelCosts) -> list[str]:
-    """Why combinations of what is considered are left out, each reason once."""
-    found: dict[str, None] = {}
-    axes = itertools.product((1, *sorted(costs.pipes)[:1]), (1, *sorted(costs.tensors)[:1]))
-    for pipe, tensor in axes:
-        for zero, recompute in itertools.product(range(4), (False, True)):
-            reason = refusal(pipe, tensor, zero, recompute)
-            if reason and not (zero and recompute):
-                found[reason] = None
-    return list(found)
-
-
-def _with_nodes(mesh: Mesh, node: int) -> Mesh | None:
-    """The mesh with nodes of ``node`` devices; None: the replicas lie in one node, or do not fill nodes evenly."""
-    if mesh.size <= node or node % mesh.pipe or mesh.size % node or node == mesh.pipe:
-        return None
-    return mesh.split(node)
-
-
-def _stages(costs: ModelCosts, choice: Division) -> tuple[StageCosts, ...]:
-    """The costs of the ranks of a pipeline, or of the only one; those of the tensor axis are scaled as the whole model is."""
-    if choice.mesh.pipe > 1:
-        found = costs.pipes[choice.mesh.pipe]
-    else:
-        found = (costs.recomputed,) if choice.recompute and costs.recomputed is not None else (costs.alone,)
-    if choice.mesh.tensor == 1:
-        return found
-    divided = costs.tensors[choice.mesh.tensor].stage
-    return tuple(stage.scaled(divided, costs.alone) for stage in found)
-
-
-@functools.cache
-def _in_flight(schedule: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations each rank holds at once."""
-    table = PipeSchedule(schedule).table(ranks, micro_batches)
-    return tuple(in_flight(row, rank) for rank, row in enumerate(table))
+def _in_flight(schedule: str, ranks: int, micro_batches: int) -> tuple[dict[int, int], ...]:
+    """Of each rank: stage → micro-batches whose activations it holds at once."""
+    found = PipeSchedule.parse(schedule)
+    table, stages = found.table(ranks, micro_batches), found.stages_on(ranks)
+    return tuple({stage: in_flight(row, stage) for stage in range(rank, stages, ranks)} for rank, row in enumerate(table))
 
 
 def memory_of_choice(costs: ModelCosts, choice: Division) -> float:
-    """Bytes of the rank that needs most; of ZeRO's third stage, two gathered buckets besides."""
-    found, pipe = 0.0, choice.mesh.pipe
-    flights = _in_flight(choice.schedule, pipe, choice.micro_batches) if pipe > 1 else (0,)
-    kept = 1.0
-    if choice.recompute and costs.recomputed is not None and costs.alone.rest.each:
-        kept = min(1.0, costs.recomputed.rest.each / costs.alone.rest.each)
-    for stage, flight in zip(_stages(costs, choice), flights, strict=True):
-        terms = ((stage.parameters, 3), (stage.gradients, 2), (stage.optimizer, 1))
-        state = sum(nbytes / (choice.mesh.data if choice.zero >= least else 1) for nbytes, least in terms)
-        gathered = 2 * max(BUCKET, costs.largest) if choice.zero == 3 else 0.0
-        rest = stage.rest.at(choice.samples)
-        if pipe > 1:
-            rest += (flight * kept - stage.held) * stage.stash.at(choice.samples)
-        found = max(found, state + min(gathered, stage.parameters) + rest)
+    """Bytes of the rank that needs most.
+
+    Under ZeRO the sums over several micro-batches stay whole.
+    """
+    pipe, samples = choice.mesh.pipe, choice.samples
+    flights = _in_flight(choice.schedule, pipe, choice.micro_batches) if pipe > 1 else ({0: 0},)
+    whole_sums = choice.micro_batches > 1 or pipe > 1
+    divided = [choice.zero >= 3, choice.zero >= 2 and not whole_sums, choice.zero >= 1]
+    stages, found = stages_of(costs, choice), 0.0
+    for flight in flights:
+        own = [stages[stage] for stage in flight]
+        state = 0.0
+        for stage in own:
+            parts = (stage.parameters, stage.gradients, stage.optimizer)
+            state += sum(n / (choice.mesh.data if by else 1) for n, by in zip(parts, divided, strict=True))
+        state += _on_the_way(choice, max(BUCKET, costs.largest), own)
+        rest = max(stage.rest.at(samples) for stage in own)
+        rest += sum(count * stages[stage].stash.at(samples) for stage, count in flight.items())
+        found = max(found, state + rest)
+    return found
+
+
+def _on_the_way(choice: Division, bucket: float, own: Sequence[StageCosts]) -> float:
+    """Bytes of buckets of ``bucket`` bytes that are gathered, reduced or added up at a time, beside the state.
+
+    Of the third stage's parameters there are those in use, the next ones, and those that the backward pass begins with.
+    """
+    parameters, gradients = (sum(sizes) for sizes in zip(*((stage.parameters, stage.gradients) for stage in own), strict=True))
+    several = choice.micro_batches > 1
+    found = 0.0
+    if choice.zero == 3:
+        found += min(3 * bucket, parameters if several else 2 * parameters)
+    if choice.zero >= 2 and not several and choice.mesh.pipe == 1:
+        found += min(2 * bucket, gradients)
+    if several and choice.mesh.pipe == 1:  # what is added to the sums; the plans of stages have it already
+        found += min(bucket, gradients)
     return found
 
 
@@ -218,77 +174,131 @@ def _too_small(costs: ModelCosts, node: int, choices: list[Division], devices: i
         f"the model does not fit {counted(devices, 'device')} of {memory / 1e9:g} GB: the least is {least / 1e9:.3g} GB on each"
     )
     for more in range(devices + 1, batch * max(costs.pipes, default=1) * max(costs.tensors, default=1) + 1):
-        if any(memory_of_choice(costs, choice) <= memory for choice in _choices(costs, node, more, batch)):
+        if any(memory_of_choice(costs, choice) <= memory for choice in divisions(costs, node, more, batch)):
             return f"{start}; the smallest number of devices that can train it is {more}"
     return f"{start}, and with --batch-size {batch} no number of devices is enough; take a larger batch size or more memory"
 
 
-def predict(costs: ModelCosts, network: Network, choice: Division) -> Predicted:
-    """Play one step of ``choice``."""
-    stages = _stages(costs, choice)
-    ranks, data, tensor = choice.mesh.pipe, choice.mesh.data, choice.mesh.tensor
-    stride = ranks * tensor
-    micro, exchanged = costs.micro.at(choice.samples), 0.0
-    if tensor > 1:
-        divided = costs.tensors[tensor]
+class StepClock:
+    """Plays the forward and backward passes of a step; choices that differ in the strategy only share a play."""
+
+    def __init__(self, costs: ModelCosts, network: Network) -> None:
+        self._costs, self._network = costs, network
+        self._played: dict[tuple[object, ...], tuple[Played, float]] = {}
+
+    def play(self, choice: Division) -> tuple[Played, float]:
+        """The played table, and seconds that a micro-batch exchanges over the tensor axis in all stages."""
+        mesh = choice.mesh
+        key = mesh.pipe, mesh.tensor, choice.schedule, choice.micro_batches, choice.samples, choice.recompute
+        if key not in self._played:
+            self._played[key] = self._play(choice)
+        return self._played[key]
+
+    def _play(self, choice: Division) -> tuple[Played, float]:
+        stages, samples, mesh = stages_of(self._costs, choice), choice.samples, choice.mesh
+        exchanged = self._exchanged(choice)
+        forwards = [stage.forward.at(samples) for stage in stages]
+        backwards = [stage.backward.at(samples) for stage in stages]
+        work = sum(forwards) + sum(backwards) or 1.0
+        slower = 1 + exchanged / work  # over the tensor axis, by turns with the work
+        schedule = PipeSchedule.parse(choice.schedule)
+        later = 0.5 if schedule.splits_weights else 0.0  # the part of the backward pass that gives weight gradients
+        several = choice.micro_batches > 1
+        sent = {
+            "F": [self._sent(stage.results.at(samples), mesh.tensor) for stage in stages],
+            "B": [self._sent(stage.adjoints.at(samples), mesh.tensor) for stage in stages],
+        }
+
+        def cost(action: Action) -> float:
+            if action.kind == "F":
+                return forwards[action.stage] * slower
+            if action.kind == "U":
+                return 0.0
+            summed = stages[action.stage].sums if several else 0.0
+            backward = backwards[action.stage] * slower + summed
+            return backward * ({"B": 1 - later, "W": later}[action.kind])
+
+        def message(action: Action) -> float:
+            return sent[action.kind][action.stage] if action.kind in sent else 0.0
+
+        return play(schedule.table(mesh.pipe, choice.micro_batches), cost, message), exchanged
+
+    def _sent(self, nbytes: float, distance: int) -> float:
+        return self._network.send(nbytes, distance) if nbytes else 0.0
+
+    def _exchanged(self, choice: Division) -> float:
+        ranks = choice.mesh.tensor
+        if ranks == 1:
+            return 0.0
+        divided = self._costs.tensors[ranks]
         each = divided.exchanged.at(choice.samples) / max(1, divided.messages)
-        exchanged = divided.messages * network.allreduce(each, tensor)
-        micro = micro * divided.stage.share + exchanged
-    forward, backward = micro * (1 - BACKWARD), micro * BACKWARD
-    if choice.recompute:
-        backward += forward
-    gather = [network.one_way(stage.parameters, data, stride) if choice.zero == 3 else 0.0 for stage in stages]
+        return divided.messages * self._network.allreduce(each, ranks)
 
-    def cost(action: Action) -> float:
-        share = stages[action.stage].share
-        return {"F": forward, "B": backward - later, "W": later, "U": 0.0}[action.kind] * share
 
-    schedule = PipeSchedule(choice.schedule)
-    later = micro * BACKWARD / 2 if schedule.splits_weights else 0.0
-    played = play(schedule.table(ranks, choice.micro_batches), cost)
-    lanes, ends, exposed = [], [], 0.0
-    for rank, stage in enumerate(stages):
-        computing, communicating = list[Span](), list[Span]()
-        late = 0.0
-        for action in (a for a in played.table[rank] if a.kind in "FBW"):
-            start = played.start[action] + late
-            stop = played.end[action] + late
-            computing.append(Span("segment", str(action), start, stop))
-            if gather[rank]:  # parameters of the next bucket come while this one computes; the first one is waited for
-                first = gather[rank] / max(1, round(stage.parameters / BUCKET))
-                ready = start + first + max(stop - start, gather[rank] - first)
-                communicating.append(Span("collective", f"AllGather {action}", start, start + gather[rank], stage.parameters))
-                computing.append(Span("wait", f"AllGather {action}", stop, ready))
-                late += ready - stop
-        last = computing[-1].stop
-        begun = max(s.start for s in computing if s.kind == "segment")
-        end = _reduced(network, choice, stage, begun, last, communicating)
-        if end > last:
-            computing.append(Span("wait", "gradients", last, end))
-        update = costs.update * stage.share / (data if choice.zero else 1)
-        computing.append(Span("update", "updates", end, end + update))
-        done = end + update
+def predict(costs: ModelCosts, network: Network, choice: Division, clock: StepClock | None = None) -> Predicted:
+    """Play one step of ``choice``."""
+    played, lanes, waits = _played(costs, network, choice, clock or StepClock(costs, network), record=False)
+    return Predicted(choice, max(lane.end for lane in lanes), played.idle(), max(waits), memory_of_choice(costs, choice))
+
+
+def timeline(costs: ModelCosts, network: Network, choice: Division) -> list[Lane]:
+    """What each rank of the pipe axis does in a step, or the only one."""
+    return _played(costs, network, choice, StepClock(costs, network), record=True)[1]
+
+
+def _played(
+    costs: ModelCosts, network: Network, choice: Division, clock: StepClock, *, record: bool
+) -> tuple[Played, list[Lane], list[float]]:
+    """The played passes, what each rank does in the step, and its seconds of communication that nothing hides."""
+    stages, mesh, samples = stages_of(costs, choice), choice.mesh, choice.samples
+    played, exchanged = clock.play(choice)
+    work = sum(stage.forward.at(samples) + stage.backward.at(samples) for stage in stages) or 1.0
+    lanes, waits = [], []
+    for rank in range(mesh.pipe):
+        own = stages[rank :: mesh.pipe]
+        lane = Lane(record)
+        begun = _passes(network, choice, stages, played, rank, lane)
+        reduced = _reduced(network, choice, sum(stage.gradients for stage in own), begun, lane)
+        shared = sum(stage.shared for stage in own)
+        if shared:
+            reduced = lane.communicate("send", "shared parameters", reduced, network.send(shared, mesh.tensor), shared)
+        lane.wait("gradients", reduced)
+        lane.compute("update", "updates", sum(stage.update for stage in own) / (mesh.data if choice.zero else 1))
         if choice.zero in (1, 2):
-            after = done + network.one_way(stage.parameters, data, stride)
-            communicating.append(Span("collective", "AllGather parameters", done, after, stage.parameters))
-            computing.append(Span("wait", "AllGather parameters", done, after))
-            done = after
-        waited = sum(s.stop - s.start for s in computing if s.kind == "wait")
-        exposed = max(exposed, waited + choice.micro_batches * exchanged * stage.share)
-        ends.append(done)
-        lanes.append(Lane(computing, communicating))
-    return Predicted(choice, max(ends), played.idle(), exposed, memory_of_choice(costs, choice), lanes)
+            parameters = sum(stage.parameters for stage in own)
+            gather = network.one_way(parameters, mesh.data, mesh.pipe * mesh.tensor)
+            lane.wait(
+                "AllGather parameters", lane.communicate("collective", "AllGather parameters", lane.end, gather, parameters)
+            )
+        share = sum(stage.forward.at(samples) + stage.backward.at(samples) for stage in own) / work
+        waits.append(lane.waited + choice.micro_batches * exchanged * share)
+        lanes.append(lane)
+    return played, lanes, waits
 
 
-def _reduced(
-    network: Network, choice: Division, stage: StageCosts, begun: float, last: float, communicating: list[Span]
-) -> float:
+def _passes(network: Network, choice: Division, stages: Sequence[StageCosts], played: Played, rank: int, lane: Lane) -> float:
+    """The forward and backward passes of a rank; returns when the last one begins."""
+    mesh, begun = choice.mesh, 0.0
+    for action in (a for a in played.table[rank] if a.kind in "FBW"):
+        begun = max(lane.end, played.start[action] + lane.waited)
+        lane.end = begun
+        lane.compute("segment", str(action) if lane.record else "", played.end[action] - played.start[action])
+        if choice.zero == 3:  # parameters of the next bucket come while this one computes; the first one is waited for
+            nbytes = stages[action.stage].parameters
+            gather = network.one_way(nbytes, mesh.data, mesh.pipe * mesh.tensor)
+            first = gather / max(1, round(nbytes / BUCKET))
+            lane.communicate("collective", f"AllGather {action}", begun, gather, nbytes)
+            lane.wait(f"AllGather {action}", begun + first + max(lane.end - begun, gather - first))
+    return begun
+
+
+def _reduced(network: Network, choice: Division, gradients: int, begun: float, lane: Lane) -> float:
     """Reduce the gradients in buckets, beside the last backward pass; return when the last one has arrived."""
-    mesh = choice.mesh
+    mesh, last = choice.mesh, lane.end
     if mesh.replicas == 1:
         return last
-    count = max(1, round(stage.gradients / BUCKET))
-    nbytes, free = stage.gradients / count, begun
+    count = max(1, round(gradients / BUCKET))
+    nbytes, free = gradients / count, begun
     if choice.zero:
         each = network.one_way(nbytes, mesh.data, mesh.pipe * mesh.tensor) + network.across(nbytes / mesh.data, mesh.node)
     else:
@@ -296,23 +306,26 @@ def _reduced(
     name = "ReduceScatter" if choice.zero else "AllReduce"
     for k in range(count):
         start = max(free, begun + (last - begun) * (k + 1) / count)
-        free = start + each
-        communicating.append(Span("collective", f"{name} b{k}", start, free, stage.gradients // count))
+        free = lane.communicate("collective", f"{name} b{k}", start, each, gradients // count)
     return max(last, free)
 
 
-def steps(predicted: Predicted, count: int) -> Iterator[tuple[int, Lane]]:
-    """The rank and lane of every worker, for ``count`` steps one behind the other."""
+def steps(predicted: Predicted, played: Sequence[Lane], count: int) -> Iterator[tuple[int, Lane]]:
+    """The rank and lane of every worker, for ``count`` steps one behind the other.
+
+    Args:
+        played: of :func:`timeline`.
+    """
     mesh = predicted.choice.mesh
     lanes = []
-    for lane in predicted.lanes:
-        computing, communicating = list[Span](), list[Span]()
+    for lane in played:
+        found = Lane(record=True)
         for number in range(count):
             shift = number * predicted.seconds
-            computing.append(Span("step", f"step {number}", shift, shift + predicted.seconds))
-            computing += [s._replace(start=s.start + shift, stop=s.stop + shift) for s in lane.computing]
-            communicating += [s._replace(start=s.start + shift, stop=s.stop + shift) for s in lane.communicating]
-        lanes.append(Lane(computing, communicating))
+            found.computing.append(Span("step", f"step {number}", shift, shift + predicted.seconds))
+            found.computing += [s._replace(start=s.start + shift, stop=s.stop + shift) for s in lane.computing]
+            found.communicating += [s._replace(start=s.start + shift, stop=s.stop + shift) for s in lane.communicating]
+        lanes.append(found)
     for rank in range(mesh.size):
         yield rank, lanes[mesh.coordinate("pipe", rank)]
 

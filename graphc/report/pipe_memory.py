@@ -21,7 +21,9 @@ from graphc.pipe.split import MICRO, Pipe
 from graphc.pipe.tables import Action, PipeSchedule, Table
 from graphc.pipe.tasks import Task, is_placed
 from graphc.plan.buffers import STASH, SUMS
+from graphc.plan.group_places import PLACES
 from graphc.plan.partition import Plan, make_plan
+from graphc.plan.specialise import prepare
 from graphc.plan.state_rewrites import adapted
 from graphc.report.memory import MemoryReport, memory_of_plan
 
@@ -47,11 +49,17 @@ def table_of(model: ir.Model) -> Table:
 def stage_plans(model: ir.Model, shapes: Mapping[str, Sequence[int]], capabilities: Capabilities) -> list[Plan]:
     """The plan of each rank along the pipe axis, for feeds of one micro-batch."""
     mesh = mesh_of(model)
+    ready = None if _differs(model) else prepare(model, shapes, capabilities, mesh=mesh, regions=True)
     found = []
     for place, rank in enumerate(mesh.members("pipe", 0)):
-        pipe = Pipe.of(model, place, mesh.pipe)
-        found.append(make_plan(model, shapes, capabilities, rank=rank, mesh=mesh, pipe=pipe))
+        pipe, own = Pipe.of(model, place, mesh.pipe), None if ready is None else ready.clone()
+        found.append(make_plan(model, shapes, capabilities, rank=rank, mesh=mesh, pipe=pipe, prepared=own))
     return found
+
+
+def _differs(model: ir.Model) -> bool:
+    """Whether nodes compute with the place of a rank on the pipe axis, so that graphs differ before they are split."""
+    return any("pipe" in node.attributes.get_string("group", "") for node in model.graph if node.op_type in PLACES)
 
 
 def memory_of_stages(model: ir.Model, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto") -> list[MemoryReport]:
@@ -79,7 +87,11 @@ def memory_of_tables(
 
 def _memory(plan: Plan, place: int, table: Table) -> MemoryReport:
     own = {action.stage for action in table[place] if action.kind in MICRO}
-    slots = {stage: in_flight(table[place], stage) for stage in own}
+    return memory_in_flight(plan, place, {stage: in_flight(table[place], stage) for stage in own})
+
+
+def memory_in_flight(plan: Plan, place: int, slots: Mapping[int, int]) -> MemoryReport:
+    """Report the memory of the rank at ``place`` with ``slots`` micro-batches of each of its stages in flight."""
     stashes = {name: size for name, size in plan.buffers.items() if name.startswith(STASH)}
     once = memory_of_plan(plan)
     stash = sum(size * slots[int(name.removeprefix(STASH))] for name, size in stashes.items())

@@ -18,8 +18,8 @@ from graphc.ir.facts import is_float
 from graphc.ir.names import SCHEDULE, STAGE, STAGE_SHARES
 from graphc.ir.subgraphs import captured
 from graphc.passes.distributed.balance import cut_positions
-from graphc.passes.distributed.node_costs import nbytes, seconds
 from graphc.pipeline import Context, graph_pass
+from graphc.plan.node_costs import nbytes, seconds
 
 BALANCES = ("time", "memory")
 COPIES = 4

@@ -1,7 +1,7 @@
 """Models what a node costs: operations, bytes, and a time that is right up to a factor.
 
-The figures only compare nodes of one graph with each other, so no machine is named; a step of measured times takes their place
-where there is one.
+The figures compare nodes of one graph with each other, so no machine is named; :mod:`graphc.report.step_profile` scales them
+to a machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ OPERATIONS_PER_BYTE = 10.0
 """Operations of a product that take as long as one byte to or from memory."""
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+
+_ATTENTION = {"Attention": (0, 1, 4), "ScaledDotProductAttention": (0, 1, 4), "ScaledDotProductAttentionGrad": (1, 2, 10)}
+"""Op → which operands are queries and keys, and operations for each element of the queries and each key."""
 
 
 def elements(value: ir.Value | None, batch: int) -> int:
@@ -40,18 +43,24 @@ def operations(node: ir.Node, batch: int) -> int:
         shape = dims(first) or ()
         inner = shape[-2 if node.attributes.get_int("transA", 0) and len(shape) > 1 else -1] if shape else 1
         return 2 * elements(out, batch) * (inner if isinstance(inner, int) else batch)
-    if node.op_type in ("Conv", "ConvTranspose") and second is not None:
-        window = math.prod(d if isinstance(d, int) else batch for d in (dims(second) or ())[1:])
-        return 2 * elements(first if node.op_type == "ConvTranspose" else out, batch) * window
+    name = node.op_type.removeprefix("ChannelsLast")
+    if name in ("Conv", "ConvTranspose", "ConvGradInput", "ConvGradWeight") and second is not None:
+        weight = out if name == "ConvGradWeight" else second
+        window = math.prod(d if isinstance(d, int) else batch for d in ((weight and dims(weight)) or ())[1:])
+        result = {"Conv": out, "ConvGradWeight": second}.get(name, first)
+        return 2 * elements(result, batch) * window
     if node.op_type in ("LSTM", "GRU", "RNN") and first is not None and len(node.inputs) > 2:
         weights = elements(second, batch) + elements(node.inputs[2], batch)
         return 2 * weights * math.prod(d if isinstance(d, int) else batch for d in (dims(first) or ())[:2])
     if node.op_type == "RecurrentTraining" and first is not None:
         hidden = ((out and dims(out)) or (1,))[-1]
         return 2 * elements(first, batch) * (hidden if isinstance(hidden, int) else 1)
-    if node.op_type in ("Attention", "ScaledDotProductAttention") and second is not None:
-        length = (dims(second) or (1, 1))[-2]
-        return 4 * elements(first, batch) * (length if isinstance(length, int) else batch)
+    if node.op_type in _ATTENTION:
+        queries, keys = (node.inputs[k] for k in _ATTENTION[node.op_type][:2])
+        axes = node.attributes.get_string("layout", "").split(",")
+        place = axes[1].index("t") if len(axes) > 1 else -2
+        length = ((keys and dims(keys)) or (1, 1))[place]
+        return _ATTENTION[node.op_type][2] * elements(queries, batch) * (length if isinstance(length, int) else batch)
     return sum(operations(inner, batch) for body in bodies(node) for inner in body.all_nodes())
 
 
