@@ -163,7 +163,6 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
     given = {
         f"strategy={options.strategy!r}": _among_replicas(options) not in (*WITH_STAGES, "zero:stage=3"),
         f"compress={options.compress!r}": _has_residuals(options),
-        f"recompute={options.recompute!r}": options.recompute not in (None, "none"),
     }
     for text, there in given.items():
         if there:

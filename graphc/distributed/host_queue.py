@@ -153,6 +153,9 @@ class QueuedCommunicator(Communicator):
         found = self._subgroup(members, index)
         found.ranks, found.group, found.root = [self.ranks[member] for member in members], group, self.root
         found.recorder, found.number, found.deadline = self.recorder, self.number << 32 | index, self.deadline
+        for earlier in self._subgroups:
+            if earlier.number == found.number:  # of an earlier training: its entries must not be taken for those of this one
+                found._sequence = earlier._sequence
         self._subgroups.append(found)
         return found
 

@@ -42,12 +42,15 @@ def compiled(name: str, mesh: Mesh, accumulate: int, **options: Any) -> graphc.P
     return pipe_cases.compiled(MODELS[name](), mesh, accumulate, **{"loss": loss, **options})
 
 
-def train(comm: Communicator | None, name: str, mesh: str, accumulate: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Losses, evaluation, weights and hash of :data:`STEPS` steps."""
-    return pipe_cases.run(compiled(name, Mesh.parse(mesh), accumulate, **options), batches(name), comm)
+def train(
+    comm: Communicator | None, name: str, mesh: str, accumulate: int, options: dict[str, Any], samples: int = 8
+) -> dict[str, Any]:
+    """Losses, evaluation, weights and hash of :data:`STEPS` steps of ``samples``."""
+    program = compiled(name, Mesh.parse(mesh), accumulate, **options)
+    return pipe_cases.run(program, batches(name, size=samples), comm)
 
 
-def train_all(comm: Communicator, runs: list[tuple[str, str, int, dict[str, Any]]]) -> list[dict[str, Any]]:
+def train_all(comm: Communicator, runs: list[tuple[str, str, int, dict[str, Any]]], samples: int = 8) -> list[dict[str, Any]]:
     """:func:`train` for several runs, one after the other."""
     comm.close = lambda: None  # type: ignore[method-assign]  # each run's trainer would close it
-    return [train(comm, *run) for run in runs]
+    return [train(comm, *run, samples) for run in runs]

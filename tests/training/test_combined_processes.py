@@ -29,14 +29,19 @@ FOUR: list[Run] = [
     ("gpt", "data=2,tensor=2", 2, {"strategy": "zero:stage=2"}),
 ]
 
-EIGHT: list[Run] = [
-    ("mlp", "data=2,pipe=2,tensor=2", 2, {"schedule": "gpipe"}),
-    ("cnn", "data=2,pipe=2,tensor=2", 2, {"schedule": "1f1b", "strategy": "zero"}),
-    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero"}),
-    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "zero-bubble"}),
-    ("gpt", "pipe=4,tensor=2", 4, {"schedule": "1f1b"}),
-    ("gpt", "pipe=2,tensor=4", 4, {"schedule": "gpipe"}),
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b", "strategy": "zero"},
+    {"schedule": "interleaved", "strategy": "zero:stage=2"},
+    {"schedule": "zero-bubble"},
 ]
+
+
+def eight(name: str, mesh: str) -> list[Run]:
+    """All schedules on a mesh of eight, in micro-batches of two of the sixteen samples; with replicas also divided state."""
+    replicas = mesh.startswith("data=2")
+    runs = [options if replicas else {"schedule": options["schedule"]} for options in SCHEDULES]
+    return [(name, mesh, 4 if replicas else 8, options) for options in runs]
 
 
 def in_pieces(workers: int, runs: list[Run], each: int = 2) -> list[Any]:
@@ -46,13 +51,27 @@ def in_pieces(workers: int, runs: list[Run], each: int = 2) -> list[Any]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("workers", "runs"),
-    [pytest.param(4, FOUR[1:2], id="4"), *in_pieces(2, TWO, 4), *in_pieces(4, FOUR), *in_pieces(8, EIGHT, 1)],
-)
+@pytest.mark.parametrize(("workers", "runs"), [pytest.param(4, FOUR[1:2], id="4"), *in_pieces(2, TWO, 4), *in_pieces(4, FOUR)])
 def test_processes_compute_what_one_worker_does(workers: int, runs: list[Run]) -> None:
-    everyone = map_ranks(workers, cases.train_all, runs, timeout=850)
-    alone = {name: cases.train(None, name, "data=1", 4, {}) for name in {name for name, *_ in runs}}
+    compare(workers, runs, 4, 8)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", ["data=2,pipe=2,tensor=2", "pipe=4,tensor=2", "pipe=2,tensor=4", "data=2,pipe=4"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+@pytest.mark.large  # twelve launches of eight processes, of about a minute each
+def test_eight_processes_compute_what_one_worker_does(name: str, mesh: str) -> None:
+    compare(8, eight(name, mesh), 8, 16)
+
+
+def test_eight_processes_with_stages_shards_and_replicas() -> None:
+    compare(8, eight("mlp", "data=2,pipe=2,tensor=2")[1:2], 8, 16)
+
+
+def compare(workers: int, runs: list[Run], accumulate: int, samples: int) -> None:
+    """Run on MPI processes, and on one worker with as many micro-batches in all."""
+    everyone = map_ranks(workers, cases.train_all, runs, samples, timeout=850)
+    alone = {name: cases.train(None, name, "data=1", accumulate, {}, samples) for name in {name for name, *_ in runs}}
     for k, run in enumerate(runs):
         assert max(pipe_cases.distance(found[k], alone[run[0]]) for found in everyone) < 1e-5, run
         assert len({found[k]["hash"] for found in everyone}) == 1, run
