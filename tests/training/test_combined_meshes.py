@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from graphc.distributed.collective_proof import check_events
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError, WorldError
+from graphc.ir.ops.collectives import collective_of
 from graphc.pipe.split import Pipe
 from graphc.plan.group_places import CollectiveEvent
 from graphc.plan.partition import make_plan
 from graphc.plan.pipe_events import pipe_events
-from graphc.report.memory import feed_shapes
+from graphc.report.memory import feed_shapes, memory_of
 from graphc.report.pipe_memory import memory_of_stages, table_of
 from tests.tiers import params
 from tests.training import combined_cases as cases
@@ -95,6 +97,42 @@ def test_optimizer_state_is_divided_among_the_replicas_of_a_stage() -> None:
         return sum(report.optimizer for report in reports)
 
     assert state_of("zero") == pytest.approx(state_of("mirrored") / 2, rel=0.02)
+
+
+def collectives(program: graphc.Program) -> Counter[str]:
+    """How often each collective of the graph stands in it, by tag."""
+    nodes = (node for node in program.model.graph if collective_of(node) is not None)
+    return Counter(f"{node.op_type} {node.attributes['tag'].as_string()}" for node in nodes)
+
+
+def activations(program: graphc.Program) -> int:
+    """Bytes that a rank of the first stage holds for four samples."""
+    mesh, shapes = program.mesh or Mesh(), feed_shapes(program.model, 4)
+    found = memory_of_stages(program.model, shapes)[0] if mesh.pipe > 1 else memory_of(program.model, shapes, mesh=mesh)
+    return found.activations
+
+
+RECOMPUTED = [
+    ("pipe=2,tensor=2", 4, {"recompute": "all"}),
+    ("tensor=2", 4, {"recompute": "all"}),
+    ("tensor=2", 4, {"recompute": "cheap"}),
+    ("data=2,pipe=2,tensor=2", 2, {"recompute": "all", "strategy": "zero", "schedule": "zero-bubble"}),
+    ("data=2,tensor=2", 2, {"recompute": "all", "strategy": "zero:stage=3"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "accumulate", "options"), params(RECOMPUTED, large=RECOMPUTED[1:]))
+def test_shards_recompute_without_another_collective(
+    mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
+) -> None:
+    """Sums over the tensor axis are kept, what lies between them runs again: the same bits, from less memory."""
+    found = on_threads("gpt", mesh, accumulate, options)
+    assert max(pipe_cases.distance(one, alone("gpt")) for one in found) < 1e-5
+    kept = {name: value for name, value in options.items() if name != "recompute"}
+    assert {one["hash"] for one in found} == {one["hash"] for one in on_threads("gpt", mesh, accumulate, kept)}
+    again, plain = (cases.compiled("gpt", Mesh.parse(mesh), accumulate, **given) for given in (options, kept))
+    assert collectives(again) == collectives(plain)
+    assert activations(again) < 0.9 * activations(plain)
 
 
 def continued(

@@ -215,7 +215,7 @@ COMBINES: list[tuple[dict[str, Any], tuple[str, str, str, str]]] = [
     ({"compress": "topk"}, (PIPE, TENSOR, TENSOR, NODE)),
     ({"compress": "powersgd"}, (PIPE, TENSOR, TENSOR, NODE)),
     ({"deterministic": "any-world"}, (PIPE, "", PIPE, NODE)),
-    ({"recompute": "all"}, ("", TENSOR, TENSOR, "")),
+    ({"recompute": "all"}, ("", "", "", "")),
     ({"strategy": "zero:stage=1"}, ("", "", "", "")),
     ({"strategy": "zero:stage=2,shard_size=4"}, ("", "", "", "has nodes of 2 workers, and per_node=4")),
     ({"strategy": "zero:stage=3"}, (PIPE, "", PIPE, "")),
