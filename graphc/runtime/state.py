@@ -85,7 +85,7 @@ class State:
         self.copies = narrow_copies(model.graph)
         self.local = local_states(model.graph)
         self.averaged = averaged_states(model.graph)
-        self.updated = frozenset(states - {low for lows in self.copies.values() for low in lows})
+        self.updated = updated_states(model.graph)
         for name, value in model.graph.initializers.items():
             if value.const_value is None:
                 raise UsageError(f"initializer {name!r} has no value; run 'initialize'")
@@ -368,6 +368,12 @@ class State:
         return {
             name: array for name, array in sorted(self.arrays.items()) if name not in {*BY_RANK, *self.local, *self.parts.cuts}
         }
+
+
+def updated_states(graph: ir.Graph) -> frozenset[str]:
+    """The states that training changes, without copies in a narrower type: what a checkpoint holds."""
+    copies = {low for lows in narrow_copies(graph).values() for low in lows}
+    return frozenset({state.name or "" for _, state, _ in state_updates(graph)} - copies)
 
 
 def averaged_states(graph: ir.Graph) -> dict[str, tuple[int, int]]:

@@ -22,8 +22,9 @@ from graphc.plan.partition import Plan, make_plan
 from graphc.plan.pipe_events import pipe_events
 from graphc.report.pipe_memory import table_of
 from graphc.runtime import checkpoint
+from graphc.runtime.parts import Parts
 from graphc.runtime.pipe import PipeLinks, PipeStep, StagePlan
-from graphc.runtime.state import State
+from graphc.runtime.state import State, updated_states
 from graphc.training.feeds import check_feed_names, key_of_shapes
 from graphc.training.microbatch import MicroBatch
 from graphc.training.plan_cache import PlanCache
@@ -88,8 +89,8 @@ class Pipeline(Replica):
         self._evaluations: dict[tuple[Any, ...], PipeStep] = {}
         self._micro: Sequence[MicroBatch] = ()  # of the step that runs
         self._kept: list[dict[str, Array]] = []  # the model's own outputs, by micro-batch
-        whole = State(trainer.program.model)
-        self._updated, self._divided = whole.updated, whole.parts
+        graph = trainer.program.model.graph  # of all stages: no memory for their state is taken here
+        self._updated, self._divided = updated_states(graph), Parts(graph, None)
 
     @staticmethod
     def check_world(program: Program, size: int) -> None:
@@ -176,7 +177,7 @@ class Pipeline(Replica):
                 state.load({name: array})
 
     def _initial(self, name: str) -> Array:
-        """The initial value of a state, whole."""
+        """A copy of the initial value of a state, whole; one at a time, since a rank need not have room for all stages."""
         found = array_of(self.trainer.program.model.graph.initializers[name])
         return np.array(self._divided.initial(name, found) if name in self._divided else found)
 
