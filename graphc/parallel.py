@@ -19,7 +19,7 @@ from graphc.pipeline import PASSES, PassCall
 STRATEGIES = ("mirrored", "zero", "central_storage", "parameter_server", "local_sgd", "adasum")
 """Strategies; each except the first is also the name of the pass that rewrites the mirrored graph."""
 
-WITH_STAGES = ("mirrored", "zero", "zero:stage=1", "zero:stage=2")
+WITH_STAGES = ("mirrored", "zero", "zero:stage=1", "zero:stage=2", "zero:stage=3")
 """Strategies that work with a pipeline."""
 
 DETERMINISM = ("run", "any-world")
@@ -161,7 +161,7 @@ def check_tensor(options: CompileOptions, mesh: Mesh | None) -> None:
             raise UsageError("shard= divides weights over the tensor axis, and the mesh has none; give mesh=Mesh(tensor=2)")
         return
     given = {
-        f"strategy={options.strategy!r}": _among_replicas(options) not in (*WITH_STAGES, "zero:stage=3"),
+        f"strategy={options.strategy!r}": _among_replicas(options) not in WITH_STAGES,
         f"compress={options.compress!r}": _has_residuals(options),
     }
     for text, there in given.items():
@@ -227,10 +227,15 @@ def check_mesh(options: CompileOptions, mesh: Mesh | None) -> None:
             raise UsageError(
                 f"place={options.place} and accumulate={options.accumulate} exclude each other; leave accumulate out"
             )
+        if _among_replicas(options) == "zero:stage=3":
+            raise UsageError(
+                f"place={options.place} and strategy={options.strategy} exclude each other: nodes put on devices by hand read"
+                " whole parameters; take zero:stage=2, or stages of a schedule"
+            )
     excluded = {
         "strategy": (
             options.strategy if _among_replicas(options) not in WITH_STAGES else None,
-            "parameters are divided by stages; zero:stage=1 and zero:stage=2 divide the rest among the replicas",
+            "stages divide the parameters; 'mirrored' and 'zero' work with them",
         ),
         "compress": (options.compress if _has_residuals(options) else None, "a stage keeps no residuals"),
         "deterministic": (options.deterministic if _shards(options) else None, "a pipeline has micro-batches of its own"),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.ir.declare import Role, declaration_of, is_update, required_declaration
 from graphc.ir.facts import input_of
+from graphc.ir.names import STAGE
 
 
 def updates_of(graph: ir.Graph) -> list[ir.Node]:
@@ -69,6 +70,13 @@ def has_role(value: ir.Value, role: Role) -> bool:
 def copies_of(node: ir.Node) -> list[ir.Node]:
     """The updates that copy the parameter updated by ``node`` to a lower type."""
     return [user for user in next_value_of(node).consumers() if role_of(user) is Role.COPY]
+
+
+def stages_that_read(node: ir.Node) -> set[str]:
+    """The pipeline stages, as nodes are marked with them, that read the parameter of an update, or a copy in a lower type."""
+    states = [state_of(update) for update in (node, *copies_of(node))]
+    users = [user for state in states for user in state.consumers() if not is_update(user)]
+    return {user.metadata_props[STAGE] for user in users if STAGE in user.metadata_props}
 
 
 def converts(node: ir.Node) -> bool:

@@ -5,9 +5,10 @@
 
 Buckets fill in the order in which the backward pass produces the gradients (the reverse of the forward order), so the first
 bucket is complete, and its AllReduce runs, while earlier layers are still being differentiated. One bucket holds operands of
-one element type, one reduction, one kind of update and, in a pipeline, one stage; shards over a tensor axis and whole
-parameters lie apart, since a norm counts each element once. The scalars of the loss have a bucket of their own. Where
-gradients are sent in a low type (``compress``), the conversions of a bucket are merged as well.
+one element type, one reduction, one kind of update and, in a pipeline, one stage. Shards over a tensor axis and whole
+parameters lie apart, since a norm counts each element once; so do parameters that several stages read, since ZeRO leaves them
+whole. The scalars of the loss have a bucket of their own. Where gradients are sent in a low type (``compress``), the
+conversions of a bucket are merged as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphc.ir.facts import input_of, inputs_of, nbytes_of, producer_of
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.shards import cuts_of
-from graphc.ir.updates import converts, copies_of, is_reduced, on_its_way, source_of, state_of
+from graphc.ir.updates import converts, copies_of, is_reduced, on_its_way, source_of, stages_that_read, state_of
 from graphc.passes.precision.update_graph import sink
 from graphc.pipe.tasks import mark_updates
 from graphc.pipeline import Context, graph_pass
@@ -47,7 +48,8 @@ def bucket(model: ir.Model, ctx: Context, *, mb: float = 25.0, first_mb: float =
     closed: list[tuple[tuple[str, ...], list[ir.Node]]] = []
     filled: dict[tuple[str, ...], int] = {}
     for node in updates:
-        key = (*_key(node), stage_of.get(node, ""), str(cuts.get(state_of(node).name or "") is not None))
+        shared = len(stages_that_read(node)) > 1 if stage_of else False
+        key = (*_key(node), stage_of.get(node, ""), str(cuts.get(state_of(node).name or "") is not None), str(shared))
         size = nbytes_of(state_of(node))
         limit = (min(first_mb, mb) if not any(k == key for k, _ in closed) else mb) * 1e6
         if key in open_buckets and filled[key] + size > limit:

@@ -37,6 +37,7 @@ from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
 from graphc.ir.facts import producer_of, static_dims
+from graphc.ir.names import marks_of
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.subgraphs import sources
 from graphc.passes.precision.update_graph import computed_for_gradients
@@ -75,6 +76,7 @@ class _Pair:
 
 def _split(graph: ir.Graph, op: Builder, node: ir.Node) -> _Pair:
     op.before = node
+    op.marks = marks_of(node) if all(v is None or v.is_initializer() for v in node.inputs) else {}  # else as its operands
     attributes = {k: a.value for k, a in node.attributes.items()}
     name = node.name or node.op_type.lower()
     flying = op.emit(f"{node.op_type}Start", node.inputs, attributes, domain="graphc", name=f"{name}/start")

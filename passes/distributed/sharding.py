@@ -24,7 +24,7 @@ from graphc.ir.facts import inputs_of, producer_of
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.collectives import collective_of
-from graphc.ir.updates import copies_of, next_value_of, source_of, state_of, trains
+from graphc.ir.updates import copies_of, next_value_of, source_of, stages_that_read, state_of, trains
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,10 @@ class Bucket:
         """The updates of the parameters and of their copies, restricted to states that the computation reads."""
         both = (self.updates, self.copies)
         return [nodes for nodes in both if any(not is_update(user) for n in nodes for user in state_of(n).consumers())]
+
+    def is_read_elsewhere(self) -> bool:
+        """Whether several pipeline stages read a parameter of the bucket."""
+        return any(len(stages_that_read(node)) > 1 for node in self.updates)
 
 
 def shard_updates(graph: ir.Graph, strategy: str, *, owner: str, transient: bool, offload: bool) -> list[Bucket]:

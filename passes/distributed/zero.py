@@ -10,6 +10,10 @@ one flat buffer. Rank r owns the r-th of N equal shards, updates only that, and 
 only for that. In stage 3 it keeps only its shard of the parameters too: a bucket of parameters is whole from shortly before its
 first use to its last use in the forward pass, and again in the backward pass. ``schedule`` starts each AllGather one bucket
 ahead.
+
+With micro-batches, and so in a pipeline, each micro-batch gathers anew. Gathered once a step, the parameters of a stage would
+be whole in all of it, which takes the memory of stage 2. A parameter that several pipeline stages read, such as tied
+embeddings, is sent to them whole once a step, so it stays whole on its own stage: its bucket is as in stage 2.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import is_update
-from graphc.ir.names import BUCKET, LOSS_TOTAL
+from graphc.ir.names import BUCKET, LOSS_TOTAL, marks_of
 from graphc.ir.subgraphs import reads, replace_reads, sources
 from graphc.ir.updates import state_of
 from graphc.passes.distributed.sharding import Bucket, buckets_note, gather_next, shard_updates
@@ -45,7 +49,7 @@ def zero(model: ir.Model, ctx: Context, *, stage: int = 1, offload: bool = False
     buckets = shard_updates(graph, "zero", owner="even", transient=stage >= 2, offload=offload)
     forward = _forward(graph) if stage == 3 else set()
     for bucket in buckets:
-        if stage < 3:
+        if stage < 3 or bucket.is_read_elsewhere():
             gather_next(graph, bucket, "even")
         else:
             _gather_before_use(graph, bucket, forward)
@@ -77,6 +81,7 @@ def _gather_before_use(graph: ir.Graph, bucket: Bucket, forward: set[ir.Node]) -
 
 def _gather(graph: ir.Graph, bucket: Bucket, phase: str, states: Sequence[ir.Value], readers: Sequence[ir.Node]) -> None:
     op = Builder(graph, before=readers[0], scope=f"gather/{bucket.name}/{phase}")
+    op.marks = marks_of(readers[0])
     attributes = {"tag": f"{bucket.group}/{bucket.name}/{phase}", "group": bucket.group, BUCKET: bucket.name, "owner": "even"}
     results = op.emit("AllGather", list(states), attributes, domain="graphc", name=f"gather/{bucket.name}/{phase}")
     whole = dict(zip(states, results, strict=True))

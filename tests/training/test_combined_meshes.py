@@ -19,6 +19,7 @@ from graphc.distributed.collective_proof import check_events
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError, WorldError
+from graphc.ir.names import STEP
 from graphc.ir.ops.collectives import collective_of
 from graphc.pipe.split import Pipe
 from graphc.plan.group_places import CollectiveEvent
@@ -28,12 +29,13 @@ from graphc.report.memory import feed_shapes, memory_of
 from graphc.report.pipe_memory import memory_of_stages, table_of
 from tests.tiers import params
 from tests.training import combined_cases as cases
-from tests.training import pipe_cases
+from tests.training import pipe_cases, tensor_cases
 
 ALL = [
     ("gpt", "pipe=2,tensor=2", 4, {"schedule": "1f1b"}),
     ("mlp", "data=2,pipe=2,tensor=2", 2, {"schedule": "zero-bubble", "strategy": "zero"}),
     ("mlp", "pipe=2,tensor=2", 1, {"place": ["m0=0", "a2=1"]}),
+    ("mlp", "data=2,pipe=2", 2, {"strategy": "zero:stage=3"}),
     ("mlp", "node=2,pipe=2,tensor=2", 2, {}),
     ("cnn", "pipe=2,tensor=2", 4, {"schedule": "gpipe"}),
     ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero:stage=2"}),
@@ -43,6 +45,9 @@ ALL = [
     ("gpt", "data=2,pipe=4", 2, {"strategy": "zero:stage=2", "schedule": "zero-bubble"}),
     ("gpt", "data=2,tensor=2", 2, {"strategy": "zero:stage=3"}),
     ("cnn", "data=2,pipe=2,tensor=2", 2, {"schedule": "1f1b", "strategy": "zero"}),
+    ("gpt", "data=2,pipe=2", 2, {"schedule": "zero-bubble", "strategy": "zero:stage=3"}),
+    ("gpt", "data=2,pipe=2,tensor=2", 2, {"schedule": "interleaved", "strategy": "zero:stage=3"}),
+    ("cnn", "node=2,data=2,pipe=2", 1, {"schedule": "gpipe", "strategy": "zero:stage=3"}),
 ]
 
 
@@ -64,7 +69,7 @@ def on_threads(name: str, mesh: str, accumulate: int, options: dict[str, Any]) -
     return run_threads(Mesh.parse(mesh).size, lambda comm: pipe_cases.run(program, data, comm), deadline=120)
 
 
-@pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[3:]))
+@pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[4:]))
 def test_every_combination_computes_what_one_worker_does(
     name: str, mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -118,6 +123,7 @@ RECOMPUTED = [
     ("tensor=2", 4, {"recompute": "cheap"}),
     ("data=2,pipe=2,tensor=2", 2, {"recompute": "all", "strategy": "zero", "schedule": "zero-bubble"}),
     ("data=2,tensor=2", 2, {"recompute": "all", "strategy": "zero:stage=3"}),
+    ("data=2,pipe=2,tensor=2", 2, {"recompute": "all", "strategy": "zero:stage=3"}),
 ]
 
 
@@ -135,6 +141,25 @@ def test_shards_recompute_without_another_collective(
     assert activations(again) < 0.9 * activations(plain)
 
 
+@pytest.mark.parametrize("schedule", params(["1f1b", "zero-bubble"], large=["zero-bubble"]))
+def test_parameters_of_a_stage_are_divided_among_its_replicas(schedule: str) -> None:
+    """A rank holds what ``inspect --memory`` says: its shard, and whole parameters only where another stage reads them too."""
+    mesh, given = Mesh(data=2, pipe=2), {"schedule": schedule, "optimizer": graphc.optim.Adam()}
+    program, plain = (cases.compiled("gpt", mesh, 2, strategy=f"zero:stage={k}", **given) for k in (3, 2))
+    divided, whole = (memory_of_stages(p.model, feed_shapes(p.model, 2)) for p in (program, plain))
+    table = tensor_cases.VOCABULARY * tensor_cases.WIDTH * 4  # bytes of the embeddings, which the last stage reads too
+    assert divided[0].parameters == pytest.approx((whole[0].parameters + table) / 2, rel=0.02)
+    assert divided[1].parameters == pytest.approx(whole[1].parameters / 2, rel=0.02)
+
+    def held(comm: Communicator) -> int:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            return sum(flat.nbytes for name, flat in trainer.state.flat.items() if not name.startswith(STEP))
+
+    for rank, nbytes in enumerate(run_threads(4, held, deadline=60)):
+        report = divided[mesh.coordinate("pipe", rank)]
+        assert nbytes == report.parameters + report.optimizer
+
+
 def continued(
     comm: Communicator, program: graphc.Program, batch: dict[str, Any], number: int, folder: Path
 ) -> tuple[float, str]:
@@ -150,7 +175,7 @@ def continued(
 @pytest.mark.parametrize("name", params(["mlp", "gpt"], large=["gpt"]))
 def test_checkpoints_go_from_mesh_to_mesh(name: str, tmp_path: Path) -> None:
     meshes = [
-        ("data=2,pipe=2", 2, {"strategy": "zero"}),
+        ("data=2,pipe=2", 2, {"strategy": "zero:stage=3"}),
         ("tensor=2", 4, {}),
         ("data=1", 4, {}),
         ("data=2,pipe=2,tensor=2", 2, {"strategy": "zero", "schedule": "gpipe"}),
@@ -272,7 +297,7 @@ def test_the_proof_finds_ranks_that_would_wait_for_each_other(events: list[list[
             "axis 1 of 'b0_up' has 64 elements; 2, 4, 8, 16, 32, 64 would divide it",
         ),
         (Mesh(pipe=2, tensor=3), {"shard": ["b0_qkv=1"]}, "none of which 3 divides; 2, 4 would divide the 4"),
-        (Mesh(data=2, pipe=2), {"strategy": "zero:stage=3"}, "pipe=2 and strategy=zero:stage=3 exclude each other"),
+        (Mesh(data=2, pipe=2), {"strategy": "adasum"}, "pipe=2 and strategy=adasum exclude each other"),
         (Mesh(pipe=2, tensor=2), {"schedule": "interleaved"}, "3 micro-batches cannot go in rounds of 2"),
     ],
 )

@@ -33,7 +33,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gpipe"},
     {"schedule": "1f1b", "strategy": "zero"},
     {"schedule": "interleaved", "strategy": "zero:stage=2"},
-    {"schedule": "zero-bubble"},
+    {"schedule": "zero-bubble", "strategy": "zero:stage=3"},
 ]
 
 

@@ -77,6 +77,7 @@ def test_the_norm_counts_every_element_once(mesh: Mesh) -> None:
         (Mesh(data=2, tensor=2), "zero:stage=1"),
         (Mesh(data=2, tensor=2), "zero:stage=3"),
         (Mesh(data=2, pipe=2), "zero:stage=2"),
+        (Mesh(data=2, pipe=2), "zero:stage=3"),
         (Mesh(data=4, pipe=2), "zero:stage=1,shard_size=4"),  # two nodes of two replicas with two stages
         (Mesh(node=2, data=2, pipe=2), "mirrored"),
     ],
@@ -218,7 +219,7 @@ COMBINES: list[tuple[dict[str, Any], tuple[str, str, str, str]]] = [
     ({"recompute": "all"}, ("", "", "", "")),
     ({"strategy": "zero:stage=1"}, ("", "", "", "")),
     ({"strategy": "zero:stage=2,shard_size=4"}, ("", "", "", "has nodes of 2 workers, and per_node=4")),
-    ({"strategy": "zero:stage=3"}, (PIPE, "", PIPE, "")),
+    ({"strategy": "zero:stage=3"}, ("", "", "", "")),
     ({"strategy": "zero:stage=1,offload=true"}, (PIPE, TENSOR, TENSOR, "")),
     ({"allreduce": "hierarchical"}, ("", "", "", "")),
     ({"strategy": "local_sgd"}, (PIPE, TENSOR, TENSOR, "")),
@@ -227,6 +228,11 @@ COMBINES: list[tuple[dict[str, Any], tuple[str, str, str, str]]] = [
     ({"strategy": "parameter_server"}, (PIPE, TENSOR, TENSOR, NODE)),
 ]
 """Options → the error on each of MESHES, which begins with the axis and names the option; empty: they work together."""
+
+
+def test_nodes_put_on_devices_by_hand_read_whole_parameters() -> None:
+    with pytest.raises(UsageError, match=r"place=\['\*=0', 'm2=1'\] and strategy=zero:stage=3 exclude .* take zero:stage=2"):
+        small.compiled(mesh=Mesh(data=2, pipe=2), place=["*=0", "m2=1"], strategy="zero:stage=3")
 
 
 @pytest.mark.parametrize(("options", "errors"), COMBINES, ids=str)
