@@ -116,6 +116,9 @@ class HostSegment:
                 self._close(left)
                 self.parts.append(self._kernel(launch, grouping.memory))
             else:
+                made = {v for node in left for v in node.outputs}
+                if any(self.aliases.get(v) in made for v in operands(launch.node) if v is not None):
+                    self._close(left)  # it reads another shape of what they write, which one session would not wait for
                 left.append(launch.node)
         self._close(left)
 

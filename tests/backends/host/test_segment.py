@@ -124,6 +124,14 @@ def test_a_scalar_constant_stays_a_scalar_for_the_nodes_that_are_left(backend: B
     np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.exp(x[:, 2]), rtol=1e-6)
 
 
+def test_a_reshape_between_nodes_that_are_left_keeps_their_order(backend: Backend) -> None:
+    model = text("h = MatMul(x, x) r = Reshape(h, s) g = Gather(r, k) y = Exp(g)", "3,3", "2")
+    for name, value in (("s", [-1]), ("k", [8, 1])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), name))
+    x = np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32)
+    np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.exp((x @ x).ravel()[[8, 1]]), rtol=1e-5)
+
+
 class Blocks(nn.Module):
     """A transformer with what lies between its products, and a convolution with its norm."""
 
