@@ -183,7 +183,8 @@ def _residuals(lines: Array, order: int = 3) -> Array:
     top = np.abs(lines).max(axis=1)
     windows = np.lib.stride_tricks.sliding_window_view(lines, order + 1, axis=1)
     least = np.linalg.svd(windows, compute_uv=False)[:, -1]
-    return np.divide(least, math.sqrt(windows.shape[1]) * top, out=np.zeros(len(lines)), where=top > 0)
+    found: Array = least / (math.sqrt(windows.shape[1]) * np.where(top > 0, top, 1.0))  # of a line of zeros, 0
+    return found
 
 
 def _is_filter_bank(array: Array) -> bool:
