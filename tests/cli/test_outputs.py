@@ -59,6 +59,8 @@ READS: dict[tuple[str, str], list[str]] = {
     ("check", "--input"): ["check", "m.onnx"],
     ("train", "--config"): ["train", "m.onnx", *LOSS, "--data", "d.npz"],
     ("plan", "model"): ["plan", *LOSS, "--devices", "2", "--memory", "1GB", "--network", "n.toml", "--batch-size", "8"],
+    ("plan", "--profile"): PLAN,  # what exists is read, and only what does not is written
+    ("bench", "--profile"): ["bench", "--predict", "m.onnx"],
     ("plan", "--network"): ["plan", "m.onnx", *LOSS, "--devices", "2", "--memory", "1GB", "--batch-size", "8"],
 }
 """(command, option or argument) → the words besides."""

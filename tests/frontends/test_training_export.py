@@ -142,7 +142,7 @@ def test_zoo_models_step_alike_in_plain_onnxruntime(name: str) -> None:
     compare(program, zoo_feeds(program))
 
 
-@pytest.mark.full
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "resnet50"])
 def test_kernels_step_alike_on_smooth_zoo_models(name: str) -> None:
     """Grouped, strided and residual convolutions, with batch normalisation and without."""

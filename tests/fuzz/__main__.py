@@ -31,7 +31,7 @@ def smallest(kind: str, number: int, found: Outcome) -> tuple[int, ...] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
+    parser.add_argument("--kind", choices=[*KINDS, "all"], action="append", help="may be given several times; else all")
     parser.add_argument("--count", type=int, default=1000, help="attempts of each kind")
     parser.add_argument("--seed", type=int, default=0, help="number of the first attempt")
     parser.add_argument(
@@ -41,7 +41,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     prepare()
     faults = 0
-    for kind in KINDS if given.kind == "all" else [given.kind]:
+    for kind in KINDS if "all" in (given.kind or ["all"]) else given.kind:
         endings: collections.Counter[str] = collections.Counter()
         with contextlib.suppress(KeyboardInterrupt):  # what was found until then is told
             for number in range(given.seed, given.seed + given.count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
@@ -15,7 +16,6 @@ from onnx import helper
 
 from graphc.cli import main
 from graphc.data.files import open_arrays
-from graphc.pipeline import PASSES
 from graphc.runtime import checkpoint
 from tests.fuzz.fault import fault
 from tests.fuzz.model_mutants import mutate
@@ -217,12 +217,8 @@ LIMITS: dict[str, dict[str, int]] = {"fault": {"seconds": 400, "megabytes": 1 <<
 
 
 def prepare() -> None:
-    """Import and register everything once, so that children need not."""
-    import graphc.training.trainer
-    from graphc.backend import BACKENDS
-
-    assert len(PASSES) > 0
-    BACKENDS.load()
-    seeds()
+    """Import, register and compile everything once, so that children need not."""
+    with contextlib.chdir(Path.cwd()), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for kind, valid in ((model, 0), (cli, 2)):
+            kind(valid)[1]()
     _checkpoint()
-    assert graphc.training.trainer

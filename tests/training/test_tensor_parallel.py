@@ -190,7 +190,7 @@ def test_named_shards() -> None:
     [
         (Mesh(tensor=3), {"shard": ["b0_up=1"]}, r"axis 1 of 'b0_up' has 64 elements; 2, 4, 8, 16, 32, 64 would divide it"),
         (Mesh(tensor=2), {"shard": ["b0_s1=0"]}, "'b0_s1' cannot be divided by 2: .*LayerNormalization.* normalises over it"),
-        (Mesh(tensor=2), {"shard": ["b0_up"]}, r"write auto, or a pattern of parameters and an axis"),
+        (Mesh(tensor=2), {"shard": ["b0_up"]}, r"write auto, auto:sequence, or a pattern of parameters and an axis"),
         (Mesh(tensor=2), {"shard": ["nothing=0"]}, "matches no parameter"),
         (Mesh(tensor=2), {"shard": ["b0_up=2"]}, "'b0_up' has 2 axes"),
         (Mesh(tensor=2), {"strategy": "local_sgd"}, "tensor=2 does not work with strategy='local_sgd' yet"),
