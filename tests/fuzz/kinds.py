@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from onnx import helper
@@ -218,7 +219,13 @@ LIMITS: dict[str, dict[str, int]] = {"fault": {"seconds": 400, "megabytes": 1 <<
 
 def prepare() -> None:
     """Import, register and compile everything once, so that children need not."""
-    with contextlib.chdir(Path.cwd()), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    quiet = io.StringIO()
+    with (
+        contextlib.redirect_stdout(quiet),
+        contextlib.redirect_stderr(quiet),
+        contextlib.chdir(Path.cwd()),
+        patch.dict(os.environ),
+    ):
         for kind, valid in ((model, 0), (cli, 2)):
             kind(valid)[1]()
     _checkpoint()
