@@ -141,14 +141,16 @@ class StepProfile:
             found = json.loads(read_regular(path))
             if found["form"] != FORM:
                 raise ValueError(f"its form is {found['form']!r}, not {FORM!r}")
-            steps = {
-                one["key"]: Measured(Work(**{name: one[name] for name in Work.__slots__}), positive(one["seconds"]))
+            works = [
+                Work(str(one["key"]), str(one["kind"]), str(one["text"]), count(one["nbytes"]), count(one["operations"]))
                 for one in found["steps"]
-            }
+            ]
+            seconds = [positive(one["seconds"]) for one in found["steps"]]
+            steps = {work.key: Measured(work, taken) for work, taken in zip(works, seconds, strict=True)}
             about = {str(name): str(text) for name, text in found["about"].items()}
             rates = positive(found["bytes_per_second"]), positive(found["operations_per_second"])
             return cls(about, str(found["backend"]), int(found["threads"]), *rates, steps)
-        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(
                 f"profile {path}: it cannot be read ({reason}); 'graphc plan --profile' writes one where there is no file"
@@ -160,6 +162,14 @@ def positive(value: Any) -> float:
     number = float(value)
     if not 0 < number < math.inf:
         raise ValueError(f"{value!r} is no time or rate")
+    return number
+
+
+def count(value: Any) -> int:
+    """``value`` as a whole number; ValueError if it is negative."""
+    number = int(value)
+    if number < 0:
+        raise ValueError(f"{value!r} is no number of bytes or operations")
     return number
 
 

@@ -43,7 +43,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 TOLERANCES = {"bf16": 2**-9, "bf16, zero 3, offload": 2**-9, "bf16 gradients": 1e-4, "fp16": 2**-11}
-"""The rounding of one 16-bit number: sums in another order, as those of another CPU, round to a neighbour."""
+"""Where products are 16-bit, the rounding of one 16-bit number: a sum in another order rounds to a neighbour."""
 
 OUTSIDE: dict[str, int] = {"local sgd": 1, "local sgd, start": 1, "powersgd, start": 1, "fp16": 1}
 """Strategy → how many runs of a step over NCCL are not captured, since they read the step number or the loss scale."""

@@ -128,6 +128,9 @@ def test_what_was_not_measured_is_scaled_as_the_step_of_its_kind_that_is_nearest
         ({"form": "something else"}, "its form is 'something else'"),
         ({"bytes_per_second": 0}, "0 is no time or rate"),
         ({"steps": [{"key": "k"}]}, "is missing"),
+        ({"steps": [{"key": "k", "kind": "", "text": "", "nbytes": 8, "operations": -3, "seconds": 1}]}, "-3 is no number of"),
+        ({"steps": [{"key": "k", "kind": "", "text": "", "nbytes": "many", "operations": 0, "seconds": 1}]}, "many"),
+        ({"threads": float("inf")}, "cannot be read"),
         (None, "cannot be read"),
     ],
 )
