@@ -26,7 +26,7 @@ setup: $(STAMP)  ## create .venv with everything that development needs
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP)  ## the whole test suite, lint and types (under 10 minutes on 2 cores)
+test: $(STAMP)  ## the whole test suite, lint and types (24 minutes on 2 slow cores; the aim is 10)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
