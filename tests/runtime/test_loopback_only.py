@@ -20,7 +20,7 @@ import os, sys, time
 from graphc.distributed.choose import open_communicator
 comm = open_communicator()
 comm.barrier()
-print(comm.transport, os.environ.get("LD_PRELOAD"), flush=True)
+print(f"{comm.transport} {os.environ.get('LD_PRELOAD')}\\n", end="", flush=True)  # one write: threads share the stream
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.02)
 comm.barrier()
