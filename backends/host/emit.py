@@ -1,7 +1,8 @@
 """Emits LLVM IR for the statements of a kernel.
 
-Sums of a reduction may be reordered, so that they become vectors; every other operation is rounded as written, so that a value
-has the same bits in whichever kernel computes it.
+Sums of a reduction are reordered, so that they become vectors, in a way that depends on the size of the loop alone and not on
+what else is in it (:func:`_in_order`); every other operation is rounded as written. So a value has the same bits in whichever
+kernel computes it, if its loop has the same sizes there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Emitter:
         self._functions = functions
         self._scopes = [dict[str, tuple[Any, str]]()]
         self.columns: Callable[[Callable[[], None]], None] | None = None
+        self._sums = self._loops = 0  # emitted so far
 
     # Variables --------------------------------------------------------------------------------------------------------
 
@@ -119,10 +121,14 @@ class Emitter:
         b.position_at_end(inside)
         self._scopes.append({})
         self.define(name, counter)
+        loops, sums = self._loops, self._sums
         body()
         self._scopes.pop()
         counter.add_incoming(b.add(counter, ll.Constant(I64, 1), flags=("nsw",)), b.block)
-        b.branch(head)
+        again = b.branch(head)
+        if self._sums > sums and self._loops == loops and isinstance(stop, ll.Constant):
+            _in_order(again, stop.constant)
+        self._loops += 1
         b.position_at_end(behind)
 
     def _assign(self, target: lang.Name | lang.Index, value: lang.Expression) -> None:
@@ -298,6 +304,7 @@ class Emitter:
     def _combined(self, rule: str, a: Typed, b: Typed) -> Typed:
         build = self.builder
         if rule in ("Sum", "Prod"):
+            self._sums += 1
             if a.is_float:
                 make = build.fadd if rule == "Sum" else build.fmul
                 return Typed(make(a.value, b.value, flags=REORDERED), a.kind)
@@ -308,6 +315,22 @@ class Emitter:
             return Typed(build.call(made, [a.value, b.value]), a.kind)
         compare = build.icmp_signed if a.signed else build.icmp_unsigned
         return Typed(build.select(compare(">" if largest else "<", a.value, b.value), a.value, b.value), a.kind)
+
+
+def _in_order(again: Any, size: int) -> None:
+    """Fix how an innermost loop that sums is made vectors: left to itself LLVM would choose by all that the loop holds.
+
+    Args:
+        again: the branch back to the loop's head.
+        size: passes of the loop.
+    """
+    lanes, count = (8, 4) if size >= 64 else (8, 1) if size >= 8 else (1, 1)
+    module = again.module
+    settings = [("vectorize.enable", ll.Constant(I1, lanes > 1))] if lanes > 1 else []
+    settings += [("vectorize.width", ll.Constant(I32, lanes)), ("interleave.count", ll.Constant(I32, count))]
+    loop = module.add_metadata([f"loop {len(module.metadata)}"])
+    loop.operands = (loop, *(module.add_metadata([f"llvm.loop.{name}", value]) for name, value in settings))
+    again.set_metadata("llvm.loop", loop)
 
 
 def _reads(node: lang.Expression) -> bool:

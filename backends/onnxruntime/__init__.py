@@ -70,7 +70,7 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
 
-    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = False, fuse_small: bool = False) -> None:
+    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False) -> None:
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)

@@ -127,22 +127,19 @@ def test_a_pipeline_prints_its_schedule_and_memory(tmp_path: Path, capfd: pytest
     assert first["pipe 0"]["parameters"] == second["pipe 0"]["parameters"]
 
 
-FUSED = ("--backend", "onnxruntime:fuse=true")
-
-
 def test_the_kernels_of_a_segment_are_listed_with_their_nodes(training: str, capfd: pytest.CaptureFixture[str]) -> None:
     def segments(batch: str, *more: str) -> list[dict[str, Any]]:
         assert main(["show", "plan", training, "-n", "1", "--batch", batch, *more, "--format", "json"]) == 0
         return [step for step in json.loads(capfd.readouterr().out)["steps"] if step["kind"] == "segment"]
 
-    fused = [step for step in segments("4000", *FUSED) if step["parts"]]
+    fused = [step for step in segments("4000") if step["parts"]]
     assert fused
     for step in fused:
         assert {node for part in step["parts"] for node in part["nodes"]} <= set(step["nodes"])
     assert any(part["runs"] == "kernel" for step in fused for part in step["parts"])
-    assert not any(step["parts"] for step in [*segments("4", *FUSED), *segments("4000")])
+    assert not any(step["parts"] for step in [*segments("4"), *segments("4000", "--backend", "onnxruntime:fuse=false")])
 
-    assert main(["show", "plan", training, "-n", "1", "--batch", "4000", *FUSED]) == 0
+    assert main(["show", "plan", training, "-n", "1", "--batch", "4000"]) == 0
     lines = capfd.readouterr().out.splitlines()
     listed = [line.split(maxsplit=1) for line in lines if line.split()[:1] in (["kernel"], ["onnxruntime"])]
-    assert listed == [[p["runs"], ", ".join(p["nodes"])] for step in segments("4000", *FUSED) for p in step["parts"]]
+    assert listed == [[p["runs"], ", ".join(p["nodes"])] for step in segments("4000") for p in step["parts"]]

@@ -42,7 +42,7 @@ LEFT = frozenset(
 
 @pytest.fixture
 def backend() -> Any:
-    made = BACKENDS["onnxruntime"](threads=2, spin=False, fuse=True)
+    made = BACKENDS["onnxruntime"](threads=2, spin=False)
     yield made
     made.close()
 
@@ -156,7 +156,7 @@ def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
         example_inputs=(ids,),
         loss=graphc.losses.SoftmaxCrossEntropy(),
         optimizer=graphc.optim.SGD(lr=0.1),
-        backend="onnxruntime:fuse=true,fuse_small=true",
+        backend="onnxruntime:fuse_small=true",
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with graphc.Trainer(program, threads=threads) as trainer:
@@ -204,10 +204,10 @@ def test_little_arithmetic_is_left_to_onnxruntime_unless_asked_for() -> None:
         finally:
             made.close()
 
-    assert parts(":fuse=true", 20) == []
-    assert parts(":fuse=true", 10000) == ["kernel"]
+    assert parts("", 20) == []
+    assert parts("", 10000) == ["kernel"]
     assert parts(":fuse=false", 10000) == []
-    assert parts(":fuse=true,fuse_small=true", 20) == ["kernel"]
+    assert parts(":fuse_small=true", 20) == ["kernel"]
 
 
 LAYERS = [("", ""), ("second/", "other_")]
