@@ -134,6 +134,11 @@ class Capabilities(Protocol):
     empty.
     """
 
+    separate: int | None = None
+    """Bytes of values from which neighbouring nodes that share none are a segment each (:mod:`graphc.plan.apart`); None:
+    they are one segment, as suits a runtime that takes long to start one.
+    """
+
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, in a step of its own, instead of inside a segment."""
         return False

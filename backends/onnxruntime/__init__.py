@@ -51,6 +51,9 @@ FUSED = frozenset(
 )
 """Ops with a native kernel that a fused segment computes together with their neighbours."""
 
+SEPARATE = 1 << 15
+"""Bytes of a value from which memory decides where fused segments end; a segment costs no more than a kernel inside one."""
+
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""
 
@@ -75,6 +78,7 @@ class OnnxRuntimeBackend(Backend):
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
         self._fuse = fuse
+        self.separate = SEPARATE if fuse else None
         self._scratch = Scratch()
         self._least = 1 if fuse_small else host.LEAST
         self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}

@@ -32,6 +32,7 @@ from graphc.ir.updates import converts
 from graphc.mesh import Mesh
 from graphc.pipe.split import Edge, Pipe, Split
 from graphc.pipe.tasks import Task
+from graphc.plan.apart import apart
 from graphc.plan.buffers import lay_out
 from graphc.plan.group_places import collective_events, join_group
 from graphc.plan.skip_flag import guard
@@ -134,7 +135,7 @@ def make_plan(
     _privatise(ready.graph)
     stop = guard(node for node in ready.graph if is_update(node)) if guarded else None
     groups = update_groups(ready.graph, mesh.data, mesh.coordinate("data", rank))
-    steps = list(_steps(ready.graph, capabilities.prefers_native, groups, tasks))
+    steps = list(_steps(ready.graph, capabilities, groups, tasks))
     for step in steps:
         if step.transfer is not None and step.kind == "start":
             join_group(step, mesh, rank)
@@ -222,10 +223,11 @@ def _only_measures(node: ir.Node) -> bool:
 
 def _steps(
     graph: ir.Graph,
-    native: Callable[[ir.Node], bool],
+    capabilities: Capabilities,
     groups: Sequence[UpdateGroup],
     tasks: Mapping[ir.Node, Task],
 ) -> Iterator[PlanStep]:
+    native, separate = capabilities.prefers_native, capabilities.separate
     group_of = {node: group for group in groups for node in group.nodes}
     segment: list[ir.Node] = []
     sums: list[ir.Node] = []
@@ -239,9 +241,10 @@ def _steps(
         return PlanStep(kind, name, nodes, once=late, task=task, **more)
 
     def close() -> Iterator[PlanStep]:
-        if segment:
-            yield step("segment", segment[-1].name or "segment", list(segment))
-            segment.clear()
+        for part in apart(segment, separate) if separate is not None else [list(segment)]:
+            if part:
+                yield step("segment", part[-1].name or "segment", part)
+        segment.clear()
         if sums:  # after the segment: a segment that is cut at every gradient runs slower
             yield step("accumulate", sums[-1].name or "accumulate", list(sums))
             sums.clear()
