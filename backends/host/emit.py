@@ -1,8 +1,8 @@
 """Emits LLVM IR for the statements of a kernel.
 
-Sums of a reduction are reordered, so that they become vectors, in a way that depends on the size of the loop alone and not on
-what else is in it (:func:`_in_order`); every other operation is rounded as written. So a value has the same bits in whichever
-kernel computes it, if its loop has the same sizes there.
+Sums of a reduction are reordered, so that they become vectors, in a way that depends on the size of their loop and not on what
+else is in it (:func:`_in_order`); every other operation is rounded as written. So a value has the same bits in every kernel that
+computes it by the same loops.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class Emitter:
             self._sums += 1
             if a.is_float:
                 make = build.fadd if rule == "Sum" else build.fmul
-                return Typed(make(a.value, b.value, flags=REORDERED), a.kind)
+                return Typed(make(a.value, b.value, flags=() if self.lanes is not None else REORDERED), a.kind)
             return self._binary("+" if rule == "Sum" else "*", a, b)
         largest = rule == "Maximum"
         if a.is_float:
