@@ -1,8 +1,8 @@
 """Emits LLVM IR for the statements of a kernel.
 
 Sums of a reduction are reordered, so that they become vectors, in a way that depends on the size of their loop and not on what
-else is in it (:func:`_in_order`); every other operation is rounded as written. So a value has the same bits in every kernel that
-computes it by the same loops.
+else is in it (:func:`_in_order`); every other operation is rounded as written. So a value has the same bits in every kernel
+that computes it by the same loops.
 """
 
 from __future__ import annotations
