@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def assert_standard(proto: onnx.ModelProto) -> None:
 
 def trainer_step(program: graphc.Program, feeds: Arrays, *, kernels: bool) -> tuple[float, Arrays]:
     """Loss of one step of the trainer and its state after it; ``kernels=False`` leaves graphc's own kernels out."""
+    if not kernels:
+        program = replace(program, arguments=replace(program.arguments, backend="onnxruntime:fuse=false"))
     with graphc.Trainer(program, threads=2) as trainer:
         if not kernels:
             trainer.backend.prefers_native = lambda node: False  # type: ignore[method-assign]

