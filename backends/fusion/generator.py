@@ -71,15 +71,9 @@ class Generator(Values):
 
         Requires :meth:`divides`.
         """
-        nodes = self.spec.reductions
-        stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
-        whole = [s for s in stores if size_of(s[0]) != self.spec.rows]
-        body = self._reduce(nodes, final=False, beside=whole)
-        types = tuple(dtype_of(node.outputs[0]) for node in nodes)
-        lane, each = ("EACH(v) ", " + v") if self.form.strided else ("", "")
-        body.append("if (LANE == 0) {")
-        body += [f"{lane}p{k}[(INDEX)SPLIT * ROWS + row{each}] = {self._totals[node]};" for k, node in enumerate(nodes)]
-        first = self._source([*body, "}"], whole, types)
+        nodes, types = self.spec.reductions, self._types()
+        whole, single = self._divided_stores()
+        first = self._source(self._partial_totals(whole), whole, types)
         self.form = Form(strided=True)
         self._begin()
         body = []
@@ -91,8 +85,43 @@ class Generator(Values):
             body.append(f"for (int k = LANE; k < PARTS; k += LANES) {name}[0] = {total};")
             body.append(f"reduce_across<{rule.combine}>({name});")
             body.append(f"EACH(v) {name}[v] = {rule.last(self._totals[node], types[k], self.spec.columns)};")
-        single = [s for s in stores if s not in whole]
         return first, self._source([*body, *self._row_stores(single)], single, types)
+
+    def finished(self) -> KernelSource:
+        """Both halves in one kernel: of the blocks that share rows, the one that comes last combines what all have left.
+
+        It adds the partial totals in the order of the second half, so that the bits are the same.
+
+        Requires :meth:`divides`.
+        """
+        nodes, types, form = self.spec.reductions, self._types(), self.form
+        whole, single = self._divided_stores()
+        body = self._partial_totals(whole)
+        self._row = self._scope = Scope()
+        self.form = Form(strided=True)
+        names = [self._name("s") for _ in nodes]
+        rules = [reduction_of(node) for node in nodes]
+        self._totals = {node: f"{name}[v]" for node, name in zip(nodes, names, strict=True)}
+        last = ["if (is_last(counters + BLOCK / SPLITS, SPLITS)) {"]
+        for macro, number in {"LANES": "LAST_LANES", "VECTOR": "LAST_VECTOR", "STRIDED": "1"}.items():
+            last += [f"#undef {macro}", f"#define {macro} {number}"]  # what follows is shaped as the second half
+        last.append("LAST_ROWS(row) {\n@rows@")
+        for name, rule, dtype in zip(names, rules, types, strict=True):
+            last.append(f"{compute_type(dtype)} {name}[VECTOR]; EACH(v) {name}[v] = {rule.start(dtype)};")
+        last.append("UNROLL_TOTALS for (INDEX k = LANE; k < PARTS; k += LANES) {")
+        for k, (name, rule, dtype) in enumerate(zip(names, rules, types, strict=True)):
+            total, kind = self._name("q"), f"Pack<{compute_type(dtype)}, VECTOR>"
+            last.append(f"const {kind} {total} = load_total<VECTOR>(p{k} + k * (INDEX)ROWS + row);")
+            last.append(f"EACH(v) {name}[v] = {rule.combine}::of({name}[v], {total}.at[v]);")
+        last.append("}")
+        for node, name, rule, dtype in zip(nodes, names, rules, types, strict=True):
+            last.append(f"reduce_last<LANES, {rule.combine}>({name});")
+            last.append(f"EACH(v) {name}[v] = {rule.last(self._totals[node], dtype, self.spec.columns)};")
+        last += [*self._row_stores(single), "}", "}"]
+        if not form.strided:  # a vector was of columns, which are added up by now
+            last = [line.replace("@lane@", "") for line in last]
+        self.form = form
+        return self._source(body, [*whole, *single], types, after=last, finishes=True)
 
     def innermost(self, along: str) -> tuple[Variable | None, int]:
         """The variable whose neighbours may form a vector, and their number; call it after generating a source."""
@@ -103,6 +132,23 @@ class Generator(Values):
         for variable in groups[-1]:
             size *= variable.size
         return groups[-1][-1], size
+
+    def _types(self) -> tuple[ir.DataType, ...]:
+        return tuple(dtype_of(node.outputs[0]) for node in self.spec.reductions)
+
+    def _divided_stores(self) -> tuple[Stores, Stores]:
+        """What a divided kernel stores: of the whole shape, and of one element a row."""
+        stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
+        whole = [s for s in stores if size_of(s[0]) != self.spec.rows]
+        return whole, [s for s in stores if s not in whole]
+
+    def _partial_totals(self, whole: Stores) -> list[str]:
+        """Statements that leave a block's totals of each row, and store values of the whole shape."""
+        nodes = self.spec.reductions
+        body = self._reduce(nodes, final=False, beside=whole)
+        lane, each = ("EACH(v) ", " + v") if self.form.strided else ("", "")
+        stored = [f"{lane}p{k}[(INDEX)SPLIT * ROWS + row{each}] = {self._totals[node]};" for k, node in enumerate(nodes)]
+        return [*body, "if (LANE == 0) {", *stored, "}"]
 
     # Structure --------------------------------------------------------------------------------------------------------
 
@@ -146,10 +192,12 @@ class Generator(Values):
         before: Sequence[str] = (),
         after: Sequence[str] = (),
         totals: int = 0,
+        finishes: bool = False,
     ) -> KernelSource:
         parameters = [f"const {expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in self._operands.items()]
         parameters += [f"{expressions.STORAGE[dtype_of(v)]}* RESTRICT {name}" for v, name in stores]
         parameters += [f"{compute_type(dtype)}* RESTRICT p{k}" for k, dtype in enumerate(partials)]
+        parameters += ["unsigned int* RESTRICT counters"] if finishes else []
         walk = "ROW_CHUNK(row)" if self.form.strided else "FOR_ROW_CHUNKS(row)" if not self.spec.axes else "FOR_ROWS(row)"
         lines = [f"KERNEL $name({', '.join(parameters)}) {{", *before, walk + " {", "@rows@", *body, "}", *after, "}"]
         operands = (*self._operands, *(value for value, _ in stores))
@@ -157,7 +205,8 @@ class Generator(Values):
         spec, traffic = self.spec, tuple(self._traffic)
         reach = max((abs(bound) for linear, _ in self._linears for bound in linear.bounds()), default=0)
         reads, rows, columns = len(self._operands), spec.rows, spec.columns
-        return KernelSource(text, operands, reads, rows, columns, partials, self.form, traffic, totals, reach=reach)
+        form = self.form
+        return KernelSource(text, operands, reads, rows, columns, partials, form, traffic, totals, finishes, reach=reach)
 
     def _levels(self) -> list[list[ir.Node]]:
         """The kernel's reductions, grouped by dependency depth."""

@@ -96,6 +96,8 @@ class KernelSource:
         partials: element types of the partial totals, ``SPLITS`` × rows each, which follow the operands of both halves of a
             reduction whose columns several blocks share.
         totals: totals that each block leaves if these are sums over columns; 0: one for each of its rows.
+        finishes: whether the last block of those that share rows adds up their partial totals; then a counter for each group of
+            rows, 0 before and after a launch, follows the partial totals.
         moved: bytes that move, if the kernel touches only a part of its operands; else 0.
         reach: the greatest index that the kernel computes, also of values that are not in memory.
     """
@@ -109,6 +111,7 @@ class KernelSource:
     form: Form = Form()
     traffic: tuple[Access, ...] = ()
     totals: int = 0
+    finishes: bool = False
     moved: int = 0
     reach: int = 0
 

@@ -28,10 +28,14 @@ INDEX_OF_A_THREAD static emulated_index threadIdx = {0, 0, 0}, blockIdx = {0, 0,
 extern "C" {
 void watch(const void* ranges, int count, char* shared_begin, char* shared_end, char* message, unsigned long room);
 void position(int block, int thread, int epoch);
+void fence();
+void atomic(void* place);
 extern char __bss_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
 }
 #else
 static inline void position(int, int, int) {}
+static inline void fence() {}
+static inline void atomic(void*) {}
 #endif
 
 namespace emulated {
@@ -182,7 +186,7 @@ template <class... A, std::size_t... I> QUIET static void call(void (*f)(A...), 
 
 QUIET static inline void __syncthreads() { emulated::stop(emulated::AT_BARRIER); }
 QUIET static inline void __syncwarp(unsigned int mask = 0xffffffffu) { emulated::shuffle(mask, 0, emulated::current % 32); }
-QUIET static inline void __threadfence() {}
+QUIET static inline void __threadfence() { fence(); }  // blocks run one after another: only the access checker has to know
 QUIET static inline void __threadfence_block() {}
 template <class T> QUIET static inline T __shfl_xor_sync(unsigned int mask, T value, int step, int width = 32) {
   return emulated::shuffle(mask, value, emulated::current % 32 ^ step);
@@ -238,9 +242,10 @@ static inline float __fsqrt_rn(float x) { return sqrtf(x); }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline double rsqrt(double x) { return 1 / sqrt(x); }
 template <class T> static inline T __ldg(const T* place) { return *place; }
+template <class T> static inline T __ldcg(const T* place) { return *place; }
 template <class T> static inline T __ldcs(const T* place) { return *place; }
 template <class T> static inline void __stcs(T* place, T value) { *place = value; }
-template <class T> static inline T atomicAdd(T* place, T value) { T old = *place; *place = old + value; return old; }
+template <class T> QUIET static inline T atomicAdd(T* place, T value) { atomic(place); T old = *place; *place = old + value; return old; }
 template <class T> static inline T atomicMax(T* place, T value) { T old = *place; if (value > old) *place = value; return old; }
 template <class T> static inline T atomicMin(T* place, T value) { T old = *place; if (value < old) *place = value; return old; }
 template <class T> static inline T atomicOr(T* place, T value) { T old = *place; *place = old | value; return old; }

@@ -45,6 +45,7 @@ class Shape:
         span: rows per block.
         splits: blocks that share the columns of a row.
         blocks: blocks in the grid.
+        last: lanes and vector of rows with which the last block of those that share rows adds up their totals.
         resident: blocks that a multiprocessor shall hold, which bounds the registers of a thread; 0: as :func:`resident` says.
     """
 
@@ -54,6 +55,7 @@ class Shape:
     splits: int
     blocks: int
     resident: int = 0
+    last: tuple[int, int] = (1, 1)
 
 
 def spread(rows: int, columns: int, *, contiguous: bool = True, splits: int = 1) -> Shape:
@@ -137,6 +139,7 @@ def render(source: KernelSource, shape: Shape, *, device: bool, parts: int = 1) 
         "VECTOR": form.vector,
         "STRIDED": int(form.strided),
         "BATCH": batch(source),
+        **({"LAST_LANES": shape.last[0], "LAST_VECTOR": shape.last[1]} if source.finishes else {}),
         "RESIDENT": shape.resident or resident(source),
         **({"IN_SHARED": form.in_shared, "IN_REGISTERS": form.in_registers} if form.in_shared else {}),
         "HOLD": -(-source.columns // (shape.lanes * form.vector)) if form.held else 0,

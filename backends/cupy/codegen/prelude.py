@@ -88,6 +88,11 @@ static DEVICE inline float rescaled(float sum, float own, float most) { return o
   UNROLL_SHORT for (INDEX k = 0, c = SPLIT * CHUNK + LANE * VECTOR, c##_end = lesser(SPLIT * CHUNK + CHUNK, COLUMNS); \
               HOLD ? k < HOLD : c < c##_end; ++k, c += LANES * VECTOR) if (!HOLD || c < c##_end)
 #define ROW_CHUNK(r) const INDEX r = lesser(((INDEX)(BLOCK / SPLITS) * ACROSS + THREAD % ACROSS) * VECTOR, ROWS - VECTOR);
+// The rows of a block that has come last; threads beyond the last row do its work again.
+#define LAST_ROWS(r) \
+  for (INDEX r##_start = (INDEX)(BLOCK / SPLITS) * SPAN, r##_end = lesser(r##_start + SPAN, ROWS); r##_start < r##_end; \
+       r##_start += ACROSS * VECTOR) \
+    for (INDEX r = lesser(r##_start + THREAD % ACROSS * VECTOR, r##_end - VECTOR), r##_once = 1; r##_once; r##_once = 0)
 #define EACH(v) UNROLL for (int v = 0; v < VECTOR; ++v)
 template <class T, int N> struct Pack { T at[N]; };
 """
@@ -111,6 +116,7 @@ static __device__ inline float fast_exp(float x) {
 #define UNROLL _Pragma("unroll")
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
 #define UNROLL_COLUMNS _Pragma("unroll AT_ONCE")
+#define UNROLL_TOTALS _Pragma("unroll 2")
 #define BLOCK ((long long)blockIdx.x)
 #define THREAD ((int)threadIdx.x)
 static __device__ inline float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
@@ -196,6 +202,48 @@ template <class OP, class T> static __device__ inline void reduce_across(T (&val
   __syncthreads();
   EACH(v) value[v] = parts[v][THREAD % ACROSS];
 }
+// Whether the block is the last of `blocks` that share a counter; it then sees what all of them have written. The counter is 0
+// again for the next launch. A launch that is broken off ends the context, and counters begin at 0 in the next.
+static __device__ inline bool is_last(unsigned int* counter, unsigned int blocks) {
+  __shared__ bool last;
+  __threadfence();  // each thread's totals, before the block is counted
+  __syncthreads();
+  if (THREAD == 0) last = atomicAdd(counter, 1u) == blocks - 1;
+  __syncthreads();
+  if (!last) return false;
+  if (THREAD == 0) *counter = 0;  // all others have been counted
+  __threadfence();
+  return true;
+}
+// What other blocks have written in this launch: from the cache that multiprocessors share.
+template <int N, class T> static __device__ inline Pack<T, N> load_total(const T* place) {
+  typedef typename Words<sizeof(T) * N % 16 == 0 ? 16 : sizeof(T) * N % 8 == 0 ? 8 : sizeof(T) * N>::type Word;
+  const int count = sizeof(T) * N / sizeof(Word);
+  union { Word words[count]; Pack<T, N> pack; } both;
+#pragma unroll
+  for (int k = 0; k < count; ++k) both.words[k] = __ldcg(reinterpret_cast<const Word*>(place) + k);
+  return both.pack;
+}
+// As reduce_across, over WIDTH lanes.
+template <int WIDTH, class OP, class T, int N> static __device__ inline void reduce_last(T (&value)[N]) {
+  if (WIDTH == 1) return;
+  __shared__ T parts[N][THREADS];
+  const int across = THREADS / WIDTH;
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < N; ++v) parts[v][THREAD] = value[v];
+#pragma unroll
+  for (int step = WIDTH / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (THREAD / across < step) {
+#pragma unroll
+      for (int v = 0; v < N; ++v) parts[v][THREAD] = OP::of(parts[v][THREAD], parts[v][THREAD + step * across]);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < N; ++v) value[v] = parts[v][THREAD % across];
+}
 #if RESIDENT
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #else
@@ -222,6 +270,7 @@ HOST = (
 #define UNROLL
 #define UNROLL_SHORT
 #define UNROLL_COLUMNS
+#define UNROLL_TOTALS
 static long long BLOCK;
 static const int THREAD = 0;
 static inline float bits_to_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -247,6 +296,13 @@ template <int N, class T> static inline Pack<T, N> load_pack(const T* place) {
   memcpy(&pack, place, sizeof(pack));
   return pack;
 }
+template <int WIDTH, class OP, class T, int N> static inline void reduce_last(T (&value)[N]) {}
+static inline bool is_last(unsigned int* counter, unsigned int blocks) {
+  if (++*counter < blocks) return false;
+  *counter = 0;
+  return true;
+}
+template <int N, class T> static inline Pack<T, N> load_total(const T* place) { return load_pack<N>(place); }
 template <int N, class T> static inline Pack<T, N> load_changing(const T* place) { return load_pack<N>(place); }
 template <int N, class T> static inline void store_pack(T* place, const Pack<T, N>& pack) {
   memcpy(place, &pack, sizeof(pack));

@@ -7,8 +7,10 @@ strided rows  columns lie apart in memory: a thread takes a vector of neighbouri
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape, spread
-from graphc.backends.fusion.expressions import stored_bytes
+from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
@@ -35,6 +37,16 @@ PAIR, PAIR_REGISTERS, PAIR_SHARED = 512, 16, 40 << 10
 Two such blocks fit a multiprocessor: one loads or stores while the other computes, which a block of 1024 threads cannot. With
 20 registers for the row NVRTC spills others.
 """
+
+MOST_TOTALS = 120 << 10
+"""Bytes of partial totals that a last block adds up sooner than a second kernel.
+
+Up to here ``TICKET`` and the bytes at the rate of ``LAST_BLOCK`` are estimated at less than ``FINISH``, all of them in
+``predict/hardware.py``: a single multiprocessor reads the bytes, where a second kernel has many.
+"""
+
+LINE = 128
+"""Bytes of a line of the cache."""
 
 UNROLLED = 64
 """Most elements per thread for which a loop is unrolled (:mod:`.prelude`); unrolled loops can hold elements in registers."""
@@ -114,9 +126,13 @@ def rows_of(spec: KernelSpec, vector: int, splits: int = 1, *, held: bool = Fals
     return Shape(lanes, lanes, 1, splits, rows * splits)
 
 
-def strided_rows(rows: int, columns: int, vector: int, splits: int = 1) -> Shape:
-    """The launch shape of a kernel that takes vectors of rows; several threads share their columns."""
-    across = min(WARP, _power(-(-rows // vector)))
+def strided_rows(rows: int, columns: int, vector: int, splits: int = 1, most: int = WARP) -> Shape:
+    """The launch shape of a kernel that takes vectors of rows; several threads share their columns.
+
+    Args:
+        most: most vectors that lie side by side.
+    """
+    across = min(most, _power(-(-rows // vector)))
     lanes = THREADS // across
     while lanes > 1 and columns < lanes * 4 * splits:
         lanes //= 2
@@ -133,24 +149,64 @@ def parts_sum(rows: int, parts: int) -> Shape:
     return Shape(THREADS, lanes, THREADS // lanes, 1, -(-rows // (THREADS // lanes)))
 
 
-def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1) -> Shape:
-    """The launch shape of this form on a device."""
+def last_block(first: Shape, source: KernelSource, parts: int) -> Shape | None:
+    """The launch shape with which the last block of those that share rows adds up their totals; None: a second kernel does.
+
+    ``first`` is the shape of the first half, ``source`` its source. The totals are added in the order of :func:`parts_sum`.
+    """
+    if sum(source.partial_bytes(parts)) * min(first.span, source.rows) > MOST_TOTALS * source.rows:
+        return None
+    vector = 1
+    if all(compute_type(dtype) == "float" for dtype in source.partials) and source.form.strided:
+        vector = source.form.vector
+    return replace(first, last=(parts_sum(source.rows, parts).lanes, vector))
+
+
+def divided(spec: KernelSpec, source: KernelSource, splits: int | None = None) -> tuple[int, Shape, bool]:
+    """How many blocks share a row's columns, the launch shape, and whether the last block adds up their totals.
+
+    Where blocks take fewer rows, more of them come last, each with less to add up. Rows fill a line of the cache at least.
+
+    Args:
+        source: the first half of the kernel.
+        splits: the blocks that share a row; None: as many as keep the device busy.
+    """
+    form = source.form
+    widths = [WARP]
+    if form.strided:
+        read = [stored_bytes(access.value.dtype) for access in source.traffic if access.inner and access.value.dtype]
+        widths = [width for width in (32, 16, 8) if width == WARP or width * form.vector * min(read, default=4) >= LINE]
+    for width in widths:
+        parts = parts_of(spec, form, splits, width)
+        found = last_block(shape_of_form(spec, form, parts, width), source, parts)
+        if found is not None and parts > 1:
+            return parts, found, True
+    parts = parts_of(spec, form, splits)
+    return parts, shape_of_form(spec, form, parts), False
+
+
+def shape_of_form(spec: KernelSpec, form: Form, splits: int = 1, most: int = WARP) -> Shape:
+    """The launch shape of this form on a device; see :func:`strided_rows`."""
     if not spec.axes:
         return elements(spec.rows, form.vector)
     if form.strided:
-        return strided_rows(spec.rows, spec.columns, form.vector, splits)
+        return strided_rows(spec.rows, spec.columns, form.vector, splits, most)
     if form.lanes:
         return Shape(form.lanes, form.lanes, 1, splits, spec.rows * splits, resident=2)
     return rows_of(spec, form.vector, splits, held=bool(form.held))
 
 
-def wanted_splits(spec: KernelSpec, form: Form) -> int:
-    """The number of blocks that share the columns of a row, so that the device is busy."""
-    shape = shape_of_form(spec, form)
-    if shape.blocks >= BLOCKS:
-        return 1
-    each = shape.lanes * (8 if form.strided else 4 * form.vector)  # with fewer columns a block costs more than it saves
-    return max(1, min(-(-2 * BLOCKS // shape.blocks), spec.columns // each))
+def parts_of(spec: KernelSpec, form: Form, wanted: int | None = None, most: int = WARP) -> int:
+    """The number of blocks that share the columns of a row: as ``wanted``, or so that the device is busy.
+
+    Args:
+        most: see :func:`strided_rows`.
+    """
+    if wanted is None:
+        shape = shape_of_form(spec, form, most=most)
+        each = shape.lanes * (8 if form.strided else 4 * form.vector)  # with fewer columns a block costs more than it saves
+        wanted = 1 if shape.blocks >= BLOCKS else min(-(-2 * BLOCKS // shape.blocks), spec.columns // each)
+    return max(1, min(wanted, spec.columns // (1 if form.strided else form.vector)))
 
 
 def _power(number: int) -> int:

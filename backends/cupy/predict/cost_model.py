@@ -22,10 +22,12 @@ from graphc.backends.cupy.predict.hardware import (
     FINISH,
     GPUS,
     HOST_LINK,
+    LAST_BLOCK,
     LATENCY,
     MIN_LAUNCH,
     OVERLAP,
     STEP,
+    TICKET,
     Gpu,
     Machine,
     gpu_of,
@@ -146,6 +148,9 @@ class CostModel:
         finishes = adds_partials(source)
         columns = call.parts if finishes else max(1, source.columns)
         work = source.rows * columns * instructions(source)
+        totals = 0  # bytes that each last block adds up
+        if source.finishes:
+            totals = sum(source.partial_bytes(call.parts)) // (shape.blocks // shape.splits)
         requested = 0
         if moved > STREAMED and source.traffic and not finishes:
             threads = resident_threads(source, shape, self.gpu.multiprocessors, self.gpu.threads)
@@ -161,7 +166,8 @@ class CostModel:
             issued = found.pop(ISSUE_BOUND)
             memory = max(found.values())
             total = max(memory, issued) + machine.of(OVERLAP) * min(memory, issued)
-            return machine.launched(total, FINISH if finishes else MIN_LAUNCH)
+            last = machine.of(TICKET) + totals / machine.of(LAST_BLOCK) if totals else 0.0
+            return machine.launched(total, FINISH if finishes else MIN_LAUNCH) + last
 
         found = parts(Machine(self.gpu, fast=True))
         names = [v.name or "" for v in source.operands[source.reads :]] or [v.name or "" for v in source.operands]

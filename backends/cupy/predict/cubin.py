@@ -22,6 +22,9 @@ LOAD_GLOBAL = 0x981
 LOAD_BYTES = (1, 1, 2, 2, 4, 8, 16)
 """Bytes of a load by its size field."""
 
+SHARED_CACHE = 7
+"""Four bits of a load that goes past a multiprocessor's own cache (``ld.global.cg``), as those of a last block do."""
+
 BRANCH = 0x947
 """The low twelve bits of BRA."""
 
@@ -115,7 +118,8 @@ def _loaded(words: Sequence[tuple[int, int]]) -> int:
 
 
 def _load_bytes(low: int, high: int) -> int:
-    return LOAD_BYTES[high >> 9 & 7] if low & 0xFFF == LOAD_GLOBAL else 0
+    """Bytes of a load; those of the totals that a last block adds up, a small part of the kernel's time, do not count."""
+    return LOAD_BYTES[high >> 9 & 7] if low & 0xFFF == LOAD_GLOBAL and high >> 13 & 0xF != SHARED_CACHE else 0
 
 
 def _most_waiting(words: Sequence[tuple[int, int]]) -> int:

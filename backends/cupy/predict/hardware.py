@@ -114,6 +114,8 @@ OVERLAP = Figure(0.0, 0.25, "assumed: share of the shorter of memory and instruc
 
 MIN_LAUNCH = Figure(2.0e-6, 3.5e-6, "assumed: seconds of the shortest kernel inside a CUDA graph")
 LAUNCH = Figure(0.8e-6, 1.5e-6, "assumed: seconds to start and drain a longer one")
+TICKET = Figure(0.8e-6, 2.0e-6, "assumed: seconds of the last block's fences, its atomic addition and its first load")
+LAST_BLOCK = Figure(75e9, 35e9, "assumed: bytes a second that one block reads from the cache")
 FINISH = Figure(2.5e-6, 5.5e-6, "assumed: seconds of the shortest kernel that adds up partial totals")
 
 STEP = Figure(60e-6, 150e-6, "assumed: seconds of Python a step; an empty step took 92 µs on a CPU")

@@ -42,7 +42,7 @@ def traffic(source: KernelSource, parts: int = 1) -> int:
     """
     if not source.traffic:
         return source.moved or sum(nbytes(v) for v in source.operands)
-    total = sum(source.partial_bytes(parts))
+    total = sum(source.partial_bytes(parts)) * (2 if source.finishes else 1)
     seen: dict[tuple[ir.Value, object], int] = {}
     walked: dict[tuple[ir.Value, int, tuple[str, ...]], int] = {}
     for access in source.traffic:
@@ -109,7 +109,7 @@ def resident_threads(source: KernelSource, shape: Shape, multiprocessors: int, m
 
 def adds_partials(source: KernelSource) -> bool:
     """Whether this is the second half of a divided sum, which adds up the partial totals."""
-    return "PARTS" in source.body
+    return "PARTS" in source.body and not source.finishes
 
 
 def instructions(source: KernelSource) -> float:
@@ -118,7 +118,7 @@ def instructions(source: KernelSource) -> float:
     drawn = set(re.findall(r"(philox_words?)\b(.*?)\)[;, ]", source.body))  # equal draws are shared
     total = float(sum(RANDOM[name] for name, _ in drawn))
     varying = {form.variable.name} if form.variable is not None else set()
-    for line in source.body.splitlines():
+    for line in source.body.partition("is_last(")[0].splitlines():
         found = re.match(r"const \w+ (\w+) = (.*);|(s\d+)(?:\[v\])? = (.*);|(add_exponential.*)", line)
         if found is None or line.startswith("const Pack"):
             continue

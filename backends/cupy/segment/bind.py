@@ -106,6 +106,8 @@ class BoundSegment:
                 places, self._in_outputs = other, in_outputs
         self._offsets, self._partials, nbytes = places
         self._constants = {} if constants is None else constants
+        self._counters: dict[int, tuple[int, int]] = {}
+        self._zeros: Array | None = None
         self._runs: list[Run] = []
         scratch.add(self, nbytes)
 
@@ -116,6 +118,12 @@ class BoundSegment:
     def bind(self, kernels: Mapping[str, Any], memory: Array) -> None:
         """Bind every call to its kernel and addresses; ``memory`` is the scratch."""
         self._kernels, self._memory = kernels, memory
+        count = 0
+        for k, call in enumerate(self.segment.calls):
+            if isinstance(call, KernelCall) and call.source.finishes:
+                self._counters[k] = count, count + call.shape.blocks // call.shape.splits
+                count = self._counters[k][1]
+        self._zeros = self._device.zeros(4 * count).view(np.uint32) if count else None
         self._runs = [self._bind(k, call) for k, call in enumerate(self.segment.calls)]
 
     @property
@@ -151,6 +159,8 @@ class BoundSegment:
             kind = np.dtype(np.float32 if compute_type(dtype) == "float" else dtype.numpy())
             count = call.parts * (call.source.totals or call.source.rows)
             arrays.append(self._memory[offset : offset + count * kind.itemsize].view(kind))
+        if self._zeros is not None and index in self._counters:  # its own: calls on another stream may count at the same time
+            arrays.append(self._zeros[slice(*self._counters[index])])
         return self._device.launch(self._kernels[call.name], arrays, call.shape)
 
     def _array(self, value: ir.Value) -> Array:
@@ -256,7 +266,8 @@ def scratch_layout(
                 found[value] = place
         if isinstance(call, KernelCall) and call.source.partials:
             if call.shape.splits > 1 or call.source.totals:
-                partials[k] = tuple(arena.take(size, k + 1) for size in call.source.partial_bytes(call.parts))
+                last_read = k if call.source.finishes else k + 1
+                partials[k] = tuple(arena.take(size, last_read) for size in call.source.partial_bytes(call.parts))
             else:
                 partials[k] = partials[k - 1]
         arena.free_after(k)

@@ -129,15 +129,15 @@ def _kernel_calls(
     plain = Generator(spec, in_memory)
     form = vectorize.choose(plain, plain.source(), wide=device)
     generator = Generator(spec, in_memory, form)
-    parts = 1
-    if kernel.axes and generator.divides():
-        wanted = splits(spec.rows, spec.columns, not form.strided) if splits else vectorize.wanted_splits(spec, form)
-        parts = max(1, min(wanted, spec.columns // (1 if form.strided else form.vector)))
-    if parts == 1:
+    wanted = splits(spec.rows, spec.columns, not form.strided) if splits else None
+    if not kernel.axes or not generator.divides() or vectorize.parts_of(spec, form, wanted) == 1:
         return [_call(generator.source(), vectorize.shape_of_form(spec, form), device)]
     first, second = generator.halves()
+    parts, shape, finishes = vectorize.divided(spec, first, wanted)
+    if finishes:  # with all that follows from the totals: it is as little as they are, one element a row
+        return [_call(Generator(spec, in_memory, form).finished(), shape, device, parts)]
     return [
-        _call(first, vectorize.shape_of_form(spec, first.form, parts), device, parts),
+        _call(first, shape, device, parts),
         _call(second, vectorize.parts_sum(spec.rows, parts), device, parts),
     ]
 
