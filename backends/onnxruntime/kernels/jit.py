@@ -6,8 +6,10 @@ values are finite, since a diverging run must be detected.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -20,9 +22,19 @@ F = TypeVar("F", bound="Callable[..., Any]")
 _FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 
 
+def sources_digest(folder: Path) -> str:
+    """A digest of all Python sources below a folder.
+
+    Numba compares the file of a cached kernel alone. The machine code holds functions of other files too, and would outlive a
+    change of theirs.
+    """
+    files = sorted(folder.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(str(f.relative_to(folder)).encode() + f.read_bytes() for f in files)).hexdigest()[:16]
+
+
 if not os.environ.get("NUMBA_CACHE_DIR"):
     # Numba's own choice, a folder beside this file or among the temporary ones, may belong to somebody else.
-    numba.config.CACHE_DIR = str(cache_folder() / "numba")  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(cache_folder() / "numba" / sources_digest(Path(__file__).parents[1]))  # type: ignore[attr-defined]
 
 
 def jit(function: F) -> F:
