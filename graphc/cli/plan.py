@@ -28,9 +28,6 @@ EXAMPLES = (
 SHOWN = 10
 """Rows of the table."""
 
-OTHERS = 3
-"""Rows of the table of choices that are predicted, but do not run."""
-
 
 @options.takes_options
 def command(
@@ -93,11 +90,7 @@ def command(
         costs = on_gpu(make, gpu, stages[:2], tensors)
     else:
         costs = on_host(make, "auto", stages, tensors, profiled(profile, profile_seconds, output.note))
-    predicted = best(costs, links, devices, limit, batch_size)
-    found = [p for p in predicted if p.choice.mesh.pipe == 1 or not costs.pipes_refused]
-    others = [p for p in predicted if p.choice.mesh.pipe > 1 and costs.pipes_refused]
-    if not found:
-        raise UsageError(f"only pipelines fit {devices} devices of {memory}, and {costs.pipes_refused}")
+    found = best(costs, links, devices, limit, batch_size)
     chosen = {"model": model, "loss": loss, "optimizer": optimizer, **({"precision": precision} if precision else {})}
     if gpu is not None:
         chosen["backend"] = "cupy"
@@ -113,14 +106,11 @@ def command(
                 "machine": costs.machine,
                 "plans": [as_row(p) for p in found[:SHOWN]],
                 "refused": refused(costs),
-                "predicted_only": [as_row(p) for p in others[:OTHERS]],
                 "not_modelled": list(costs.notes),
             }
         )
         return
     _show(found[:SHOWN], f"{devices} devices, each as {costs.machine}; batch {batch_size}")
-    if others:
-        _show(others[:OTHERS], "Predicted, but not run yet")
     for note in costs.notes:
         output.say(f"Not modelled: {note}")
     for reason in refused(costs):

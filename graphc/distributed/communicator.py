@@ -49,6 +49,7 @@ class CommunicatorOptions(TypedDict, total=False):
         lengths: elements of the consecutive tensors in ``array``, over each of which ``adasum`` takes its dot products
             (padding may be a tensor of its own). None: one tensor.
         overlap: run on another thread from ``begin`` on (the default); False: run inside ``wait``.
+        staged: through the host's memory, although a GPU could carry it out by itself.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class CommunicatorOptions(TypedDict, total=False):
     root: int
     lengths: Sequence[int] | None
     overlap: bool
+    staged: bool
 
 
 class Communicator(ABC):

@@ -145,7 +145,6 @@ class ModelCosts:
         largest: bytes of the largest parameter.
         tensors: ranks of a tensor axis → the costs of each.
         notes: what the model leaves out on such a device.
-        pipes_refused: why pipelines do not run on such a device, so that they are predicted but not proposed; empty: they run.
     """
 
     machine: str
@@ -155,7 +154,6 @@ class ModelCosts:
     largest: int
     tensors: Mapping[int, TensorCosts] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    pipes_refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

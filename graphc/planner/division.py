@@ -119,7 +119,7 @@ def refusal(pipe: int, tensor: int, zero: int, recompute: bool) -> str:
 
 def refused(costs: ModelCosts) -> list[str]:
     """Why combinations of what is considered are left out, each reason once."""
-    found: dict[str, None] = {costs.pipes_refused: None} if costs.pipes and costs.pipes_refused else {}
+    found: dict[str, None] = {}
     axes = itertools.product((1, *sorted(costs.pipes)[:1]), (1, *sorted(costs.tensors)[:1]))
     for pipe, tensor in axes:
         for zero, recompute in itertools.product(range(4), (False, True)):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphc.backend import PLANNERS, Backend
+from graphc.backend import PLANNERS
 from graphc.compiler import Program, collection_paused
-from graphc.errors import UsageError
 from graphc.ir.names import STAGE_SHARES
 from graphc.mesh import Mesh
 from graphc.planner.costs import (
@@ -28,7 +27,6 @@ from graphc.planner.costs import (
 from graphc.planner.scaling import BACKWARD
 from graphc.report.memory import feed_shapes, memory_of, memory_of_plan
 from graphc.report.step_time import PREDICTIONS
-from graphc.training.pipe import refuse_device
 
 NOTES = (
     "a stage of a pipeline takes its share of the time of the whole model, without what more launches cost",
@@ -87,17 +85,7 @@ def on_gpu(make: Compile, gpu: str, stages: Sequence[int], tensors: Sequence[int
         plans = Plans.whole(found.model, engine, Mesh(tensor=ranks))
         part = replace(memory_costs(*(memory_of_plan(plan) for plan in plans.ranks[0])), rest=whole.rest)
         divided[ranks] = TensorCosts(timed(part, part.parameters / max(1, whole.parameters)), *messages_of(plans))
-    return ModelCosts(
-        predictions[0].machine, alone, recomputed, pipes, largest(program.model), divided, NOTES, _refusal(engine)
-    )
-
-
-def _refusal(engine: Backend) -> str:
-    try:
-        refuse_device(engine)
-    except UsageError as error:
-        return str(error)
-    return ""
+    return ModelCosts(predictions[0].machine, alone, recomputed, pipes, largest(program.model), divided, NOTES)
 
 
 def _memory(program: Program) -> StageCosts:

@@ -160,6 +160,11 @@ def predicted(
     host = host_backend(threads=1) if state.offloaded else None
     peers = (comm, groups) if mesh.size > 1 else (None, None)
     Executor(plan, state, planner, peers[0], groups=peers[1], host=host)
+    return measured(known, planner)
+
+
+def measured(known: MemoryReport, planner: Planner) -> MemoryReport:
+    """``known``, with what else the planning device was asked for since it was made."""
     device = planner.memory
     workspace = sum(device.workspaces.values())
     return replace(

@@ -15,17 +15,13 @@ import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import onnx_ir as ir
-
 from graphc.backend import Backend
-from graphc.device import Array, Choice, Event, HostSync, Run, Variants, only_queues
+from graphc.device import Array, Choice, HostSync, Run, Variants, only_queues
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.groups import Groups
 from graphc.errors import DeviceError, ExecutionError
 from graphc.ir.index_operands import index_ranges
 from graphc.ir.names import LOSS_SCALE
-from graphc.plan.buffers import RESULTS
 from graphc.plan.partition import Plan
 from graphc.runtime.accumulators import MicroBatchCursor
 from graphc.runtime.bind import StepBinder
@@ -33,6 +29,7 @@ from graphc.runtime.buffers import BufferMap
 from graphc.runtime.collectives import Transfers
 from graphc.runtime.failure import explain_failure
 from graphc.runtime.nonfinite import Check, NonFiniteStepError
+from graphc.runtime.results import PENDING, Results, bind_results
 from graphc.runtime.state import State
 from graphc.runtime.updates import Updates, owns_nothing
 
@@ -49,36 +46,6 @@ class _Bound:
     name: str
     tag: str = ""
     once: bool = False
-
-
-PENDING = 0xFF
-"""In place of the flag in results that have not arrived."""
-
-
-@dataclass(slots=True, eq=False)
-class Results:
-    """The results of a queued step on their way to the host.
-
-    They are copied behind the step and not recorded with it, because a recorded copy has one target only.
-
-    Attributes:
-        outputs: where they arrive, by name: in pinned memory.
-        copies: queue the copies; that of the flag is the last.
-        stops: whether the step, which has run, met a NaN or an infinity that must stop the run.
-        flag: where the flag of the NaN arrives; None: the plan has none.
-        event: passes when all have arrived; None: the host waits for everything that is queued.
-    """
-
-    outputs: dict[str, Array]
-    copies: list[Run]
-    stops: Callable[[], bool] | None
-    flag: Array | None
-    event: Event | None = None
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the flag, and so all results before it, is here."""
-        return self.flag is not None and int(self.flag[0]) != PENDING
 
 
 class Executor:
@@ -146,7 +113,7 @@ class Executor:
         self._results: list[Results] = []
         self._place = 0
         if not self._on_host:
-            self._results.append(self._bind_results())
+            self._results.append(bind_results(places, self._check, lambda: self._scale))
             self.outputs = self._results[0].outputs
         updates = {step.name for step in plan.steps if step.kind == "update"}
         self.runs, self._names = self._joined([*begin, *bound], wrap)
@@ -207,7 +174,7 @@ class Executor:
         """Queue the copies of the results to the host, by turns to one of two places if another step may follow."""
         self._place = 1 - self._place if ahead else 0
         if self._place == len(self._results):
-            self._results.append(self._bind_results())
+            self._results.append(bind_results(self.places, self._check, lambda: self._scale))
         results = self._results[self._place]
         if results.flag is not None:
             results.flag[0] = PENDING
@@ -283,33 +250,6 @@ class Executor:
     def _record(self, row: list[Run]) -> Run:
         record = self._backend.record
         return Variants(row, record) if any(isinstance(run, Choice) for run in row) else record(row)
-
-    def _bind_results(self) -> Results:
-        """Copies of the step's results to memory of their own on the host."""
-        memory, places = self._backend.memory, self.places
-        copies: list[Run] = []
-
-        def mirror(array: Array) -> Array:
-            held: Array = memory.pinned(array.nbytes).view(array.dtype).reshape(array.shape)
-            copies.append(memory.bind_copy(held, array))
-            return held
-
-        together = mirror(places.buffers[RESULTS]) if RESULTS in places.buffers else None
-
-        def held(value: ir.Value) -> Array:
-            place = self.plan.places.get(value)
-            if place is None or place.buffer != RESULTS or together is None:
-                return mirror(places.array(value))
-            return together[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
-
-        outputs = {value.name or "": held(value) for value in self.plan.model.graph.outputs}
-        if self.plan.stop is not None:
-            flag = mirror(places.stop.reshape((1,)).view(np.uint8))
-            return Results(outputs, copies, lambda: bool(flag[0]), flag)
-        if self._check is None or self._check.scaled is None:
-            return Results(outputs, copies, None, None)
-        overflow, least = mirror(self._check.scaled[0]), self._check.scaled[2]
-        return Results(outputs, copies, lambda: bool(overflow) and self._scale <= least, None)
 
     def _bind_scale(self) -> Run | None:
         """A closure that records the loss scale before a step changes it; None: nothing needs it."""

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphc.compiler import Program, collection_paused
 from graphc.device import Array
-from graphc.errors import InternalError, NonFiniteError, UsageError, WorldError
+from graphc.errors import InternalError, NonFiniteError, WorldError
 from graphc.ir.facts import array_of
 from graphc.ir.names import BY_RANK
 from graphc.mesh import Mesh
@@ -23,7 +23,8 @@ from graphc.plan.pipe_events import pipe_events
 from graphc.report.pipe_memory import table_of
 from graphc.runtime import checkpoint
 from graphc.runtime.parts import Parts
-from graphc.runtime.pipe import PipeLinks, PipeStep, StagePlan
+from graphc.runtime.pipe import PipeStep
+from graphc.runtime.stage_plan import PipeLinks, StagePlan
 from graphc.runtime.state import State, updated_states
 from graphc.training.feeds import check_feed_names, key_of_shapes
 from graphc.training.microbatch import MicroBatch
@@ -52,7 +53,6 @@ class StagePlans(PlanCache):
     def _make_state(self) -> State:
         """Find the rank's place in the pipeline, and make the state that belongs there."""
         program, mesh = self._program, self._groups.mesh
-        refuse_device(self._backend)
         rank = mesh.coordinate("pipe", self._comm.rank)
         self.pipe = Pipe.of(program.model, rank, mesh.pipe)
         self.share = state_of_rank(program.model, self.pipe)
@@ -66,7 +66,8 @@ class StagePlans(PlanCache):
         shapes, rank, mesh = check_feed_names(feeds, model.graph), self._comm.rank, self._groups.mesh
         trains = model is self._program.model
         owners = None if trains else self.share.stages
-        plan = make_plan(model, shapes, self._backend, rank=rank, mesh=mesh, pipe=self.pipe, owners=owners)
+        guarded = self.check and trains and not self._backend.memory.on_host
+        plan = make_plan(model, shapes, self._backend, rank=rank, guarded=guarded, mesh=mesh, pipe=self.pipe, owners=owners)
         elsewhere = [g.name for g in plan.groups if not {g.buffer(k) for k in g.states()} <= self.state.flat.keys()]
         if elsewhere:
             raise InternalError(f"rank {rank} would update {', '.join(elsewhere)}, whose state is on another stage")
@@ -122,7 +123,8 @@ class Pipeline(Replica):
 
     def _keep(self, number: int, names: Sequence[str], plan: StagePlan) -> None:
         """Copy the model's own outputs that this rank has just computed for a micro-batch."""
-        self._kept[number] |= {name: np.array(plan.places.outputs[name]) for name in names}
+        fetch = self.trainer.backend.memory.fetch
+        self._kept[number] |= {name: np.array(fetch(plan.places.outputs[name])) for name in names}
 
     def _collect(self, plan: StagePlan) -> None:
         """Give every rank of the pipeline the kept outputs of all its stages."""
@@ -138,10 +140,9 @@ class Pipeline(Replica):
 
     def _explain_nonfinite(self, parts: Sequence[tuple[Any, MicroBatch]]) -> NonFiniteError:
         plans, trainer = self._plans, self.trainer
-        plan = parts[-1][0]
-        wrong = sorted(
-            {value.name or "" for value in plan.plan.model.graph.outputs if not np.isfinite(plan.places.array(value)).all()}
-        )
+        plan, fetch = parts[-1][0], trainer.backend.memory.fetch
+        results = {value.name or "": fetch(plan.places.array(value)) for value in plan.plan.model.graph.outputs}
+        wrong = sorted(name for name, array in results.items() if not np.isfinite(array).all())
         broken = [stage for stage in plans.pipe.own if self._has_nonfinite(plan)]
         everyone = trainer.comm.allgather_object((broken, wrong))
         stages = sorted({stage for found, _ in everyone for stage in found})
@@ -157,7 +158,8 @@ class Pipeline(Replica):
             for g in plan.plan.groups
             if (k := g.source) is not None and g.buffer(k) not in plan.places.state.flat
         ]
-        return any(a.dtype.kind == "f" and not np.isfinite(a).all() for a in arrays)
+        fetch = self.trainer.backend.memory.fetch
+        return any(a.dtype.kind == "f" and not np.isfinite(fetch(a)).all() for a in arrays)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -215,7 +217,8 @@ class Pipeline(Replica):
         trainer, state, mesh = self.trainer, self.trainer.state, self.trainer.groups.mesh
         alike = {name: array for name, array in state.replicated().items() if name in state.updated}
         parts = {name: state.arrays[name] for name in state.parts.cuts if name not in state.shards}
-        own = [checkpoint.state_sha256(arrays) for arrays in (alike, parts)]
+        fetch = trainer.backend.memory.fetch
+        own = [checkpoint.state_sha256({name: fetch(a) for name, a in arrays.items()}) for arrays in (alike, parts)]
         hashes: dict[tuple[int, ...], set[str]] = {}  # by the places that should have the same state
         everyone = trainer.comm.allgather_object((digest, own))
         for rank, (whole, (replicated, divided)) in enumerate(everyone):
@@ -244,11 +247,3 @@ class Pipeline(Replica):
             self._evaluations[key] = PipeStep([plan], table, lambda number: None, lambda *kept: None, placed=pipe.placed)
         self._evaluations[key].run([arrays])
         return plan.outputs
-
-
-def refuse_device(backend: Any) -> None:
-    """Raise UsageError for a backend whose memory is a device's."""
-    if not backend.memory.on_host:
-        raise UsageError(
-            f"mesh axis pipe: pipelines run on host backends so far, not on {backend.name!r}; take backend='onnxruntime'"
-        )

@@ -24,9 +24,10 @@ from graphc.errors import DeviceError, ExecutionError, FeedError, NonFiniteError
 from graphc.ir.facts import required
 from graphc.ir.names import SKIPPED, STEP
 from graphc.mesh import REPLICAS
-from graphc.runtime.executor import Executor, NonFiniteStepError, Results
+from graphc.runtime.executor import Executor, NonFiniteStepError
 from graphc.runtime.input_staging import Ahead
 from graphc.runtime.nonfinite_report import explain, explain_lost
+from graphc.runtime.results import Results
 from graphc.training.feeds import check_feed_names
 from graphc.training.microbatch import MicroBatch, until_all_end
 from graphc.training.progress import EpochProgress

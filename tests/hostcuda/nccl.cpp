@@ -15,7 +15,8 @@
 #define NCCL extern "C" __attribute__((visibility("default")))
 enum { OK = 0, CUDA_ERROR_OF = 1, SYSTEM = 2, INTERNAL = 3, ARGUMENT = 4, USAGE = 5 };
 static const size_t SLOT = 512u << 20, HEAD = 4096;
-struct Head { std::atomic<int> came, turn, aborted; };
+struct Mail { std::atomic<size_t> sent, taken; size_t bytes; };  // of a channel: one message at a time
+struct Head { std::atomic<int> came, turn, aborted; Mail mail[2]; };
 struct Comm { int rank, size, device; Head* head; char* slots; volatile bool aborted = false; volatile int error = OK; };
 struct Id { char name[128]; };
 static bool meet(Comm* c) {  // false: the communicator was aborted
@@ -122,5 +123,33 @@ NCCL int ncclBroadcast(const void* from, void* to, size_t n, int t, int root, Co
 NCCL int ncclBcast(void* at, size_t n, int t, int root, Comm* c, cudaStream_t s) { return ncclBroadcast(at, at, n, t, root, c, s); }
 NCCL int ncclCommInitAll() { return USAGE; }
 NCCL int ncclCommSplit() { return USAGE; }
-NCCL int ncclSend() { return USAGE; }
-NCCL int ncclRecv() { return USAGE; }
+// A channel of two ranks: a message lies in the sender's slot until it is taken. NCCL's stream works on its own, so what is sent
+// runs when it is queued; what is received as late as possible. Groups of several transfers are not made up.
+static int transfer(const void* at, size_t bytes, int peer, Comm* c, cudaStream_t s, bool sends) {
+  if (!c || c->size != 2 || peer != 1 - c->rank || bytes > SLOT) return ARGUMENT;
+  if (host::capturing(s)) return USAGE;
+  {
+    host::Guard guard;
+    if (host::kind_of(at, bytes) != 2) { fprintf(stderr, "hostcuda: NCCL: no memory of the GPU\n"); return ARGUMENT; }
+  }
+  Mail* mail = &c->head->mail[sends ? c->rank : peer];
+  int error = host::push(s, [=] {
+    int wrong;
+    if (host::injected("HOSTCUDA_NCCL_FAULT", sends ? "send" : "recv", &wrong)) c->error = wrong;
+    while (c->error && !c->aborted) usleep(50);
+    while ((mail->sent == mail->taken) != sends) { if (c->aborted) return; usleep(50); }
+    if (sends) {
+      memcpy(c->slots + c->rank * SLOT, at, bytes);
+      mail->bytes = bytes;
+      mail->sent++;
+      return;
+    }
+    if (mail->bytes != bytes) return host::fail(719, "NCCL: what is received is not as long as what was sent");
+    memcpy((void*)at, c->slots + peer * SLOT, bytes);
+    mail->taken++;
+  });
+  if (!error && sends) error = cudaStreamSynchronize(s);
+  return error ? CUDA_ERROR_OF : OK;
+}
+NCCL int ncclSend(const void* from, size_t n, int t, int peer, Comm* c, cudaStream_t s) { return transfer(from, n * size_of(t), peer, c, s, true); }
+NCCL int ncclRecv(void* to, size_t n, int t, int peer, Comm* c, cudaStream_t s) { return transfer(to, n * size_of(t), peer, c, s, false); }

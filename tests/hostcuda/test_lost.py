@@ -103,3 +103,29 @@ def test_the_error_of_a_step_that_was_queued_early_names_it(fault: str, eager: s
     assert done.returncode != 0
     assert re.search(rf"rank 0 lost its GPU in step {step} while it {during}", done.stderr), done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()] == [str(k + 1) for k in range(step)]
+
+
+STAGES = """
+import os, sys
+import graphc
+from tests.training import pipe_cases as cases
+model = cases.mlp()
+program = cases.compiled(model, graphc.Mesh(pipe=2), 4, backend="cupy")
+with graphc.Trainer(program, transport="nccl") as trainer:
+    for step, batch in enumerate(cases.batches(model, [8] * 5)):
+        if step == 3 and trainer.rank == 1:
+            os.environ[sys.argv[1]] = sys.argv[2]
+        trainer.step(batch)
+"""
+
+
+def test_a_lost_gpu_of_a_pipeline_is_named_with_its_stage() -> None:
+    done = run_mpi(2, STAGES, "HOSTCUDA_FAULT", "46@call:1", timeout=120, env={"HOSTCUDA_DEVICES": "2"})
+    assert done.code != 0, done.text
+    assert re.search(rf"rank 1 lost its GPU in step 3 while it queued .* of 1 stage 1.*{GONE}", done.err), done.text
+
+
+def test_a_failed_transfer_between_stages_is_named() -> None:
+    done = run_mpi(2, STAGES, "HOSTCUDA_NCCL_FAULT", "6@send:2", timeout=120, env={"HOSTCUDA_DEVICES": "2"})
+    assert done.code != 0, done.text
+    assert re.search(r"NCCL failed in 'send 1B→0B[^']*' \(step 3\) on rank 1: .*network error", done.err), done.text

@@ -9,6 +9,7 @@ A copy from pinned memory only queues; a copy from pageable host memory returns 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ def import_cupy(backend: str = "cupy", extra: str = "gpu") -> Any:
         import cupy
     except ImportError as error:
         raise MissingExtraError(f"the {backend} backend needs CuPy ({error}); run: pip install 'graphc[{extra}]'") from error
+    # Every stream needs a queue of the GPU's for itself: behind a transfer that waits for another rank, in the same queue, that
+    # rank might be waited for by the work of another stream. A pipeline has two streams for each neighbour; the default is 8.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     runtime = cupy.cuda.runtime
     check_versions(runtime.driverGetVersion() // 1000, runtime.runtimeGetVersion() // 1000, backend)
     try:

@@ -135,7 +135,7 @@ class NcclCommunicator(StagedCommunicator):
 
     def prepare(self, array: Array, op: str = "sum", tag: str = "", **options: Unpack[CommunicatorOptions]) -> Handle:
         request = check_collective(array, self.size, op, tag, options)
-        if lies_on_host(array) or not supports(request.kind, op):
+        if lies_on_host(array) or options.get("staged") or not supports(request.kind, op):
             return super().prepare(array, op, tag, **options)
         check_layout(array)
         handle = NcclHandle(lambda: None, request.kind, request.reduction, tag, array.nbytes, overlap=request.overlap)
