@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import onnx_ir as ir
 
 from graphc.ir.declare import Role, is_update, required_declaration
-from graphc.ir.facts import constant, size_of, static_dims
+from graphc.ir.facts import constant, is_state, size_of, static_dims
 from graphc.ir.names import PHASE, PLACED, SCHEDULE, STAGE
 from graphc.ir.ops.accumulation import is_accumulation, run_once
 from graphc.ir.ops.collectives import collective_of
@@ -139,14 +139,20 @@ class Assignment:
             self.stage[node] = min(users, default=self.stages - 1)
 
     def _can_wait(self) -> set[ir.Node]:
-        """Nodes of the backward pass whose results reach no other stage, and at most one sum over micro-batches."""
+        """Nodes of the backward pass whose results reach no other stage, and at most one sum over micro-batches.
+
+        What reads gathered parameters does not wait, since they would be whole in every micro-batch that waits.
+        """
         reached: dict[ir.Node, frozenset[ir.Node] | None] = {}
         found: set[ir.Node] = set()
+        gathered = self._gathered()
         for node in reversed(self.graph):
             if node not in self.backward:
                 continue
-            if is_accumulation(node):
-                sums: frozenset[ir.Node] | None = frozenset([node])
+            if any(p in gathered for p in producers(node)):
+                sums: frozenset[ir.Node] | None = None
+            elif is_accumulation(node):
+                sums = frozenset([node])
             else:
                 sums = frozenset()
                 for user in (u for out in node.outputs for u in out.consumers()):
@@ -158,6 +164,17 @@ class Assignment:
             reached[node] = None if sums is None or len(sums) > 1 else sums
             if reached[node] is not None:
                 found.add(node)
+        return found
+
+    def _gathered(self) -> set[ir.Node]:
+        """Nodes of the backward pass that make gathered parameters, whole or in another form."""
+        found: set[ir.Node] = set()
+        for node in self.graph:
+            if node in self.backward:
+                gathers = collective_of(node) == "AllGather" and any(is_state(v) for v in reads(node))
+                before = [p for p in producers(node) if not _is_constant(p)]
+                if gathers or (before and all(p in found for p in before)):
+                    found.add(node)
         return found
 
     # Nodes that run once a step ---------------------------------------------------------------------------------------

@@ -154,9 +154,11 @@ def memory_of_choice(costs: ModelCosts, choice: Division) -> float:
 def _on_the_way(choice: Division, bucket: float, own: Sequence[StageCosts]) -> float:
     """Bytes of buckets of ``bucket`` bytes that are gathered, reduced or added up at a time, beside the state.
 
-    Of the third stage's parameters there are those in use, the next ones, and those that the backward pass begins with.
+    Of ZeRO's third stage's parameters there are those in use, the next ones, and those that the backward pass begins with. In a
+    pipeline a task gathers those of its own stage.
     """
-    parameters, gradients = (sum(sizes) for sizes in zip(*((stage.parameters, stage.gradients) for stage in own), strict=True))
+    parameters = max(stage.parameters for stage in own)
+    gradients = sum(stage.gradients for stage in own)
     several = choice.micro_batches > 1
     found = 0.0
     if choice.zero == 3:

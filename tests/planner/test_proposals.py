@@ -120,20 +120,23 @@ def check(chosen: Iterable[Predicted], held: dict[int, int]) -> None:
     alone = train(None, compiled(), held)
     for proposal in chosen:
         program = compiled(**options_of(proposal.choice))
+        gc.collect()  # what earlier trainings held is given back now, not below
         held.clear()
         ranks = run_threads(DEVICES, lambda comm, program=program: train(comm, program, held), deadline=60)
         for rank in ranks:
             assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5), proposal.choice
             assert all(np.allclose(rank["weights"][name], value, atol=1e-4) for name, value in alone["weights"].items())
         share = proposal.memory / max(rank["held"] for rank in ranks)
-        planned = proposal.choice.mesh.tensor == 1 and proposal.choice.mesh.pipe > 1
+        late = proposal.choice.zero == 3 and proposal.choice.schedule == "zero-bubble"
+        planned = proposal.choice.mesh.tensor == 1 and proposal.choice.mesh.pipe > 1 and not late
         assert LEAST <= share <= (1.1 if planned else MOST), proposal.choice
 
 
 LEAST, MOST = 0.95, 1.3
 """Predicted memory of the rank that needs most, as a share of what it holds.
 
-Stages without a tensor axis are within 10 %; stages of a tensor axis and micro-batches of one are scaled, not planned.
+Stages without a tensor axis are within 10 %; stages of a tensor axis and micro-batches of one are scaled, not planned. The
+zero-bubble schedule sums gradients of weights when parameters of ZeRO's third stage are gone, which is not modelled.
 """
 
 
