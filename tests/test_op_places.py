@@ -39,6 +39,7 @@ NUMBERS = ("Add", "Cast", "CastLike", "Concat", "ConstantOfShape", "Div", "Gathe
 """What analyses follow through a graph: moves, casts, and the arithmetic of shapes and constant factors."""
 
 MATCHED = {
+    "AllGather": "buffers, updates and the tasks of a pipeline know whose state is made whole",
     "AllReduce": "the state and the rule of synchronized normalisation know the collective",
     "AnyNonFinite": "the NaN check looks for it",
     "AnyNonFiniteOr": "the NaN check of a device calls it",
