@@ -135,8 +135,8 @@ class Capabilities(Protocol):
     """
 
     separate: int | None = None
-    """Bytes of values from which neighbouring nodes that share none are a segment each (:mod:`graphc.plan.apart`); None:
-    they are one segment, as suits a runtime that takes long to start one.
+    """Neighbouring nodes become segments of their own unless they share a value of at least this many bytes
+    (:mod:`graphc.plan.apart`). None: neighbours always form one segment, which suits a runtime that takes long to start one.
     """
 
     def prefers_native(self, node: ir.Node) -> bool:

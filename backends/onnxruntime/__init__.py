@@ -52,7 +52,10 @@ FUSED = frozenset(
 """Ops with a native kernel that a fused segment computes together with their neighbours."""
 
 SEPARATE = 1 << 15
-"""Bytes of a value from which memory decides where fused segments end; a segment costs no more than a kernel inside one."""
+"""Neighbouring nodes that share no value of this many bytes become segments of their own, so that memory is free again sooner.
+
+A fused segment costs no more than a kernel inside one.
+"""
 
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""

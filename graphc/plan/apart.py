@@ -3,8 +3,8 @@
     ReduceSum(dy) ┐ one segment: dy lives until        ReduceSum(dy)   dy is gone, and
     Where(m, dx)  ┘ the result of Where is written     Where(m, dx)    the result takes its memory
 
-The nodes of a segment are neighbours in the order of the graph, which a bias gradient and the next layer's activation gradient
-are by chance.
+A segment takes nodes that follow each other in the order of the graph. A bias gradient and the activation gradient of the next
+layer follow each other without reading or writing a common value, so one segment for both only keeps memory longer.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def _box(plan: StagePlan, values: Sequence[ir.Value]) -> _Box:
 class _Move:
     """A transfer over a channel.
 
-    Over NCCL there are two of it: the one that the device does by itself, and one through the host's memory for the first steps
-    (:data:`WARM`).
+    Over NCCL it has two forms: in the first steps (:data:`WARM`) it goes through the host's memory, later the device does it by
+    itself.
 
     Args:
         warming: whether such a step runs.

@@ -48,10 +48,10 @@ def test_a_long_tag_is_cut_and_not_spilled() -> None:
 
 
 def test_a_record_costs_next_to_nothing() -> None:
-    """A collective of a step takes 100 µs and more; a slow and busy processor needs 7 for the record."""
+    """A collective of a step takes 100 µs and more."""
     recorder = FlightRecorder()
     best = min(_seconds(recorder) for _ in range(20))
-    assert best < 1e-5, f"{best * 1e9:.0f} ns a collective"
+    assert best < 5e-6, f"{best * 1e9:.0f} ns a collective"
 
 
 def _seconds(recorder: FlightRecorder) -> float:

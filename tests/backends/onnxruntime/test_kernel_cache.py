@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+
+from graphc.backends.onnxruntime.kernels import jit
 
 KERNEL = """
 import os, sys
@@ -35,3 +39,9 @@ def test_a_function_of_another_file_that_changed_is_compiled_again(tmp_path: Pat
 
     assert process(2) == "3.0"
     assert process(20) == "21.0"
+
+
+@pytest.mark.skipif("NUMBA_CACHE_DIR" in os.environ, reason="the user chose the folder")
+def test_the_folder_of_kernels_belongs_to_these_sources() -> None:
+    digest = jit.sources_digest(Path(jit.__file__).parents[1])
+    assert Path(numba.config.CACHE_DIR).name == digest  # type: ignore[attr-defined]
