@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from graphc.errors import NonFiniteError, UsageError, WorldError
 from graphc.ir.names import STEP
 from graphc.ir.ops.collectives import collective_of
 from graphc.pipe.split import Pipe
-from graphc.plan.group_places import CollectiveEvent
+from graphc.plan.group_places import CollectiveEvent, collective_events
 from graphc.plan.partition import make_plan
 from graphc.plan.pipe_events import pipe_events
 from graphc.report.memory import feed_shapes, memory_of
@@ -283,6 +283,32 @@ def test_the_proof_finds_ranks_that_would_wait_for_each_other(events: list[list[
     lists[2] = [send, wait, back, answer]
     with pytest.raises(WorldError, match="rank 0 waits in 'y' for rank 2; rank 2 waits in 'x' for rank 0"):
         check_events(mesh, lists)
+
+
+# Overlap ------------------------------------------------------------------------------------------------------------------
+
+
+def in_flight_together(events: Sequence[CollectiveEvent]) -> set[frozenset[str]]:
+    """Pairs of groups of which a rank begins a collective of one before it has waited for one of the other."""
+    flying: dict[tuple[str, object], str] = {}
+    pairs = set()
+    for event in events:
+        if event.begins:
+            pairs |= {frozenset((group, event.group)) for group in flying.values() if group != event.group}
+            flying[event.tag, event.lane] = event.group
+        else:
+            flying.pop((event.tag, event.lane), None)
+    return pairs
+
+
+def test_collectives_of_different_axes_overlap(events: list[list[CollectiveEvent]]) -> None:
+    """Sends fly beside the all-reduces of shards and of replicas, and buckets of gradients beside those of shards."""
+    mesh = Mesh(data=2, tensor=2)
+    program = cases.compiled("gpt", mesh, 2, bucket_mb=0.01)
+    plan = make_plan(program.model, feed_shapes(program.model, 2), mesh=mesh)
+    assert all(in_flight_together(one) == {frozenset(("pipe", other)) for other in ("data", "tensor")} for one in events)
+    gradients = [event for event in collective_events(plan.steps) if event.tag != "data/metrics"]
+    assert in_flight_together(gradients) == {frozenset(("data", "tensor"))}
 
 
 # Bad requests ---------------------------------------------------------------------------------------------------------
