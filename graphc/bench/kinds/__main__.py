@@ -1,10 +1,14 @@
 """Times a training step of each kind: graphc with fused kernels and without, and PyTorch eager, in turn in one process.
 
     python -m graphc.bench.kinds --size small gpt unet
+    graphc launch -n 2 -m graphc.bench.kinds gpt unet
 
 A round takes a few steps of each side, and the fastest step counts. One thread is timed by its processor time, so that other
 work on the machine disturbs little. Both train with AdamW, PyTorch with its fused one. ``off by`` is the largest relative
 difference of a loss from PyTorch's over the first ten steps of a model without dropout.
+
+With several workers, each takes its share of the batch, PyTorch under DistributedDataParallel over gloo. All of them take the
+same number of steps a round, and the best median of a round counts, in wall time.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +29,7 @@ from torch import nn
 import graphc
 from graphc.bench.kinds.models import KINDS, ModelKind
 from graphc.bench.profile import StepTimer
+from graphc.data import share
 
 SIDES = {"fused": "onnxruntime:fuse=true", "apart": "onnxruntime:fuse=false"}
 LEARNING_RATE = 1e-3
@@ -39,20 +46,72 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print graphc's time per plan step on stderr")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"{'kind':<10} {'fused ms':>9} {'apart ms':>9} {'eager ms':>9} {'ratio':>6} {'first s':>8} {'off by':>8}")
+    workers = Workers()
+    say: Callable[[str], None] = (lambda line: print(line, flush=True)) if workers.rank == 0 else lambda line: None
+    say(f"{'kind':<10} {'fused ms':>9} {'apart ms':>9} {workers.peer + ' ms':>9} {'ratio':>6} {'first s':>8} {'off by':>8}")
     for name in arguments.kinds or KINDS:
-        measured = _measured(KINDS[name][arguments.size], arguments)
+        measured = _measured(KINDS[name][arguments.size], workers, arguments)
         ratio = measured["eager"] / measured["fused"]
         times = " ".join(f"{measured[side]:9.2f}" for side in ("fused", "apart", "eager"))
-        print(f"{name:<10} {times} {ratio:6.2f} {measured['first']:8.2f} {measured['off']:8.1e}", flush=True)
+        say(f"{name:<10} {times} {ratio:6.2f} {measured['first']:8.2f} {measured['off']:8.1e}")
         gc.collect()
+    workers.close()
 
 
-def _measured(kind: ModelKind, arguments: argparse.Namespace) -> dict[str, float]:
-    clock = time.process_time if arguments.threads == 1 else time.perf_counter
+class Workers:
+    """The processes that measure together: one, or those that ``graphc launch`` has started."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.peer = 0, 1, "eager"
+        if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
+            return
+        from mpi4py import MPI  # of the extra mpi
+
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size, self.peer = self._world.rank, self._world.size, "DDP"
+        self._folder = tempfile.TemporaryDirectory()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = torch.distributed.FileStore(self._world.bcast(self._folder.name) + "/store", self.size)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+
+    def share(self, batch: torch.Tensor) -> torch.Tensor:
+        """This worker's samples."""
+        return batch[share(len(batch), self.rank, self.size)]
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Reduce the gradients of all workers."""
+        return nn.parallel.DistributedDataParallel(module) if self.size > 1 else module
+
+    def mean(self, loss: float) -> float:
+        """The loss of the whole batch from those of equal shares."""
+        return float(self._world.allreduce(loss)) / self.size if self.size > 1 else loss
+
+    def round(self, step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+        """The milliseconds of a step in a round that takes about this long."""
+        if self.size == 1:
+            return _fastest(step, seconds, clock)
+        start = time.perf_counter()
+        step()
+        times = []
+        for _ in range(max(4, self._world.bcast(int(seconds / (time.perf_counter() - start))))):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e3
+
+    def close(self) -> None:
+        """Leave PyTorch's group."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+            self._world.barrier()
+            self._folder.cleanup()
+
+
+def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) -> dict[str, float]:
+    clock = time.process_time if arguments.threads == workers.size == 1 else time.perf_counter
     torch.manual_seed(0)
-    module, inputs = kind.module(), kind.inputs()
-    label = torch.randint(0, kind.classes, kind.labels)
+    module, inputs = kind.module(), tuple(workers.share(x) for x in kind.inputs())
+    label = workers.share(torch.randint(0, kind.classes, kind.labels))
     found: dict[str, float] = {}
     steps: dict[str, Callable[[], Any]] = {}
     trainers, timers, losses = [], [], dict[str, list[float]]()
@@ -79,15 +138,15 @@ def _measured(kind: ModelKind, arguments: argparse.Namespace) -> dict[str, float
         trainers.append(trainer)
         timers.append((side, timer, trainer.steps_done))
         steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
-    steps["eager"] = _eager(module, inputs, label)
-    losses["eager"] = [steps["eager"]() for _ in range(10)]
+    steps["eager"] = _eager(workers.wrap(module), inputs, label)
+    losses["eager"] = [workers.mean(steps["eager"]()) for _ in range(10)]
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
     found["off"] = max(
         float("nan") if drops else abs(a - b) / abs(b) for a, b in zip(losses["fused"], losses["eager"], strict=True)
     )
     for _ in range(arguments.rounds):
         for side, step in steps.items():
-            found[side] = min(found.get(side, float("inf")), _round(step, arguments.seconds, clock))
+            found[side] = min(found.get(side, float("inf")), workers.round(step, arguments.seconds, clock))
     for side, timer, before in timers:
         if arguments.profile:
             print(f"{side}:", file=sys.stderr)
@@ -115,7 +174,7 @@ def _eager(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Ten
     return step
 
 
-def _round(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+def _fastest(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
     """The fastest step of a round, in milliseconds."""
     best, end = float("inf"), clock() + seconds
     while clock() < end:
