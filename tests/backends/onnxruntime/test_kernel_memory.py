@@ -99,7 +99,11 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
         c(f(2, 2, 9, 7), f(2, 4, 4, 3), i(4, 1, 5, 3), constants=(2,), group=2, strides=[2, 3], pads=[2, 1, 1, 2]),
     ],
-    "Gemm": [c(f(65, 130), f(130, 129), f(129)), c(f(130, 65), f(129, 130), transA=1, transB=1)],
+    "Gemm": [
+        c(f(65, 130), f(130, 129), f(129)),
+        c(f(130, 65), f(129, 130), transA=1, transB=1),
+        c(f(9, 1024), f(9, 130), transA=1),
+    ],
     "MatMul": [c(f(3, 65, 130), f(130, 129))],
     "graphc::SoftmaxCrossEntropy": _losses((), f),
     "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),

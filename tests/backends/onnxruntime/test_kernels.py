@@ -232,6 +232,11 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
         compare("MatMul", [left.reshape(1, m, 1, k), right], {}, pool)
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(1024, 96, 128), (3072, 33, 130)])
+def test_product_of_a_transposed_operand_whose_rows_are_pages_apart(m: int, k: int, n: int, pool: ThreadPool) -> None:
+    compare("Gemm", [normal(k, m), normal(k, n), None], {"transA": 1}, pool)
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
 def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     size = shape[axis:] if axis > 0 else shape[-1:]
