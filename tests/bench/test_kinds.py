@@ -5,6 +5,9 @@ BatchNormalization over few samples amplifies the rounding of PyTorch's own floa
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -49,3 +52,11 @@ def test_a_kind_follows_pytorch_step_by_step(name: str, fuse: str) -> None:
         optimizer.step()
         expected.append(loss.item())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.large
+def test_the_memory_of_both_sides_holds_the_training_state() -> None:
+    command = [sys.executable, "-m", "graphc.bench.kinds.memory", "--size", "full", "dlrm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    ours, theirs, _, state = map(float, done.stdout.splitlines()[-1].split()[1:])
+    assert min(ours, theirs) > 0.9 * state > 0

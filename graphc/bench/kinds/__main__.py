@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import graphc
+from graphc.bench.kinds.eager import stepper
 from graphc.bench.kinds.models import KINDS, ModelKind
 from graphc.bench.profile import StepTimer
 from graphc.data import share
@@ -138,7 +139,7 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
         trainers.append(trainer)
         timers.append((side, timer, trainer.steps_done))
         steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
-    steps["eager"] = _eager(workers.wrap(module), inputs, label)
+    steps["eager"] = stepper(workers.wrap(module), inputs, label, LEARNING_RATE)
     losses["eager"] = [workers.mean(steps["eager"]()) for _ in range(10)]
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
     found["off"] = max(
@@ -154,24 +155,6 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
     for trainer in trainers:
         trainer.close()
     return found
-
-
-def _eager(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
-    module.train()
-
-    def step() -> float:
-        optimizer.zero_grad()
-        logits = module(*inputs)
-        if label.dim() == 2:
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten())
-        else:
-            loss = nn.functional.cross_entropy(logits, label)
-        loss.backward()
-        optimizer.step()
-        return float(loss.item())
-
-    return step
 
 
 def _fastest(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
