@@ -164,16 +164,19 @@ def _resting_threads() -> Iterator[None]:
 class Scratchpad:
     """Memory for copies in blocked layouts, shared by all primitives of one pool, which never run at the same time.
 
-    It grows while kernels are bound, so addresses are taken at the first run after it grew.
+    It grows while kernels are bound, so addresses are taken at the first run after it grew; ``cell`` holds the present one.
     """
 
     def __init__(self) -> None:
         self.generation = 0
+        self.cell = np.zeros(1, dtype=np.int64)
         self._raw = np.zeros(64, dtype=np.uint8)
+        self.cell[0] = self.address
 
     def reserve(self, nbytes: int) -> None:
         if nbytes + 64 > self._raw.nbytes:
             self._raw = np.zeros(nbytes + 64, dtype=np.uint8)
+            self.cell[0] = self.address
             self.generation += 1
 
     @property

@@ -49,16 +49,16 @@ def product(a, lda, b, panels, depth, c, ldc, rows):
         of_b, of_c = b + p * depth * PANEL * 4, c + p * PANEL * 4
         r = 0
         while rows - r >= 6:
-            tile6(a + r * lda, lda, of_b, depth, of_c + r * ldc, ldc)
+            tile6(a + r * lda, lda, 4, of_b, PANEL * 4, depth, of_c + r * ldc, ldc)
             r += 6
         left, x, y = rows - r, a + r * lda, of_c + r * ldc
         if left == 1:
-            tile1(x, lda, of_b, depth, y, ldc)
+            tile1(x, lda, 4, of_b, PANEL * 4, depth, y, ldc)
         elif left == 2:
-            tile2(x, lda, of_b, depth, y, ldc)
+            tile2(x, lda, 4, of_b, PANEL * 4, depth, y, ldc)
         elif left == 3:
-            tile3(x, lda, of_b, depth, y, ldc)
+            tile3(x, lda, 4, of_b, PANEL * 4, depth, y, ldc)
         elif left == 4:
-            tile4(x, lda, of_b, depth, y, ldc)
+            tile4(x, lda, 4, of_b, PANEL * 4, depth, y, ldc)
         elif left == 5:
-            tile5(x, lda, of_b, depth, y, ldc)
+            tile5(x, lda, 4, of_b, PANEL * 4, depth, y, ldc)

@@ -146,33 +146,40 @@ def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
     return run
 
 
-def tile_function(rows: int) -> Any:
-    """A function ``f(a, lda, b, depth, c, ldc)`` for compiled code: ``rows`` rows of c = a·b, one panel of b and c.
+def tile_function(rows: int, *, adds: bool = False) -> Any:
+    """A function ``f(a, a_row, a_step, b, b_row, depth, c, c_row)`` for compiled code: ``rows`` rows of c = a·b, or c += a·b,
+    for one panel of b and c.
 
-    ``b`` is depth × PANEL, contiguous; ``lda`` and ``ldc`` are the bytes from one row to the next.
+    ``a_row``, ``b_row`` and ``c_row`` are the bytes from one row to the next, and ``a_step`` those from one column of a to the
+    next. The PANEL columns of b and c are contiguous. ``depth`` is 1 or more.
     """
 
     @intrinsic
-    def run(typing_context, a, lda, b, depth, c, ldc):
+    def run(typing_context, a, a_row, a_step, b, b_row, depth, c, c_row):
         kind = ll.VectorType(_F32, LANES)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
-            a, lda, b, depth, c, ldc = (context.cast(builder, v, t, types.int64) for v, t in given)
-            offsets = [builder.mul(lda, _I64(r)) for r in range(rows)]
+            a, a_row, a_step, b, b_row, depth, c, c_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+            offsets = [builder.mul(a_row, _I64(r)) for r in range(rows)]
+            targets = [
+                [builder.inttoptr(builder.add(row, _I64(4 * LANES * v)), _POINTER) for v in range(2)]
+                for row in (builder.add(c, builder.mul(c_row, _I64(r))) for r in range(rows))
+            ]
+            zero = ll.Constant(kind, [ll.Constant(_F32, 0.0)] * LANES)
+            first = [[builder.load(place, typ=kind, align=4) if adds else zero for place in row] for row in targets]
             before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
             builder.branch(loop)
             builder.position_at_end(loop)
             k = builder.phi(_I64)
             k.add_incoming(_I64(0), before)
             sums = [[builder.phi(kind) for _ in range(2)] for _ in range(rows)]
-            zero = ll.Constant(kind, [ll.Constant(_F32, 0.0)] * LANES)
-            start = builder.add(b, builder.mul(k, _I64(4 * PANEL)))
+            start = builder.add(b, builder.mul(k, b_row))
             taken = [
                 builder.load(builder.inttoptr(builder.add(start, _I64(4 * LANES * v)), _POINTER), typ=kind, align=4)
                 for v in range(2)
             ]
-            column = builder.add(a, builder.shl(k, _I64(2)))
+            column = builder.add(a, builder.mul(k, a_step))
             made = []
             for r in range(rows):
                 value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), _POINTER), typ=_F32, align=4)
@@ -186,19 +193,104 @@ def tile_function(rows: int) -> Any:
             k.add_incoming(following, end)
             for r in range(rows):
                 for v in range(2):
-                    sums[r][v].add_incoming(zero, before)
+                    sums[r][v].add_incoming(first[r][v], before)
                     sums[r][v].add_incoming(made[r][v], end)
             builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
             builder.position_at_end(after)
             for r in range(rows):
-                row = builder.add(c, builder.mul(ldc, _I64(r)))
                 for v in range(2):
-                    builder.store(made[r][v], builder.inttoptr(builder.add(row, _I64(4 * LANES * v)), _POINTER), align=4)
+                    builder.store(made[r][v], targets[r][v], align=4)
             return context.get_dummy_value()
 
-        return types.void(a, lda, b, depth, c, ldc), emit
+        return types.void(a, a_row, a_step, b, b_row, depth, c, c_row), emit
 
     return run
+
+
+def two_sided_function(matrix: Sequence[Sequence[float]]) -> Any:
+    """A function ``f(x, x_row, x_column, y, y_row, y_column)`` for compiled code: y = matrix · x · matrixᵀ, in every lane.
+
+    x and y are small matrices of vectors; ``_row`` and ``_column`` are the bytes from one row and column to the next.
+    """
+    height, width = len(matrix), len(matrix[0])
+
+    @intrinsic
+    def run(typing_context, x, x_row, x_column, y, y_row, y_column):
+        kind = ll.VectorType(_F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, x_column, y, y_row, y_column = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def place(base: Any, row: Any, i: int, column: Any, j: int) -> Any:
+                offset = builder.add(builder.mul(row, _I64(i)), builder.mul(column, _I64(j)))
+                return builder.inttoptr(builder.add(base, offset), _POINTER)
+
+            def combined(factors: Sequence[float], terms: Sequence[Any]) -> Any:
+                total = None
+                for factor, term in zip(factors, terms, strict=True):
+                    if abs(factor) not in (0.0, 1.0):
+                        term = builder.fmul(term, ll.Constant(kind, [ll.Constant(_F32, abs(factor))] * LANES))
+                    if factor > 0:
+                        total = term if total is None else builder.fadd(total, term)
+                    elif factor < 0:
+                        total = builder.fneg(term) if total is None else builder.fsub(total, term)
+                return total
+
+            half: list[list[Any]] = [[] for _ in range(height)]
+            for j in range(width):
+                column = [builder.load(place(x, x_row, i, x_column, j), typ=kind, align=4) for i in range(width)]
+                for i in range(height):
+                    half[i].append(combined(matrix[i], column))
+            for i in range(height):
+                for j in range(height):
+                    builder.store(combined(matrix[j], half[i]), place(y, y_row, i, y_column, j), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, x_column, y, y_row, y_column), emit
+
+    return run
+
+
+@intrinsic
+def transpose_square(typing_context, x, x_row, y, y_row):
+    """y = xᵀ for LANES × LANES floats at an address; ``_row`` is the bytes from one row to the next."""
+    kind = ll.VectorType(_F32, LANES)
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given = zip(arguments, signature.args, strict=True)
+        x, x_row, y, y_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+        def place(base: Any, row: Any, r: int) -> Any:
+            return builder.inttoptr(builder.add(base, builder.mul(row, _I64(r))), _POINTER)
+
+        rows = [builder.load(place(x, x_row, r), typ=kind, align=4) for r in range(LANES)]
+        step = 1
+        while step < LANES:  # exchanges the two off-diagonal squares of each square of 2 · step
+            upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+            lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+            masks = [ll.Constant(ll.VectorType(_I32, LANES), [ll.Constant(_I32, n) for n in m]) for m in (upper, lower)]
+            for r in range(LANES):
+                if not r & step:
+                    a, b = rows[r], rows[r + step]
+                    rows[r], rows[r + step] = (builder.shuffle_vector(a, b, mask) for mask in masks)
+            step *= 2
+        for r, row in enumerate(rows):
+            builder.store(row, place(y, y_row, r), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, x_row, y, y_row), emit
+
+
+@intrinsic
+def floats_at(typing_context, address):
+    """The address, as a pointer to float32 that ``numba.carray`` takes."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = context.cast(builder, arguments[0], signature.args[0], types.int64)
+        return builder.inttoptr(word, context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(address), emit
 
 
 def taps_function(taps: int) -> Any:

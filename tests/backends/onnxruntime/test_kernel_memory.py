@@ -43,6 +43,8 @@ def one(value: float, dtype: Any = np.float32) -> Array:
 
 
 WINDOW = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 0]}
+WINOGRAD = [f(4, 59, 18, 17), f(61, 59, 3, 3), f(4, 61, 18, 17)]
+"""x, w and y of a convolution that Winograd's algorithm computes."""
 LAYOUT = "bhtd,bhtd,bhtd->bhtd"
 HEADS = [f(2, 3, 5, 4), f(2, 3, 7, 4), f(2, 3, 7, 6)]
 RATE = [one(0.1), one(2.0)]
@@ -93,11 +95,19 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 5, 6), *HEADS, None, f(2, 3, 5, 6), f(2, 3, 5, 7), scale=0.5, causal=1, layout=LAYOUT),
         c(f(2, 3, 5, 6), *HEADS, f(2, 1, 5, 7), f(2, 3, 5, 6), f(2, 3, 5), scale=0.5, saves="logsumexp", layout=LAYOUT),
     ],
-    "Conv": [c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW), c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0])],
-    "graphc::ConvGradInput": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW)],
+    "Conv": [
+        c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW),
+        c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0]),
+        c(*WINOGRAD[:2], f(61), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+    ],
+    "graphc::ConvGradInput": [
+        c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW),
+        c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+    ],
     "graphc::ConvGradWeight": [
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
         c(f(2, 2, 9, 7), f(2, 4, 4, 3), i(4, 1, 5, 3), constants=(2,), group=2, strides=[2, 3], pads=[2, 1, 1, 2]),
+        c(WINOGRAD[0], WINOGRAD[2], i(61, 59, 3, 3), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     ],
     "Gemm": [
         c(f(65, 130), f(130, 129), f(129)),
