@@ -5,7 +5,8 @@
 
 A round takes a few steps of each side, and the fastest step counts. One thread is timed by its processor time, so that other
 work on the machine disturbs little. Both train with AdamW, PyTorch with its fused one. ``off by`` is the largest relative
-difference of a loss from PyTorch's over the first ten steps of a model without dropout.
+difference of a loss from PyTorch's over the first ten steps of a model without dropout. ``--compile`` measures
+``torch.compile`` as well; ``ratio`` is of eager to fused.
 
 With several workers, each takes its share of the batch, PyTorch under DistributedDataParallel over gloo. All of them take the
 same number of steps a round, and the best median of a round counts, in wall time.
@@ -14,6 +15,7 @@ same number of steps a round, and the best median of a round counts, in wall tim
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import os
 import statistics
@@ -44,16 +46,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a round of one side")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, which needs a C++ compiler")
     parser.add_argument("--profile", action="store_true", help="print graphc's time per plan step on stderr")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     workers = Workers()
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if workers.rank == 0 else lambda line: None
-    say(f"{'kind':<10} {'fused ms':>9} {'apart ms':>9} {workers.peer + ' ms':>9} {'ratio':>6} {'first s':>8} {'off by':>8}")
+    sides = {**{side: side for side in SIDES}, "eager": workers.peer, **({"compile": "compile"} if arguments.compile else {})}
+    columns = " ".join(f"{name + ' ms':>10}" for name in sides.values())
+    say(f"{'kind':<10} {columns} {'ratio':>6} {'first s':>8} {'off by':>8}")
     for name in arguments.kinds or KINDS:
         measured = _measured(KINDS[name][arguments.size], workers, arguments)
         ratio = measured["eager"] / measured["fused"]
-        times = " ".join(f"{measured[side]:9.2f}" for side in ("fused", "apart", "eager"))
+        times = " ".join(f"{measured[side]:10.2f}" for side in sides)
         say(f"{name:<10} {times} {ratio:6.2f} {measured['first']:8.2f} {measured['off']:8.1e}")
         gc.collect()
     workers.close()
@@ -117,7 +122,6 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
     steps: dict[str, Callable[[], Any]] = {}
     trainers, timers, losses = [], [], dict[str, list[float]]()
     for side, backend in SIDES.items():
-        start = clock()
         program = graphc.compile(
             module,
             example_inputs=inputs,
@@ -125,7 +129,6 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
             optimizer=graphc.optim.AdamW(lr=LEARNING_RATE),
             backend=backend,
         )
-        exported = clock() - start
         start = clock()
         timer = StepTimer(clock)
         trainer = graphc.Trainer(program, threads=arguments.threads, wrap=timer.wrap if arguments.profile else None)
@@ -133,12 +136,16 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
         feeds = dict(zip(names, (x.numpy() for x in inputs), strict=False)) | {"label": label.numpy()}
         losses[side] = [trainer.step(feeds)["loss"]]
         if side == "fused":
-            found["first"], found["compile"] = clock() - start, exported
+            found["first"] = clock() - start
         losses[side] += [trainer.step(feeds)["loss"] for _ in range(9)]
         timer.seconds.clear()
         trainers.append(trainer)
         timers.append((side, timer, trainer.steps_done))
         steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
+    if arguments.compile:
+        steps["compile"] = stepper(workers.wrap(torch.compile(copy.deepcopy(module))), inputs, label, LEARNING_RATE)
+        for _ in range(3):
+            steps["compile"]()
     steps["eager"] = stepper(workers.wrap(module), inputs, label, LEARNING_RATE)
     losses["eager"] = [workers.mean(steps["eager"]()) for _ in range(10)]
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
