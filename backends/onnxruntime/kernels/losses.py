@@ -8,7 +8,7 @@ import numpy as np
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.device import Array, Run
 from graphc.errors import InternalError
@@ -68,6 +68,12 @@ def softmax_cross_entropy(k: Binding) -> Run:
     return run
 
 
+@exact
+def _log_share(score, highest, log_mass):
+    """Both differences as written: the first is 0 for the highest score, which a loss near 0 must not lose to rounding."""
+    return (score - highest) - log_mass
+
+
 @jit
 def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):
     behind, classes = scores.shape[1], scores.shape[2]
@@ -80,9 +86,9 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
             mass = np.float32(0.0)
             for c in range(classes):
                 mass += exp(row[c] - highest)
-            shift = highest + np.float32(math.log(mass))
+            log_mass = np.float32(math.log(mass))
             for c in range(classes):
-                target[c] = row[c] - shift
+                target[c] = _log_share(row[c], highest, log_mass)
             wanted = label[position]
             if ignores and wanted == ignored:
                 continue
