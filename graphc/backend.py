@@ -60,6 +60,8 @@ class Binding:
         outputs: one array per node output.
         attributes: the node's attributes with defaults filled in.
         aliases: output index → input index whose memory the output shares (only pairs the kernel declared ``inplace``).
+        rows: what the backend knows about the rows of output 0, if kernels like this one alone write it
+            (:meth:`Backend.note_writers`); of the backend's own type.
     """
 
     node: ir.Node
@@ -68,6 +70,7 @@ class Binding:
     attributes: Mapping[str, Any]
     pool: Pool
     aliases: Mapping[int, int]
+    rows: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,16 @@ class Backend(Capabilities, Protocol):
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         """Output index → input index that the native kernel of ``node`` may overwrite."""
         return {}
+
+    def note_writers(self, alone: Sequence[Array], others: Sequence[Array]) -> None:
+        """Learn who writes the memory that the plans for all shapes share, before a plan is bound.
+
+        Args:
+            alone: outputs of ``GatherGrad`` that nothing else in this plan writes: rows that a run left zero are still zero in
+                the next one, unless another plan writes them.
+            others: everything else that this plan writes there.
+        """
+        return
 
     def settle(self) -> None:
         """Allocate the memory and compile the kernels of everything bound: the plan is complete, and steps allocate nothing."""

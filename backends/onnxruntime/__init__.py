@@ -32,6 +32,7 @@ try:
     from graphc.backends.host.shared import Scratch, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
+    from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
 except ImportError as error:  # pragma: no cover - depends on the installation
@@ -85,6 +86,7 @@ class OnnxRuntimeBackend(Backend):
         self._scratch = Scratch()
         self._least = 1 if fuse_small else host.LEAST
         self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}
+        self._ledger = RowLedger(threads)
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
     def prefers_native(self, node: ir.Node) -> bool:
@@ -179,7 +181,12 @@ class OnnxRuntimeBackend(Backend):
             attributes = declaration.attribute_values(node)
         else:
             attributes = {k: a.value for k, a in node.attributes.items()}
-        return kernel.bind(Binding(node, inputs, outputs, attributes, self.pool, aliases))
+        rows = self._ledger.record(outputs[0]) if outputs else None
+        return kernel.bind(Binding(node, inputs, outputs, attributes, self.pool, aliases, rows))
+
+    def note_writers(self, alone: Sequence[Array], others: Sequence[Array]) -> None:
+        self._ledger.note_writers(alone, others)
+        self._counts.clear()
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         kernel = native_kernel(self.name, node)
@@ -196,11 +203,12 @@ class OnnxRuntimeBackend(Backend):
         if key not in self._counts:
             if len(self._counts) >= COUNTS:
                 self._counts.clear()
-            self._counts[key] = kernels.bind_nonfinite_count(array, self.pool)
+            self._counts[key] = self._ledger.bind_count(array, lambda part: kernels.bind_nonfinite_count(part, self.pool))
         return self._counts[key]
 
     def close(self) -> None:
         self._counts.clear()
+        self._ledger.clear()
         self.pool.close()
 
 

@@ -47,6 +47,26 @@ class BufferMap:
         self._lent: dict[ir.Value, tuple[Array, Array]] = {}
         self.outputs = {v.name or "": self.array(v) for v in plan.model.graph.outputs}
 
+    def writers(self) -> tuple[list[Array], list[Array]]:
+        """The arrays in buffers shared by all plans: those that one ``GatherGrad`` alone writes, and all others.
+
+        Where ranks exchange gradients, or micro-batches add to them, nothing is written alone.
+        """
+        shared = [(v, p) for v, p in self.plan.places.items() if p.buffer not in OWN and p.buffer in self.buffers]
+        rows: set[ir.Value] = set()
+        if {step.kind for step in self.plan.steps} <= {"segment", "kernel", "check", "update"}:
+            kernels = [step.nodes[0] for step in self.plan.steps if step.kind == "kernel"]
+            rows = {node.outputs[0] for node in kernels if node.op_type == "GatherGrad"}
+        by_buffer: dict[str, list[tuple[ir.Value, Slice]]] = {}
+        for value, place in shared:
+            by_buffer.setdefault(place.buffer, []).append((value, place))
+        alone: list[Array] = []
+        others: list[Array] = []
+        for value, place in shared:
+            lonely = value in rows and not any(v is not value and _overlap(place, p) for v, p in by_buffer[place.buffer])
+            (alone if lonely else others).append(self.array(value))
+        return alone, others
+
     @property
     def stop(self) -> Array:
         """The flag of a NaN or an infinity, on a device, which stays set until the host clears it."""
@@ -111,6 +131,10 @@ class BufferMap:
         """The elements of flat input ``index`` that this rank updates."""
         array = self.buffers[group.buffer(index)].view(group.dtype(index))
         return array if index in group.scattered else array[slice(*group.owned)]
+
+
+def _overlap(a: Slice, b: Slice) -> bool:
+    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
 def _spec(value: ir.Value) -> tuple[tuple[int, ...], np.dtype[np.generic]]:

@@ -94,6 +94,8 @@ class Executor:
         self._check = Check(places, backend, comm) if check else None
         self._clear = backend.memory.bind_fill(places.stop, 0) if plan.stop is not None else None
         binder = StepBinder(places, backend, Updates(places, backend, host), self._turn, self._check)
+        if self._on_host:
+            backend.note_writers(*places.writers())
         self.index_ranges = index_ranges(plan.model.graph)
         self.inputs = places.inputs
         self.outputs = places.outputs

@@ -25,15 +25,20 @@ def gather(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     known = constant(indices)
     if known is not None and known.size == 1:
         return _one_slice(op, x, axis, int(known.reshape(-1)[0]), dy)
-    width = rank(indices)
-    columns = op.Unsqueeze(indices, [-1])
     if axis == 0:
-        return op.ScatterND(op.zeros_like(x), columns, dy, reduction="add")
+        return op.graphc.GatherGrad(dy, indices, op.shape(x))
+    width, columns = rank(indices), op.Unsqueeze(indices, [-1])
     order = [axis, *(k for k in range(rank(x)) if k != axis)]
     front = op.Transpose(dy, perm=[*range(axis, axis + width), *range(axis), *range(axis + width, rank(dy))])
     zeros = op.Expand(op.scalar(0, x), op.lengths(*((x, k) for k in order)))
     moved = op.ScatterND(zeros, columns, front, reduction="add")
     return op.Transpose(moved, perm=[int(k) for k in np.argsort(order)])
+
+
+@gradient("graphc::GatherGrad")
+def gather_grad(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """dx = rows of dy added at the indices;  ∂dy = dz at the indices"""
+    return op.Gather(dz, node.inputs[1], axis=0)
 
 
 def _one_slice(op: Builder, x: ir.Value, axis: int, index: int, dy: ir.Value) -> Any:

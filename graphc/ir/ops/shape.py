@@ -1,4 +1,4 @@
-"""Helpers for shapes that are not known yet: sums to a symbolic shape, and gradients that wait for a rank."""
+"""Ops that take a shape: sums to a symbolic shape, gradients of gathers, and gradients that wait for a rank."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def reduce_sum_to(op: Builder, x: ir.Value, shape: ir.Value) -> ir.Value:
     axes_value = op.Squeeze(op.NonZero(differ), [0])
     summed = op.ReduceSum(x, axes_value, keepdims=1, noop_with_empty_axes=1)
     return op.Reshape(summed, shape)  # type: ignore[no-any-return]
+
+
+def _of_shape(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    return [(spec_of(inputs[0])[0], shape_of_result(inputs[2]))]
+
+
+@declare("GatherGrad", inputs="dy indices shape", outputs="dx", infer=_of_shape)
+def gather_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir.Value) -> ir.Value:
+    """dx of y = Gather(x, indices; axis=0) for x of ``shape``: rows of dy added at their indices, zeros elsewhere."""
+    zeros = op.Expand(op.scalar(0, dy), shape)
+    wide = indices if indices.dtype == ir.DataType.INT64 else op.Cast(indices, to=int(ir.DataType.INT64))
+    return op.ScatterND(zeros, op.Unsqueeze(wide, [-1]), dy, reduction="add")  # type: ignore[no-any-return]
 
 
 def _like_the_wanted(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:

@@ -115,6 +115,9 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(9, 1024), f(9, 130), transA=1),
     ],
     "MatMul": [c(f(3, 65, 130), f(130, 129))],
+    "graphc::GatherGrad": [
+        c(f(2, 2, 4099), np.array([[0, 4], [-5, 4]], kind), i(5, 4099), constants=(2,)) for kind in (np.int64, np.int32)
+    ],
     "graphc::SoftmaxCrossEntropy": _losses((), f),
     "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),
     "graphc::BatchNormalizationTraining": [c(f(3, 5, 7), f(5), f(5))],

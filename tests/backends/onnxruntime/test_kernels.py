@@ -237,6 +237,14 @@ def test_product_of_a_transposed_operand_whose_rows_are_pages_apart(m: int, k: i
     compare("Gemm", [normal(k, m), normal(k, n), None], {"transA": 1}, pool)
 
 
+@pytest.mark.parametrize("shape", [(700, 24), (17, 10, 100), (20000,)])
+def test_gradient_of_a_gather(shape: tuple[int, ...], pool: ThreadPool) -> None:
+    indices = rng.integers(-shape[0], shape[0], (9, 5))
+    for kind in (np.int64, np.int32):
+        arrays = [normal(9, 5, *shape[1:]), indices.astype(kind), np.array(shape)]
+        compare("graphc::GatherGrad", arrays, {}, pool, constants=(2,))
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
 def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     size = shape[axis:] if axis > 0 else shape[-1:]
