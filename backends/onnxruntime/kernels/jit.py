@@ -44,9 +44,8 @@ def jit(function: F) -> F:
 
 def exact(function: F) -> F:
     """Compile as :func:`jit` does, but round every operation as written."""
-    # a function without its own fastmath gets its caller's
-    options = {"nogil": True, "cache": True, "fastmath": False, "boundscheck": False, "error_model": "numpy"}
-    return numba.njit(function, **options)  # type: ignore[no-any-return]
+    # a function without a fastmath of its own takes that of its caller
+    return numba.njit(function, nogil=True, cache=True, fastmath=False, boundscheck=False, error_model="numpy")  # type: ignore[no-any-return]
 
 
 def single_threaded_blas() -> None:
