@@ -99,9 +99,10 @@ def _place(array: Array, axes: str) -> tuple[int, int, int, int]:
     return start, step.get("b", 0), step.get("h", 0), step.get("t", array.shape[-1])
 
 
-def _rows(queries: int, keys: int) -> int:
-    """Queries in a block."""
-    return min(queries, max(16, TILE // keys))
+def _rows(queries: int, keys: int, causal: bool) -> int:
+    """Queries in a block; causal attention leaves out the keys behind a block, so that more blocks compute fewer scores."""
+    most = min(queries, max(16, TILE // keys))
+    return min(most, max(32, -(-queries // 64) * 16)) if causal else most
 
 
 @kernel("onnxruntime", "graphc::ScaledDotProductAttention", when=_fits)
@@ -112,7 +113,7 @@ def scaled_dot_product_attention(k: Binding) -> Run:
     y, saved = given(k.outputs, 2)
     heads = _heads(k, q, key, value, optional(k.inputs, 3), [(y, operand_axes(k.attributes["layout"])[3])])
     batch, count, _, queries, keys = (int(n) for n in heads.shape[:5])
-    parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys)
+    parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, rows, keys), dtype=np.float32)
     arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
@@ -209,7 +210,7 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
     others = [(y, axes[3]), (dy, axes[3]), *((array, layout) for array, layout in targets if array is not None)]
     heads = _heads(k, q, key, value, k.inputs[4], others)
     batch, _, key_heads, queries, keys = (int(n) for n in heads.shape[:5])
-    parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys)
+    parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
     arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
@@ -233,9 +234,11 @@ def _backward(
             at_dk, at_dv = _at(dk, table[6], b, g), _at(dv, table[7], b, g)
             so_far = zero
             for h in range(g * group, (g + 1) * group):
-                for first in range(0, queries, block):
+                blocks = (queries + block - 1) // block
+                for number in range(blocks):
+                    # the last block sees most keys: it comes first, and writes all rows of ∂k and ∂v, unseen ones as zeros
+                    first = (blocks - 1 - number) * block
                     last = min(first + block, queries)
-                    # later blocks see more keys, so the first to come writes all rows of ∂k and ∂v, unseen ones as zeros
                     count, limit = last - first, min(keys, last) if causal and so_far == one else keys
                     begin = (b * heads + h) * queries + first
                     row_q = _at(q, table[0], b, h) + 4 * first * table[0, 3]
